@@ -1,0 +1,113 @@
+// The activations by themselves on the CPU: one pass over memory, 8 (float32) bytes per element forward and 12 backward.
+#include "cpu/activate.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+namespace {
+
+// Rows summed in working precision before a parameter's gradient goes to its double total.
+constexpr int64_t kSumRows = 64;
+
+template <class T>
+struct ActivationCall {
+  const ActivationArgs* args;
+  int64_t rows, N;   // as walked: one unit per column, or everything in one row where units do not matter
+  int tasks;
+  Scratch<T> param;        // [round_up(N)], or one vector where all units share it
+  Scratch<double> sums;    // [tasks][round_up(N)] or [tasks][L]
+  bool flat;
+};
+
+// Columns [0, N) of rows [begin, end); where `flat`, elements [begin, end) of one row.
+template <class T, int A, bool BACKWARD>
+void activation_rows(ActivationCall<T>& call, int task, int64_t begin, int64_t end) {
+  constexpr int L = kLanes<T>;
+  const T *x = static_cast<const T*>(call.args->x), *grad_y = static_cast<const T*>(call.args->grad_y);
+  T* out = static_cast<T*>(BACKWARD ? call.args->grad_x : call.args->y);
+  const int64_t N = call.N, padded = call.flat ? L : (N + L - 1) / L * L;
+  double* sums = BACKWARD ? call.sums + task * padded : nullptr;
+  auto one = [&](int64_t at, int count, V<T> param, V<T>* param_grad) {
+    const V<T> a = count == L ? load(x + at) : load_part(x + at, count);
+    V<T> y = activate<T, A>(a, param);
+    if (BACKWARD) y = activate_grad<T, A>(y, a, count == L ? load(grad_y + at) : load_part(grad_y + at, count), param, param_grad);
+    if (count == L) store(out + at, y);
+    else store_part(out + at, y, count);
+  };
+  auto add = [&](int64_t column, V<T> part) {
+    if (BACKWARD && (A == kPrelu || A == kModrelu))
+      for (int i = 0; i < L; i++) sums[column + i] += part[i];
+  };
+  if (call.flat) {
+    const V<T> param = load(call.param.get());
+    for (int64_t at = begin; at < end;) {
+      V<T> part = V<T>{};
+      const int64_t stop = end - at < kSumRows * L ? end : at + kSumRows * L;
+      for (; at < stop; at += L) one(at, static_cast<int>(stop - at < L ? stop - at : L), param, &part);
+      at = stop;
+      add(0, part);
+    }
+    return;
+  }
+  for (int64_t row = begin; row < end; row += kSumRows) {
+    const int64_t stop = end - row < kSumRows ? end : row + kSumRows;
+    for (int64_t n = 0; n < N; n += L) {
+      const int count = static_cast<int>(N - n < L ? N - n : L);
+      const V<T> param = load(call.param + n);
+      V<T> part = V<T>{};
+      for (int64_t r = row; r < stop; r++) one(r * N + n, count, param, &part);
+      add(n, part);
+    }
+  }
+}
+
+template <class T, bool BACKWARD>
+void activation_task(void* context, int task) {
+  ActivationCall<T>& call = *static_cast<ActivationCall<T>*>(context);
+  // Flat work is cut at whole vectors, so that pairs stay together and every task but the last ends on one.
+  const int64_t unit = call.flat ? kLanes<T> : 1, whole = call.flat ? call.N : call.rows;
+  const int64_t parts = (whole + unit - 1) / unit;
+  const int64_t begin = parts * task / call.tasks * unit, stop = parts * (task + 1) / call.tasks * unit;
+  const int64_t end = stop < whole ? stop : whole;
+#define ORTHOKERN_CALL(A) activation_rows<T, A, BACKWARD>(call, task, begin, end)
+  ORTHOKERN_DISPATCH_ACTIVATION(call.args->activation, ORTHOKERN_CALL)
+#undef ORTHOKERN_CALL
+}
+
+template <class T, bool BACKWARD>
+bool run(const ActivationArgs& args) {
+  constexpr int L = kLanes<T>;
+  ActivationCall<T> call;
+  call.args = &args;
+  const bool shared = !args.act_param || args.act_param_size == 1;
+  call.flat = shared && (args.activation != kOplu || args.N % 2 == 0);
+  call.rows = call.flat ? 1 : args.rows;
+  call.N = call.flat ? args.rows * args.N : args.N;
+  const int64_t useful = args.rows * args.N / 16384 + 1;  // a thread is not worth waking for less
+  call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
+  const int64_t padded = call.flat ? L : (call.N + L - 1) / L * L;
+  if (!expand_param(&call.param, static_cast<const T*>(args.act_param), args.act_param_size, call.flat ? L : call.N)) return false;
+  if (BACKWARD && !call.sums.allocate(static_cast<size_t>(call.tasks) * padded)) return false;
+  parallel_run(call.tasks, activation_task<T, BACKWARD>, &call);
+  if (BACKWARD && args.grad_act_param) {
+    T* to = static_cast<T*>(args.grad_act_param);
+    double all = 0;
+    for (int64_t n = 0; n < padded; n++) {
+      double total = 0;
+      for (int i = 0; i < call.tasks; i++) total += call.sums[i * padded + n];
+      if (args.act_param_size == 1) all += total;
+      else if (n < args.N) to[n] = static_cast<T>(total);
+    }
+    if (args.act_param_size == 1) to[0] = static_cast<T>(all);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool activation_fwd(const ActivationArgs& args) { return args.dtype == kFloat64 ? run<double, false>(args) : run<float, false>(args); }
+bool activation_bwd(const ActivationArgs& args) { return args.dtype == kFloat64 ? run<double, true>(args) : run<float, true>(args); }
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

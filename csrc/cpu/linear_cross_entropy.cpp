@@ -1,0 +1,197 @@
+// A linear readout and its cross-entropy on the CPU, loss and all gradients in one pass over the states.
+//
+//   logits = hidden W^T + b,  loss = sum (log sum exp(logits) - logits[target]),  d = softmax(logits) - onehot(target)
+//   grad_hidden = d W,  grad_W = d^T hidden,  grad_b = sum d
+//
+// A thread takes a range of rows in groups of about 128: hidden becomes blocked rows with a column of ones (gemm.h), logits and d exist for
+// the group only, in L2, and the gradients of W and b are a product over the group's rows (outer.h). Memory traffic: hidden in, grad_hidden
+// out, nothing else; 6 N C flops a row.
+#include <math.h>
+
+#include "cpu/gemm.h"
+#include "cpu/ops.h"
+#include "cpu/outer.h"
+#include "cpu/parallel.h"
+#include "cpu/vmath.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+namespace {
+
+constexpr int kRows = 13 * 8;  // rows of a group: whole tiles
+constexpr int64_t kStreamAbove = 8 << 20;  // bytes
+
+ORTHOKERN_INLINE float max_lanes(V<float> v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float m = v[0];
+  for (int i = 1; i < kLanes<float>; i++) m = v[i] > m ? v[i] : m;
+  return m;
+#endif
+}
+ORTHOKERN_INLINE double max_lanes(V<double> v) {
+  double m = v[0];
+  for (int i = 1; i < kLanes<double>; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+ORTHOKERN_INLINE float add_lanes(V<float> v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  return sum_lanes<float>(v);
+#endif
+}
+ORTHOKERN_INLINE double add_lanes(V<double> v) { return sum_lanes<double>(v); }
+
+template <class T>
+struct ReadoutCall {
+  const LinearCrossEntropyArgs* args;
+  int N, C, tasks;
+  int depth;              // N, and one more with a bias
+  Packed<T> weight;       // [depth, C]: W^T, b
+  Packed<T> weight_t;     // [C, N]: W
+  Scratch<double> loss;   // [tasks]
+  Scratch<T>* sums;       // [tasks]: [round_up(C)][ldc], or null
+  bool stream;
+  bool failed;
+};
+
+template <class T>
+void readout_task(void* context, int task) {
+  constexpr int L = kLanes<T>;
+  ReadoutCall<T>& call = *static_cast<ReadoutCall<T>*>(context);
+  const LinearCrossEntropyArgs& args = *call.args;
+  const FlushDenormals flush;
+  const int N = call.N, C = call.C;
+  const int h_blocks = round_up(call.depth, L) / L, c_blocks = round_up(C, L) / L;
+  const T* hidden = static_cast<const T*>(args.hidden);
+  T* grad_hidden = static_cast<T*>(args.grad_hidden);
+  const T scale = args.mean ? T(1) / static_cast<T>(args.rows) : T(1);
+  const V<T> zero = V<T>{};
+  const V<T> lowest = splat<T>(T(-3e38));
+  // h [depth/L][kRows][L], logits and d [C/L][kRows][L], out [N/L][kRows][L]; a group's rows are `block` apart from block to block.
+  Scratch<T> h, d, out;
+  if (!h.allocate(static_cast<size_t>(h_blocks) * kRows * L) || !d.allocate(static_cast<size_t>(round_up(C, 2 * L)) * kRows) ||
+      !out.allocate(static_cast<size_t>(round_up(N, 2 * L)) * kRows)) {
+    call.failed = true;
+    return;
+  }
+  typename Vec<T>::I missing;  // lanes of the last block that are no class
+  for (int i = 0; i < L; i++) missing[i] = (c_blocks - 1) * L + i < C ? 0 : -1;
+  double loss = 0;
+  const int64_t begin = args.rows * task / call.tasks, end = args.rows * (task + 1) / call.tasks;
+  for (int64_t row = begin; row < end; row += kRows) {
+    const int R = static_cast<int>(end - row < kRows ? end - row : kRows);
+    const ptrdiff_t block = static_cast<ptrdiff_t>(R) * L;
+    for (int r = 0; r < R; r++) {
+      const T* from = hidden + (row + r) * N;
+      for (int n = 0; n < N; n += L) {
+        const V<T> v = N - n >= L ? load(from + n) : load_part(from + n, N - n);
+        store(h + (n / L) * block + r * L, v);
+        __builtin_prefetch(from + n + static_cast<ptrdiff_t>(kRows) * N, 0, 2);
+      }
+      if (call.depth > N) {
+        if (N % L == 0) store(h + (N / L) * block + r * L, zero);
+        h[(N / L) * block + r * L + N % L] = 1;
+      }
+    }
+    const Segment<T> states = {h, block, call.depth};
+    multiply<T>(&states, 1, call.weight, R, d, block, [](int, int) {});
+    for (int r = 0; r < R; r++) {
+      const int64_t target = args.target[row + r];
+      T* at = d + r * L;
+      V<T> top = lowest;
+      for (int b = 0; b < c_blocks; b++) {
+        V<T> x = load(at + b * block);
+        if (b == c_blocks - 1) x = missing ? lowest : x;
+        store(at + b * block, x);
+        top = x > top ? x : top;
+      }
+      const T greatest = max_lanes(top);
+      V<T> total = zero;
+      const T hit = at[(target / L) * block + target % L];
+      for (int b = 0; b < c_blocks; b++) {
+        const V<T> p = vexp<T>(load(at + b * block) - greatest);
+        store(at + b * block, p);
+        total += p;
+      }
+      const T sum = add_lanes(total);
+      loss += static_cast<double>(greatest - hit) + static_cast<double>(sizeof(T) == 4 ? logf(static_cast<float>(sum)) : log(sum));
+      if (!call.sums) continue;
+      const T share = scale / sum;
+      for (int b = 0; b < c_blocks; b++) store(at + b * block, load(at + b * block) * share);
+      at[(target / L) * block + target % L] -= scale;
+    }
+    if (!call.sums) continue;
+    const Segment<T> errors = {d, block, C};
+    multiply<T>(&errors, 1, call.weight_t, R, out, block, [&](int first, int last) {
+      for (int b = first; b < last && b * L < N; b++)
+        for (int r = 0; r < R; r++) {
+          T* to = grad_hidden + (row + r) * N + b * L;
+          const V<T> v = load(out + b * block + r * L);
+          if (call.stream) store_stream(to, v);
+          else if (N - b * L >= L) store(to, v);
+          else store_part(to, v, N - b * L);
+        }
+    });
+    outer_add<T>(d, c_blocks, h, h_blocks, block, R, call.sums[task], static_cast<ptrdiff_t>(h_blocks) * L);
+  }
+  if (call.stream) stream_fence();
+  call.loss[task] = loss;
+}
+
+template <class T>
+bool run(const LinearCrossEntropyArgs& args) {
+  constexpr int L = kLanes<T>;
+  ReadoutCall<T> call;
+  call.args = &args;
+  call.N = static_cast<int>(args.N), call.C = static_cast<int>(args.C);
+  call.depth = call.N + (args.bias ? 1 : 0);
+  const int64_t useful = args.rows / kRows + 1;
+  call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
+  call.sums = nullptr;
+  call.failed = false;
+  call.stream = args.grad_hidden && call.N % L == 0 && reinterpret_cast<uintptr_t>(args.grad_hidden) % kVectorBytes == 0 &&
+                args.rows * args.N * static_cast<int64_t>(sizeof(T)) > kStreamAbove;
+  const T* weight = static_cast<const T*>(args.weight);
+  if (!call.weight.allocate(call.depth, call.C) || !call.weight_t.allocate(call.C, call.N) || !call.loss.allocate(call.tasks)) return false;
+  call.weight.fill(0, call.weight.panel_count(), 0, call.N, weight, 1, call.N, nullptr);
+  if (args.bias) call.weight.fill(0, call.weight.panel_count(), call.N, 1, static_cast<const T*>(args.bias), 0, 1, nullptr);
+  call.weight_t.fill(0, call.weight_t.panel_count(), 0, call.C, weight, call.N, 1, nullptr);
+
+  const ptrdiff_t ldc = round_up(call.depth, L);
+  const size_t size = static_cast<size_t>(round_up(call.C, L)) * ldc;
+  Scratch<char> memory;
+  bool ok = true;
+  if (args.grad_hidden) {
+    if (!memory.allocate(sizeof(Scratch<T>) * call.tasks)) return false;
+    call.sums = reinterpret_cast<Scratch<T>*>(memory.get());  // all zero bytes: empty scratch buffers
+    for (int i = 0; i < call.tasks && ok; i++) ok = call.sums[i].allocate(size);
+  }
+  if (ok) parallel_run(call.tasks, readout_task<T>, &call);
+  ok = ok && !call.failed;
+  if (ok) {
+    double loss = 0;
+    for (int i = 0; i < call.tasks; i++) loss += call.loss[i];
+    *static_cast<T*>(args.loss) = static_cast<T>(args.mean ? loss / static_cast<double>(args.rows) : loss);
+    T *grad_weight = static_cast<T*>(args.grad_weight), *grad_bias = static_cast<T*>(args.grad_bias);
+    for (int c = 0; call.sums && c < call.C; c++) {
+      for (int n = 0; n < call.depth; n++) {
+        T total = 0;
+        for (int i = 0; i < call.tasks; i++) total += call.sums[i][c * ldc + n];
+        if (n < call.N) grad_weight[static_cast<ptrdiff_t>(c) * call.N + n] = total;
+        else grad_bias[c] = total;
+      }
+    }
+  }
+  for (int i = 0; call.sums && i < call.tasks; i++) call.sums[i].~Scratch<T>();
+  return ok;
+}
+
+}  // namespace
+
+bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs& args) { return args.dtype == kFloat64 ? run<double>(args) : run<float>(args); }
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

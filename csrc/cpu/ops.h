@@ -1,0 +1,77 @@
+// What the bindings hand to the CPU kernels: plain addresses and sizes, no torch. Contiguous, row-major; the element type is `dtype`.
+// B batch, T time, N hidden, K rank, D input features or number of token ids, C classes.
+#pragma once
+
+#include <stdint.h>
+
+#include "common/activations.h"
+
+namespace orthokern {
+
+enum Dtype { kFloat32 = 0, kFloat64 = 1 };
+
+// factored_scan (u, s, v) and dense_scan (w in u's place; K == 0), forward and backward.
+struct ScanArgs {
+  int64_t B, T, N, K, D;
+  int dtype;
+  int activation;            // enum Activation
+  int threads;
+  int64_t checkpoint_every;  // 0: every state is kept
+
+  const void* x;          // [T, B, N] if weight is null, else [T, B, D]; null with tokens
+  const int64_t* tokens;  // [T, B] in [0, D), or null
+  const void* u;          // [N, K]; dense: w [N, N]
+  const void* s;          // [K] or null
+  const void* v;          // [N, K] or null
+  const void* h0;         // [B, N]
+  const void* weight;     // [N, D] or null
+  const void* bias;       // [N] or null
+  const void* act_param;  // [act_param_size] or null
+  int64_t act_param_size; // 1 or N
+
+  // forward results
+  void* hs;    // [T, B, N]
+  void* ckpt;  // [ceil(T / checkpoint_every), B, N] or null
+  void* pre;   // [T, B, N] or null
+
+  // backward: what comes in
+  const void* grad_hs;  // [T, B, N]
+  const void* states;   // hs [T, B, N], or ckpt
+  const void* saved_pre;  // [T, B, N] or null
+  // and the results
+  void* grad_x;          // like x, or null
+  void* grad_map;        // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
+  void* grad_h0;         // [B, N]
+  void* grad_weight;     // [N, D] or null
+  void* grad_bias;       // [N] or null
+  void* grad_act_param;  // [act_param_size] or null
+  void* grad_norm;       // [T]: |dL/dh_t| over batch and units
+};
+
+struct ActivationArgs {
+  int64_t rows, N;
+  int dtype, activation, threads;
+  const void* x;          // [rows, N]
+  const void* act_param;  // [act_param_size] or null
+  int64_t act_param_size;
+  void* y;                // [rows, N]           (forward)
+  const void* grad_y;     // [rows, N]           (backward)
+  void* grad_x;           // [rows, N]
+  void* grad_act_param;   // [act_param_size] or null
+};
+
+struct LinearCrossEntropyArgs {
+  int64_t rows, N, C;
+  int dtype, threads;
+  int mean;               // 1: the gradients and the loss are divided by rows
+  const void* hidden;     // [rows, N]
+  const void* weight;     // [C, N]
+  const void* bias;       // [C] or null
+  const int64_t* target;  // [rows] in [0, C)
+  void* loss;             // []
+  void* grad_hidden;      // [rows, N] or null
+  void* grad_weight;      // [C, N] or null
+  void* grad_bias;        // [C] or null
+};
+
+}  // namespace orthokern

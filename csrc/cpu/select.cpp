@@ -1,0 +1,127 @@
+// Which instruction set's kernels serve this machine, decided once, and the threads they run on.
+#include "cpu/select.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "cpu/parallel.h"
+
+namespace orthokern {
+
+#define ORTHOKERN_DECLARE(isa)                                   \
+  namespace isa {                                                \
+  bool factored_scan_fwd(const ScanArgs&);                       \
+  bool factored_scan_bwd(const ScanArgs&);                       \
+  bool dense_scan_fwd(const ScanArgs&);                          \
+  bool dense_scan_bwd(const ScanArgs&);                          \
+  bool activation_fwd(const ActivationArgs&);                    \
+  bool activation_bwd(const ActivationArgs&);                    \
+  bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&);  \
+  bool cayley(const CayleyArgs&);                                \
+  }
+#define ORTHOKERN_TABLE(isa)                                                                                                      \
+  {#isa, isa::factored_scan_fwd, isa::factored_scan_bwd, isa::dense_scan_fwd, isa::dense_scan_bwd, isa::activation_fwd, \
+   isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::cayley}
+
+ORTHOKERN_DECLARE(baseline)
+#if ORTHOKERN_HAVE_AVX2
+ORTHOKERN_DECLARE(avx2)
+#endif
+#if ORTHOKERN_HAVE_AVX512
+ORTHOKERN_DECLARE(avx512)
+#endif
+
+// Best first.
+static const CpuKernels kTables[] = {
+#if ORTHOKERN_HAVE_AVX512
+    ORTHOKERN_TABLE(avx512),
+#endif
+#if ORTHOKERN_HAVE_AVX2
+    ORTHOKERN_TABLE(avx2),
+#endif
+    ORTHOKERN_TABLE(baseline),
+};
+
+static bool machine_has(const char* isa) {
+  if (strcmp(isa, "baseline") == 0) return true;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (strcmp(isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (strcmp(isa, "avx512") == 0)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+#endif
+  return false;
+}
+
+static const CpuKernels* current = nullptr;
+
+const CpuKernels& cpu_kernels() {
+  if (!current) {
+    const char* wanted = getenv("ORTHOKERN_ISA");
+    if (!wanted || !cpu_select(wanted)) cpu_select(nullptr);
+  }
+  return *current;
+}
+
+bool cpu_select(const char* isa) {
+  for (const CpuKernels& table : kTables) {
+    if ((isa && strcmp(isa, table.isa) != 0) || !machine_has(table.isa)) continue;
+    current = &table;
+    return true;
+  }
+  return false;
+}
+
+std::vector<const char*> cpu_isas() {
+  std::vector<const char*> names;
+  for (const CpuKernels& table : kTables)
+    if (machine_has(table.isa)) names.push_back(table.isa);
+  return names;
+}
+
+namespace {
+
+struct Run {
+  void (*fn)(void*, int);
+  void* context;
+  int tasks;
+  std::atomic<int> next{0};
+};
+
+void work(void* data) {
+  Run& run = *static_cast<Run*>(data);
+  for (int task; (task = run.next.fetch_add(1)) < run.tasks;) run.fn(run.context, task);
+}
+
+}  // namespace
+
+// torch keeps a pool of OpenMP threads that spin for a while after each of its operators: threads of our own would fight them for the cores.
+// GOMP_parallel is the entry to that same pool (GNU's, LLVM's and Intel's runtimes all export it), found among the libraries that torch has
+// loaded; where there is none, plain threads do.
+void parallel_run(int tasks, void (*fn)(void* context, int task), void* context) {
+  if (tasks <= 1) {
+    if (tasks == 1) fn(context, 0);
+    return;
+  }
+  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  static const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  Run run{fn, context, tasks};
+  if (parallel) {
+    parallel(work, &run, static_cast<unsigned>(tasks), 0);
+    return;
+  }
+  std::vector<std::thread> threads;
+  for (int i = 1; i < tasks; i++) threads.emplace_back(work, &run);
+  work(&run);
+  for (std::thread& t : threads) t.join();
+}
+
+const char* parallel_pool() { return dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "openmp (shared with torch)" : "own threads"; }
+
+}  // namespace orthokern

@@ -1,0 +1,33 @@
+// The kernels of one instruction set, and the choice among those built.
+#pragma once
+
+#include <vector>
+
+#include "cpu/cayley.h"
+#include "cpu/ops.h"
+
+namespace orthokern {
+
+// Each returns false if memory ran out.
+struct CpuKernels {
+  const char* isa;
+  bool (*factored_scan_fwd)(const ScanArgs&);
+  bool (*factored_scan_bwd)(const ScanArgs&);
+  bool (*dense_scan_fwd)(const ScanArgs&);
+  bool (*dense_scan_bwd)(const ScanArgs&);
+  bool (*activation_fwd)(const ActivationArgs&);
+  bool (*activation_bwd)(const ActivationArgs&);
+  bool (*linear_cross_entropy_fwd)(const LinearCrossEntropyArgs&);
+  bool (*cayley)(const CayleyArgs&);
+};
+
+// The best that this machine can run, or what ORTHOKERN_ISA names.
+const CpuKernels& cpu_kernels();
+// Choose by name (null: the best); false if it was not built or this machine cannot run it.
+bool cpu_select(const char* isa);
+// Those that this machine can run, best first.
+std::vector<const char*> cpu_isas();
+// Where the threads come from.
+const char* parallel_pool();
+
+}  // namespace orthokern

@@ -1,0 +1,201 @@
+// Vectors for the CPU kernels, from the compiler's vector extensions (GCC and clang): one source for AVX-512, AVX2, NEON and the baseline.
+//
+// Every file that includes this header is compiled once per instruction set, with ORTHOKERN_ISA naming it, and everything lives in
+// namespace orthokern::ORTHOKERN_ISA. The standard library's templates stay out of these files: their instantiations carry the same
+// name in every instruction set, the linker keeps one of them, and a machine without AVX-512 could end up in AVX-512 code.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#ifndef ORTHOKERN_ISA
+#error "compile the CPU kernels with -DORTHOKERN_ISA=<name>"
+#endif
+
+#define ORTHOKERN_INLINE inline __attribute__((always_inline))
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kMaxRows = 13;  // rows of a register tile: 13 x 2 accumulators + 2 weights + 1 broadcast of 32 registers
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kMaxRows = 6;  // 6 x 2 + 2 + 1 of 16
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+constexpr int kMaxRows = 12;  // 12 x 2 + 2 + 1 of 32
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kMaxRows = 6;
+#endif
+
+template <class T>
+struct Vec;
+template <>
+struct Vec<float> {
+  typedef float V __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+  static constexpr int L = kVectorBytes / 4;
+};
+template <>
+struct Vec<double> {
+  typedef double V __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+  static constexpr int L = kVectorBytes / 8;
+};
+
+template <class T>
+using V = typename Vec<T>::V;
+template <class T>
+constexpr int kLanes = Vec<T>::L;
+
+template <class T>
+ORTHOKERN_INLINE V<T> load(const T* p) {
+  V<T> v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T>
+ORTHOKERN_INLINE void store(T* p, V<T> v) {
+  memcpy(p, &v, sizeof v);
+}
+// The first n lanes; the others are zero. Reads no byte beyond them.
+template <class T>
+ORTHOKERN_INLINE V<T> load_part(const T* p, int n) {
+  V<T> v = V<T>{};
+  for (int i = 0; i < n; i++) v[i] = p[i];
+  return v;
+}
+template <class T>
+ORTHOKERN_INLINE void store_part(T* p, V<T> v, int n) {
+  for (int i = 0; i < n; i++) p[i] = v[i];
+}
+// A store that bypasses the caches, for results that are next read long after; p is aligned to the vector.
+template <class T>
+ORTHOKERN_INLINE void store_stream(T* p, V<T> v) {
+#if defined(__AVX512F__)
+  __m512i raw;
+  memcpy(&raw, &v, sizeof raw);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), raw);
+#elif defined(__clang__)
+  __builtin_nontemporal_store(v, reinterpret_cast<V<T>*>(p));
+#else
+  store(p, v);
+#endif
+}
+ORTHOKERN_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+template <class T>
+ORTHOKERN_INLINE V<T> splat(T x) {
+  return V<T>{} + x;
+}
+// Lanes (a0, a1, a2, a3, ...) -> (a1, a0, a3, a2, ...).
+template <class T>
+ORTHOKERN_INLINE V<T> swap_pairs(V<T> v) {
+  typename Vec<T>::I index;
+  for (int i = 0; i < kLanes<T>; i++) index[i] = i ^ 1;
+#if defined(__clang__)
+  V<T> r;
+  for (int i = 0; i < kLanes<T>; i++) r[i] = v[i ^ 1];
+  return r;
+#else
+  return __builtin_shuffle(v, index);
+#endif
+}
+// All bits set in the even lanes: picks the first of each pair.
+template <class T>
+ORTHOKERN_INLINE typename Vec<T>::I even_lanes() {
+  typename Vec<T>::I m;
+  for (int i = 0; i < kLanes<T>; i++) m[i] = i % 2 ? 0 : -1;
+  return m;
+}
+template <class T>
+ORTHOKERN_INLINE T sum_lanes(V<T> v) {
+  T s = 0;
+  for (int i = 0; i < kLanes<T>; i++) s += v[i];
+  return s;
+}
+
+// 1 / x within one rounding of the division: AVX-512 has a cheap estimate, and one Newton step on it costs far less than a division.
+ORTHOKERN_INLINE V<float> quotient(V<float> p, V<float> q) {
+#if defined(__AVX512F__)
+  V<float> r = (V<float>)_mm512_rcp14_ps((__m512)q);
+  r = r + r * (1.0f - q * r);
+  V<float> y = p * r;
+  return y + r * (p - q * y);
+#else
+  return p / q;
+#endif
+}
+ORTHOKERN_INLINE V<double> quotient(V<double> p, V<double> q) { return p / q; }
+
+// Subnormal numbers cost a hundred cycles each where a state decays over thousands of steps: flushed to zero for the life of this object.
+class FlushDenormals {
+ public:
+#if defined(__SSE2__)
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }  // FTZ | DAZ
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FlushDenormals() {
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ __volatile__("msr fpcr, %0" ::"r"(saved_ | (1ull << 24)));
+  }
+  ~FlushDenormals() { __asm__ __volatile__("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#else
+  FlushDenormals() {}
+  ~FlushDenormals() {}
+#endif
+};
+
+// Zeroed scratch memory on a cache-line boundary, freed with the object.
+template <class T>
+class Scratch {
+ public:
+  Scratch() : p_(nullptr) {}
+  explicit Scratch(size_t n) : p_(nullptr) { allocate(n); }
+  ~Scratch() { free(p_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  bool allocate(size_t n) {
+    const size_t bytes = ((n ? n : 1) * sizeof(T) + 63) / 64 * 64;
+    void* raw = nullptr;
+    if (posix_memalign(&raw, 64, bytes)) return false;
+    free(p_);
+    p_ = static_cast<T*>(raw);
+    memset(raw, 0, bytes);
+    return true;
+  }
+  void swap(Scratch& other) {
+    T* p = p_;
+    p_ = other.p_;
+    other.p_ = p;
+  }
+  operator T*() const { return p_; }
+  T* get() const { return p_; }
+
+ private:
+  T* p_;
+};
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

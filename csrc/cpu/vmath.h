@@ -1,0 +1,95 @@
+// exp and tanh on vectors, float and double, to about one unit in the last place.
+//
+// Both reduce y = n ln 2 + r, |r| <= ln(2)/2, and take a polynomial for (e^r - 1 - r) / r^2 (Taylor's coefficients: at degree 5 (float) and
+// 11 (double) the truncation is below half a unit in the last place). tanh goes through m = e^{2|x|} - 1, which is small where tanh is:
+// tanh |x| = m / (m + 2) has no cancellation anywhere.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+template <class T>
+struct Exp2;
+template <>
+struct Exp2<float> {
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+  static constexpr int kMantissa = 23;
+  static constexpr float kLog2e = 1.442695040888963f;
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  static constexpr float kLowest = -87.0f, kHighest = 88.0f;
+  static constexpr float kTanhLimit = 20.0f;  // of 2|x|: tanh(10) is 1 in float
+  static ORTHOKERN_INLINE V<float> tail(V<float> r) {
+    return 0.5f + r * (1.6666667e-1f + r * (4.1666668e-2f + r * (8.3333338e-3f + r * (1.3888889e-3f + r * 1.9841270e-4f))));
+  }
+};
+template <>
+struct Exp2<double> {
+  static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr int kMantissa = 52;
+  static constexpr double kLog2e = 1.4426950408889634074;
+  static constexpr double kLn2High = 6.93147180369123816490e-1, kLn2Low = 1.90821492927058770002e-10;
+  static constexpr double kLowest = -708.0, kHighest = 709.0;
+  static constexpr double kTanhLimit = 44.0;
+  static ORTHOKERN_INLINE V<double> tail(V<double> r) {
+    return 0.5 +
+           r * (1.0 / 6 +
+                r * (1.0 / 24 +
+                     r * (1.0 / 120 +
+                          r * (1.0 / 720 +
+                               r * (1.0 / 5040 +
+                                    r * (1.0 / 40320 +
+                                         r * (1.0 / 362880 +
+                                              r * (1.0 / 3628800 +
+                                                   r * (1.0 / 39916800 + r * (1.0 / 479001600 + r * (1.0 / 6227020800.0)))))))))));
+  }
+};
+
+// e^r - 1 for the reduced argument and 2^n, with y = n ln 2 + r; y within [kLowest, kHighest].
+template <class T>
+ORTHOKERN_INLINE void reduce_exp(V<T> y, V<T>* expm1_r, V<T>* two_to_n) {
+  using E = Exp2<T>;
+  typedef typename Vec<T>::I I;
+  const V<T> shifted = y * E::kLog2e + E::kRound;
+  const V<T> n = shifted - E::kRound;
+  V<T> r = y - n * E::kLn2High;
+  r = r - n * E::kLn2Low;
+  *expm1_r = r + (r * r) * E::tail(r);
+  I bits;
+  memcpy(&bits, &shifted, sizeof bits);
+  const V<T> one = splat<T>(1);
+  I one_bits;
+  memcpy(&one_bits, &one, sizeof one_bits);
+  bits = (bits << E::kMantissa) + one_bits;  // what kRound itself leaves above the low bits is shifted out
+  memcpy(two_to_n, &bits, sizeof bits);
+}
+
+template <class T>
+ORTHOKERN_INLINE V<T> vexp(V<T> y) {
+  using E = Exp2<T>;
+  const V<T> low = splat<T>(E::kLowest), high = splat<T>(E::kHighest);
+  V<T> clamped = y < low ? low : y;
+  clamped = clamped > high ? high : clamped;
+  V<T> p, scale;
+  reduce_exp<T>(clamped, &p, &scale);
+  const V<T> result = p * scale + scale;
+  return y < low ? V<T>{} : result;
+}
+
+template <class T>
+ORTHOKERN_INLINE V<T> vtanh(V<T> x) {
+  using E = Exp2<T>;
+  const V<T> zero = V<T>{}, limit = splat<T>(E::kTanhLimit);
+  V<T> y = x < zero ? -x : x;
+  y = y + y;
+  y = y > limit ? limit : y;  // in this order a NaN stays a NaN
+  V<T> p, scale;
+  reduce_exp<T>(y, &p, &scale);
+  const V<T> m = p * scale + (scale - T(1));
+  const V<T> t = quotient(m, m + T(2));
+  return x < zero ? -t : t;
+}
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

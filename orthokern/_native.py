@@ -1,0 +1,366 @@
+"""The CPU leaf: native kernels behind the signatures of :mod:`orthokern.reference`.
+
+The one file that passes an address to native code. Each function checks what the kernels rely on (dtype, device, contiguity), makes the
+results, and calls ``orthokern._C``. Shapes and the meaning of arguments are documented once, in ``orthokern/ops/<op>.py``; B batch, T time,
+N hidden, K rank, D input features or token ids, C classes.
+
+Importing never fails: :data:`AVAILABLE` says whether the module was built and :data:`REASON` why not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from orthokern import _C  # type: ignore[attr-defined]
+
+    AVAILABLE = True
+    REASON = ""
+except ImportError as error:
+    _C = None
+    AVAILABLE = False
+    REASON = f"the native module is not built ({error}): run `pip install -e .` with a C++17 compiler at hand"
+
+_DTYPES = {torch.float32: 0, torch.float64: 1}
+_ACTIVATIONS = {"identity": 0, "tanh": 1, "relu": 2, "prelu": 3, "leaky_relu": 3, "modrelu": 4, "oplu": 5}
+_NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
+
+
+def build_info() -> dict[str, Any]:
+    """How the native module was built and what it runs on: version, compiler, isas, isa, cuda, cuda_reason, thread_pool."""
+    if not AVAILABLE:
+        return {}
+    info: dict[str, Any] = json.loads(_C.build_info())
+    info["isa"] = _C.isa()
+    info["isas_usable"] = list(_C.isas())
+    info["thread_pool"] = _C.thread_pool()
+    return info
+
+
+_POOLED_BYTES = 1 << 20
+
+
+def _new(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor; large ones from memory that is kept between iterations (csrc/buffer.h says why)."""
+    if math.prod(shape) * dtype.itemsize < _POOLED_BYTES:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
+
+
+def empty_cache() -> None:
+    """Give the memory that waits for the next large result back to the system."""
+    if AVAILABLE:
+        _C.empty_cache()
+
+
+def _ready(tensor: Tensor | None, dtype: torch.dtype, name: str) -> Tensor | None:
+    """`tensor` as the kernels read it: on the CPU, of this dtype, contiguous."""
+    if tensor is None:
+        return None
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}: the cpu backend takes CPU tensors")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
+    return tensor.contiguous()
+
+
+def _call(function: Any, sizes: dict[str, int], tensors: dict[str, Tensor | None]) -> None:
+    arguments = dict(sizes)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            arguments[name] = tensor.data_ptr()
+    arguments["threads"] = torch.get_num_threads()
+    function(arguments)
+
+
+def _scan_inputs(
+    x: Tensor, maps: dict[str, Tensor], h0: Tensor, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None, activation: str
+) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+    dtype = h0.dtype
+    tokens = not x.is_floating_point()
+    n = h0.shape[-1]
+    ready: dict[str, Tensor | None] = {name: _ready(m, dtype, name) for name, m in maps.items()}
+    ready["tokens" if tokens else "x"] = _ready(x, torch.int64 if tokens else dtype, "x")
+    ready["h0"] = _ready(h0, dtype, "h0")
+    ready["weight"] = _ready(weight, dtype, "weight")
+    ready["bias"] = _ready(bias, dtype, "bias")
+    ready["act_param"] = _ready(act_param, dtype, "act_param")
+    sizes = {
+        "B": x.shape[1],
+        "T": x.shape[0],
+        "N": n,
+        "K": maps["v"].shape[1] if "v" in maps else 0,
+        "D": 0 if weight is None else weight.shape[1],
+        "dtype": _DTYPES[dtype],
+        "activation": _ACTIVATIONS[activation],
+        "act_param_size": 0 if act_param is None else act_param.numel(),
+    }
+    return sizes, ready
+
+
+def _scan_fwd(
+    function: Any,
+    x: Tensor,
+    maps: dict[str, Tensor],
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes, ready = _scan_inputs(x, maps, h0, weight, bias, act_param, activation)
+    t, b, n = sizes["T"], sizes["B"], sizes["N"]
+    hs = _new(t, b, n, dtype=h0.dtype)
+    every = checkpoint_every
+    ckpt = _new(-(-t // every), b, n, dtype=h0.dtype) if every else None
+    pre = _new(t, b, n, dtype=h0.dtype) if activation in _NEEDS_PRE and not every else None
+    _call(function, {**sizes, "checkpoint_every": every}, {**ready, "hs": hs, "ckpt": ckpt, "pre": pre})
+    return hs, hs.new_empty(0) if ckpt is None else ckpt, hs.new_empty(0) if pre is None else pre
+
+
+def _scan_bwd(
+    function: Any,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor,
+    maps: dict[str, Tensor],
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int,
+    need_x: bool,
+    need_params: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm."""
+    sizes, ready = _scan_inputs(x, maps, h0, weight, bias, act_param, activation)
+    n, dtype = sizes["N"], h0.dtype
+    empty = h0.new_empty(0)
+
+    def result(wanted: bool, *shape: int) -> Tensor:
+        return _new(*shape, dtype=dtype) if wanted else empty
+
+    grad_x = result(need_x and x.is_floating_point(), *x.shape)
+    grad_map = result(need_params, n, n)
+    grad_h0 = result(True, *h0.shape)
+    grad_weight = result(need_params and weight is not None, n, sizes["D"])
+    grad_bias = result(need_params and bias is not None, n)
+    grad_act_param = result(need_params and act_param is not None, *(() if act_param is None else act_param.shape))
+    grad_norm = result(True, x.shape[0])
+    results = {
+        "grad_x": grad_x,
+        "grad_map": grad_map,
+        "grad_h0": grad_h0,
+        "grad_weight": grad_weight,
+        "grad_bias": grad_bias,
+        "grad_act_param": grad_act_param,
+        "grad_norm": grad_norm,
+    }
+    needs_pre = activation in _NEEDS_PRE and not checkpoint_every
+    _call(
+        function,
+        {**sizes, "checkpoint_every": checkpoint_every},
+        {
+            **ready,
+            "grad_hs": _ready(grad_hs, dtype, "grad_hs"),
+            "states": _ready(states, dtype, "states"),
+            "saved_pre": _ready(pre, dtype, "pre") if needs_pre else None,
+            **{name: tensor for name, tensor in results.items() if tensor is not empty},
+        },
+    )
+    return grad_x, grad_map, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm
+
+
+def factored_scan_fwd(
+    x: Tensor,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.factored_scan`."""
+    maps = {"u": u, "s": s, "v": v}
+    return _scan_fwd(_C.factored_scan_fwd, x, maps, h0, weight, bias, act_param, activation, checkpoint_every)
+
+
+def factored_scan_bwd(
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.factored_scan`."""
+    maps = {"u": u, "s": s, "v": v}
+    grad_x, m, grad_h0, *others = _scan_bwd(
+        _C.factored_scan_bwd,
+        grad_hs,
+        states,
+        pre,
+        x,
+        maps,
+        h0,
+        weight,
+        bias,
+        act_param,
+        activation,
+        checkpoint_every,
+        need_x,
+        need_params,
+    )
+    if not need_params:
+        return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
+    mv = m @ v  # [N, K]
+    grad_s = (u * mv).sum(0)
+    return grad_x, mv * s, grad_s, (m.t() @ u) * s, grad_h0, others[0], others[1], others[2], others[3]
+
+
+def dense_scan_fwd(
+    x: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.dense_scan`."""
+    return _scan_fwd(_C.dense_scan_fwd, x, {"u": w}, h0, weight, bias, act_param, activation, checkpoint_every)
+
+
+def dense_scan_bwd(
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.dense_scan`."""
+    return _scan_bwd(
+        _C.dense_scan_bwd,
+        grad_hs,
+        states,
+        pre,
+        x,
+        {"u": w},
+        h0,
+        weight,
+        bias,
+        act_param,
+        activation,
+        checkpoint_every,
+        need_x,
+        need_params,
+    )
+
+
+def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
+    """See :mod:`orthokern.ops.activations`."""
+    x = _ready(x, x.dtype, "x")  # type: ignore[assignment]
+    y = _new(*x.shape, dtype=x.dtype)
+    sizes, tensors = _activation_inputs(x, act_param, activation)
+    _call(_C.activation_fwd, sizes, {**tensors, "y": y})
+    return y
+
+
+def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
+    """See :mod:`orthokern.ops.activations`."""
+    x = _ready(x, x.dtype, "x")  # type: ignore[assignment]
+    grad_x = _new(*x.shape, dtype=x.dtype)
+    grad_act_param = x.new_empty(0) if act_param is None else torch.empty(act_param.shape, dtype=x.dtype)
+    sizes, tensors = _activation_inputs(x, act_param, activation)
+    tensors["grad_act_param"] = None if act_param is None else grad_act_param
+    _call(_C.activation_bwd, sizes, {**tensors, "grad_y": _ready(grad_y, x.dtype, "grad_y"), "grad_x": grad_x})
+    return grad_x, grad_act_param
+
+
+def _activation_inputs(x: Tensor, act_param: Tensor | None, activation: str) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+    n = x.shape[-1]
+    sizes = {
+        "rows": x.numel() // n if n else 0,
+        "N": n,
+        "dtype": _DTYPES[x.dtype],
+        "activation": _ACTIVATIONS[activation],
+        "act_param_size": 0 if act_param is None else act_param.numel(),
+    }
+    return sizes, {"x": x, "act_param": _ready(act_param, x.dtype, "act_param")}
+
+
+def linear_cross_entropy_fwd(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, reduction: str = "mean", need_grad: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.linear_cross_entropy`."""
+    dtype = hidden.dtype
+    hidden = _ready(hidden, dtype, "hidden")  # type: ignore[assignment]
+    loss = torch.empty((), dtype=dtype)
+    empty = loss.new_empty(0)
+    grad_hidden = _new(*hidden.shape, dtype=dtype) if need_grad else empty
+    grad_weight = torch.empty(weight.shape, dtype=dtype) if need_grad else empty
+    grad_bias = torch.empty(bias.shape, dtype=dtype) if need_grad and bias is not None else empty
+    sizes = {
+        "rows": hidden.shape[0],
+        "N": hidden.shape[1],
+        "C": weight.shape[0],
+        "dtype": _DTYPES[dtype],
+        "mean": int(reduction == "mean"),
+    }
+    tensors: dict[str, Tensor | None] = {
+        "hidden": hidden,
+        "weight": _ready(weight, dtype, "weight"),
+        "bias": _ready(bias, dtype, "bias"),
+        "target": _ready(target, torch.int64, "target"),
+        "loss": loss,
+        "grad_hidden": grad_hidden if need_grad else None,
+        "grad_weight": grad_weight if need_grad else None,
+        "grad_bias": grad_bias if need_grad and bias is not None else None,
+    }
+    _call(_C.linear_cross_entropy_fwd, sizes, tensors)
+    return loss, grad_hidden, grad_weight, grad_bias
+
+
+def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
+    """See :mod:`orthokern.ops.cayley`."""
+    m = _ready(m, m.dtype, "m")  # type: ignore[assignment]
+    n, k = m.shape[-2:]
+    batch = m.numel() // (n * k)
+    out = torch.empty_like(m)
+    rates = lr.to(torch.float64).expand(m.shape[:-2]).contiguous() if isinstance(lr, Tensor) else torch.full((batch,), lr, dtype=torch.float64)
+    sizes = {"batch": batch, "N": n, "K": k, "dtype": _DTYPES[m.dtype]}
+    _call(_C.cayley, sizes, {"m": m, "g": _ready(g, m.dtype, "g"), "lr": rates, "out": out})
+    return out
