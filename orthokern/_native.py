@@ -79,11 +79,11 @@ def _call(function: Any, sizes: dict[str, int], tensors: dict[str, Tensor | None
 
 
 def _scan_inputs(
-    x: Tensor, maps: dict[str, Tensor], h0: Tensor, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None, activation: str
+    x: Tensor | None, steps: int, maps: dict[str, Tensor], h0: Tensor, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None, activation: str
 ) -> tuple[dict[str, int], dict[str, Tensor | None]]:
     dtype = h0.dtype
-    tokens = not x.is_floating_point()
-    n = h0.shape[-1]
+    tokens = x is not None and not x.is_floating_point()
+    b, n = h0.shape
     ready: dict[str, Tensor | None] = {name: _ready(m, dtype, name) for name, m in maps.items()}
     ready["tokens" if tokens else "x"] = _ready(x, torch.int64 if tokens else dtype, "x")
     ready["h0"] = _ready(h0, dtype, "h0")
@@ -91,8 +91,8 @@ def _scan_inputs(
     ready["bias"] = _ready(bias, dtype, "bias")
     ready["act_param"] = _ready(act_param, dtype, "act_param")
     sizes = {
-        "B": x.shape[1],
-        "T": x.shape[0],
+        "B": b,
+        "T": steps,
         "N": n,
         "K": maps["v"].shape[1] if "v" in maps else 0,
         "D": 0 if weight is None else weight.shape[1],
@@ -114,7 +114,7 @@ def _scan_fwd(
     activation: str,
     checkpoint_every: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, ready = _scan_inputs(x, maps, h0, weight, bias, act_param, activation)
+    sizes, ready = _scan_inputs(x, x.shape[0], maps, h0, weight, bias, act_param, activation)
     t, b, n = sizes["T"], sizes["B"], sizes["N"]
     hs = _new(t, b, n, dtype=h0.dtype)
     every = checkpoint_every
@@ -129,7 +129,7 @@ def _scan_bwd(
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     maps: dict[str, Tensor],
     h0: Tensor,
     weight: Tensor | None,
@@ -140,21 +140,21 @@ def _scan_bwd(
     need_x: bool,
     need_params: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm."""
-    sizes, ready = _scan_inputs(x, maps, h0, weight, bias, act_param, activation)
+    """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm. x may be None where it was the whole input term."""
+    sizes, ready = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation)
     n, dtype = sizes["N"], h0.dtype
-    empty = h0.new_empty(0)
 
     def result(wanted: bool, *shape: int) -> Tensor:
-        return _new(*shape, dtype=dtype) if wanted else empty
+        return _new(*shape, dtype=dtype) if wanted else torch.empty(0, dtype=dtype)  # an op's results may not be one tensor twice
 
-    grad_x = result(need_x and x.is_floating_point(), *x.shape)
+    shape = grad_hs.shape if x is None else x.shape
+    grad_x = result(need_x and "tokens" not in ready, *shape)
     grad_map = result(need_params, n, n)
     grad_h0 = result(True, *h0.shape)
     grad_weight = result(need_params and weight is not None, n, sizes["D"])
     grad_bias = result(need_params and bias is not None, n)
     grad_act_param = result(need_params and act_param is not None, *(() if act_param is None else act_param.shape))
-    grad_norm = result(True, x.shape[0])
+    grad_norm = result(True, sizes["T"])
     results = {
         "grad_x": grad_x,
         "grad_map": grad_map,
@@ -173,7 +173,7 @@ def _scan_bwd(
             "grad_hs": _ready(grad_hs, dtype, "grad_hs"),
             "states": _ready(states, dtype, "states"),
             "saved_pre": _ready(pre, dtype, "pre") if needs_pre else None,
-            **{name: tensor for name, tensor in results.items() if tensor is not empty},
+            **{name: tensor for name, tensor in results.items() if tensor.numel()},
         },
     )
     return grad_x, grad_map, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm
@@ -201,7 +201,7 @@ def factored_scan_bwd(
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     u: Tensor,
     s: Tensor,
     v: Tensor,
@@ -234,7 +234,7 @@ def factored_scan_bwd(
         need_params,
     )
     if not need_params:
-        return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
+        return grad_x, m, torch.empty_like(m), torch.empty_like(m), grad_h0, others[0], others[1], others[2], others[3]
     mv = m @ v  # [N, K]
     grad_s = (u * mv).sum(0)
     return grad_x, mv * s, grad_s, (m.t() @ u) * s, grad_h0, others[0], others[1], others[2], others[3]
@@ -259,7 +259,7 @@ def dense_scan_bwd(
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     w: Tensor,
     h0: Tensor,
     weight: Tensor | None,
@@ -329,10 +329,9 @@ def linear_cross_entropy_fwd(
     dtype = hidden.dtype
     hidden = _ready(hidden, dtype, "hidden")  # type: ignore[assignment]
     loss = torch.empty((), dtype=dtype)
-    empty = loss.new_empty(0)
-    grad_hidden = _new(*hidden.shape, dtype=dtype) if need_grad else empty
-    grad_weight = torch.empty(weight.shape, dtype=dtype) if need_grad else empty
-    grad_bias = torch.empty(bias.shape, dtype=dtype) if need_grad and bias is not None else empty
+    grad_hidden = _new(*hidden.shape, dtype=dtype) if need_grad else loss.new_empty(0)
+    grad_weight = torch.empty(weight.shape, dtype=dtype) if need_grad else loss.new_empty(0)
+    grad_bias = torch.empty(bias.shape, dtype=dtype) if need_grad and bias is not None else loss.new_empty(0)
     sizes = {
         "rows": hidden.shape[0],
         "N": hidden.shape[1],

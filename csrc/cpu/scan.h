@@ -155,28 +155,38 @@ struct ScanRows {
       for (int b = first_block; b < last_block && b < plan.blocks(); b++) {
         const int count = lanes(b);
         const V<T> param = load(plan.param + b * L);
+        T* at = out + b * block;
+        T* h_to = h_out + b * L;
+        if (count == L && !pre_out) {  // nearly always: no branch inside the loops
+          if (e && ahead)
+            for (int r = 0; r < R; r++) __builtin_prefetch(e[r] + b * L + e_next, 0, 2);
+          if (e)
+            for (int r = 0; r < R; r++) store(at + r * L, load(at + r * L) + load(e[r] + b * L));
+          if (stream) finish_rows<A, true>(at, param, h_to);
+          else finish_rows<A, false>(at, param, h_to);
+          continue;
+        }
         for (int r = 0; r < R; r++) {
-          T* at = out + b * block + r * L;
-          V<T> a = load(at);
-          const ptrdiff_t column = static_cast<ptrdiff_t>(r) * N + b * L;
-          if (e) {
-            if (ahead) __builtin_prefetch(e[r] + b * L + e_next, 0, 2);
-            a += args.tokens || count == L ? load(e[r] + b * L) : load_part(e[r] + b * L, count);
-          }
+          V<T> a = load(at + r * L);
+          if (e) a += args.tokens || count == L ? load(e[r] + b * L) : load_part(e[r] + b * L, count);
           const V<T> h = activate<T, A>(a, param);
-          store(at, h);
-          if (count == L) {
-            if (pre_out) store(pre_out + column, a);
-            if (stream) store_stream(h_out + column, h);
-            else store(h_out + column, h);
-          } else {
-            if (pre_out) store_part(pre_out + column, a, count);
-            store_part(h_out + column, h, count);
-          }
+          store(at + r * L, h);
+          store_part(h_to + static_cast<ptrdiff_t>(r) * N, h, count);
+          if (pre_out) store_part(pre_out + static_cast<ptrdiff_t>(r) * N + b * L, a, count);
         }
       }
     });
     if (!plan.factored) swap_states();
+  }
+  // One block of the step's result: a, blocked [R][L], becomes h there and in rows N apart.
+  template <int A, bool STREAM>
+  ORTHOKERN_INLINE void finish_rows(T* a, V<T> param, T* h_out) {
+    for (int r = 0; r < R; r++, a += L, h_out += plan.N) {
+      const V<T> h = activate<T, A>(load(a), param);
+      store(a, h);
+      if (STREAM) store_stream(h_out, h);
+      else store(h_out, h);
+    }
   }
   void swap_states() { state.swap(next); }
 };

@@ -77,18 +77,50 @@ ORTHOKERN_INLINE V<T> vexp(V<T> y) {
   return y < low ? V<T>{} : result;
 }
 
+ORTHOKERN_INLINE V<double> vtanh_abs(V<double> y) {
+  V<double> p, scale;
+  reduce_exp<double>(y, &p, &scale);
+  const V<double> m = p * scale + (scale - 1.0);
+  return m / (m + 2.0);
+}
+// A third of the scan's arithmetic outside the products at N = 128: one reduction step (its error matters only where tanh is flat), a
+// polynomial one degree shorter (fitted, not Taylor's), and the quotient by an estimate with one correction.
+ORTHOKERN_INLINE V<float> vtanh_abs(V<float> y) {
+  using E = Exp2<float>;
+  typedef typename Vec<float>::I I;
+  const V<float> shifted = y * E::kLog2e + E::kRound;
+  const V<float> n = shifted - E::kRound;
+  const V<float> r = y - n * 0.693147181f;
+  const V<float> tail = 0.5f + r * (0.166665770f + r * (0.0416665546f + r * (0.00836317905f + r * 0.00139261836f)));
+  const V<float> p = r + (r * r) * tail;
+  I bits;
+  memcpy(&bits, &shifted, sizeof bits);
+  const I scale_bits = (bits << 23) + 0x3f800000;
+  V<float> scale;
+  memcpy(&scale, &scale_bits, sizeof scale);
+  const V<float> m = p * scale + (scale - 1.0f);
+  return quotient(m, m + 2.0f);
+}
+
 template <class T>
 ORTHOKERN_INLINE V<T> vtanh(V<T> x) {
-  using E = Exp2<T>;
-  const V<T> zero = V<T>{}, limit = splat<T>(E::kTanhLimit);
-  V<T> y = x < zero ? -x : x;
+  typedef typename Vec<T>::I I;
+  const V<T> limit = splat<T>(Exp2<T>::kTanhLimit);
+  const I sign = ~I{} << (8 * sizeof(T) - 1);
+  I bits;
+  memcpy(&bits, &x, sizeof bits);
+  const I magnitude = bits & ~sign;
+  V<T> y;
+  memcpy(&y, &magnitude, sizeof y);
   y = y + y;
-  y = y > limit ? limit : y;  // in this order a NaN stays a NaN
-  V<T> p, scale;
-  reduce_exp<T>(y, &p, &scale);
-  const V<T> m = p * scale + (scale - T(1));
-  const V<T> t = quotient(m, m + T(2));
-  return x < zero ? -t : t;
+  y = limit < y ? limit : y;  // in this order a NaN stays a NaN
+  const V<T> t = vtanh_abs(y);
+  I t_bits;
+  memcpy(&t_bits, &t, sizeof t_bits);
+  t_bits |= bits & sign;
+  V<T> result;
+  memcpy(&result, &t_bits, sizeof result);
+  return result;
 }
 
 }  // namespace ORTHOKERN_ISA

@@ -1,0 +1,312 @@
+// Panel storage, and the product on it: what the Cayley step and its LU are made of.
+//
+// A matrix of R rows and C columns is kept as panels of W = 2 L columns (L lanes of a vector): element (r, c) stands at
+//     panel(c / W) + r * W + c % W.
+// One form serves as left factor (broadcast an element), as right factor (load W of a row) and as result, so that the output of a product is
+// at once either factor of the next one, and a factorisation in place needs no repacking. gemm.h's two forms would need a copy between
+// every two steps here; its inner loop is the same.
+//
+//                      k                         W columns of the right factor
+//            +-----------------+                 +-----+
+//   MR rows  |  a, one element |        depth k  |  b  |   per step of depth: 2 loads, MR broadcasts, 2 MR fused multiply-adds
+//            +-----------------+                 |     |
+//                                                +-----+   result: MR x 2 vectors in registers, out = add + alpha * (a . b)
+//
+// Each element of a result is one chain of multiply-adds in ascending depth, whatever the tile or the thread it falls to: results do not
+// depend on how rows and panels are shared out.
+#pragma once
+
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+template <class T>
+constexpr int kWidth = 2 * kLanes<T>;  // W
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+inline int min_of(int a, int b) { return a < b ? a : b; }
+inline int max_of(int a, int b) { return a > b ? a : b; }
+
+// Hands out consecutive pieces of one allocation; with a null base it only counts.
+class Carver {
+ public:
+  explicit Carver(char* base) : base_(base), used_(0) {}
+  template <class T>
+  T* take(size_t count) {
+    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+    used_ += (count * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_;
+};
+
+// fn(0) ... fn(items - 1), shared out over threads: items t, t + threads, ... go to thread t.
+template <class Fn>
+void share(int threads, int items, const Fn& fn) {
+  if (threads > items) threads = items;
+  if (threads <= 1) {
+    for (int i = 0; i < items; i++) fn(i);
+    return;
+  }
+  struct Context {
+    const Fn* fn;
+    int threads, items;
+  } context = {&fn, threads, items};
+  parallel_run(
+      threads,
+      [](void* p, int task) {
+        const Context& c = *static_cast<const Context*>(p);
+        FlushDenormals flush;
+        for (int i = task; i < c.items; i += c.threads) (*c.fn)(i);
+      },
+      &context);
+}
+
+template <class T>
+struct Panels {
+  T* p;
+  ptrdiff_t stride;  // elements from a panel to the next
+  T* at(int row, int panel) const { return p + panel * stride + static_cast<ptrdiff_t>(row) * kWidth<T>; }
+  Panels from(int panel) const { return {p + panel * stride, stride}; }
+};
+
+// Rows that a panel of `rows` rows is given: whole vectors of rows for the transposes, and no power-of-two distance between panels, which
+// would put all of them into the same few sets of the nearest cache.
+template <class T>
+inline int panel_rows(int rows) {
+  return ceil_div(rows, kLanes<T>) * kLanes<T> + 4;
+}
+
+// a: MR rows (or, transposed, MR columns) of panels, b: [depth, W] of one panel, add and out: [MR, NV * L] with row distances of their own.
+// add may be null, and may be out.
+template <class T>
+using ProductTile = void (*)(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T* add, ptrdiff_t add_row, T alpha, T* out,
+                             ptrdiff_t out_row);
+
+template <class T, int MR, int NV, bool TRANSPOSED>
+void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T* add, ptrdiff_t add_row, T alpha, T* out,
+                  ptrdiff_t out_row) {
+  constexpr int L = kLanes<T>;
+  constexpr int W = kWidth<T>;
+  V<T> acc[MR][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; n++) acc[r][n] = V<T>{};
+  while (depth > 0) {
+    const int count = TRANSPOSED || depth < W ? depth : W;
+    for (int j = 0; j < count; j++) {
+      V<T> w[NV];
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; n++) w[n] = load(b + n * L);
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) {
+        const T x = TRANSPOSED ? a[j * W + r] : a[r * W + j];
+#pragma GCC unroll 2
+        for (int n = 0; n < NV; n++) acc[r][n] += w[n] * x;
+      }
+      b += W;
+    }
+    a += a_stride;
+    depth -= count;
+  }
+  if (add) {
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; n++) store(out + r * out_row + n * L, load(add + r * add_row + n * L) + alpha * acc[r][n]);
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; n++) store(out + r * out_row + n * L, alpha * acc[r][n]);
+  }
+}
+
+template <class T, int NV, bool TRANSPOSED>
+inline ProductTile<T> product_tile_for_rows(int rows) {
+#define ORTHOKERN_ROWS(m) product_tile<T, (m <= kMaxRows ? m : 1), NV, TRANSPOSED>
+  static constexpr ProductTile<T> tiles[] = {
+      ORTHOKERN_ROWS(1), ORTHOKERN_ROWS(2), ORTHOKERN_ROWS(3),  ORTHOKERN_ROWS(4),  ORTHOKERN_ROWS(5),  ORTHOKERN_ROWS(6), ORTHOKERN_ROWS(7),
+      ORTHOKERN_ROWS(8), ORTHOKERN_ROWS(9), ORTHOKERN_ROWS(10), ORTHOKERN_ROWS(11), ORTHOKERN_ROWS(12), ORTHOKERN_ROWS(13)};
+#undef ORTHOKERN_ROWS
+  return tiles[rows - 1];
+}
+
+// Splits `rows` into the fewest register tiles, as even as they come.
+struct RowTiles {
+  int rows, tiles;
+  explicit RowTiles(int rows_) : rows(rows_), tiles(ceil_div(rows_, kMaxRows)) {}
+  int count(int i) const { return rows / tiles + (i < rows % tiles ? 1 : 0); }
+};
+
+// One result of a product: rows [row0, row0 + rows) of `panels` panels, the last of them `last` columns wide.
+//   out(panel q) = add(panel q) + alpha * a[rows, k0 .. k0 + depth) . b[k0 .. k0 + depth, panel q],  k0 a multiple of W.
+// out may be add; it may be a when the product has one panel of depth and one of width, and it may not be b.
+template <class T>
+ORTHOKERN_INLINE void product(const Panels<T>& a, int row0, int rows, int k0, int depth, const Panels<T>& b, int panels, int last,
+                              const Panels<T>* add, T alpha, const Panels<T>& out) {
+  constexpr int W = kWidth<T>;
+  const RowTiles split(rows);
+  for (int i = 0, row = row0; i < split.tiles; row += split.count(i), i++) {
+    const int count = split.count(i);
+    const ProductTile<T> wide = product_tile_for_rows<T, 2, false>(count);
+    for (int q = 0; q < panels; q++) {
+      const bool narrow = q == panels - 1 && last <= kLanes<T>;
+      const ProductTile<T> tile = narrow ? product_tile_for_rows<T, 1, false>(count) : wide;
+      tile(a.at(row, k0 / W), a.stride, b.at(k0, q), depth, add ? add->at(row, q) : nullptr, W, alpha, out.at(row, q), W);
+    }
+  }
+}
+
+// Width of the last of the panels that hold `cols` columns.
+template <class T>
+inline int last_width(int cols) {
+  return cols - (ceil_div(cols, kWidth<T>) - 1) * kWidth<T>;
+}
+
+// Panels of rows [row0, row0 + rows) and columns [col0, col0 + cols) of a row-major matrix: source [*, ld]. The columns that fill up the
+// last panel are zero.
+template <class T>
+inline void pack(const T* source, ptrdiff_t ld, int row0, int rows, int col0, int cols, const Panels<T>& to) {
+  constexpr int L = kLanes<T>;
+  constexpr int W = kWidth<T>;
+  for (int c = 0; c < cols; c += W) {
+    const T* from = source + row0 * ld + col0 + c;
+    T* out = to.at(row0, c / W);
+    const int width = min_of(W, cols - c);
+    for (int r = 0; r < rows; r++, from += ld, out += W) {
+      if (width == W) {
+        store(out, load(from));
+        store(out + L, load(from + L));
+      } else {
+        for (int j = 0; j < W; j++) out[j] = j < width ? from[j] : T(0);
+      }
+    }
+  }
+}
+
+template <class T>
+ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
+#if defined(__clang__)
+  V<T> r;
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kLanes<T>; i++) r[i] = index[i] < kLanes<T> ? a[index[i]] : b[index[i] - kLanes<T>];
+  return r;
+#else
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
+// Pieces of 16 bytes, `step` elements apart, side by side in one vector.
+template <class T>
+ORTHOKERN_INLINE V<T> gather_pieces(const T* from, ptrdiff_t step) {
+#if defined(__AVX512F__)
+  __m128 p[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) memcpy(&p[i], from + i * step, sizeof p[i]);
+  __m512 v = _mm512_castps128_ps512(p[0]);
+  v = _mm512_insertf32x4(v, p[1], 1);
+  v = _mm512_insertf32x4(v, p[2], 2);
+  return (V<T>)_mm512_insertf32x4(v, p[3], 3);
+#elif defined(__AVX2__)
+  __m128 p[2];
+  memcpy(&p[0], from, sizeof p[0]);
+  memcpy(&p[1], from + step, sizeof p[1]);
+  return (V<T>)_mm256_insertf128_ps(_mm256_castps128_ps256(p[0]), p[1], 1);
+#else
+  (void)step;
+  return load(from);
+#endif
+}
+
+// Within every 16 bytes, or across vectors of 16 bytes: rows (a, b) of pairs of elements (float: of `half` = 1 or 2) become columns.
+template <class T>
+ORTHOKERN_INLINE void exchange(V<T>& a, V<T>& b, int half) {
+  constexpr int L = kLanes<T>;
+  constexpr int P = 16 / sizeof(T);  // elements of a piece
+  typename Vec<T>::I low, high;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; i++) {
+    const int piece = i / P * P, at = i % P;
+    // at half 1, (a0 b0 a1 b1) and (a2 b2 a3 b3); at half 2, (a0 a1 b0 b1) and (a2 a3 b2 b3).
+    const int from_b = half == 1 ? at % 2 : at / 2, index = half == 1 ? at / 2 : at % 2;
+    low[i] = piece + index + (from_b ? L : 0);
+    high[i] = low[i] + P / 2;
+  }
+  const V<T> x = a, y = b;
+  a = pick<T>(x, y, low);
+  b = pick<T>(x, y, high);
+}
+
+// v[j][i] = from[i * step + j], an L x L block. Most of the transpose is done by loads of 16 bytes: only one port shuffles.
+template <class T>
+ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[kLanes<T>]) {
+  constexpr int L = kLanes<T>;
+  constexpr int P = 16 / sizeof(T);
+#pragma GCC unroll 16
+  for (int c = 0; c < L; c += P) {
+#pragma GCC unroll 4
+    for (int i = 0; i < P; i++) v[c + i] = gather_pieces(from + i * step + c, P * step);
+    if (P == 4) {
+      exchange<T>(v[c], v[c + 1], 1);          // (00 10 01 11), (02 12 03 13)
+      exchange<T>(v[c + P - 2], v[c + P - 1], 1);  // (20 30 21 31), (22 32 23 33)
+      exchange<T>(v[c], v[c + P - 2], 2);      // (00 10 20 30), (01 11 21 31)
+      exchange<T>(v[c + 1], v[c + P - 1], 2);  // (02 12 22 32), (03 13 23 33)
+      const V<T> middle = v[c + 1];
+      v[c + 1] = v[c + P - 2];
+      v[c + P - 2] = middle;
+    } else {
+      exchange<T>(v[c], v[c + 1], 1);
+    }
+  }
+}
+
+// Panels of the transpose: source [*, ld] row-major; its rows [row0, row0 + rows) become columns 0 .. rows of `to`, its `depth` columns rows.
+template <class T>
+inline void pack_transposed(const T* source, ptrdiff_t ld, int row0, int rows, int depth, const Panels<T>& to) {
+  constexpr int L = kLanes<T>;
+  constexpr int W = kWidth<T>;
+  const int filled = ceil_div(rows, W) * W;
+  for (int c = 0; c < filled; c += L) {
+    const T* from = source + (row0 + c) * ld;
+    T* out = to.at(0, c / W) + c % W;
+    const int width = min_of(L, rows - c);
+    int k = 0;
+    if (width == L) {
+      for (; k + L <= depth; k += L) {
+        V<T> v[L];
+        load_transposed<T>(from + k, ld, v);
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++) store(out + (k + i) * W, v[i]);
+      }
+    }
+    for (; k < depth; k++)
+      for (int i = 0; i < L; i++) out[k * W + i] = i < width ? from[i * ld + k] : T(0);
+  }
+}
+
+// The L x L block (i, j) of panels, in units of L rows and columns.
+template <class T>
+ORTHOKERN_INLINE T* block_at(const Panels<T>& a, int i, int j) {
+  return a.at(i * kLanes<T>, j / 2) + (j % 2) * kLanes<T>;
+}
+template <class T>
+ORTHOKERN_INLINE void load_block(const T* from, V<T> (&v)[kLanes<T>]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<T>; i++) v[i] = load(from + i * kWidth<T>);
+}
+template <class T>
+ORTHOKERN_INLINE void store_block(T* to, const V<T> (&v)[kLanes<T>]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<T>; i++) store(to + i * kWidth<T>, v[i]);
+}
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern
