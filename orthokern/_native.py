@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 try:
-    from orthokern import _C  # type: ignore[attr-defined]
+    from orthokern import _C
 
     AVAILABLE = True
     REASON = ""

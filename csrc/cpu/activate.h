@@ -7,6 +7,12 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
+// Lanes of a whose pair OPLU exchanges, b being the other of each pair: the first (even lane) is the smaller. A tie stays in place.
+template <class T>
+ORTHOKERN_INLINE typename Vec<T>::I oplu_exchanges(V<T> a, V<T> b) {
+  return even_lanes<T>() ? (a < b) : (b < a);
+}
+
 // phi(a); `param` holds the units' slopes or biases.
 template <class T, int A>
 ORTHOKERN_INLINE V<T> activate(V<T> a, V<T> param) {
@@ -17,8 +23,7 @@ ORTHOKERN_INLINE V<T> activate(V<T> a, V<T> param) {
   if (A == kModrelu) return act::modrelu(a, param, zero);
   if (A == kOplu) {
     const V<T> b = swap_pairs<T>(a);
-    // An even lane holds the maximum of its pair, an odd one the minimum.
-    return even_lanes<T>() ? (a >= b ? a : b) : (b >= a ? a : b);
+    return oplu_exchanges<T>(a, b) ? b : a;
   }
   (void)param;
   return a;
@@ -39,10 +44,7 @@ ORTHOKERN_INLINE V<T> activate_grad(V<T> h, V<T> a, V<T> g, V<T> param, V<T>* pa
     return act::modrelu_grad(h, g, zero);
   }
   if (A == kOplu) {
-    const V<T> b = swap_pairs<T>(a);
-    const V<T> other = swap_pairs<T>(g);
-    const auto exchanged = even_lanes<T>() ? (a < b) : (b < a);  // the first of a pair was the smaller: a tie stays in place
-    return exchanged ? other : g;
+    return oplu_exchanges<T>(a, swap_pairs<T>(a)) ? swap_pairs<T>(g) : g;
   }
   (void)h, (void)a, (void)param, (void)param_grad;
   return g;

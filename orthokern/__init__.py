@@ -1,0 +1,47 @@
+"""orthokern: fast recurrent networks with soft and hard orthogonality constraints.
+
+Importing the package compiles nothing, touches no GPU, and works without the native module, Triton or CUDA: then the
+reference backend serves. ``orthokern.explain()`` (or ``python -m orthokern.explain``) says which backend serves what,
+and why another does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from orthokern._version import __version__
+from orthokern.errors import BackendUnavailable, CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from orthokern import data, diagnostics, functional, init, nn, optim, penalties, training
+    from orthokern.explain import explain
+
+__all__ = [
+    "BackendUnavailable",
+    "CheckpointError",
+    "InputError",
+    "__version__",
+    "data",
+    "diagnostics",
+    "explain",
+    "functional",
+    "init",
+    "nn",
+    "optim",
+    "penalties",
+    "training",
+]
+
+# imported on first use, so that `import orthokern` costs no more than torch, and the errors not even that
+_LAZY = ("data", "diagnostics", "explain", "functional", "init", "nn", "optim", "penalties", "training")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"orthokern.{name}")
+    raise AttributeError(f"module 'orthokern' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,220 @@
+"""Pick the backend that serves an op, and say why.
+
+A backend is a leaf: for every op it serves it has functions of the same names and signatures as the reference. The ops
+register their SUPPORT tables here (data: devices, dtypes, limits, or a reason why there is no kernel); ``resolve``
+compares a call with them. An explicit backend never falls back to another; only "auto" chooses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from orthokern.errors import BackendUnavailable, unknown_name
+
+BACKENDS = ("reference", "cpu", "triton", "cuda")
+AUTO_ORDER = ("cuda", "triton", "cpu", "reference")
+ENVIRONMENT_VARIABLE = "ORTHOKERN_BACKEND"
+
+# the default of every call that names no backend, read once: set ORTHOKERN_BACKEND before importing orthokern
+_process_default = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower() or "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What one backend serves of one op.
+
+    Attributes:
+        devices: torch device types, or None for any.
+        dtypes: floating dtypes of the tensors.
+        limits: largest value of a fact of the call, by its letter, e.g. ``{"N": 512}``.
+        missing: why there is no kernel at all; None where there is one.
+    """
+
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
+    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    missing: str | None = None
+
+    def reasons(self, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int]) -> list[str]:
+        """Why a call is not served; empty when it is."""
+        if self.missing is not None:
+            return [self.missing]
+        found = []
+        if self.devices is not None and device.type not in self.devices:
+            found.append(f"tensors are on {device.type}, it serves {', '.join(self.devices)}")
+        if dtype not in self.dtypes:
+            found.append(f"tensors are {dtype_name(dtype)}, it serves {', '.join(map(dtype_name, self.dtypes))}")
+        for letter, largest in self.limits.items():
+            if facts.get(letter, 0) > largest:
+                found.append(f"{letter}={facts[letter]} > {largest}")
+        return found
+
+
+SupportTable = Mapping[str, Support]
+
+_tables: dict[str, SupportTable] = {}
+_chosen: dict[tuple[str, str | None, str, torch.dtype], Any] = {}  # answers of `resolve` for ops without limits
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name without the module: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def register(op: str, table: SupportTable) -> None:
+    """Enter the SUPPORT table of an op; it must have a row for every backend."""
+    lacking = [name for name in BACKENDS if name not in table]
+    if lacking:
+        raise ValueError(f"SUPPORT of {op} has no row for {', '.join(lacking)}")
+    _tables[op] = table
+
+
+def clear_cache() -> None:
+    """Forget earlier choices. For tests that exchange a leaf."""
+    _chosen.clear()
+
+
+def requested(backend: str | None) -> str:
+    """The backend that a call asks for: its own choice, or the process default, as a valid name or "auto".
+
+    Raises:
+        InputError: for an unknown name, from the call or from ORTHOKERN_BACKEND.
+    """
+    if backend is None:
+        if _process_default != "auto" and _process_default not in BACKENDS:
+            raise unknown_name(f"backend in {ENVIRONMENT_VARIABLE}", _process_default, ("auto", *BACKENDS))
+        return _process_default
+    if backend != "auto" and backend not in BACKENDS:
+        raise unknown_name("backend", backend, ("auto", *BACKENDS))
+    return backend
+
+
+def native() -> Any | None:
+    """The module of the native CPU and CUDA leaves, or None in a source tree without it. Never raises."""
+    try:
+        return importlib.import_module("orthokern._native")
+    except ImportError:
+        return None
+
+
+def leaf(op: str, backend: str) -> Any:
+    """The namespace that holds ``<op>_fwd``, ``<op>_bwd`` of a backend. ImportError when it has none."""
+    if backend == "cpu":
+        return importlib.import_module("orthokern._native")
+    if backend == "triton":
+        return importlib.import_module(f"orthokern.triton_kernels.{op}")
+    if backend == "cuda":
+        return importlib.import_module("orthokern._native_cuda")
+    return importlib.import_module(f"orthokern.reference.{op}")
+
+
+def absence(op: str, backend: str) -> str | None:
+    """Why a backend cannot serve any call of an op on this machine, or None when it can serve some."""
+    row = _tables[op][backend]
+    if row.missing is not None:
+        return row.missing
+    if backend == "cpu":
+        module = native()
+        if module is None:
+            return "the native module is not part of this installation"
+        if not module.AVAILABLE:
+            return str(module.REASON)
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if backend in ("triton", "cuda") and not torch.cuda.is_available():
+        return "no CUDA device"
+    return None
+
+
+def reasons(op: str, backend: str, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int]) -> list[str]:
+    """Why a backend cannot serve one call; empty when it can."""
+    gone = absence(op, backend)
+    return [gone] if gone is not None else _tables[op][backend].reasons(device, dtype, facts)
+
+
+def resolve(op: str, backend: str | None = None, *, device: torch.device, dtype: torch.dtype, **facts: int) -> Any:
+    """Choose the leaf that serves a call.
+
+    Args:
+        op: the stem, e.g. "factored_scan".
+        backend: a name, "auto" or None (the process default, ORTHOKERN_BACKEND or auto).
+        device, dtype: of the op's floating tensors.
+        facts: sizes that SUPPORT tables may limit, by their letters, e.g. ``N=128, K=7``.
+
+    Returns:
+        The namespace with the leaf's functions (see ``leaf``).
+
+    Raises:
+        BackendUnavailable: an explicit backend that cannot serve, or none that can; lists every backend's reason.
+        InputError: for an unknown backend name.
+    """
+    key = (op, backend, device.type, dtype)
+    found = _chosen.get(key)
+    if found is not None:
+        return found
+    name = requested(backend)
+    for candidate in AUTO_ORDER if name == "auto" else (name,):
+        if not reasons(op, candidate, device, dtype, facts):
+            found = leaf(op, candidate)
+            if not any(row.limits for row in _tables[op].values()):
+                _chosen[key] = found
+            return found
+    lines = []
+    for candidate in AUTO_ORDER:
+        why = reasons(op, candidate, device, dtype, facts)
+        lines.append(f"{candidate}: {' and '.join(why) if why else 'can serve this call'}")
+    asked = "no backend" if name == "auto" else f"backend {name!r} cannot serve"
+    verb = " serves" if name == "auto" else ""
+    raise BackendUnavailable(f"{asked}{verb} {op} ({dtype_name(dtype)} on {device.type}): {'; '.join(lines)}")
+
+
+def explain() -> str:
+    """Text for people: the native module, the devices, and every registered op with its backends and reasons."""
+    lines = [f"PyTorch {torch.__version__}"]
+    module = native()
+    if module is None:
+        lines.append("native module: not part of this installation")
+    else:
+        lines.append(f"native module: {'available' if module.AVAILABLE else f'not available: {module.REASON}'}")
+        for key, value in module.build_info().items():
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            lines.append(f"  {key}: {text}")
+    lines.append(f"devices: cpu ({torch.get_num_threads()} threads)")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            lines.append(f"  cuda:{index}: {torch.cuda.get_device_name(index)}")
+    else:
+        lines.append("  no CUDA device")
+    origin = f"from {ENVIRONMENT_VARIABLE}" if os.environ.get(ENVIRONMENT_VARIABLE) else "the built-in default"
+    lines.append(f"default backend: {_process_default} ({origin}; order of auto: {', '.join(AUTO_ORDER)})")
+    lines.append("")
+
+    width = max((len(op) for op in _tables), default=0)
+    lines.append("  ".join([" " * width, *(f"{name:<9}" for name in BACKENDS)]).rstrip())
+    why: dict[str, list[str]] = {}
+    for op, table in _tables.items():
+        cells = []
+        for name in BACKENDS:
+            gone = absence(op, name)
+            cells.append(f"{'yes' if gone is None else 'no':<9}")
+            if gone is not None:
+                text = f"{name}: {gone}"
+            else:
+                row = table[name]
+                where = "any device" if row.devices is None else ", ".join(row.devices)
+                limits = "".join(f", {letter} up to {largest}" for letter, largest in row.limits.items())
+                text = f"{name}: {where}; {', '.join(map(dtype_name, row.dtypes))}{limits}"
+            why.setdefault(text, []).append(op)
+        lines.append("  ".join([f"{op:<{width}}", *cells]).rstrip())
+    lines.append("")
+    for text in sorted(why, key=lambda text: BACKENDS.index(text.split(":")[0])):
+        ops = why[text]
+        lines.append(text + ("" if len(ops) == len(_tables) else f" ({', '.join(ops)})"))
+    return "\n".join(lines)

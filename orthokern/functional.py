@@ -1,0 +1,281 @@
+"""The public functions: every op with its inputs checked.
+
+Letters: B batch, T time, N hidden, K rank of U and V, D input features or number of token ids, C classes.
+A wrong input raises ``InputError`` (one line: argument, value, what is accepted). ``backend`` is "reference", "cpu",
+"triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
+explicit backend that cannot serve raises ``BackendUnavailable``. A second derivative needs ``backend="reference"``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch, ops
+from orthokern.dispatch import dtype_name
+from orthokern.errors import InputError, unknown_name
+from orthokern.ops import _checks as check
+from orthokern.ops.activations import NAMES as ACTIVATIONS
+
+__all__ = [
+    "ACTIVATIONS",
+    "activation",
+    "cayley",
+    "dense_scan",
+    "factored_scan",
+    "linear_cross_entropy",
+    "modrelu",
+    "oplu",
+    "prelu",
+    "spectrum",
+]
+
+
+def factored_scan(
+    x: Tensor,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "tanh",
+    act_param: Tensor | None = None,
+    checkpoint_every: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is never formed.
+
+    Vorontsov et al. 2017, eq. 7 to 10. Mathematics, cost and numerics: ``orthokern.ops.factored_scan.factored_scan``.
+
+    Args:
+        x: the input term e [T, B, N]; or with weight, features [T, B, D] or int64/int32 token ids [T, B] in [0, D).
+        u, v: [N, K], K <= N; s: [K]. Their dtype is the one of all floating tensors.
+        h0: [B, N], zeros if None.
+        weight: [N, D], input matrix or table of token vectors; bias: [N], only with weight.
+        activation: one of ACTIVATIONS.
+        act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); None for the others.
+        checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 keeps all.
+        backend: see the module's docstring.
+
+    Returns:
+        hs [T, B, N], the states h_1 ... h_T. Differentiable in x, u, s, v, h0, weight, bias, act_param.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices, names or token ids.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    check.is_tensor("u", u)
+    if u.ndim != 2 or u.shape[0] < 1 or u.shape[1] < 1:
+        raise InputError(f"u has shape {list(u.shape)}: accepted is [N, K], both at least 1")
+    N, K = u.shape
+    if K > N:
+        raise InputError(f"u has shape {list(u.shape)}: the rank K = {K} is above N = {N}, accepted is K up to N")
+    check.is_float("u", u)
+    check.has_shape("v", check.is_tensor("v", v), (N, K), "[N, K], the shape of u,")
+    check.same_kind("v", v, "u", u)
+    check.has_shape("s", check.is_tensor("s", s), (K,), "[K]")
+    check.same_kind("s", s, "u", u)
+    x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
+    return ops.factored_scan.factored_scan(
+        x, u, s, v, h0, weight, bias, act_param,
+        activation=activation, checkpoint_every=checkpoint_every, backend=backend,
+    )  # fmt: skip
+
+
+def dense_scan(
+    x: Tensor,
+    w: Tensor,
+    h0: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "tanh",
+    act_param: Tensor | None = None,
+    checkpoint_every: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """h_t = phi(W h_{t-1} + e_t) over a sequence.
+
+    Mathematics, cost and numerics: ``orthokern.ops.dense_scan.dense_scan``.
+
+    Args:
+        w: [N, N], applied to column vectors as torch's weight_hh. Its dtype is the one of all floating tensors.
+        x, h0, weight, bias, activation, act_param, checkpoint_every, backend: as in ``factored_scan``.
+
+    Returns:
+        hs [T, B, N], the states h_1 ... h_T. Differentiable in x, w, h0, weight, bias, act_param.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices, names or token ids.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    check.is_tensor("w", w)
+    if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
+        raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
+    check.is_float("w", w)
+    x, h0 = check.scan_inputs(x, w.shape[0], h0, weight, bias, activation, act_param, checkpoint_every, "w", w)
+    return ops.dense_scan.dense_scan(
+        x, w, h0, weight, bias, act_param,
+        activation=activation, checkpoint_every=checkpoint_every, backend=backend,
+    )  # fmt: skip
+
+
+def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
+    """One step of descent that keeps the columns of m orthonormal, for one basis or a batch of them.
+
+    M_new = (I + lr/2 A)^-1 (I - lr/2 A) M with A = G M^T - M G^T: Wisdom et al. 2016; Vorontsov et al. 2017, eq. 9
+    (there with a misprinted sign). Mathematics, cost and numerics: ``orthokern.ops.cayley.cayley``.
+
+    Args:
+        m: [..., N, K], K <= N, orthonormal columns (not checked), float32 or float64.
+        g: [..., N, K], the gradient of the loss with respect to m.
+        lr: the rate, a number or a tensor [...] with one per matrix; negative ascends.
+        backend: see the module's docstring.
+
+    Returns:
+        The new bases [..., N, K]. It is an optimizer's step: differentiable on ``backend="reference"`` only.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    check.is_tensor("m", m)
+    if m.ndim < 2 or 0 in m.shape or m.shape[-1] > m.shape[-2]:
+        raise InputError(f"m has shape {list(m.shape)}: accepted is [..., N, K] with 1 <= K <= N, nothing empty")
+    if m.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"m has dtype {dtype_name(m.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
+        )
+    check.has_shape("g", check.is_tensor("g", g), tuple(m.shape), "[..., N, K], the shape of m,")
+    check.same_kind("g", g, "m", m)
+    if isinstance(lr, Tensor):
+        if lr.ndim:  # a 0-dim rate may live anywhere
+            check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number or one per matrix,")
+            check.same_device("lr", lr, "m", m)
+        check.is_float("lr", lr)
+        lr = lr.detach()
+    elif isinstance(lr, bool) or not isinstance(lr, (int, float, torch.SymInt, torch.SymFloat)):
+        raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
+    if not torch.compiler.is_compiling():
+        finite = bool(lr.isfinite().all()) if isinstance(lr, Tensor) else abs(lr) < float("inf")
+        if not finite:
+            raise InputError(f"lr is {lr}: accepted are finite numbers")
+        if dispatch.requested(backend) == "reference":  # the op checks its own
+            ops.cayley.check_finite("m", m)
+            ops.cayley.check_finite("g", g)
+    return ops.cayley.cayley(m, g, lr, backend=backend)
+
+
+def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Apply an activation to the last dimension's units.
+
+    Args:
+        x: [..., N], floating; N even for oplu.
+        name: one of ACTIVATIONS.
+        act_param: [1] or [N], dtype and device of x: slope (prelu, leaky_relu) or bias (modrelu); else None.
+        backend: see the module's docstring.
+
+    Returns:
+        [..., N] (x itself for identity). Differentiable in x and act_param.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices or name.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    check.activation_name(name)
+    check.is_float("x", check.is_tensor("x", x))
+    if x.ndim < 1:
+        raise InputError("x has shape []: accepted is [..., N]")
+    check.at_least_one("x", x, "[..., N]")
+    check.activation_parameter(name, act_param, x.shape[-1], "x", x)
+    return ops.activations.activation(x, act_param, activation=name, backend=backend)
+
+
+def modrelu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
+    """sign(x) max(|x| + bias, 0), the real modReLU (Arjovsky et al. 2016). x [..., N]; bias [1] or [N]."""
+    return activation(x, "modrelu", bias, backend=backend)
+
+
+def oplu(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """(max, min) of each adjacent pair, ties as they are (Chernodub and Nowicki 2016). x [..., N], N even."""
+    return activation(x, "oplu", backend=backend)
+
+
+def prelu(x: Tensor, slope: Tensor, *, backend: str | None = None) -> Tensor:
+    """max(x, 0) + slope min(x, 0) (He et al. 2015). x [..., N]; slope [1] or [N]."""
+    return activation(x, "prelu", slope, backend=backend)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """Cross-entropy of the linear readout ``hidden @ weight.T + bias``, in nats; the logits are never stored whole.
+
+    Mathematics, cost and numerics: ``orthokern.ops.linear_cross_entropy.linear_cross_entropy``.
+
+    Args:
+        hidden: [..., N], floating.
+        weight: [C, N]; bias: [C] or None; dtype and device of hidden.
+        target: int64 or int32 [...], hidden's shape without N, class ids in [0, C).
+        reduction: "mean" or "sum" over all rows.
+        backend: see the module's docstring.
+
+    Returns:
+        The loss, 0-dim. Differentiable in hidden, weight and bias.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices, reduction or class ids.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    check.is_float("hidden", check.is_tensor("hidden", hidden))
+    if hidden.ndim < 1:
+        raise InputError("hidden has shape []: accepted is [..., N]")
+    check.at_least_one("hidden", hidden, "[..., N]")
+    N = hidden.shape[-1]
+    check.is_tensor("weight", weight)
+    if weight.ndim != 2 or weight.shape[1] != N or weight.shape[0] < 1:
+        raise InputError(f"weight has shape {list(weight.shape)}: accepted is [C, N] with N = {N}, C at least 1")
+    check.same_kind("weight", weight, "hidden", hidden)
+    if bias is not None:
+        check.has_shape("bias", check.is_tensor("bias", bias), (weight.shape[0],), "[C]")
+        check.same_kind("bias", bias, "hidden", hidden)
+    check.is_tensor("target", target)
+    if target.dtype not in check.TOKEN_DTYPES:
+        raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is int64 or int32")
+    check.has_shape("target", target, tuple(hidden.shape[:-1]), "the shape of hidden without N,")
+    check.same_device("target", target, "hidden", hidden)
+    if reduction not in ops.linear_cross_entropy.REDUCTIONS:
+        raise unknown_name("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
+    return ops.linear_cross_entropy.linear_cross_entropy(
+        hidden.reshape(-1, N), weight, bias, target.reshape(-1).to(torch.int64), reduction=reduction, backend=backend
+    )
+
+
+def spectrum(p: Tensor, margin: float | None) -> Tensor:
+    """s = 2 m (sigmoid(p) - 1/2) + 1, in [1 - m, 1 + m] (Vorontsov et al. 2017, eq. 10); p itself for margin None.
+
+    Args:
+        p: [K], floating; p = 0 gives s = 1.
+        margin: m, 0 or more; 0 fixes s at 1 with zero gradient.
+
+    Returns:
+        s [K], differentiable in p to any order.
+
+    Raises:
+        InputError: a margin that is negative or not a finite number.
+    """
+    check.is_float("p", check.is_tensor("p", p))
+    if margin is None:
+        return p
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
+        raise InputError(f"margin is {check.describe(margin)}: accepted is a finite number, 0 or more, or None")
+    # 2 sigmoid(p) - 1 = tanh(p / 2), without the cancellation near p = 0
+    return margin * torch.tanh(p / 2) + 1

@@ -1,0 +1,11 @@
+"""The contract of every op: mathematics, shapes, cost, SUPPORT table, torch.library op with fake and autograd.
+
+One op is one stem: ``orthokern/ops/<op>.py`` here, ``orthokern/reference/<op>.py``, ``csrc/cpu/<op>.cpp`` and so on.
+The functions of these modules take checked inputs; ``orthokern.functional`` is the public face that checks them.
+"""
+
+from orthokern.ops import activations, cayley, dense_scan, factored_scan, linear_cross_entropy
+
+NAMES = ("factored_scan", "dense_scan", "cayley", "activations", "linear_cross_entropy")
+
+__all__ = ["NAMES", "activations", "cayley", "dense_scan", "factored_scan", "linear_cross_entropy"]

@@ -1,0 +1,167 @@
+"""Checks of what a user passes in: every failure is an InputError that names argument, value and what is accepted.
+
+They read shapes, dtypes and devices only, so they cost microseconds and trace under torch.compile; checks on values
+(token ids, finiteness) stand in the ops' implementations, where tensors are real.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern.dispatch import dtype_name
+from orthokern.errors import InputError, unknown_name
+from orthokern.ops.activations import NAMES, PARAMETER
+
+TOKEN_DTYPES = (torch.int64, torch.int32)
+
+
+def describe(value: object) -> str:
+    """A value in a few words: a tensor's shape, another object's repr or type."""
+    if isinstance(value, Tensor):
+        return f"shape {list(value.shape)}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return type(value).__name__
+
+
+def is_tensor(argument: str, value: object) -> Tensor:
+    """Return value if it is a tensor."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{argument} must be a torch.Tensor, got {describe(value)}")
+    return value
+
+
+def is_float(argument: str, tensor: Tensor) -> None:
+    """Refuse dtypes that are not floating."""
+    if not tensor.is_floating_point():
+        raise InputError(
+            f"{argument} has dtype {dtype_name(tensor.dtype)}: accepted are floating dtypes (float32, float64; "
+            "float16 and bfloat16 on the reference backend)"
+        )
+
+
+def same_kind(argument: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """tensor must share dtype and device with like."""
+    if tensor.dtype != like.dtype:
+        raise InputError(
+            f"{argument} has dtype {dtype_name(tensor.dtype)}: accepted is the dtype of {like_name}, "
+            f"{dtype_name(like.dtype)}"
+        )
+    same_device(argument, tensor, like_name, like)
+
+
+def same_device(argument: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """tensor must be where like is."""
+    if tensor.device != like.device:
+        raise InputError(f"{argument} is on {tensor.device}: accepted is the device of {like_name}, {like.device}")
+
+
+def has_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], letters: str) -> None:
+    """tensor must have exactly this shape; letters says which sizes these are, e.g. "[B, N]"."""
+    if tensor.shape != shape:
+        raise InputError(f"{argument} has shape {list(tensor.shape)}: accepted is {letters} = {list(shape)}")
+
+
+def at_least_one(argument: str, tensor: Tensor, letters: str) -> None:
+    """Every size of tensor must be 1 or more."""
+    if 0 in tensor.shape:
+        raise InputError(f"{argument} has shape {list(tensor.shape)}: every size of {letters} must be at least 1")
+
+
+def activation_name(name: object, argument: str = "activation") -> str:
+    """Return name if it is one of the activations."""
+    if not isinstance(name, str) or name not in NAMES:
+        raise unknown_name(argument, name, NAMES)
+    return name
+
+
+def activation_parameter(activation: str, act_param: Tensor | None, N: int, like_name: str, like: Tensor) -> None:
+    """act_param must be there exactly if the activation takes one, as [1] or [N]; oplu needs an even N."""
+    if activation == "oplu" and N % 2:
+        raise InputError(f"N is {N}: activation 'oplu' works on pairs and needs an even N")
+    what = PARAMETER.get(activation)
+    if what is None:
+        if act_param is not None:
+            raise InputError(
+                f"act_param is {describe(act_param)}: activation {activation!r} takes none "
+                f"(accepted with {', '.join(PARAMETER)})"
+            )
+        return
+    if act_param is None:
+        raise InputError(f"act_param is None: activation {activation!r} needs its {what}, a tensor [1] or [N] = [{N}]")
+    is_tensor("act_param", act_param)
+    if act_param.ndim != 1 or act_param.shape[0] not in (1, N):
+        raise InputError(
+            f"act_param has shape {list(act_param.shape)}: accepted is the {what} of {activation!r}, [1] or [N] = [{N}]"
+        )
+    same_kind("act_param", act_param, like_name, like)
+
+
+def scan_inputs(
+    x: Tensor,
+    N: int,
+    h0: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    act_param: Tensor | None,
+    checkpoint_every: int,
+    like_name: str,
+    like: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Everything about a scan but its matrices, which are checked already (like is one of them).
+
+    Returns:
+        x (token ids as int64) and h0 [B, N] (zeros for None).
+    """
+    is_tensor("x", x)
+    if weight is not None:
+        is_tensor("weight", weight)
+        if weight.ndim != 2 or weight.shape[0] != N or weight.shape[1] < 1:
+            raise InputError(f"weight has shape {list(weight.shape)}: accepted is [N, D] with N = {N}, D at least 1")
+        same_kind("weight", weight, like_name, like)
+
+    if x.is_floating_point():
+        letters = "[T, B, N]" if weight is None else "[T, B, D]"
+        size = N if weight is None else weight.shape[1]
+        if x.ndim != 3 or x.shape[2] != size:
+            raise InputError(
+                f"x has shape {list(x.shape)}: accepted is {letters} with {letters[-2]} = {size}"
+                + ("" if weight is None else ", or integer token ids [T, B]")
+            )
+        same_kind("x", x, like_name, like)
+    elif x.dtype in TOKEN_DTYPES:
+        letters = "[T, B]"
+        if weight is None:
+            raise InputError(f"weight is None: token ids (x of dtype {dtype_name(x.dtype)}) need the table [N, D]")
+        if x.ndim != 2:
+            raise InputError(f"x has shape {list(x.shape)}: accepted for token ids is [T, B]")
+        same_device("x", x, like_name, like)
+        x = x.to(torch.int64)
+    else:
+        raise InputError(
+            f"x has dtype {dtype_name(x.dtype)}: accepted is {dtype_name(like.dtype)} (the dtype of {like_name}), "
+            "or int64 or int32 for token ids"
+        )
+    at_least_one("x", x, letters)
+
+    if bias is not None:
+        is_tensor("bias", bias)
+        if weight is None:
+            raise InputError("bias is given without weight: accepted with weight only (add it to x)")
+        has_shape("bias", bias, (N,), "[N]")
+        same_kind("bias", bias, like_name, like)
+    B = x.shape[1]
+    if h0 is None:
+        h0 = like.new_zeros(B, N)
+    else:
+        is_tensor("h0", h0)
+        has_shape("h0", h0, (B, N), "[B, N]")
+        same_kind("h0", h0, like_name, like)
+    activation_parameter(activation_name(activation), act_param, N, like_name, like)
+    if isinstance(checkpoint_every, bool) or not isinstance(checkpoint_every, (int, torch.SymInt)):
+        raise InputError(f"checkpoint_every is {describe(checkpoint_every)}: accepted is an integer, 0 or more")
+    if checkpoint_every < 0:
+        raise InputError(f"checkpoint_every is {checkpoint_every}: accepted is 0 (keep all states) or more")
+    return x, h0

@@ -1,0 +1,55 @@
+"""What the ops share: checks on values that need real tensors, and the refusal of second derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from orthokern.dispatch import Support
+from orthokern.errors import InputError
+
+NO_TRITON = Support(missing="no Triton kernel in this release")
+NO_CUDA = Support(missing="no CUDA kernel in this release")
+
+
+def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
+    """Raise InputError unless every one of ``ids`` (int64, any shape) is in [0, size).
+
+    The kernels index with these numbers unchecked, so this runs before every one of them, compiled graphs included.
+    """
+    low, high = ids.aminmax()
+    least, most = int(low), int(high)
+    if least < 0 or most >= size:
+        worst = least if least < 0 else most
+        raise InputError(f"{argument} holds {worst}: {what} must be in [0, {size})")
+
+
+def dense(tensor: Tensor | None) -> Tensor | None:
+    """Contiguous, or None. Copies only what is not contiguous already."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a leaf with an empty tensor of its own for each one that does not apply.
+
+    Leaves may use one empty tensor several times; an op may not return a tensor twice.
+    """
+    return tuple(output if output.numel() else output.new_empty(output.shape) for output in outputs)
+
+
+def no_second_derivative(op: str) -> Callable[..., Any]:
+    """The "backward" of a backward op."""
+
+    def refuse(ctx: Any, *grads: Tensor | None) -> Any:
+        raise RuntimeError(
+            f"{op} has no second derivative through its kernels: pass backend='reference', which supports it"
+        )
+
+    return refuse
+
+
+def given(grad: Tensor, wanted: bool) -> Tensor | None:
+    """A gradient for autograd: an empty placeholder, or one that nobody asked for, becomes None."""
+    return grad if wanted else None

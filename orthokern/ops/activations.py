@@ -1,0 +1,122 @@
+"""activations: identity, tanh, relu, leaky_relu, prelu, modrelu and oplu, standalone; the scans use the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern.dispatch import Support
+from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, dense, given, no_second_derivative
+
+SUPPORT = {
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
+    "triton": NO_TRITON,
+    "cuda": NO_CUDA,
+}
+dispatch.register("activations", SUPPORT)
+
+NAMES = ("identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu")
+# what act_param is, for those that take one
+PARAMETER = {"leaky_relu": "slope", "prelu": "slope", "modrelu": "bias"}
+# their derivative cannot be computed from the output, so the scans keep the pre-activations for them
+NEEDS_INPUT = ("leaky_relu", "prelu", "oplu")
+
+
+def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend: str | None = None) -> Tensor:
+    """Apply one activation. Inputs are taken as checked (``orthokern.functional`` does).
+
+    Equation:
+        identity    y = x
+        tanh        y = tanh(x)
+        relu        y = max(x, 0)
+        leaky_relu  y = max(x, 0) + slope min(x, 0)
+        prelu       the same with a learned slope
+        modrelu     y = sign(x) max(|x| + bias, 0)
+        oplu        adjacent pairs (x_2i, x_2i+1) -> (max, min); a tie is not swapped
+        Derivatives: Note [Activation derivatives] in ``orthokern/reference/activations.py``.
+
+    Args:
+        x: [..., N], N even for oplu.
+        act_param: [1] or [N], same dtype and device: slope (prelu, leaky_relu) or bias (modrelu); else None.
+        activation: one of NAMES.
+        backend: a name, "auto" or None.
+
+    Returns:
+        [..., N]; for identity, x itself.
+
+    Saved:
+        x and act_param.
+
+    Cost:
+        O(1) flops per element; reads and writes each element once, backward reads two and writes one.
+
+    Numerics:
+        Elementwise, in the dtype of x. The gradient of act_param sums over rows in that dtype, in a fixed order. At a
+        kink the derivative is one-sided: 0 for relu at 0, slope for prelu at 0, 0 for modrelu at 0.
+    """
+    if activation == "identity":
+        return x
+    if dispatch.requested(backend) == "reference":
+        y: Tensor = dispatch.leaf("activations", "reference").activation_fwd(x, act_param, activation=activation)
+        return y
+    y = torch.ops.orthokern.activation_fwd(x, act_param, activation, backend)
+    return y
+
+
+@torch.library.custom_op(
+    "orthokern::activation_fwd",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? act_param, str activation, str? backend=None) -> Tensor",
+)
+def _fwd(x: Tensor, act_param: Tensor | None, activation: str, backend: str | None = None) -> Tensor:
+    """y [..., N], never x itself."""
+    if activation == "identity":
+        return x.clone(memory_format=torch.contiguous_format)
+    leaf = dispatch.resolve("activations", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
+    y: Tensor = leaf.activation_fwd(dense(x), dense(act_param), activation=activation)
+    return y
+
+
+@_fwd.register_fake
+def _fwd_fake(x: Tensor, act_param: Tensor | None, activation: str, backend: str | None = None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op(
+    "orthokern::activation_bwd",
+    mutates_args=(),
+    schema="(Tensor grad_y, Tensor x, Tensor? act_param, str activation, str? backend=None) -> (Tensor, Tensor)",
+)
+def _bwd(
+    grad_y: Tensor, x: Tensor, act_param: Tensor | None, activation: str, backend: str | None = None
+) -> tuple[Tensor, ...]:
+    """(grad_x [..., N], grad_act_param of act_param's shape or empty)."""
+    leaf = dispatch.resolve("activations", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
+    return apart(leaf.activation_bwd(dense(grad_y), dense(x), dense(act_param), activation=activation))
+
+
+@_bwd.register_fake
+def _bwd_fake(
+    grad_y: Tensor, x: Tensor, act_param: Tensor | None, activation: str, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0 if act_param is None else act_param.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, act_param, ctx.activation, ctx.backend = inputs
+    ctx.save_for_backward(x, act_param)
+
+
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    x, act_param = ctx.saved_tensors
+    grad_x, grad_act_param = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
+    needs = ctx.needs_input_grad
+    return given(grad_x, needs[0]), given(grad_act_param, needs[1]), None, None
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+_bwd.register_autograd(no_second_derivative("activation"))

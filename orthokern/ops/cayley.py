@@ -1,0 +1,109 @@
+"""cayley: the step that moves matrices with orthonormal columns along a geodesic-like curve, batched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern.dispatch import Support
+from orthokern.errors import InputError
+from orthokern.ops._common import NO_CUDA, NO_TRITON, dense
+
+SUPPORT = {
+    # no half precision: a basis in it is not orthogonal to begin with, and there is no LU for it
+    "reference": Support(dtypes=(torch.float64, torch.float32)),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
+    "triton": NO_TRITON,
+    "cuda": NO_CUDA,
+}
+dispatch.register("cayley", SUPPORT)
+
+
+def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
+    """One Cayley step on a batch of bases. Inputs are taken as checked (``orthokern.functional`` does).
+
+    Equation:
+        A = G M^T - M G^T,    M_new = M - lr (I + lr/2 A)^-1 A M  =  (I + lr/2 A)^-1 (I - lr/2 A) M.
+        K < N: M_new = M - lr P (I + lr/2 Q^T P)^-1 (Q^T M) with P = [G, M], Q = [M, -G]: 2K x 2K, never N x N.
+        Note [Cayley step] in ``orthokern/reference/cayley.py`` derives both and says why this form drifts least.
+
+    Args:
+        m: [..., N, K], K <= N, orthonormal columns, float32 or float64.
+        g: [..., N, K], gradient of the loss with respect to m; same dtype and device.
+        lr: the rate: a number, or a tensor [...] with one for each matrix. A negative rate ascends.
+        backend: a name, "auto" or None.
+
+    Returns:
+        [..., N, K], a new tensor. Not differentiable: a derivative through it raises a RuntimeError, except with an
+        explicit "reference", which runs plain differentiable torch code.
+
+    Saved:
+        Nothing.
+
+    Cost:
+        Per matrix, K = N: 2 N^3 (A) + 2 N^3 (A M) + 2/3 N^3 (LU) + 2 N^3 (two triangular solves) flops.
+        K < N: 8 N K^2 (Q^T P) + 4 N K^2 (Q^T M) + 16/3 K^3 (LU) + 8 K^3 (solves) + 4 N K^2 (P times).
+        I + lr/2 A has symmetric part I, so its LU needs no pivoting.
+
+    Numerics:
+        In the dtype of m. The correction has size lr |A|, so the columns lose orthogonality by about eps lr |A| per
+        step plus one rounding of M. NaN or infinity in m or g gives NaN in that matrix; ``orthokern.functional``
+        refuses it first.
+    """
+    if dispatch.requested(backend) == "reference":
+        stepped: Tensor = dispatch.leaf("cayley", "reference").cayley(m, g, lr)
+        return stepped
+    rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=m.device)
+    stepped = torch.ops.orthokern.cayley(m, g, rate, backend)
+    return stepped
+
+
+def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -> Tensor:
+    """The same without the torch.library op around it and without any check: what an optimizer calls every step.
+
+    m and g are contiguous [..., N, K] of one dtype and device, g finite, under torch.no_grad(). Under torch.compile it
+    goes through the op after all.
+    """
+    if torch.compiler.is_compiling():
+        return cayley(m, g, lr, backend=backend)
+    leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
+    stepped: Tensor = leaf.cayley(m, g, lr)
+    return stepped
+
+
+def check_finite(argument: str, tensor: Tensor) -> None:
+    """Raise InputError if tensor [..., N, K] holds a NaN or an infinity. One pass, no mask is stored."""
+    # the sum is NaN or infinite if any element is; the other way round it may overflow, so look closer only then
+    if not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
+        bad = int(tensor.numel() - tensor.isfinite().sum())
+        raise InputError(
+            f"{argument} holds {bad} NaN or infinite values of {tensor.numel()}: the Cayley step needs finite numbers"
+        )
+
+
+@torch.library.custom_op(
+    "orthokern::cayley", mutates_args=(), schema="(Tensor m, Tensor g, Tensor lr, str? backend=None) -> Tensor"
+)
+def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Tensor:
+    """lr: [] or m's batch shape."""
+    leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
+    check_finite("m", m)
+    check_finite("g", g)
+    rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr
+    stepped: Tensor = leaf.cayley(dense(m), dense(g), rate)
+    return stepped
+
+
+@_cayley.register_fake
+def _cayley_fake(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Tensor:
+    return m.new_empty(m.shape)
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> Any:
+    raise RuntimeError("cayley is not differentiable through its kernels: pass backend='reference', which supports it")
+
+
+_cayley.register_autograd(_refuse)

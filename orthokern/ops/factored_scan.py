@@ -1,0 +1,253 @@
+"""factored_scan: a recurrence through W = U diag(s) V^T that never forms W."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern.dispatch import Support
+from orthokern.ops import _taps
+from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_range, dense, given, no_second_derivative
+from orthokern.ops.activations import NEEDS_INPUT
+
+SUPPORT = {
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
+    "triton": NO_TRITON,
+    "cuda": NO_CUDA,
+}
+dispatch.register("factored_scan", SUPPORT)
+
+
+def factored_scan(
+    x: Tensor,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """A factored recurrent layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
+
+    Equation:
+        e_t = x_t                        without weight
+            = weight x_t + bias          for features, and for token ids with x_t their one-hot form (never made)
+        a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T;    W = U diag(s) V^T is never formed.
+        Backward: Note [Factored scan backward] in ``orthokern/reference/factored_scan.py``.
+
+    Args:
+        x: [T, B, N], or [T, B, D] with weight, in the floating dtype of u; or int64 [T, B] token ids in [0, D).
+        u, v: [N, K], K <= N. Orthonormal columns are the intention, not a requirement.
+        s: [K], the singular values where u and v are orthonormal.
+        h0: [B, N], the state before the first step.
+        weight: [N, D] or None; bias: [N] or None.
+        act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); else None.
+        activation: a name of ``orthokern.ops.activations.NAMES``.
+        checkpoint_every: k > 0 keeps every k-th state for the backward and recomputes the others; 0 keeps all.
+        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, where
+            checkpoint_every changes nothing.
+        Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
+
+    Returns:
+        hs [T, B, N], the states h_1 ... h_T.
+
+    Saved:
+        hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
+        x; pre [T, B, N], the a_t, for prelu, leaky_relu and oplu without checkpoints; x if weight is given; all
+        parameters and h0. The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
+
+    Cost:
+        Forward 4 T B N K flops (+ 2 T B N D for features), backward scan the same, gradients of u, s, v
+        2 T B N^2 + 4 N^2 K, recomputation one forward more. Writes T B N elements forward, T B N of adjoints backward.
+
+    Numerics:
+        Products accumulate in the dtype of u (float32 means IEEE float32), sums over time likewise, in a fixed order:
+        the same inputs, machine and thread count give the same bits. Rounding grows with T as the product of the
+        Jacobians does: not at all where s is near 1 and the activation is near linear. Gradients of modrelu, relu,
+        prelu and oplu jump where a unit sits on its threshold, so two precisions may differ there by whole terms.
+    """
+    if dispatch.requested(backend) == "reference":
+        reference = dispatch.leaf("factored_scan", "reference")
+        if weight is not None and not x.is_floating_point() and not torch.compiler.is_compiling():
+            check_range("x", x, weight.shape[1], "token ids")
+        hs: Tensor = reference.factored_scan_fwd(x, u, s, v, h0, weight, bias, act_param, activation=activation)[0]
+        return hs
+    hs, _, _ = torch.ops.orthokern.factored_scan_fwd(
+        x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend
+    )
+    return hs
+
+
+@torch.library.custom_op(
+    "orthokern::factored_scan_fwd",
+    mutates_args=(),
+    schema="(Tensor x, Tensor u, Tensor s, Tensor v, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
+    "str activation, int checkpoint_every=0, str? backend=None) -> (Tensor, Tensor, Tensor)",
+)
+def _fwd(
+    x: Tensor,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    """(hs, ckpt, pre); what does not apply is empty."""
+    leaf = dispatch.resolve("factored_scan", backend, device=u.device, dtype=u.dtype, N=u.shape[0], K=u.shape[1])
+    if weight is not None and not x.is_floating_point():
+        check_range("x", x, weight.shape[1], "token ids")
+    outputs = leaf.factored_scan_fwd(
+        dense(x), dense(u), dense(s), dense(v), dense(h0), dense(weight), dense(bias), dense(act_param),
+        activation=activation, checkpoint_every=checkpoint_every,
+    )  # fmt: skip
+    return apart(outputs)
+
+
+@_fwd.register_fake
+def _fwd_fake(
+    x: Tensor,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    T, (B, N) = x.shape[0], h0.shape
+    segments = (T + checkpoint_every - 1) // checkpoint_every if checkpoint_every else 0
+    keep_pre = activation in NEEDS_INPUT and not checkpoint_every
+    return (
+        u.new_empty(T, B, N),
+        u.new_empty(segments, B, N) if checkpoint_every else u.new_empty(0),
+        u.new_empty(T, B, N) if keep_pre else u.new_empty(0),
+    )
+
+
+@torch.library.custom_op(
+    "orthokern::factored_scan_bwd",
+    mutates_args=(),
+    schema="(Tensor grad_hs, Tensor states, Tensor pre, Tensor? x, Tensor u, Tensor s, Tensor v, Tensor h0, "
+    "Tensor? weight, Tensor? bias, Tensor? act_param, str activation, int checkpoint_every=0, bool need_x=True, "
+    "bool need_params=True, str? backend=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _bwd(
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor | None,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    """(grad_x, grad_u, grad_s, grad_v, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm).
+
+    states is hs, or ckpt when checkpoint_every > 0; x may be None where it is not needed (no weight, no checkpoints).
+    What does not apply or is not needed is empty. grad_norm: [T].
+    """
+    leaf = dispatch.resolve("factored_scan", backend, device=u.device, dtype=u.dtype, N=u.shape[0], K=u.shape[1])
+    if x is not None and weight is not None and not x.is_floating_point():
+        check_range("x", x, weight.shape[1], "token ids")
+    grads = leaf.factored_scan_bwd(
+        dense(grad_hs), dense(states), dense(pre), dense(x), dense(u), dense(s), dense(v), dense(h0), dense(weight),
+        dense(bias), dense(act_param), activation=activation, checkpoint_every=checkpoint_every, need_x=need_x,
+        need_params=need_params,
+    )  # fmt: skip
+    if _taps.SINKS:
+        _taps.record("factored_scan", grads[-1])
+    return apart(grads)
+
+
+@_bwd.register_fake
+def _bwd_fake(
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor | None,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    def like(tensor: Tensor | None, wanted: bool) -> Tensor:
+        # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
+        return tensor.new_empty(tensor.shape) if tensor is not None and wanted else u.new_empty(0)
+
+    T = grad_hs.shape[0]
+    features = x if x is not None and x.is_floating_point() else None
+    norm_dtype = torch.float32 if u.dtype in (torch.float16, torch.bfloat16) else u.dtype
+    return (
+        like(grad_hs if weight is None else features, need_x),
+        like(u, need_params),
+        like(s, need_params),
+        like(v, need_params),
+        like(h0, True),
+        like(weight, need_params),
+        like(bias, need_params),
+        like(act_param, need_params),
+        u.new_empty(T, dtype=norm_dtype),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend = inputs
+    hs, ckpt, pre = output
+    ctx.mark_non_differentiable(ckpt, pre)
+    ctx.set_materialize_grads(False)
+    ctx.activation, ctx.checkpoint_every, ctx.backend = activation, checkpoint_every, backend
+    # a precomputed input term is only read again to recompute states, and may be as large as all of them
+    x_needed = weight is not None or checkpoint_every > 0
+    states = ckpt if checkpoint_every else hs
+    ctx.save_for_backward(states, pre, x if x_needed else None, u, s, v, h0, weight, bias, act_param)
+
+
+def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad_hs is None:
+        return (None,) * 11
+    states, pre, x, u, s, v, h0, weight, bias, act_param = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    need_params = any(needs[1:4]) or any(needs[5:8])
+    grads = torch.ops.orthokern.factored_scan_bwd(
+        grad_hs, states, pre, x, u, s, v, h0, weight, bias, act_param,
+        ctx.activation, ctx.checkpoint_every, needs[0], need_params, ctx.backend,
+    )  # fmt: skip
+    return (*(given(grad, need) for grad, need in zip(grads[:8], needs[:8], strict=True)), None, None, None)
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+_bwd.register_autograd(no_second_derivative("factored_scan"))

@@ -1,0 +1,141 @@
+"""What the two scans share: everything but the product with W (factored or dense) and its parameters' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from orthokern.reference.activations import NEEDS_INPUT, activation_fwd, chain, sum_to_param
+
+Step = Callable[[Tensor], Tensor]  # [B, N] -> [B, N]: a product with W or W^T, a row per sequence
+
+
+def input_term(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """e [T, B, N] from x [T, B, N], from features x [T, B, D] or from token ids x [T, B] and weight [N, D]."""
+    if weight is None:
+        return x
+    if x.is_floating_point():
+        e = x @ weight.mT
+    else:
+        e = torch.nn.functional.embedding(x, weight.mT)
+    return e if bias is None else e + bias
+
+
+def run_forward(
+    step: Step, e: Tensor, h: Tensor, act_param: Tensor | None, activation: str, checkpoint_every: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h_t = phi(step(h_{t-1}) + e_t) over e [T, B, N] from h [B, N]: (hs, ckpt, pre), see the ops' docstrings."""
+    # unbind, not e[t]: the backward of T separate selections writes T zero-filled tensors of e's size
+    states, entering, pre = [], [], []
+    for t, e_t in enumerate(e.unbind(0)):
+        if checkpoint_every and t % checkpoint_every == 0:
+            entering.append(h)
+        a = step(h) + e_t
+        h = activation_fwd(a, act_param, activation=activation)
+        states.append(h)
+        pre.append(a)
+    keep_pre = not checkpoint_every and activation in NEEDS_INPUT
+    return (
+        torch.stack(states),
+        torch.stack(entering) if entering else e.new_empty(0),
+        torch.stack(pre) if keep_pre else e.new_empty(0),
+    )
+
+
+def segments_backward(T: int, checkpoint_every: int) -> list[tuple[int, int]]:
+    """[start, stop) of every checkpointed segment of T steps, last one first; one segment without checkpoints."""
+    k = checkpoint_every or T
+    return [(start, min(start + k, T)) for start in reversed(range(0, T, k))]
+
+
+def norm_over_batch(g: Tensor) -> Tensor:
+    """Frobenius norm over the last two dimensions of [..., B, N], in float32 for half precision."""
+    wide = g.float() if g.dtype in (torch.float16, torch.bfloat16) else g
+    return wide.square().sum((-2, -1)).sqrt()
+
+
+def run_backward(
+    step: Step,
+    step_transposed: Step,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor | None,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int,
+    need_x: bool,
+    need_params: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The adjoint recurrence of Note [Factored scan backward], for any W given by its two products.
+
+    Returns:
+        (grad_x, M, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm) with M = sum_t delta_t h_{t-1}^T [N, N].
+        What does not apply or is not needed is empty.
+    """
+    T, B, N = grad_hs.shape
+    empty = grad_hs.new_empty(0)
+    m = grad_hs.new_zeros(N, N)
+    grad_weight = torch.zeros_like(weight) if weight is not None and need_params else empty
+    grad_bias = torch.zeros_like(bias) if bias is not None and need_params else empty
+    grad_act_param = torch.zeros_like(act_param) if act_param is not None and need_params else empty
+    grad_x_segments: list[Tensor] = []
+    norms: list[Tensor] = []
+    carry = torch.zeros_like(h0)  # W^T delta_{t+1}
+
+    for start, stop in segments_backward(T, checkpoint_every):
+        if checkpoint_every:
+            assert x is not None
+            entering = states[start // checkpoint_every]
+            e = input_term(x[start:stop], weight, bias)
+            hs, _, pre_segment = run_forward(step, e, entering, act_param, activation, 0)
+        else:
+            entering, hs, pre_segment = h0, states, pre
+        pre_rows = pre_segment.unbind(0) if pre_segment.numel() else (None,) * (stop - start)
+
+        deltas: list[Tensor] = []
+        for g_t, h_t, a_t in zip(
+            reversed(grad_hs[start:stop].unbind(0)), reversed(hs.unbind(0)), reversed(pre_rows), strict=True
+        ):
+            ghat = g_t + carry
+            norms.append(norm_over_batch(ghat))
+            delta, elementwise = chain(ghat, h_t, a_t, act_param, activation=activation)
+            if elementwise is not None and need_params:
+                assert act_param is not None
+                grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
+            carry = step_transposed(delta)
+            deltas.append(delta)
+        delta_segment = torch.stack(deltas[::-1])
+
+        if need_params:
+            before = torch.cat([entering.unsqueeze(0), hs[:-1]])  # h_{t-1}
+            m = m + delta_segment.flatten(0, 1).mT @ before.flatten(0, 1)
+            if weight is not None:
+                assert x is not None
+                grad_weight = grad_weight + weight_gradient(delta_segment, x[start:stop], weight)
+            if bias is not None:
+                grad_bias = grad_bias + delta_segment.sum((0, 1))
+        if need_x and weight is None:
+            grad_x_segments.append(delta_segment)
+        elif need_x and x is not None and x.is_floating_point():
+            assert weight is not None
+            grad_x_segments.append(delta_segment @ weight)
+
+    grad_x = torch.cat(grad_x_segments[::-1]) if grad_x_segments else empty
+    if not need_params:
+        m = empty
+    return grad_x, m, carry, grad_weight, grad_bias, grad_act_param, torch.stack(norms[::-1])
+
+
+def weight_gradient(delta: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """sum_t delta_t x_t^T [N, D]; for token ids x [T, B], where x_t is one-hot, delta added to the column of its id."""
+    rows = delta.flatten(0, 1)
+    if x.is_floating_point():
+        return rows.mT @ x.flatten(0, 1)
+    return torch.zeros_like(weight).index_add(1, x.flatten(), rows.mT)

@@ -1,0 +1,38 @@
+"""What every test stands on: fixed seeds, and memory that is poisoned until a kernel has written it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from poison import poisoned
+
+# The same examples on every run and machine; a failure prints how to repeat it.
+hypothesis.settings.register_profile("orthokern", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("orthokern")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that a kernel leaves unwritten is NaN here, where it would often be a harmless-looking zero."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    # Dynamo does not trace a method of the C base class that it finds in a closure.
+    new_empty = poisoned(torch.Tensor.new_empty, traced=lambda self, *args, **kwargs: self.new_zeros(*args, **kwargs))
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Seed every generator, and give back the thread count that a test may have changed."""
+    random.seed(42)
+    np.random.seed(42)  # noqa: NPY002  (for libraries that draw from the global generator)
+    torch.manual_seed(42)
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

@@ -1,0 +1,251 @@
+"""What the correctness tests share: the comparison with the reference, and random problems to compare on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.reference._scan import input_term
+from orthokern.reference.activations import activation_fwd
+
+SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
+
+# The part of the error that needs no excuse, relative to the largest element of the result: sums of some thousand
+# terms, in another order than torch takes them, differ by this much even where torch happens to round to no error at
+# all. In float64 torch is the reference, and its own error is not known.
+FLOOR = {torch.float32: 32 * torch.finfo(torch.float32).eps, torch.float64: 4096 * torch.finfo(torch.float64).eps}
+
+
+def assert_matches_reference(
+    actual: Tensor,
+    ref64: Tensor,
+    torch_same_dtype: Tensor,
+    *,
+    name: str = "result",
+    gradient: bool = False,
+    scale: float | None = None,
+) -> None:
+    """The error must be earned: at most twice that of plain torch in the same dtype, plus a floor.
+
+    Three measures: the largest error of an element, the RMS of the error, and for gradients the angle to the reference.
+
+    Args:
+        actual: what is tested.
+        ref64: the reference in float64.
+        torch_same_dtype: the reference, which is plain torch, in actual's dtype.
+        name: what to call it in a failure.
+        gradient: whether to compare the direction too.
+        scale: what the floor is relative to, where that is not the largest element: the size of the terms of a sum
+            that cancels, whose error plain torch may have met by luck.
+    """
+    assert actual.shape == ref64.shape, f"{name}: shape {list(actual.shape)}, expected {list(ref64.shape)}"
+    assert actual.dtype == torch_same_dtype.dtype, f"{name}: dtype {actual.dtype}, expected {torch_same_dtype.dtype}"
+    if not ref64.numel():
+        return
+    assert ref64.dtype == torch.float64
+    assert bool(ref64.isfinite().all()), f"{name}: the reference itself is not finite: choose other inputs"
+    wrong = int(actual.numel() - actual.isfinite().sum())
+    assert not wrong, f"{name}: {wrong} of {actual.numel()} elements are NaN or infinite (never written?)"
+
+    floor = FLOOR[actual.dtype]
+    error, torch_error = actual.double() - ref64, torch_same_dtype.double() - ref64
+    largest, torch_largest, ref_largest = (float(t.abs().max()) for t in (error, torch_error, ref64))
+    assert largest <= 2 * torch_largest + floor * (scale or ref_largest), (
+        f"{name}: largest error {largest:.3e}, plain torch {torch_largest:.3e}, largest element {ref_largest:.3e}"
+    )
+    rms, torch_rms, ref_rms = (float(t.square().mean().sqrt()) for t in (error, torch_error, ref64))
+    assert rms <= 2 * torch_rms + floor * (scale or ref_rms), (
+        f"{name}: RMS of the error {rms:.3e}, plain torch {torch_rms:.3e}, RMS of the reference {ref_rms:.3e}"
+    )
+    if gradient and ref_rms > 0:
+        cosine = torch.nn.functional.cosine_similarity(actual.double().flatten(), ref64.flatten(), dim=0, eps=0.0)
+        torch_cosine = torch.nn.functional.cosine_similarity(
+            torch_same_dtype.double().flatten(), ref64.flatten(), dim=0, eps=0.0
+        )
+        assert 1 - cosine <= 2 * (1 - torch_cosine) + floor, (
+            f"{name}: cosine {cosine:.9f}, plain torch {torch_cosine:.9f}"
+        )
+
+
+@dataclasses.dataclass
+class ScanProblem:
+    """Inputs and a cotangent of a scan, in float64; ``to`` casts them.
+
+    matrices: (u, s, v) for factored_scan, (w,) for dense_scan. Others as in ``orthokern.functional``.
+    """
+
+    op: str
+    activation: str
+    x: Tensor
+    matrices: tuple[Tensor, ...]
+    h0: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    act_param: Tensor | None
+    grad_hs: Tensor
+
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """The positional arguments of the forward."""
+        return (self.x, *self.matrices, self.h0, self.weight, self.bias, self.act_param)
+
+    def input_names(self) -> tuple[str, ...]:
+        """Their names."""
+        matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
+        return ("x", *matrices, "h0", "weight", "bias", "act_param")
+
+    def grad_names(self) -> tuple[str, ...]:
+        """The names of what the backward returns."""
+        matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
+        return tuple(f"grad_{name}" for name in ("x", *matrices, "h0", "weight", "bias", "act_param", "norm"))
+
+    def map(self, change: object) -> ScanProblem:
+        """A copy with every floating tensor changed by a function of a tensor."""
+        assert callable(change)
+
+        def one(t: Tensor | None) -> Tensor | None:
+            return change(t) if t is not None and t.is_floating_point() else t
+
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {
+            key: tuple(one(m) for m in value)
+            if key == "matrices"
+            else one(value)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in values.items()
+        }
+        return ScanProblem(**values)
+
+    def to(self, dtype: torch.dtype) -> ScanProblem:
+        """A copy in another dtype."""
+        return self.map(lambda t: t.to(dtype))
+
+    def strided(self) -> ScanProblem:
+        """A copy with the same values and no contiguous tensor; 1-element tensors stay what they are."""
+        copy = self.map(strided)
+        copy.x = strided(self.x)
+        return copy
+
+
+def strided(t: Tensor) -> Tensor:
+    """The same values with other strides: every second element of a larger, transposed tensor filled with NaN."""
+    poison = float("nan") if t.is_floating_point() else -(10**6)
+    wide = t.new_full([2 * n for n in reversed(t.shape)], poison)
+    view = wide.permute(*reversed(range(t.ndim)))[(slice(None, None, 2),) * t.ndim]
+    view.copy_(t)
+    return view
+
+
+def distance_to_kink(problem: ScanProblem) -> float:
+    """How near a pre-activation of the problem comes to a place where its activation's derivative jumps.
+
+    A unit within rounding distance of such a place may flip between two precisions, which changes gradients by whole
+    terms. Comparisons element by element need a problem without such units.
+    """
+    name, slope_or_bias = problem.activation, problem.act_param
+    if name in ("identity", "tanh"):
+        return float("inf")
+    h, nearest = problem.h0, float("inf")
+    for e in input_term(problem.x, problem.weight, problem.bias).unbind(0):
+        if problem.op == "factored_scan":
+            u, s, v = problem.matrices
+            a = ((h @ v) * s) @ u.mT + e
+        else:
+            a = h @ problem.matrices[0].mT + e
+        if name == "oplu":
+            gap = a[..., 0::2] - a[..., 1::2]
+        elif name == "modrelu":
+            assert slope_or_bias is not None
+            gap = torch.minimum(a.abs(), (a.abs() + slope_or_bias).abs())
+        else:
+            gap = a
+        nearest = min(nearest, float(gap.abs().min()))
+        h = activation_fwd(a, slope_or_bias, activation=name)
+    return nearest
+
+
+def act_param_for(activation: str, size: int, generator: torch.Generator) -> Tensor | None:
+    """A parameter of 1 or N elements for the activations that take one (float64)."""
+    if activation not in PARAMETER:
+        return None
+    values = torch.randn(size, dtype=torch.float64, generator=generator)
+    # modReLU with thresholds of either sign, so that some units are switched off and some jump at 0
+    return 0.2 * values if activation == "modrelu" else 0.3 + 0.1 * values
+
+
+def scan_problem(
+    op: str,
+    *,
+    B: int,
+    T: int,
+    N: int,
+    K: int | None = None,
+    D: int = 5,
+    activation: str = "tanh",
+    inputs: str = "dense",
+    bias: bool = True,
+    param_size: str = "N",
+    gap: float = 1e-5,
+    seed: int = 0,
+) -> ScanProblem:
+    """A random problem, float64, without pre-activations nearer than ``gap`` to a kink.
+
+    Args:
+        inputs: "dense" (x is e), "features" or "tokens".
+        param_size: "1" or "N", the size of act_param.
+    """
+    K = N if K is None else K
+    for attempt in itertools.count():
+        generator = torch.Generator().manual_seed(1000 * seed + attempt)
+
+        def normal(*shape: int, g: torch.Generator = generator) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=g)
+
+        if op == "factored_scan":
+            matrices: tuple[Tensor, ...] = (
+                torch.linalg.qr(normal(N, K))[0],
+                1 + 0.1 * normal(K),
+                torch.linalg.qr(normal(N, K))[0],
+            )
+        else:
+            matrices = (normal(N, N) / N**0.5,)
+        if inputs == "dense":
+            x, weight = normal(T, B, N), None
+        elif inputs == "features":
+            x, weight = normal(T, B, D), normal(N, D) / D**0.5
+        else:
+            x, weight = torch.randint(0, D, (T, B), generator=generator), normal(N, D)
+        problem = ScanProblem(
+            op=op,
+            activation=activation,
+            x=x,
+            matrices=matrices,
+            h0=normal(B, N),
+            weight=weight,
+            bias=normal(N) if bias and weight is not None else None,
+            act_param=act_param_for(activation, 1 if param_size == "1" else N, generator),
+            grad_hs=normal(T, B, N),
+        )
+        if attempt == 200 or distance_to_kink(problem) > gap:
+            assert attempt < 200, "no problem without units on a kink: make it smaller"
+            return problem
+    raise AssertionError
+
+
+def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, object]]]:
+    """(id, keyword arguments of ``scan_problem``) for every size, activation and kind of input.
+
+    oplu works on pairs: it gets the next even N where N is odd.
+    """
+    kinds = ("dense", "features", "tokens")
+    for size, (index, activation), kind in itertools.product(sizes, enumerate(NAMES), kinds):
+        case: dict[str, object] = dict(size)
+        if activation == "oplu" and size["N"] % 2:
+            case["N"] = size["N"] + 1
+        case |= {"activation": activation, "inputs": kind, "param_size": "1" if (index + size["T"]) % 2 else "N"}
+        yield f"{''.join(f'{k}{case[k]}' for k in size)}-{activation}-{kind}", case

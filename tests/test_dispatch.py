@@ -1,0 +1,207 @@
+"""Which backend serves, what is said when none can, and what `explain` tells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import orthokern
+from orthokern import BackendUnavailable, InputError, dispatch, functional, ops
+from orthokern.dispatch import Support
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_chosen", {})
+
+
+def native_stub(monkeypatch: pytest.MonkeyPatch, available: bool) -> Any:
+    """A stand-in for orthokern._native, so that these tests say the same with and without a build."""
+    stub = types.ModuleType("orthokern._native")
+    stub.AVAILABLE, stub.REASON = available, "" if available else "the native module was not built (no compiler)"  # type: ignore[attr-defined]
+    stub.build_info = lambda: {"isa": "avx2", "isas": ["baseline", "avx2"]}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "orthokern._native", stub)
+    return stub
+
+
+def test_auto_takes_the_cpu_kernels_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = native_stub(monkeypatch, True)
+    for dtype in (torch.float32, torch.float64):
+        assert dispatch.resolve("factored_scan", device=CPU, dtype=dtype) is stub
+    half = dispatch.resolve("factored_scan", "auto", device=CPU, dtype=torch.bfloat16)
+    assert half.__name__ == "orthokern.reference.factored_scan"
+    elsewhere = dispatch.resolve("factored_scan", device=torch.device("meta"), dtype=torch.float32)
+    assert elsewhere.__name__ == "orthokern.reference.factored_scan"
+
+
+def test_auto_falls_back_when_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_stub(monkeypatch, False)
+    for op in ops.NAMES:
+        leaf = dispatch.resolve(op, device=CPU, dtype=torch.float32)
+        assert leaf.__name__ == f"orthokern.reference.{op}"
+
+
+def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_stub(monkeypatch, False)
+    with pytest.raises(BackendUnavailable) as error:
+        dispatch.resolve("factored_scan", "cpu", device=CPU, dtype=torch.float32)
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.startswith("backend 'cpu' cannot serve factored_scan (float32 on cpu): ")
+    for part in (
+        "cuda: no CUDA kernel in this release",
+        "triton: no Triton kernel in this release",
+        "cpu: the native module was not built (no compiler)",
+        "reference: can serve this call",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_public_functions_pass_the_refusal_on(backend: str) -> None:
+    x, u = torch.zeros(2, 1, 3), torch.eye(3)
+    with pytest.raises(BackendUnavailable, match=f"backend '{backend}' cannot serve"):
+        functional.factored_scan(x, u, torch.ones(3), u, backend=backend)
+    with pytest.raises(BackendUnavailable, match=f"backend '{backend}' cannot serve"):
+        functional.cayley(u, u, 0.1, backend=backend)
+
+
+def test_wrong_dtype_and_device_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_stub(monkeypatch, True)
+    with pytest.raises(BackendUnavailable, match="cpu: tensors are bfloat16, it serves float64, float32"):
+        dispatch.resolve("factored_scan", "cpu", device=CPU, dtype=torch.bfloat16)
+    with pytest.raises(BackendUnavailable, match="cpu: tensors are on meta, it serves cpu and tensors are float16"):
+        dispatch.resolve("factored_scan", "cpu", device=torch.device("meta"), dtype=torch.float16)
+    with pytest.raises(
+        BackendUnavailable, match="no backend serves cayley .bfloat16 on cpu.: .*reference: tensors are"
+    ):
+        dispatch.resolve("cayley", device=CPU, dtype=torch.bfloat16)
+
+
+def test_limits_are_compared_with_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = native_stub(monkeypatch, True)
+    table = {
+        **ops.factored_scan.SUPPORT,
+        "cpu": Support(devices=("cpu",), dtypes=(torch.float32,), limits={"N": 512, "K": 64}),
+    }
+    monkeypatch.setitem(dispatch._tables, "factored_scan", table)
+
+    def resolve(backend: str, **facts: int) -> Any:
+        return dispatch.resolve("factored_scan", backend, device=CPU, dtype=torch.float32, **facts)
+
+    assert resolve("auto", N=512, K=64) is stub
+    assert resolve("auto", N=768, K=64).__name__ == "orthokern.reference.factored_scan"
+    assert resolve("auto", N=512, K=64) is stub  # the refusal was that call's own
+    with pytest.raises(BackendUnavailable, match="cpu: N=768 > 512 and K=100 > 64"):
+        resolve("cpu", N=768, K=100)
+    assert "cpu: cpu; float32, N up to 512, K up to 64 (factored_scan)" in dispatch.explain()
+
+
+def test_a_table_without_a_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="SUPPORT of thing has no row for triton, cuda"):
+        dispatch.register("thing", {"reference": Support(), "cpu": Support()})
+
+
+def test_every_op_says_something_of_every_backend() -> None:
+    for op in ops.NAMES:
+        table = getattr(ops, op).SUPPORT
+        assert set(table) == set(dispatch.BACKENDS)
+        assert table["reference"].missing is None and table["reference"].devices is None
+        for row in table.values():
+            assert (row.missing is None) == bool(row.dtypes)
+
+
+def test_unknown_backend_names() -> None:
+    x, u = torch.zeros(2, 1, 3), torch.eye(3)
+    for backend in ("gpu", "CPU", "refrence", ""):
+        with pytest.raises(InputError, match=f"unknown backend '{backend}'.*auto, reference, cpu, triton, cuda"):
+            functional.dense_scan(x, u, backend=backend)
+    with pytest.raises(InputError, match="did you mean 'reference'"):
+        dispatch.requested("refrence")
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = python("from orthokern import dispatch; print(dispatch.requested(None))", ORTHOKERN_BACKEND="Reference")
+    assert run.stdout == "reference\n", run.stderr
+
+    def call() -> Any:
+        return functional.modrelu(torch.ones(2, requires_grad=True), torch.ones(1)).grad_fn.name()
+
+    monkeypatch.setattr(dispatch, "_process_default", "reference")
+    assert call() == "MulBackward0"  # plain torch code
+    monkeypatch.setattr(dispatch, "_process_default", "cuda")
+    with pytest.raises(BackendUnavailable, match="backend 'cuda' cannot serve activations"):
+        call()
+    monkeypatch.setattr(dispatch, "_process_default", "refrence")
+    with pytest.raises(InputError, match="unknown backend in ORTHOKERN_BACKEND 'refrence': did you mean 'reference'?"):
+        call()
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, orthokern; print(orthokern.__version__, 'torch' in sys.modules, 'matplotlib' in sys.modules);"
+        "import orthokern.functional; print('triton' in sys.modules, orthokern._version.__version__)"
+    )
+    run = python(code)
+    assert run.stdout.split() == [orthokern.__version__, "False", "False", "False", orthokern.__version__], run.stderr
+
+
+def test_works_without_a_native_module() -> None:
+    code = (
+        "import sys; sys.modules['orthokern._C'] = None;"
+        "import torch, orthokern.functional as f; u = torch.eye(3);"
+        "print(f.dense_scan(torch.ones(2, 1, 3), u).shape); import orthokern; print(orthokern.explain())"
+    )
+    run = python(code)
+    assert run.returncode == 0, run.stderr
+    assert "native module: not available" in run.stdout or "not part of this installation" in run.stdout
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_explain(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    native_stub(monkeypatch, available)
+    text = orthokern.explain()
+    assert text.startswith(f"orthokern {orthokern.__version__}, Python 3.")
+    assert f"PyTorch {torch.__version__}" in text
+    assert "isas: baseline, avx2" in text
+    for op in ops.NAMES:
+        assert any(line.split() == [op, "yes", "yes" if available else "no", "no", "no"] for line in text.splitlines())
+    assert "cuda: no CUDA kernel in this release" in text
+    if available:
+        assert "cpu: cpu; float64, float32" in text
+    else:
+        assert "native module: not available: the native module was not built (no compiler)" in text
+
+
+def test_explain_is_a_command_and_a_function_however_it_is_reached() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "orthokern.explain"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "factored_scan" in run.stdout
+    import orthokern.explain
+
+    assert orthokern.explain() == orthokern.explain.explain()  # type: ignore[operator]
+
+
+def test_lazy_attributes() -> None:
+    assert orthokern.functional.spectrum is functional.spectrum
+    assert {"functional", "nn", "optim", "explain", "InputError"} <= set(dir(orthokern))
+    with pytest.raises(AttributeError, match="no attribute 'functionnal'"):
+        orthokern.functionnal  # noqa: B018

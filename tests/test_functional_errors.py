@@ -1,0 +1,272 @@
+"""Bad input to the public functions: one line that names the argument, the value given and what is accepted."""
+
+# One case, one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from orthokern import functional as f
+from orthokern.errors import BackendUnavailable, CheckpointError, InputError, nearest, unknown_name
+
+T, B, N, K, D, C = 4, 3, 6, 5, 7, 8
+
+
+def scan_arguments(**changes: Any) -> dict[str, Any]:
+    """Valid arguments of factored_scan with features, with some replaced."""
+    arguments: dict[str, Any] = {
+        "x": torch.zeros(T, B, D),
+        "u": torch.zeros(N, K),
+        "s": torch.zeros(K),
+        "v": torch.zeros(N, K),
+        "h0": torch.zeros(B, N),
+        "weight": torch.zeros(N, D),
+        "bias": torch.zeros(N),
+    }
+    return {**arguments, **changes}
+
+
+def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The message of the InputError that a call raises."""
+    with pytest.raises(InputError) as error:
+        function(*args, **kwargs)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+SHARED: list[tuple[dict[str, Any], str]] = [
+    # x
+    ({"x": [1.0]}, "x must be a torch.Tensor, got list"),
+    ({"x": torch.zeros(T, B)}, "x has shape [4, 3]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]"),
+    ({"x": torch.zeros(T, B, N)}, "x has shape [4, 3, 6]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]"),
+    ({"x": torch.zeros(T, B, D).double()}, "x has dtype float64: accepted is the dtype of {m}, float32"),
+    ({"x": torch.zeros(T, B, D, device="meta")}, "x is on meta: accepted is the device of {m}, cpu"),
+    ({"x": torch.zeros(T, B).bool()}, "x has dtype bool: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids"),
+    ({"x": torch.zeros(T, B, D, dtype=torch.complex64)}, "x has dtype complex64: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids"),
+    ({"x": torch.zeros(0, B, D)}, "x has shape [0, 3, 7]: every size of [T, B, D] must be at least 1"),
+    ({"x": torch.zeros(T, 0, D), "h0": None}, "x has shape [4, 0, 7]: every size of [T, B, D] must be at least 1"),
+    ({"x": torch.zeros(T, B, D), "weight": None, "bias": None}, "x has shape [4, 3, 7]: accepted is [T, B, N] with N = 6"),
+    # token ids
+    ({"x": torch.zeros(T, B, D).long()}, "x has shape [4, 3, 7]: accepted for token ids is [T, B]"),
+    ({"x": torch.zeros(T, B).long(), "weight": None}, "weight is None: token ids (x of dtype int64) need the table [N, D]"),
+    ({"x": torch.full((T, B), D)}, "x holds 7: token ids must be in [0, 7)"),
+    ({"x": torch.full((T, B), -1)}, "x holds -1: token ids must be in [0, 7)"),
+    ({"x": torch.zeros(T, 0).long(), "h0": None}, "x has shape [4, 0]: every size of [T, B] must be at least 1"),
+    # weight, bias, h0
+    ({"weight": torch.zeros(D, N)}, "weight has shape [7, 6]: accepted is [N, D] with N = 6, D at least 1"),
+    ({"weight": torch.zeros(N, 0)}, "weight has shape [6, 0]: accepted is [N, D] with N = 6, D at least 1"),
+    ({"weight": torch.zeros(N, D).double()}, "weight has dtype float64: accepted is the dtype of {m}, float32"),
+    ({"weight": 3}, "weight must be a torch.Tensor, got 3"),
+    ({"bias": torch.zeros(N, 1)}, "bias has shape [6, 1]: accepted is [N] = [6]"),
+    ({"bias": torch.zeros(N).half()}, "bias has dtype float16: accepted is the dtype of {m}, float32"),
+    ({"x": torch.zeros(T, B, N), "weight": None}, "bias is given without weight: accepted with weight only (add it to x)"),
+    ({"h0": torch.zeros(N)}, "h0 has shape [6]: accepted is [B, N] = [3, 6]"),
+    ({"h0": torch.zeros(1, B, N)}, "h0 has shape [1, 3, 6]: accepted is [B, N] = [3, 6]"),
+    ({"h0": torch.zeros(B, N).double()}, "h0 has dtype float64: accepted is the dtype of {m}, float32"),
+    ({"h0": torch.zeros(B, N, device="meta")}, "h0 is on meta: accepted is the device of {m}, cpu"),
+    # activation
+    ({"activation": "tahn"}, "unknown activation 'tahn': did you mean 'tanh'? accepted: identity, tanh, relu, leaky_relu, prelu, modrelu, oplu"),
+    ({"activation": None}, "unknown activation None: "),
+    ({"activation": "prelu"}, "act_param is None: activation 'prelu' needs its slope, a tensor [1] or [N] = [6]"),
+    ({"activation": "modrelu"}, "act_param is None: activation 'modrelu' needs its bias, a tensor [1] or [N] = [6]"),
+    ({"activation": "leaky_relu", "act_param": 0.01}, "act_param must be a torch.Tensor, got 0.01"),
+    ({"activation": "modrelu", "act_param": torch.zeros(2)}, "act_param has shape [2]: accepted is the bias of 'modrelu', [1] or [N] = [6]"),
+    ({"activation": "prelu", "act_param": torch.zeros(())}, "act_param has shape []: accepted is the slope of 'prelu', [1] or [N] = [6]"),
+    ({"activation": "prelu", "act_param": torch.zeros(1).double()}, "act_param has dtype float64: accepted is the dtype of {m}, float32"),
+    ({"activation": "tanh", "act_param": torch.zeros(1)}, "act_param is shape [1]: activation 'tanh' takes none (accepted with leaky_relu, prelu, modrelu)"),
+    # checkpoints
+    ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
+    ({"checkpoint_every": 2.0}, "checkpoint_every is 2.0: accepted is an integer, 0 or more"),
+    ({"checkpoint_every": True}, "checkpoint_every is True: accepted is an integer, 0 or more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["factored_scan", "dense_scan"])
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(("changes", "message"), SHARED, ids=range(len(SHARED)))
+def test_scans(op: str, backend: str | None, changes: dict[str, Any], message: str) -> None:
+    arguments = scan_arguments(**changes)
+    if op == "dense_scan":
+        for name in "usv":
+            del arguments[name]
+        arguments["w"] = torch.zeros(N, N)
+    text = refusal(getattr(f, op), **arguments, backend=backend)
+    assert text.startswith(message.format(m="u" if op == "factored_scan" else "w"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"u": torch.zeros(N)}, "u has shape [6]: accepted is [N, K], both at least 1"),
+        ({"u": torch.zeros(N, 0)}, "u has shape [6, 0]: accepted is [N, K], both at least 1"),
+        ({"u": torch.zeros(5, 6)}, "u has shape [5, 6]: the rank K = 6 is above N = 5, accepted is K up to N"),
+        ({"u": torch.zeros(N, K).long()}, "u has dtype int64: accepted are floating dtypes"),
+        ({"u": None}, "u must be a torch.Tensor, got None"),
+        ({"v": torch.zeros(N, N)}, "v has shape [6, 6]: accepted is [N, K], the shape of u, = [6, 5]"),
+        ({"v": torch.zeros(N, K).double()}, "v has dtype float64: accepted is the dtype of u, float32"),
+        ({"s": torch.zeros(N)}, "s has shape [6]: accepted is [K] = [5]"),
+        ({"s": torch.zeros(K).double()}, "s has dtype float64: accepted is the dtype of u, float32"),
+    ],
+    ids=range(9),
+)
+def test_factored_matrices(changes: dict[str, Any], message: str) -> None:
+    assert refusal(f.factored_scan, **scan_arguments(**changes)).startswith(message)
+
+
+def test_dense_matrix() -> None:
+    x = torch.zeros(T, B, N)
+    assert refusal(f.dense_scan, x, torch.zeros(N, K)) == "w has shape [6, 5]: accepted is [N, N], N at least 1"
+    assert refusal(f.dense_scan, x, torch.zeros(0, 0)) == "w has shape [0, 0]: accepted is [N, N], N at least 1"
+    assert refusal(f.dense_scan, x, torch.zeros(N, N).int()).startswith("w has dtype int32: accepted are floating")
+
+
+def test_odd_units_with_oplu() -> None:
+    message = "N is 5: activation 'oplu' works on pairs and needs an even N"
+    assert refusal(f.dense_scan, torch.zeros(T, B, 5), torch.zeros(5, 5), activation="oplu") == message
+    assert refusal(f.oplu, torch.zeros(2, 5)) == message
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(
+    ("m", "g", "lr", "message"),
+    [
+        (
+            torch.zeros(5),
+            torch.zeros(5),
+            0.1,
+            "m has shape [5]: accepted is [..., N, K] with 1 <= K <= N, nothing empty",
+        ),
+        (torch.zeros(2, 3), torch.zeros(2, 3), 0.1, "m has shape [2, 3]: accepted is [..., N, K] with 1 <= K <= N"),
+        (torch.zeros(0, 3, 3), torch.zeros(0, 3, 3), 0.1, "m has shape [0, 3, 3]: accepted is [..., N, K]"),
+        (torch.eye(3).half(), torch.eye(3).half(), 0.1, "m has dtype float16: accepted are float32 and float64"),
+        (torch.eye(3).bfloat16(), torch.eye(3), 0.1, "m has dtype bfloat16: accepted are float32 and float64"),
+        (torch.eye(3), torch.eye(4), 0.1, "g has shape [4, 4]: accepted is [..., N, K], the shape of m, = [3, 3]"),
+        (torch.eye(3), torch.eye(3).double(), 0.1, "g has dtype float64: accepted is the dtype of m, float32"),
+        (torch.eye(3), torch.eye(3, device="meta"), 0.1, "g is on meta: accepted is the device of m, cpu"),
+        (torch.eye(3), None, 0.1, "g must be a torch.Tensor, got None"),
+        (torch.eye(3), torch.tensor([[NAN, 0, 0]] * 3), 0.1, "g holds 3 NaN or infinite values of 9: the Cayley step"),
+        (torch.eye(3), torch.full((3, 3), INF), 0.1, "g holds 9 NaN or infinite values of 9: the Cayley step needs"),
+        (torch.tensor([[1.0, INF], [-INF, 1.0]]), torch.eye(2), 0.1, "m holds 2 NaN or infinite values of 4"),
+        (torch.eye(3), torch.eye(3), NAN, "lr is nan: accepted are finite numbers"),
+        (torch.eye(3), torch.eye(3), -INF, "lr is -inf: accepted are finite numbers"),
+        (torch.eye(3), torch.eye(3), torch.tensor(NAN), "lr is nan: accepted are finite numbers"),
+        (torch.eye(3), torch.eye(3), "fast", "lr is 'fast': accepted is a number, or a tensor with one per matrix"),
+        (torch.eye(3), torch.eye(3), True, "lr is True: accepted is a number, or a tensor with one per matrix"),
+        (torch.eye(3), torch.eye(3), torch.ones(2), "lr has shape [2]: accepted is a number or one per matrix, = []"),
+        (torch.eye(3), torch.eye(3), torch.tensor(1), "lr has dtype int64: accepted are floating dtypes"),
+    ],
+    ids=range(19),
+)
+def test_cayley(m: Any, g: Any, lr: Any, message: str, backend: str | None) -> None:
+    assert refusal(f.cayley, m, g, lr, backend=backend).startswith(message)
+
+
+def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
+    """The quick check sums; a sum that overflows must not be taken for an infinity in the data."""
+    g = torch.full((2, 2), 3e38)
+    f.cayley(torch.eye(2), g, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (f.activation, (torch.zeros(2), "rleu"), "unknown activation 'rleu': did you mean 'relu'? accepted: identity"),
+        (f.activation, (torch.zeros(2).long(), "relu"), "x has dtype int64: accepted are floating dtypes"),
+        (f.activation, (torch.zeros(()), "relu"), "x has shape []: accepted is [..., N]"),
+        (f.activation, (torch.zeros(2, 0), "relu"), "x has shape [2, 0]: every size of [..., N] must be at least 1"),
+        (f.activation, ("x", "relu"), "x must be a torch.Tensor, got 'x'"),
+        (
+            f.activation,
+            (torch.zeros(2), "relu", torch.zeros(1)),
+            "act_param is shape [1]: activation 'relu' takes none",
+        ),
+        (f.modrelu, (torch.zeros(4), torch.zeros(3)), "act_param has shape [3]: accepted is the bias of 'modrelu'"),
+        (f.prelu, (torch.zeros(4), 0.25), "act_param must be a torch.Tensor, got 0.25"),
+        (f.spectrum, (torch.zeros(3), -0.1), "margin is -0.1: accepted is a finite number, 0 or more, or None"),
+        (f.spectrum, (torch.zeros(3), NAN), "margin is nan: accepted is a finite number, 0 or more, or None"),
+        (f.spectrum, (torch.zeros(3), INF), "margin is inf: accepted is a finite number, 0 or more, or None"),
+        (f.spectrum, (torch.zeros(3), True), "margin is True: accepted is a finite number, 0 or more, or None"),
+        (f.spectrum, (torch.zeros(3).long(), 0.1), "p has dtype int64: accepted are floating dtypes"),
+    ],
+    ids=range(13),
+)
+def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple[Any, ...], message: str) -> None:
+    assert refusal(function, *arguments).startswith(message)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(())}, "hidden has shape []: accepted is [..., N]"),
+        ({"hidden": torch.zeros(0, N)}, "hidden has shape [0, 6]: every size of [..., N] must be at least 1"),
+        ({"hidden": torch.zeros(T, B, N).long()}, "hidden has dtype int64: accepted are floating dtypes"),
+        ({"weight": torch.zeros(N, C)}, "weight has shape [6, 8]: accepted is [C, N] with N = 6, C at least 1"),
+        ({"weight": torch.zeros(C, N).double()}, "weight has dtype float64: accepted is the dtype of hidden, float32"),
+        ({"bias": torch.zeros(N)}, "bias has shape [6]: accepted is [C] = [8]"),
+        ({"target": torch.zeros(T, B)}, "target has dtype float32: accepted is int64 or int32"),
+        (
+            {"target": torch.zeros(B, T).long()},
+            "target has shape [3, 4]: accepted is the shape of hidden without N, = [4, 3]",
+        ),
+        ({"target": torch.full((T, B), C)}, "target holds 8: class ids must be in [0, 8)"),
+        ({"target": torch.full((T, B), -100)}, "target holds -100: class ids must be in [0, 8)"),
+        (
+            {"target": torch.zeros(T, B, device="meta").long()},
+            "target is on meta: accepted is the device of hidden, cpu",
+        ),
+        ({"reduction": "none"}, "unknown reduction 'none': accepted: mean, sum"),
+        ({"reduction": "avg"}, "unknown reduction 'avg': accepted: mean, sum"),
+        ({"reduction": "means"}, "unknown reduction 'means': did you mean 'mean'? accepted: mean, sum"),
+    ],
+    ids=range(14),
+)
+def test_linear_cross_entropy(changes: dict[str, Any], message: str, backend: str | None) -> None:
+    arguments: dict[str, Any] = {
+        "hidden": torch.zeros(T, B, N),
+        "weight": torch.zeros(C, N),
+        "bias": torch.zeros(C),
+        "target": torch.zeros(T, B).long(),
+    }
+    assert refusal(f.linear_cross_entropy, **{**arguments, **changes}, backend=backend).startswith(message)
+
+
+def test_the_arguments_above_are_otherwise_valid() -> None:
+    assert f.factored_scan(**scan_arguments()).shape == (T, B, N)
+
+
+def test_ops_refuse_values_without_the_public_function() -> None:
+    """Kernels index with these numbers: the op itself checks them too."""
+    zeros: list[Tensor] = [torch.zeros(*shape) for shape in ((N, N), (B, N), (N, D))]
+    x = torch.full((T, B), D)
+    with pytest.raises(InputError, match=re.escape("x holds 7: token ids must be in [0, 7)")):
+        torch.ops.orthokern.dense_scan_fwd(x, *zeros, None, None, "tanh")
+    with pytest.raises(InputError, match="target holds 9"):
+        torch.ops.orthokern.linear_cross_entropy_fwd(torch.zeros(2, N), torch.zeros(9, N), None, torch.tensor([0, 9]))
+
+
+def test_kinds_of_errors() -> None:
+    assert issubclass(InputError, ValueError) and issubclass(CheckpointError, InputError)
+    assert issubclass(BackendUnavailable, RuntimeError) and not issubclass(BackendUnavailable, InputError)
+
+
+def test_nearest_names() -> None:
+    names = ["identity", "tanh", "ReLU"]
+    assert nearest("tahn", names) == "tanh"
+    assert nearest("relu", names) == "ReLU"
+    assert nearest("xyz", names) is None and nearest(None, names) is None and nearest(3, names) is None
+    assert str(unknown_name("nonlinearity", "tahn", names)) == (
+        "unknown nonlinearity 'tahn': did you mean 'tanh'? accepted: identity, tanh, ReLU"
+    )
+    assert str(unknown_name("nonlinearity", 7, names)) == "unknown nonlinearity 7: accepted: identity, tanh, ReLU"
