@@ -1,0 +1,58 @@
+"""Checks of constructor arguments that the modules share. Each returns the value or raises a one-line InputError."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from orthokern.dispatch import BACKENDS
+from orthokern.errors import InputError, unknown_name
+
+__all__ = ["check_backend", "flag", "number", "parameter_dtype", "positive_int"]
+
+
+def positive_int(name: str, value: Any, minimum: int = 1) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} must be an integer, got {value!r}") from None
+    if count < minimum:
+        raise InputError(f"{name} must be at least {minimum}, got {count}")
+    return count
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def number(name: str, value: Any, accepted: str) -> float:
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} must be {accepted}, got {value!r}") from None
+
+
+def parameter_dtype(value: torch.dtype | None, *, half: bool) -> torch.dtype:
+    """The dtype of the parameters: float32, float64 and, with `half`, the 16-bit ones (only a dense recurrence may)."""
+    dtype = torch.get_default_dtype() if value is None else value
+    accepted = [torch.float32, torch.float64] + ([torch.bfloat16, torch.float16] if half else [])
+    if dtype not in accepted:
+        why = " (orthogonality is lost in 16 bits)" if dtype in (torch.bfloat16, torch.float16) else ""
+        raise InputError(f"dtype {dtype} is not supported{why}; accepted: {', '.join(str(d) for d in accepted)}")
+    return dtype
+
+
+def check_backend(name: str | None) -> str | None:
+    """A typing error in the name shows at construction; whether the backend can serve is known only in forward."""
+    names = ("auto", *BACKENDS)
+    if name is not None and name not in names:
+        raise unknown_name("backend", name, names)
+    return name

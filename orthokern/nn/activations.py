@@ -1,0 +1,74 @@
+"""Activations of orthogonal recurrent networks as modules.
+
+Inside a recurrence use its `nonlinearity` instead: the scan computes them there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import functional
+from orthokern.errors import InputError
+from orthokern.nn._checks import check_backend, positive_int
+
+__all__ = ["OPLU", "ModReLU"]
+
+
+class ModReLU(nn.Module):
+    """modReLU for real numbers: sign(x) * relu(|x| + b) with a learned bias b (Arjovsky, Shah and Bengio 2016;
+    Lezcano and Martinez-Rubio 2019).
+
+    sign(0) is 0, so 0 maps to 0. For b > 0 the function jumps at 0, for b < 0 it is 0 on [b, -b].
+
+    Args:
+        features: N, size of the last dimension of the input; the bias is [N]. None for one bias [1] for all units.
+        device, dtype: of the bias.
+        backend: None or "auto", "reference", "cpu", "triton", "cuda".
+
+    Shapes: x [..., N] to y [..., N]. Parameter: bias [N] or [1], U(-0.01, 0.01) at first. Raises InputError for
+    features below 1 and for an x whose last dimension is not N.
+    """
+
+    def __init__(
+        self,
+        features: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = None if features is None else positive_int("features", features)
+        self.backend = check_backend(backend)
+        self.bias = nn.Parameter(torch.empty(self.features or 1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the bias from U(-0.01, 0.01)."""
+        nn.init.uniform_(self.bias, -0.01, 0.01, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., N] float, of the bias's dtype -> [..., N]."""
+        if self.features is not None and (x.dim() < 1 or x.shape[-1] != self.features):
+            raise InputError(f"x has shape {tuple(x.shape)}; accepted: [..., {self.features}] (features)")
+        return functional.modrelu(x, self.bias, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return "" if self.features is None else str(self.features)
+
+
+class OPLU(nn.Module):
+    """Orthogonal permutation linear unit: adjacent pairs (x_2i, x_2i+1) -> (max, min) (Chernodub and Nowicki 2016).
+
+    A permutation of the units that depends on the input, so it keeps every norm, forward and backward; equal entries
+    are not swapped. x [..., N] with N even -> [..., N]; InputError for an odd N.
+    """
+
+    def __init__(self, *, backend: str | None = None) -> None:
+        super().__init__()
+        self.backend = check_backend(backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., N] float, N even -> [..., N]."""
+        return functional.oplu(x, backend=self.backend)

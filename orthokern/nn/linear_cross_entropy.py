@@ -1,0 +1,81 @@
+"""A linear readout whose cross-entropy never stores the logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import functional
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn._checks import check_backend, flag, positive_int
+
+__all__ = ["LinearCrossEntropy"]
+
+REDUCTIONS = ("mean", "sum")
+
+
+class LinearCrossEntropy(nn.Module):
+    """torch.nn.Linear(hidden, classes) and torch.nn.functional.cross_entropy in one: y = hidden W^T + b, loss = -log
+    softmax(y)[target].
+
+    `loss` works over chunks of rows and computes the gradients in the same pass, so the logits of a long sequence
+    are never stored whole.
+
+    Args:
+        hidden: N, size of the last dimension of the input.
+        classes: C.
+        bias: learn b [C].
+        device, dtype: of the parameters.
+        reduction: "mean" over all rows, or "sum".
+        backend: None or "auto", "reference", "cpu", "triton", "cuda".
+
+    Parameters, as in torch.nn.Linear, names and first values for the same seed included: weight [C,N] and bias [C],
+    both U(-1/sqrt(N), 1/sqrt(N)) at first. Raises InputError for sizes below 1 and unknown names.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        classes: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        reduction: str = "mean",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden = positive_int("hidden", hidden)
+        self.classes = positive_int("classes", classes)
+        if reduction not in REDUCTIONS:
+            raise unknown_name("reduction", reduction, REDUCTIONS)
+        self.reduction = reduction
+        self.backend = check_backend(backend)
+        self.weight = nn.Parameter(torch.empty(self.classes, self.hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(self.classes, device=device, dtype=dtype)) if flag("bias", bias) else None
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw weight and bias from U(-1/sqrt(N), 1/sqrt(N)), as torch.nn.Linear does."""
+        bound = 1.0 / math.sqrt(self.hidden)
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)  # the bound, with Linear's rounding
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound, generator=generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., N] -> logits [..., C], in plain torch (to look at predictions; for training use `loss`)."""
+        if hidden.dim() < 1 or hidden.shape[-1] != self.hidden:
+            raise InputError(f"hidden has shape {tuple(hidden.shape)}; accepted: [..., {self.hidden}]")
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """hidden [..., N] float, target [...] int64 in [0, C) -> the loss, a 0-dim tensor in nats. Raises InputError
+        for shapes that disagree."""
+        return functional.linear_cross_entropy(
+            hidden, self.weight, self.bias, target, reduction=self.reduction, backend=self.backend
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden}, {self.classes}" + ("" if self.bias is not None else ", bias=False")

@@ -1,0 +1,712 @@
+"""Recurrences that stand in for torch.nn.RNN: `RNN` with a dense matrix, `FactorizedRNN` with W = U diag(s) V^T.
+
+Letters: B batch, T time, N hidden_size, K rank of U and V, D input_size (features, or the number of token ids).
+
+Both share everything but the recurrent matrix: layers, directions, layouts, PackedSequence, dropout between layers,
+initial states. They add to torch.nn.RNN: more activations, integer token input, learned initial states, a backend.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from orthokern import functional
+from orthokern import init as init_
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn._checks import check_backend, flag, number, parameter_dtype, positive_int
+
+__all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
+
+NONLINEARITIES = ("identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu")
+APPLY = ("factored", "composed")
+
+Scan = Callable[[Tensor, "Tensor | None"], Tensor]  # (x [T,B,D] or ids [T,B], h0 [B,N] or None) -> states [T,B,N]
+
+
+class _Layout(Protocol):
+    """How a batch of sequences is laid out for one scan, and its states read back."""
+
+    batch: int
+
+    def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+        """One recurrence in one direction: data in the layout's form -> (output in that form, last states [B,N])."""
+        ...
+
+
+class _Dense:
+    """data [T,B,D] or ids [T,B]: all sequences have T steps."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+        if not reverse:
+            hs = scan(data, h0)
+            return hs, hs[-1]
+        hs = scan(data.flip(0), h0)
+        return hs.flip(0), hs[-1]
+
+
+class _Packed:
+    """data [P,D] or ids [P], the packed form of B sequences sorted by falling length (PackedSequence.data).
+
+    One scan over the rectangle [T,B]: row p of data goes to place[p] = t*B + b, and data[mirror] is each sequence
+    reversed. The states after a sequence's end are computed and never read, so their cotangents are exact zeros and
+    add exact zeros to every gradient, as long as the states are finite: 0 * inf is not 0. An overflow on padding is the
+    one way for padding to reach a result, so it is looked for, and such a batch is run again without padding, one
+    scan per stretch of steps in which the same sequences are alive.
+    """
+
+    def __init__(self, batch_sizes: Tensor, device: torch.device) -> None:
+        sizes = batch_sizes.to("cpu", torch.int64)
+        self.sizes: list[int] = sizes.tolist()
+        self.steps, self.batch = len(self.sizes), self.sizes[0]
+        self.ragged = self.sizes[-1] != self.batch
+        step = torch.repeat_interleave(torch.arange(self.steps, device="cpu"), sizes)
+        first = torch.cumsum(sizes, 0) - sizes  # position in data of the first row of step t
+        row = torch.arange(len(step), device="cpu") - first[step]
+        lengths = (sizes.unsqueeze(1) > torch.arange(self.batch, device="cpu")).sum(0)
+        last = lengths[row] - 1
+        place = step * self.batch + row
+        padding = torch.ones(self.steps * self.batch, dtype=torch.bool, device="cpu").index_fill_(0, place, False)
+        self.place = place.to(device)
+        self.mirror = (first[last - step] + row).to(device)
+        end = first[lengths - 1] + torch.arange(self.batch, device="cpu")
+        self.end = end.to(device)  # where each sequence's last row is in data
+        self.padding = padding.to(device)
+
+    def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+        ordered = data.index_select(0, self.mirror) if reverse else data
+        x = ordered.new_zeros((self.steps * self.batch, *data.shape[1:])).index_copy(0, self.place, ordered)
+        x = x.unflatten(0, (self.steps, self.batch))
+        states = scan(x, h0).flatten(0, 1)
+        if self.ragged and states.requires_grad and not states.detach()[self.padding].isfinite().all():
+            states = self._by_stretches(scan, x, h0)
+        else:
+            states = states.index_select(0, self.place)
+        last = states.index_select(0, self.end)
+        return (states.index_select(0, self.mirror) if reverse else states), last
+
+    def _by_stretches(self, scan: Scan, x: Tensor, h0: Tensor | None) -> Tensor:
+        pieces, start, h = [], 0, h0
+        while start < self.steps:
+            alive = self.sizes[start]
+            stop = start
+            while stop < self.steps and self.sizes[stop] == alive:
+                stop += 1
+            hs = scan(x[start:stop, :alive], None if h is None else h[:alive])
+            pieces.append(hs.flatten(0, 1))
+            start, h = stop, hs[-1]
+        return torch.cat(pieces)
+
+
+class _Recurrent(nn.Module):
+    """Layers, directions, layouts, initial states; a subclass has the recurrent matrix and runs one scan with it."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        nonlinearity: str,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        *,
+        negative_slope: float,
+        learned_h0: bool,
+        checkpoint_every: int,
+        backend: str | None,
+    ) -> None:
+        super().__init__()
+        self.input_size = positive_int("input_size", input_size)
+        self.hidden_size = positive_int("hidden_size", hidden_size)
+        self.num_layers = positive_int("num_layers", num_layers)
+        if nonlinearity not in NONLINEARITIES:
+            raise unknown_name("nonlinearity", nonlinearity, list(NONLINEARITIES))
+        if nonlinearity == "oplu" and self.hidden_size % 2:
+            raise InputError(
+                f"hidden_size must be even for nonlinearity 'oplu' (it works on pairs of units), got {hidden_size}"
+            )
+        self.nonlinearity = nonlinearity
+        self.bias = flag("bias", bias)
+        self.batch_first = flag("batch_first", batch_first)
+        self.bidirectional = flag("bidirectional", bidirectional)
+        self.dropout = number("dropout", dropout, "a number in [0, 1)")
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"dropout must be a number in [0, 1), got {dropout!r}")
+        if self.dropout > 0.0 and self.num_layers == 1:
+            warnings.warn(f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1", stacklevel=3)
+        self.negative_slope = number("negative_slope", negative_slope, "a finite number")
+        if not math.isfinite(self.negative_slope):
+            raise InputError(f"negative_slope must be a finite number, got {negative_slope!r}")
+        self.learned_h0 = flag("learned_h0", learned_h0)
+        self.checkpoint_every = positive_int("checkpoint_every", checkpoint_every, minimum=0)
+        self.backend = check_backend(backend)
+
+    # -- parameters
+
+    def _suffixes(self) -> list[str]:
+        """Names of the recurrences in torch's order: l0, l0_reverse, l1, ..."""
+        return [
+            f"l{layer}{way}"
+            for layer in range(self.num_layers)
+            for way in (("", "_reverse") if self.bidirectional else ("",))
+        ]
+
+    def _inputs(self, suffix: str) -> int:
+        """Number of input features of the layer."""
+        first = suffix in ("l0", "l0_reverse")
+        return self.input_size if first else self.hidden_size * (2 if self.bidirectional else 1)
+
+    def _register(self, name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype) -> None:
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+
+    def _register_common(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
+        """Parameters of one recurrence besides its weights: of the activation, and the initial state."""
+        if self.nonlinearity == "prelu":
+            self._register(f"slope_{suffix}", (1,), device, dtype)
+        elif self.nonlinearity == "modrelu":
+            self._register(f"modrelu_bias_{suffix}", (self.hidden_size,), device, dtype)
+        if self.learned_h0:
+            self._register(f"h0_{suffix}", (self.hidden_size,), device, dtype)
+
+    def _register_slope(self, device: Any, dtype: torch.dtype) -> None:
+        if self.nonlinearity == "leaky_relu":
+            slope = torch.full((1,), self.negative_slope, device=device, dtype=dtype)
+            # not persistent: it is a constructor argument, and torch's state_dicts have no such key
+            self.register_buffer("fixed_slope", slope, persistent=False)
+
+    def _reset_common(self, suffix: str, generator: torch.Generator | None) -> None:
+        if self.nonlinearity == "prelu":
+            nn.init.constant_(self._tensor(f"slope_{suffix}"), 0.25)
+        elif self.nonlinearity == "modrelu":
+            nn.init.uniform_(self._tensor(f"modrelu_bias_{suffix}"), -0.01, 0.01, generator=generator)
+        if self.learned_h0:
+            nn.init.zeros_(self._tensor(f"h0_{suffix}"))
+
+    def _tensor(self, name: str) -> Tensor:
+        return cast(Tensor, getattr(self, name))
+
+    def _act_param(self, suffix: str) -> Tensor | None:
+        if self.nonlinearity == "prelu":
+            return self._tensor(f"slope_{suffix}")
+        if self.nonlinearity == "leaky_relu":
+            return self._tensor("fixed_slope")
+        if self.nonlinearity == "modrelu":
+            return self._tensor(f"modrelu_bias_{suffix}")
+        return None
+
+    def _suffix(self, layer: int, reverse: bool) -> str:
+        """Name of one recurrence, checked; a negative layer counts from the last."""
+        try:
+            index = range(self.num_layers)[operator.index(layer)]
+        except (TypeError, IndexError):
+            raise InputError(
+                f"layer must be an integer in [{-self.num_layers}, {self.num_layers}), got {layer!r}"
+            ) from None
+        if reverse and not self.bidirectional:
+            raise InputError("reverse=True needs a bidirectional module; accepted: reverse=False")
+        return f"l{index}{'_reverse' if reverse else ''}"
+
+    def flatten_parameters(self) -> None:
+        """Does nothing; torch.nn.RNN has it (for cuDNN), so code written for that may call it."""
+
+    # -- forward
+
+    def _scan(self, x: Tensor, h0: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]) -> Tensor:
+        raise NotImplementedError
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        """What `_scan` needs of the recurrent matrix, made once per forward however many scans follow."""
+        raise NotImplementedError
+
+    def _scan_options(self, suffix: str) -> dict[str, Any]:
+        """What both scans take besides matrices and bias."""
+        return {
+            "weight": self._tensor(f"weight_ih_{suffix}"),
+            "activation": self.nonlinearity,
+            "act_param": self._act_param(suffix),
+            "checkpoint_every": self.checkpoint_every,
+            "backend": self.backend,
+        }
+
+    @overload
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(self, input: PackedSequence, hx: Tensor | None = None) -> tuple[PackedSequence, Tensor]: ...
+
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        """Run all layers over a batch of sequences.
+
+        Args:
+            input: float [T,B,D] ([B,T,D] if batch_first), float [T,D] for one sequence without a batch, or token
+                ids, int64 or int32, in [0, input_size): [T,B] ([B,T] if batch_first) or [T]. Ids select columns of
+                the input weight, as a one-hot input would; the one-hot tensor is never made. Or a PackedSequence of
+                any of these. Floats have the dtype of the parameters.
+            hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
+                for one sequence; never batch_first. None: the learned states if the module has them, else zeros.
+                With an hx, learned states take no part.
+
+        Returns:
+            (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
+            packed input), the states of the last layer; h_n [num_layers * directions, B, N], the last state of every
+            recurrence (for the reverse direction the one at t = 0).
+
+        Raises:
+            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
+        """
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx)
+        tokens = self._check_input(input)
+        batched = input.dim() == (2 if tokens else 3)
+        if batched:
+            data = input.transpose(0, 1) if self.batch_first else input
+        else:
+            data = input.unsqueeze(1)
+        if data.shape[0] < 1 or data.shape[1] < 1:
+            raise InputError(
+                f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step and 1 sequence"
+            )
+        if hx is not None:
+            self._check_hx(hx, data.shape[1] if batched else None, input.device)
+            hx = hx if batched else hx.unsqueeze(1)
+        output, h_n = self._run(data, hx, _Dense(data.shape[1]))
+        if not batched:
+            return output.squeeze(1), h_n.squeeze(1)
+        return (output.transpose(0, 1) if self.batch_first else output), h_n
+
+    def _forward_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
+        self._check_input(input.data, packed=True)
+        layout = _Packed(input.batch_sizes, input.data.device)
+        if hx is not None:
+            self._check_hx(hx, layout.batch, input.data.device)
+            if input.sorted_indices is not None:  # the caller's order -> order by falling length
+                hx = hx.index_select(1, input.sorted_indices)
+        output, h_n = self._run(input.data, hx, layout)
+        if input.unsorted_indices is not None:
+            h_n = h_n.index_select(1, input.unsorted_indices)
+        return PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices), h_n
+
+    def _run(self, data: Tensor, hx: Tensor | None, layout: _Layout) -> tuple[Tensor, Tensor]:
+        last: list[Tensor] = []
+        ways = (False, True) if self.bidirectional else (False,)
+        for layer in range(self.num_layers):
+            outputs = []
+            for reverse in ways:
+                suffix = self._suffix(layer, reverse)
+                if hx is not None:
+                    h0: Tensor | None = hx[len(last)]
+                elif self.learned_h0:
+                    h0 = self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size)
+                else:
+                    h0 = None
+                matrix = self._matrix(suffix)
+
+                def scan(
+                    x: Tensor, h: Tensor | None, suffix: str = suffix, matrix: tuple[Tensor, ...] = matrix
+                ) -> Tensor:
+                    return self._scan(x, h, suffix, matrix)
+
+                output, end = layout.run(scan, data, h0, reverse)
+                outputs.append(output)
+                last.append(end)
+            data = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            if self.dropout > 0.0 and self.training and layer + 1 < self.num_layers:
+                data = nn.functional.dropout(data, self.dropout, training=True)
+        return data, torch.stack(last)
+
+    def _check_input(self, input: Tensor, *, packed: bool = False) -> bool:
+        """Check everything but T and B; True for token ids."""
+        if not isinstance(input, Tensor):
+            raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
+        weight = self._tensor("weight_ih_l0")
+        if weight.dtype in (torch.bfloat16, torch.float16) and not self._half_ok:
+            raise InputError(
+                f"parameters have dtype {weight.dtype}, in which orthogonality is lost; "
+                "accepted: torch.float32, torch.float64"
+            )
+        if input.device != weight.device:
+            raise InputError(
+                f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device"
+            )
+        tokens = input.dtype in (torch.int64, torch.int32)
+        if not tokens and input.dtype != weight.dtype:
+            raise InputError(
+                f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
+                "or token ids in torch.int64 or torch.int32"
+            )
+        kind = "token ids" if tokens else "floats"
+        if packed:
+            if input.dim() != (1 if tokens else 2):
+                accepted = "one id per step" if tokens else f"{self.input_size} features per step"
+                raise InputError(f"input packs {kind} of shape {tuple(input.shape)}; accepted: {accepted}")
+        elif input.dim() not in ((1, 2) if tokens else (2, 3)):
+            order, more = "B, T" if self.batch_first else "T, B", "" if tokens else ", D"
+            raise InputError(
+                f"input ({kind}) has shape {tuple(input.shape)}; "
+                f"accepted: [{order}{more}], or [T{more}] for one sequence"
+            )
+        if not tokens and input.shape[-1] != self.input_size:
+            raise InputError(
+                f"input has {input.shape[-1]} features (shape {tuple(input.shape)}); "
+                f"accepted: input_size = {self.input_size} in the last dimension"
+            )
+        return tokens
+
+    def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device) -> None:
+        if not isinstance(hx, Tensor):
+            raise InputError(f"hx must be a Tensor or None, got {type(hx).__name__}")
+        rows = self.num_layers * (2 if self.bidirectional else 1)
+        shape = (rows, self.hidden_size) if batch is None else (rows, batch, self.hidden_size)
+        if tuple(hx.shape) != shape:
+            letters = "layers * directions, N" if batch is None else "layers * directions, B, N"
+            raise InputError(f"hx has shape {tuple(hx.shape)}; accepted: {shape} ({letters})")
+        weight = self._tensor("weight_ih_l0")
+        if hx.dtype != weight.dtype or hx.device != device:
+            raise InputError(f"hx is {hx.dtype} on {hx.device}; accepted: {weight.dtype} on {device}, like the input")
+
+    _half_ok = True
+
+    def _repr_common(self) -> str:
+        text = f"{self.input_size}, {self.hidden_size}"
+        defaults = {
+            "num_layers": 1,
+            "nonlinearity": "tanh",
+            "bias": True,
+            "batch_first": False,
+            "dropout": 0.0,
+            "bidirectional": False,
+        }
+        defaults |= {"learned_h0": False, "checkpoint_every": 0, "backend": None}
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                text += f", {name}={value!r}"
+        if self.nonlinearity == "leaky_relu":
+            text += f", negative_slope={self.negative_slope}"
+        return text
+
+
+class RNN(_Recurrent):
+    """torch.nn.RNN on orthokern's scan: h_t = phi(W_hh h_{t-1} + b_hh + W_ih x_t + b_ih).
+
+    Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.RNN, and so are the first
+    parameters for the same seed. Its state_dict loads here, and ours there unless the module has parameters that
+    torch's has not (a slope, a modReLU bias, a learned state).
+
+    Args:
+        input_size: D, features of the input, or the number of token ids for integer input.
+        hidden_size: N.
+        num_layers: stacked recurrences, each fed by the states of the one below.
+        nonlinearity: "tanh", "relu", "identity", "leaky_relu", "prelu" (learned slope, one per recurrence, 0.25 at
+            first), "modrelu" (learned bias [N], U(-0.01, 0.01) at first) or "oplu" (pairwise max and min; N must be
+            even).
+        bias: learn bias_ih and bias_hh (two, as torch has them; only their sum acts).
+        batch_first: input and output are [B,T,..]; hx and h_n are not affected.
+        dropout: in [0, 1), on the output of every layer but the last, when training.
+        bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
+        device, dtype: of the parameters.
+        init: initialisation of every W_hh: None (torch's U(-1/sqrt(N), 1/sqrt(N))), "orthogonal", "henaff",
+            "cayley", "identity", "glorot"; see orthokern.init. Everything else is initialised as in torch.
+        negative_slope: the fixed slope of "leaky_relu".
+        learned_h0: learn the initial state of each recurrence (parameters h0_l0 [N], ..., zero at first), used when
+            forward gets no hx.
+        checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the rest, with the
+            same bits as result.
+        backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
+    bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for.
+
+    Raises InputError, one line, for a bad argument.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init: str | None = None,
+        negative_slope: float = 0.01,
+        learned_h0: bool = False,
+        checkpoint_every: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+        )
+        if init is not None and init not in init_.INITS:
+            raise unknown_name("init", init, list(init_.INITS))
+        self.init = init
+        dtype = parameter_dtype(dtype, half=True)
+        n = self.hidden_size
+        for suffix in self._suffixes():
+            self._register(f"weight_ih_{suffix}", (n, self._inputs(suffix)), device, dtype)
+            self._register(f"weight_hh_{suffix}", (n, n), device, dtype)
+            if self.bias:
+                self._register(f"bias_ih_{suffix}", (n,), device, dtype)
+                self._register(f"bias_hh_{suffix}", (n,), device, dtype)
+            self._register_common(suffix, device, dtype)
+        self._register_slope(device, dtype)
+        self.reset_parameters()
+
+    def _dense_names(self, suffix: str) -> list[str]:
+        names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"] if self.bias else ["weight_ih", "weight_hh"]
+        return [f"{name}_{suffix}" for name in names]
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew: U(-1/sqrt(N), 1/sqrt(N)) in torch's order, then W_hh by `init`, then the others.
+
+        Args:
+            generator: where the numbers come from; None for torch's global generator.
+        """
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for suffix in self._suffixes():
+            for name in self._dense_names(suffix):
+                nn.init.uniform_(self._tensor(name), -bound, bound, generator=generator)
+        for suffix in self._suffixes():
+            if self.init is not None:
+                init_.initialize_(self._tensor(f"weight_hh_{suffix}"), self.init, generator)
+            self._reset_common(suffix, generator)
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The parameters that torch.nn.RNN also has, one list per recurrence, as torch.nn.RNN.all_weights."""
+        return [[self._tensor(name) for name in self._dense_names(suffix)] for suffix in self._suffixes()]
+
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """W_hh [N,N] of one recurrence (the parameter itself)."""
+        return self._tensor(f"weight_hh_{self._suffix(layer, reverse)}")
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "other": a dense recurrence has neither orthonormal bases nor a spectrum."""
+        return {name: "other" for name, _ in self.named_parameters(recurse=False)}
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        weight = self._tensor(f"weight_hh_{suffix}")
+        if not self.bias:
+            return (weight,)
+        return weight, self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}")
+
+    def _scan(self, x: Tensor, h0: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]) -> Tensor:
+        bias = matrix[1] if self.bias else None
+        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix))
+
+    def extra_repr(self) -> str:
+        return self._repr_common() + ("" if self.init is None else f", init={self.init!r}")
+
+
+class FactorizedRNN(_Recurrent):
+    """An RNN whose recurrent matrix is W = U diag(s) V^T with orthonormal U and V [N,K] and a spectrum s held near 1.
+
+    h_t = phi(U (s * (V^T h_{t-1})) + W_ih x_t + b), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
+    Vorontsov, Trabelsi, Kadoury and Pal, "On orthogonality and learning recurrent networks with long term
+    dependencies", 2017. A drop-in for torch.nn.RNN in constructor names, layouts and (output, h_n). U and V stay
+    orthonormal only under an optimizer that keeps them so: orthokern.optim.optimizer_for(model) splits the parameters
+    and gives GeodesicSGD the bases.
+
+    Args:
+        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device: as in
+            orthokern.nn.RNN.
+        dtype: float32 or float64; 16-bit types are refused, orthogonality does not survive in them.
+        margin: m >= 0, how far s may go from 1; 0 fixes s = 1 (p is kept and its gradient is zero). None: s itself
+            is the parameter, free.
+        rank: K <= N, columns of U and V; None for N.
+        apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
+            sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
+            function up to rounding.
+        init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity":
+            W is the named orthogonal matrix, s = 1, for K = N. "glorot": the (truncated) singular value
+            decomposition of a Glorot-normal matrix, for margin=None. See orthokern.init. Input weights U(-1/sqrt(N),
+            1/sqrt(N)) as torch's, bias 0.
+        negative_slope, learned_h0, checkpoint_every, backend: as in orthokern.nn.RNN.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (one: the second of torch
+    adds nothing), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
+    modrelu_bias_l0 [N], h0_l0 [N] where asked for.
+
+    Raises InputError, one line, for a bad argument.
+    """
+
+    _half_ok = False
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        margin: float | None = 0.1,
+        rank: int | None = None,
+        apply: str = "factored",
+        init: str = "orthogonal",
+        negative_slope: float = 0.01,
+        learned_h0: bool = False,
+        checkpoint_every: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+        )
+        if margin is not None:
+            accepted = "a finite number >= 0, or None for a free spectrum"
+            margin = number("margin", margin, accepted)
+            if not (math.isfinite(margin) and margin >= 0.0):
+                raise InputError(f"margin must be {accepted}, got {margin}")
+        self.margin = margin
+        self.rank = self.hidden_size if rank is None else positive_int("rank", rank)
+        if self.rank > self.hidden_size:
+            raise InputError(f"rank must be at most hidden_size = {self.hidden_size}, got {self.rank}")
+        if apply not in APPLY:
+            raise unknown_name("apply", apply, list(APPLY))
+        self.apply_mode = apply
+        if init not in init_.INITS:
+            raise unknown_name("init", init, list(init_.INITS))
+        if init == "glorot" and margin is not None:
+            raise InputError(
+                f"init 'glorot' needs margin=None (its singular values are free in (0, 2)), got margin={margin}"
+            )
+        if self.rank < self.hidden_size and init not in ("orthogonal", "glorot"):
+            raise InputError(
+                f"init {init!r} needs rank = hidden_size = {self.hidden_size}, got rank={self.rank}; "
+                "accepted for a lower rank: 'orthogonal', 'glorot'"
+            )
+        self.init = init
+        dtype = parameter_dtype(dtype, half=False)
+        n, k = self.hidden_size, self.rank
+        for suffix in self._suffixes():
+            self._register(f"weight_ih_{suffix}", (n, self._inputs(suffix)), device, dtype)
+            if self.bias:
+                self._register(f"bias_{suffix}", (n,), device, dtype)
+            self._register(f"u_{suffix}", (n, k), device, dtype)
+            self._register(f"v_{suffix}", (n, k), device, dtype)
+            self._register(f"spectrum_{suffix}", (k,), device, dtype)
+            self._register_common(suffix, device, dtype)
+        self._register_slope(device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, as the class documentation says; `generator` as in RNN.reset_parameters."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for suffix in self._suffixes():
+            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+            if self.bias:
+                nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+            spectrum = self._tensor(f"spectrum_{suffix}")
+            init_.factorized_(self._tensor(f"u_{suffix}"), spectrum, self._tensor(f"v_{suffix}"), self.init, generator)
+            if self.margin is not None:  # s = 1 is p = 0
+                nn.init.zeros_(spectrum)
+            self._reset_common(suffix, generator)
+
+    def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """s [K] of one recurrence, in the order of the columns of U and V, as the scan uses it; differentiable with
+        respect to the parameter."""
+        return functional.spectrum(self._tensor(f"spectrum_{self._suffix(layer, reverse)}"), self.margin)
+
+    def spectra(self) -> list[Tensor]:
+        """`spectrum` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin) for suffix in self._suffixes()]
+
+    def singular_values(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """Singular values |s| [K] of W, detached, in the order of the columns of U and V (not sorted), so that each
+        can be followed in time.
+
+        They are |s| because U and V are orthonormal. s itself (see `spectrum`) can be negative only for margin > 1
+        or None.
+        """
+        return self.spectrum(layer, reverse).detach().abs()
+
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """W = U diag(s) V^T [N,N] of one recurrence, composed for inspection; differentiable. Forward forms it only
+        with apply="composed"."""
+        suffix = self._suffix(layer, reverse)
+        return (self._tensor(f"u_{suffix}") * self.spectrum(layer, reverse)) @ self._tensor(f"v_{suffix}").mT
+
+    @torch.no_grad()
+    def orthogonality_error(self) -> float:
+        """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence)."""
+        worst = 0.0
+        for name, role in self.parameter_roles().items():
+            if role == "geodesic":
+                m = self._tensor(name)
+                worst = max(worst, float((m.mT @ m - torch.eye(self.rank, dtype=m.dtype, device=m.device)).abs().max()))
+        return worst
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "geodesic" (U and V, kept orthonormal), "spectrum" (p or s; `margin` tells which) or
+        "other"."""
+        roles = {}
+        for name, _ in self.named_parameters(recurse=False):
+            kind = name.split("_l", 1)[0]
+            roles[name] = "geodesic" if kind in ("u", "v") else "spectrum" if kind == "spectrum" else "other"
+        return roles
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
+        s = functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin)
+        return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
+
+    def _scan(self, x: Tensor, h0: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]) -> Tensor:
+        bias = self._tensor(f"bias_{suffix}") if self.bias else None
+        if self.apply_mode == "composed":
+            return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix))
+        u, s, v = matrix
+        return functional.factored_scan(x, u, s, v, h0, bias=bias, **self._scan_options(suffix))
+
+    def extra_repr(self) -> str:
+        text = f"{self._repr_common()}, margin={self.margin}"
+        if self.rank != self.hidden_size:
+            text += f", rank={self.rank}"
+        if self.apply_mode != "factored":
+            text += f", apply={self.apply_mode!r}"
+        return text + ("" if self.init == "orthogonal" else f", init={self.init!r}")

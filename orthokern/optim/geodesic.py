@@ -1,0 +1,252 @@
+"""Gradient descent along the Stiefel manifold: the Cayley step as a torch optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from orthokern.dispatch import requested
+from orthokern.errors import InputError
+from orthokern.ops import cayley
+
+__all__ = ["GeodesicSGD"]
+
+# A basis this far from orthonormal is not one that drifted, it never was one.
+_NOT_A_BASIS = 1e-2
+
+
+class GeodesicSGD(Optimizer):
+    """SGD for matrices with orthonormal columns that keeps the columns orthonormal (Cayley step, no momentum).
+
+        A = G M^T - M G^T,   M <- (I + lr/2 A)^-1 (I - lr/2 A) M,   G = dL/dM
+
+    from Wisdom, Powers, Hershey, Le Roux and Atlas 2016, and Vorontsov et al. 2017, eq. 9 (whose "M +" is a misprint
+    for a product). A is skew, so M is multiplied by a rotation and M^T M does not change; to first order in lr the
+    loss falls by lr/2 ||A||_F^2. See orthokern.functional.cayley for the form that is evaluated.
+
+    All bases of a group that have the same shape, dtype and device go through one batched call.
+
+    Note [Drift]
+        Rounding M to float32 makes M^T M walk away from I, at N = 128 by about 2.5e-8 sqrt(steps). Every
+        `correct_every` steps the error max|M^T M - I| of each basis is measured (one batched product), and only a
+        basis above `drift_tolerance` gets one Newton-Schulz step, M <- M (3/2 I - 1/2 M^T M), which takes an error e
+        to 3/4 e^2 and moves M by e/2, orthogonally to the manifold: the descent along it is untouched.
+        docs/orthogonality-drift.md shows the curves.
+
+    Args:
+        params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
+            pairs; or group dicts, each of which may override every option below.
+        lr: learning rate, >= 0.
+        max_grad_norm: clip each group's joint gradient norm, sqrt(sum over all bases of the group of ||G||_F^2), to
+            this. None: no clipping. A clipped gradient is a smaller rate: the step depends on lr * G only.
+        maximize: ascend.
+        legacy: take the step of the code that was released with Vorontsov et al. 2017, to reproduce its runs. It
+            puts A = G^T M - M^T G on the left of M, where it does not belong: M stays orthogonal, but the step is
+            not a descent direction and the loss does as it likes. Square bases only. Wrong; never use it to train.
+        correct_every: steps between two measurements of the drift; 0: never measure.
+        drift_tolerance: max|M^T M - I| above which a basis is corrected. Meant for float32; a float64 run may want
+            1e-14.
+        backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda". A legacy step is plain torch.
+
+    Each group also holds `steps` (taken so far), `last_grad_norm` (joint norm before clipping, nan before the first
+    step) and `last_drift` (at the last measurement, before correction; nan before the first); they are part of
+    the state_dict, so a resumed run measures at the same steps.
+
+    Raises:
+        InputError: for 16-bit or other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal,
+            for options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+        legacy: bool = False,
+        correct_every: int = 100,
+        drift_tolerance: float = 2e-6,
+        backend: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "max_grad_norm": max_grad_norm,
+            "maximize": maximize,
+            "legacy": legacy,
+            "correct_every": correct_every,
+            "drift_tolerance": drift_tolerance,
+            "backend": backend,
+            "steps": 0,
+            "last_grad_norm": math.nan,
+            "last_drift": math.nan,
+        }
+        params = list(params)
+        if not params:
+            raise InputError("params is empty; accepted: at least one matrix with orthonormal columns")
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of bases; its checks are those of the constructor, and a refused group is not added."""
+        super().add_param_group(param_group)
+        try:
+            _check_options(self.param_groups[-1])
+            _check_bases(self.param_groups[-1])
+        except InputError:
+            self.param_groups.pop()
+            raise
+
+    @property
+    def last_grad_norm(self) -> float:
+        """Joint gradient norm over all groups at the last step, before clipping."""
+        return math.hypot(*(group["last_grad_norm"] for group in self.param_groups))
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every basis that has a gradient.
+
+        Args:
+            closure: recomputes the loss and the gradients, called once; None to use the gradients that are there.
+
+        Returns:
+            The closure's value.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
+        for group, todo in zip(self.param_groups, work, strict=True):
+            if todo.batches:
+                group["last_grad_norm"] = todo.norm
+                group["steps"] += 1
+                _step_group(group, todo)
+        return loss
+
+
+class _Work:
+    """What one group has to do in a step: its bases that have gradients, those of equal shape together.
+
+    batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; norm: sqrt(sum of all ||G||_F^2).
+    Raises InputError for a gradient that is not finite.
+    """
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        for p in group["params"]:
+            if p.grad is not None:
+                alike[(p.shape[-2:], p.dtype, p.device)].append(p)
+        self.batches = [(bases, _stack([p.grad for p in bases if p.grad is not None])) for bases in alike.values()]
+        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for _, g in self.batches))
+        if math.isfinite(self.norm):
+            return
+        for index, p in enumerate(group["params"]):
+            if p.grad is not None and not bool(p.grad.isfinite().all()):
+                label = _label(group, index)
+                raise InputError(f"gradient of {label} has NaN or infinite entries; no parameter was changed")
+        # finite gradients whose squares overflow float32
+        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in self.batches))
+
+
+def _step_group(group: dict[str, Any], todo: _Work) -> None:
+    rate = -float(group["lr"]) if group["maximize"] else float(group["lr"])
+    if group["max_grad_norm"] is not None and todo.norm > group["max_grad_norm"]:
+        rate *= group["max_grad_norm"] / todo.norm
+    measure = group["correct_every"] > 0 and group["steps"] % group["correct_every"] == 0
+    drifts = []
+    for bases, g in todo.batches:
+        m = _stack(bases)
+        m = _legacy_step(m, g, rate) if group["legacy"] else cayley.step(m, g, rate, group["backend"])
+        if measure:
+            m, drift = _correct(m, group["drift_tolerance"])
+            drifts.append(drift)
+        start = 0
+        for p in bases:
+            stop = start + p.numel() // (m.shape[1] * m.shape[2])
+            p.copy_(m[start:stop].view_as(p))
+            start = stop
+    if drifts:
+        group["last_drift"] = max(drifts)
+
+
+def _stack(matrices: list[Tensor]) -> Tensor:
+    """[..., N, K] each -> [P, N, K], contiguous; a single matrix that is so already is not copied."""
+    flat = [m.reshape(-1, *m.shape[-2:]) if m.dim() != 3 else m for m in matrices]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def _label(group: dict[str, Any], index: int) -> str:
+    names = group.get("param_names")
+    return f"parameter {index}" + (f" ({names[index]})" if names else "")
+
+
+def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
+    """Note [Drift]: bases [P,N,K] -> (bases, those above tolerance corrected; the largest error before that)."""
+    excess = m.mT @ m
+    excess.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    error = excess.abs().amax((-2, -1))
+    drift = float(error.max())
+    if not drift > tolerance:
+        return m, drift
+    # M (3/2 I - 1/2 M^T M), rounded against the small correction instead of against M
+    corrected = m - 0.5 * (m @ excess)
+    return torch.where((error > tolerance)[:, None, None], corrected, m), drift
+
+
+def _legacy_step(m: Tensor, g: Tensor, rate: float) -> Tensor:
+    """The released code's step on [P,N,N]: the A of the transposed problem, applied from the wrong side."""
+    a = g.mT @ m - m.mT @ g
+    eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    return m - rate * torch.linalg.solve(eye + 0.5 * rate * a, a @ m)
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    def finite(name: str, low: float, *, strict: bool = False) -> None:
+        value = group[name]
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise InputError(f"{name} must be a number, got {value!r}") from None
+        if not math.isfinite(number) or number < low or (strict and number == low):
+            raise InputError(f"{name} must be finite and {'above' if strict else 'at least'} {low:g}, got {number:g}")
+
+    requested(group["backend"])  # a wrong name shows here
+    finite("lr", 0.0)
+    finite("drift_tolerance", 0.0)
+    if group["max_grad_norm"] is not None:
+        finite("max_grad_norm", 0.0, strict=True)
+    if not isinstance(group["correct_every"], int) or group["correct_every"] < 0:
+        raise InputError(f"correct_every must be an integer, 0 (never) or more, got {group['correct_every']!r}")
+
+
+def _check_bases(group: dict[str, Any]) -> None:
+    for index, p in enumerate(group["params"]):
+        label = _label(group, index)
+        if p.dtype not in (torch.float32, torch.float64):
+            raise InputError(
+                f"{label} has dtype {p.dtype}, in which orthogonality is lost; accepted: torch.float32, torch.float64"
+            )
+        if p.dim() < 2 or p.shape[-1] > p.shape[-2] or p.numel() == 0:
+            raise InputError(f"{label} has shape {tuple(p.shape)}; accepted: [..., N, K] with 1 <= K <= N")
+        if group["legacy"] and p.shape[-1] != p.shape[-2]:
+            raise InputError(f"{label} has shape {tuple(p.shape)}; accepted with legacy=True: square matrices")
+        if p.is_meta:
+            continue
+        m = p.detach()
+        error = float((m.mT @ m - torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)).abs().max())
+        if not error <= _NOT_A_BASIS:
+            raise InputError(
+                f"{label} is no orthonormal basis: max|M^T M - I| = {error:.3g}; accepted: at most {_NOT_A_BASIS:g}"
+            )

@@ -1,0 +1,258 @@
+"""One optimizer for a whole model: its orthonormal bases by geodesic steps, its spectra at their own rate, the rest by
+any torch optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, overload, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from orthokern.errors import InputError
+from orthokern.optim.geodesic import GeodesicSGD
+
+__all__ = ["CombinedOptimizer", "optimizer_for", "split_parameters"]
+
+
+@runtime_checkable
+class HasRoles(Protocol):
+    """A module that says what its own parameters are; orthokern.nn's recurrences do, and so may a user's module.
+
+    With a "spectrum" among the roles it also has `margin`, a number or None.
+    """
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "geodesic", "spectrum" or "other"."""
+        ...
+
+
+def _named_split(model: nn.Module) -> dict[str, list[tuple[str, Tensor, float | None]]]:
+    """Role -> (name, parameter, margin), each parameter once, in the order of model.named_parameters()."""
+    roles: dict[Tensor, tuple[str, float | None]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, HasRoles):
+            continue
+        for name, role in module.parameter_roles().items():
+            if role not in ("geodesic", "spectrum", "other"):
+                raise InputError(f"role of {path}.{name} is {role!r}; accepted: 'geodesic', 'spectrum', 'other'")
+            if role != "other":
+                margin = getattr(module, "margin", None) if role == "spectrum" else None
+                roles[getattr(module, name)] = (role, margin)
+    split: dict[str, list[tuple[str, Tensor, float | None]]] = {"geodesic": [], "spectrum": [], "other": []}
+    for name, p in model.named_parameters():
+        role, margin = roles.get(p, ("other", None))
+        split[role].append((name, p, margin))
+    return split
+
+
+def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
+    """Sort a model's parameters by how they may be trained.
+
+    Args:
+        model: any module; every module in it that has `parameter_roles()` is asked, wherever it sits.
+
+    Returns:
+        {"geodesic": [parameter, ...], the orthonormal bases; "spectrum": [(parameter, margin), ...], margin None
+        where the parameter is the spectrum itself; "other": [parameter, ...]}. Each parameter appears once.
+    """
+    split = _named_split(model)
+    return {
+        "geodesic": [p for _, p, _ in split["geodesic"]],
+        "spectrum": [(p, margin) for _, p, margin in split["spectrum"]],
+        "other": [p for _, p, _ in split["other"]],
+    }
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers with disjoint parameters behind the interface of one.
+
+    `param_groups` and `state` are those of the parts, one after the other: a learning rate scheduler, or a loop that
+    sets group["lr"], acts on the parts. `state_dict()` has torch's usual form, {"state", "param_groups"}, over all
+    groups in that order. `step(closure)` calls the closure once, then the parts in order. A part that refuses to
+    step (GeodesicSGD does for NaN gradients) leaves the parts after it alone too, so it belongs in front.
+
+    Args:
+        parts: name -> optimizer. None of them may be one that needs several evaluations per step (LBFGS).
+
+    Raises InputError for no parts, a parameter in two parts, or LBFGS.
+    """
+
+    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
+        if not parts:
+            raise InputError("parts is empty; accepted: at least one optimizer")
+        for name, part in parts.items():
+            if not isinstance(part, Optimizer):
+                raise InputError(f"part {name!r} must be a torch.optim.Optimizer, got {type(part).__name__}")
+            if isinstance(part, torch.optim.LBFGS):
+                raise InputError(
+                    f"part {name!r} is LBFGS, which calls its closure many times per step; accepted: others"
+                )
+        seen: dict[Tensor, str] = {}
+        for name, part in parts.items():
+            for group in part.param_groups:
+                for p in group["params"]:
+                    if seen.setdefault(p, name) != name:
+                        raise InputError(f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}")
+        self.parts = dict(parts)
+        self._complete = False
+        super().__init__(self.param_groups, {})
+        self._complete = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts: the parts' own dicts, in a new list."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, _: list[dict[str, Any]]) -> None:
+        """Nothing to keep: Optimizer.__init__ assigns an empty list, and the groups live in the parts."""
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The states of all parts: the parts' own entries, in a new dict."""
+        merged: defaultdict[Tensor, Any] = defaultdict(dict)
+        for part in self.parts.values():
+            merged.update(part.state)
+        return merged
+
+    @state.setter
+    def state(self, _: defaultdict[Tensor, Any]) -> None:
+        """Nothing to keep, as for param_groups."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the part "geodesic" if it says "role": "geodesic", else to "euclidean".
+
+        Its "lr" is used as it stands (for a spectrum within a margin m, divide by 2m yourself).
+        """
+        if not self._complete:  # called by Optimizer.__init__ for groups that the parts already hold
+            return
+        role = param_group.get("role", "other")
+        name = "geodesic" if role == "geodesic" else "euclidean"
+        if name not in self.parts:
+            raise InputError(f"no part {name!r} takes a group of role {role!r}; parts: {', '.join(self.parts)}")
+        held = {p for group in self.param_groups for p in group["params"]}
+        params = param_group["params"]
+        for p in [params] if isinstance(params, Tensor) else params:
+            if (p[1] if isinstance(p, tuple) else p) in held:
+                raise InputError("a parameter of the new group is already in the optimizer")
+        self.parts[name].add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every part, in order; the closure, if any, is called once, and its value returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts.values():
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned for an optimizer of the same groups; InputError if the groups differ."""
+        saved, groups = state_dict.get("param_groups", []), self.param_groups
+        ours = [(group.get("role"), len(group["params"])) for group in groups]
+        theirs = [(group.get("role"), len(group["params"])) for group in saved]
+        if ours != theirs:
+            raise InputError(f"state_dict has groups (role, parameters) {theirs}; accepted: {ours}")
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "parts": self.parts, "_complete": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "parts" in state:  # unpickled or copied
+            super().__setstate__(state)
+            return
+        groups, loaded = list(state["param_groups"]), state["state"]  # from Optimizer.load_state_dict
+        for part in self.parts.values():
+            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            held = {p for group in own for p in group["params"]}
+            part_state: defaultdict[Tensor, Any] = defaultdict(dict)
+            part_state.update({p: value for p, value in loaded.items() if p in held})
+            part.__setstate__({"state": part_state, "param_groups": own})
+
+
+def optimizer_for(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    geodesic_lr: float = 1e-6,
+    spectrum_lr: float | None = None,
+    euclidean: Callable[..., Optimizer] = torch.optim.RMSprop,
+    max_basis_grad_norm: float | None = None,
+    geodesic_options: Mapping[str, Any] | None = None,
+    **euclidean_kwargs: Any,
+) -> CombinedOptimizer:
+    """One optimizer for all parameters of a model, each kind trained as it may be.
+
+    Bases go to GeodesicSGD at `geodesic_lr`. Spectra go to the `euclidean` optimizer in one group per margin m at
+    `spectrum_lr` / (2 m), since ds/dp is proportional to 2m (Vorontsov et al. 2017, below eq. 11); a margin of 0
+    freezes its group (lr 0), a margin of None (s itself is the parameter) takes `spectrum_lr` as it is. Everything
+    else goes to `euclidean` at `lr`. A model without bases or spectra is fine: it gets what is left.
+
+    Weight decay among `euclidean_kwargs` acts on s where s is the parameter (there it is the decay of W itself) but not
+    on p, which is no weight: decaying p would pull s to 1. For that W see orthokern.penalties.composite_weight_decay.
+
+    Args:
+        model: any module; see split_parameters.
+        lr: rate of the other parameters.
+        geodesic_lr: rate of the bases.
+        spectrum_lr: rate of the spectra before the division; None for `lr`.
+        euclidean: an optimizer class, or a callable, that takes (groups, lr=..., **euclidean_kwargs).
+        max_basis_grad_norm: clip the joint gradient norm of all bases of the model; None: no clipping.
+        geodesic_options: further keyword arguments of GeodesicSGD.
+        euclidean_kwargs: further keyword arguments of `euclidean`.
+
+    Returns:
+        A CombinedOptimizer of the parts "geodesic" and "euclidean", as far as there are parameters for them. Each group
+        has "role": "geodesic", "other" or "spectrum"; a spectrum group also has "margin".
+
+    Raises:
+        InputError: for a rate below 0 or not finite, a model without parameters, or whatever GeodesicSGD refuses.
+    """
+    spectrum_lr = lr if spectrum_lr is None else spectrum_lr
+    for name, rate in (("lr", lr), ("geodesic_lr", geodesic_lr), ("spectrum_lr", spectrum_lr)):
+        if not (math.isfinite(rate) and rate >= 0.0):
+            raise InputError(f"{name} must be finite and at least 0, got {rate}")
+    split = _named_split(model)
+    if not any(split.values()):
+        raise InputError(f"model {type(model).__name__} has no parameters; accepted: a model with at least one")
+    parts: dict[str, Optimizer] = {}
+    if split["geodesic"]:
+        group = _group(split["geodesic"], "geodesic", geodesic_lr)
+        options = {"max_grad_norm": max_basis_grad_norm, **(geodesic_options or {})}
+        parts["geodesic"] = GeodesicSGD([group], geodesic_lr, **options)
+    groups = []
+    if split["other"]:
+        groups.append(_group(split["other"], "other", lr))
+    by_margin: dict[float | None, list[tuple[str, Tensor, float | None]]] = {}
+    for entry in split["spectrum"]:
+        by_margin.setdefault(entry[2], []).append(entry)
+    for margin, entries in by_margin.items():
+        if margin is None:
+            groups.append({**_group(entries, "spectrum", spectrum_lr), "margin": None})
+        else:
+            rate = spectrum_lr / (2.0 * margin) if margin > 0.0 else 0.0
+            groups.append({**_group(entries, "spectrum", rate), "margin": margin, "weight_decay": 0.0})
+    if groups:
+        parts["euclidean"] = euclidean(groups, lr=lr, **euclidean_kwargs)
+    return CombinedOptimizer(parts)
+
+
+def _group(entries: list[tuple[str, Tensor, float | None]], role: str, lr: float) -> dict[str, Any]:
+    return {
+        "params": [p for _, p, _ in entries],
+        "param_names": [name for name, _, _ in entries],
+        "role": role,
+        "lr": lr,
+    }

@@ -1,0 +1,144 @@
+"""Initialisations: orthogonal where they say so, of the law they say, the same for the same generator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from orthokern import InputError, init
+
+IN_PLACE = [init.haar_orthogonal_, init.henaff_, init.cayley_, init.identity_, init.glorot_]
+
+
+def angles(w: torch.Tensor) -> torch.Tensor:
+    """Signed rotation angles of the 2x2 blocks [[cos, sin], [-sin, cos]] on the diagonal."""
+    even = torch.arange(0, w.shape[-1] - 1, 2)
+    return torch.atan2(w[even, even + 1], w[even, even])
+
+
+@pytest.mark.parametrize("fill", IN_PLACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reproducible_through_the_generator(fill: Any, dtype: torch.dtype) -> None:
+    a, b = torch.empty(7, 7, dtype=dtype), torch.empty(7, 7, dtype=dtype)
+    assert fill(a, torch.Generator().manual_seed(3)) is a
+    before = torch.random.get_rng_state()
+    fill(b, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(a, b)
+    torch.manual_seed(3)
+    assert torch.equal(fill(b), a)
+    wide = fill(torch.empty(7, 7, dtype=torch.float64), torch.Generator().manual_seed(3))
+    assert torch.equal(wide.to(dtype), a)  # the same numbers in every dtype
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (9, 4), (4, 9), (3, 8, 8), (2, 3, 7, 2)])
+def test_haar_is_orthonormal(shape: tuple[int, ...]) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 3e-7)):
+        q = init.haar_orthogonal_(torch.empty(shape, dtype=dtype))
+        small = q if shape[-1] <= shape[-2] else q.mT
+        gram = small.mT @ small
+        assert float((gram - torch.eye(gram.shape[-1], dtype=dtype)).abs().max()) < tolerance
+
+
+def test_haar_law() -> None:
+    q = init.haar_orthogonal_(torch.empty(4000, 3, 3, dtype=torch.float64), torch.Generator().manual_seed(0))
+    # every entry has mean 0 and variance 1/3; without the sign correction the diagonal's mean would be far below zero
+    assert float(q.mean(0).abs().max()) < 5 * math.sqrt(1 / 3 / 4000)
+    assert float((q.square().mean(0) - 1 / 3).abs().max()) < 0.03
+    positive = float((torch.linalg.det(q) > 0).double().mean())
+    assert abs(positive - 0.5) < 0.04  # both components of O(3)
+    # E |tr Q|^2 = 1 for the Haar measure on O(n)
+    assert abs(float(torch.diagonal(q, dim1=-2, dim2=-1).sum(-1).square().mean()) - 1) < 0.1
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 40])
+def test_block_rotations(n: int) -> None:
+    for fill in (init.henaff_, init.cayley_):
+        w = fill(torch.empty(n, n, dtype=torch.float64))
+        torch.testing.assert_close(w @ w.T, torch.eye(n, dtype=torch.float64), rtol=0, atol=1e-15)
+        blocks = torch.block_diag(*[torch.ones(2, 2)] * (n // 2), *[torch.ones(1, 1)] * (n % 2)).bool()
+        assert not w[~blocks].any()
+        if n % 2:
+            assert w[-1, -1] == 1
+
+
+def test_henaff_is_the_exponential_of_uniform_angles() -> None:
+    w = init.henaff_(torch.empty(2000, 2000, dtype=torch.float64))
+    s = angles(w)
+    assert -math.pi <= float(s.min()) < -0.98 * math.pi and 0.98 * math.pi < float(s.max()) <= math.pi
+    assert abs(float(s.mean())) < 0.25 and abs(float(s.var()) - math.pi**2 / 3) < 0.4
+    skew = torch.zeros(6, 6, dtype=torch.float64)
+    for i in range(3):
+        skew[2 * i, 2 * i + 1], skew[2 * i + 1, 2 * i] = s[i], -s[i]
+    torch.testing.assert_close(torch.matrix_exp(skew), w[:6, :6])
+
+
+def test_cayley_is_the_cayley_map_of_minus_tan_half() -> None:
+    w = init.cayley_(torch.empty(2000, 2000, dtype=torch.float64))
+    u = angles(w)
+    assert 0 <= float(u.min()) < 0.02 and math.pi / 2 - 0.02 < float(u.max()) <= math.pi / 2
+    assert abs(float(u.mean()) - math.pi / 4) < 0.06
+    skew = torch.zeros(6, 6, dtype=torch.float64)
+    for i in range(3):
+        s = -torch.sqrt((1 - u[i].cos()) / (1 + u[i].cos()))
+        skew[2 * i, 2 * i + 1], skew[2 * i + 1, 2 * i] = s, -s
+    eye = torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close(torch.linalg.solve(eye + skew, eye - skew), w[:6, :6])
+
+
+def test_identity_and_glorot() -> None:
+    assert torch.equal(init.identity_(torch.empty(3, 5)), torch.eye(3, 5))
+    w = init.glorot_(torch.empty(300, 500, dtype=torch.float64))
+    assert abs(float(w.var()) / (2 / 800) - 1) < 0.02 and abs(float(w.mean())) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot"])
+def test_factors_compose_to_the_named_matrix(name: str) -> None:
+    n = 7
+    u, v = torch.empty(n, n, dtype=torch.float64), torch.empty(n, n, dtype=torch.float64)
+    s = torch.empty(n, dtype=torch.float64)
+    init.factorized_(u, s, v, name, torch.Generator().manual_seed(1))
+    w = (u * s) @ v.T
+    eye = torch.eye(n, dtype=torch.float64)
+    for basis in (u, v):
+        torch.testing.assert_close(basis.T @ basis, eye, rtol=0, atol=1e-14)
+    if name == "identity":
+        torch.testing.assert_close(w, eye, rtol=0, atol=1e-14)
+    elif name == "glorot":
+        same = init.glorot_(torch.empty(n, n, dtype=torch.float64), torch.Generator().manual_seed(1))
+        torch.testing.assert_close(w, same, rtol=0, atol=1e-14)
+    else:
+        assert torch.equal(s, torch.ones_like(s))
+        torch.testing.assert_close(w @ w.T, eye, rtol=0, atol=1e-14)
+        assert float((v - eye).abs().max()) > 0.1  # not the coordinate axes
+
+
+def test_thin_factors() -> None:
+    u, s, v = torch.empty(9, 4, dtype=torch.float64), torch.empty(4, dtype=torch.float64), torch.empty(9, 4).double()
+    init.factorized_(u, s, v, "glorot", torch.Generator().manual_seed(1))
+    w = init.glorot_(torch.empty(9, 9, dtype=torch.float64), torch.Generator().manual_seed(1))
+    left, values, right = torch.linalg.svd(w)
+    torch.testing.assert_close((u * s) @ v.T, (left[:, :4] * values[:4]) @ right[:4])
+    init.factorized_(u, s, v, "orthogonal")
+    torch.testing.assert_close(v.T @ v, torch.eye(4, dtype=torch.float64))
+    for name in ("henaff", "cayley", "identity"):
+        with pytest.raises(InputError, match="K = N = 9, got K = 4"):
+            init.factorized_(u, s, v, name)
+
+
+def test_meta_and_bad_tensors() -> None:
+    for fill in IN_PLACE:
+        assert fill(torch.empty(4, 4, device="meta")).is_meta
+        for bad, message in ((torch.zeros(4), "shape"), (torch.zeros(2, 2, dtype=torch.int64), "int64"), (3, "int")):
+            with pytest.raises(InputError, match=message):
+                fill(bad)
+    for fill in (init.henaff_, init.cayley_):
+        with pytest.raises(InputError, match=r"\(4, 3\); accepted: square"):
+            fill(torch.empty(4, 3))
+    with pytest.raises(InputError, match="did you mean 'henaff'"):
+        init.initialize_(torch.empty(4, 4), "hennaf")
+    with pytest.raises(InputError, match="unknown init"):
+        init.factorized_(torch.empty(4, 4), torch.empty(4), torch.empty(4, 4), "haar")

@@ -1,0 +1,523 @@
+"""The modules against torch.nn.RNN and against plain loops: values and gradients, layouts, states, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+from orthokern.nn import OPLU, RNN, FactorizedRNN, LinearCrossEntropy, ModReLU
+
+NONLINEARITIES = ["identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu"]
+
+
+def pair(*args: Any, **kwargs: Any) -> tuple[torch.nn.RNN, RNN]:
+    """torch's module and ours with the same parameters."""
+    theirs = torch.nn.RNN(*args, **kwargs)
+    ours = RNN(*args, **kwargs)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def run(module: torch.nn.Module, x: Any, hx: Tensor | None) -> dict[str, Tensor]:
+    """Everything a user can see of one training step: outputs, last states, all gradients."""
+    module.zero_grad()
+    data = x.data if isinstance(x, PackedSequence) else x
+    leaf = data.detach().clone().requires_grad_(data.is_floating_point())
+    hx = None if hx is None else hx.detach().clone().requires_grad_()
+    args = PackedSequence(leaf, *x[1:]) if isinstance(x, PackedSequence) else leaf
+    output, h_n = module(args, hx)
+    values = output.data if isinstance(output, PackedSequence) else output
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(values)
+    last = torch.randn(h_n.shape, generator=generator, dtype=torch.float64).to(h_n)
+    ((values * cotangent).sum() + (h_n * last).sum()).backward()
+    seen = {"output": values.detach(), "h_n": h_n.detach()}
+    if leaf.grad is not None:
+        seen["grad input"] = leaf.grad
+    if hx is not None and hx.grad is not None:
+        seen["grad hx"] = hx.grad
+    seen |= {f"grad {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return seen
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-11) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert ours[name].shape == expected.shape, name
+        scale = max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(
+            ours[name], expected, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+CASES = {
+    "plain": {},
+    "relu": {"nonlinearity": "relu"},
+    "layers3": {"num_layers": 3},
+    "bidirectional": {"bidirectional": True},
+    "batch_first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "all": {"num_layers": 2, "bidirectional": True, "batch_first": True, "nonlinearity": "relu"},
+    "all no bias": {"num_layers": 2, "bidirectional": True, "bias": False},
+}
+
+
+@pytest.mark.parametrize("with_hx", [False, True], ids=["zeros", "hx"])
+@pytest.mark.parametrize("case", CASES)
+def test_rnn_is_torchs_rnn(case: str, with_hx: bool) -> None:
+    theirs, ours = pair(3, 5, **CASES[case], dtype=torch.float64)
+    x = torch.randn(4, 7, 3, dtype=torch.float64)
+    batch = 4 if theirs.batch_first else 7
+    rows = theirs.num_layers * (2 if theirs.bidirectional else 1)
+    hx = torch.randn(rows, batch, 5, dtype=torch.float64) if with_hx else None
+    assert_same(run(ours, x, hx), run(theirs, x, hx))
+    one = torch.randn(6, 3, dtype=torch.float64)
+    assert_same(run(ours, one, None if hx is None else hx[:, 0]), run(theirs, one, None if hx is None else hx[:, 0]))
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
+def test_rnn_float32_rounds_as_torch_does(nonlinearity: str) -> None:
+    torch.manual_seed(3)
+    theirs, ours = pair(7, 33, 2, nonlinearity, bidirectional=True)
+    exact = copy.deepcopy(theirs).double()
+    x = torch.randn(60, 5, 7)
+    truth, torch32, ours32 = run(exact, x.double(), None), run(theirs, x, None), run(ours, x, None)
+    for name, value in truth.items():
+        scale = float(value.abs().max())
+        error = float((ours32[name].double() - value).abs().max())
+        # twice torch's own float32 error, and a floor of a few units in the last place
+        assert error <= 2 * float((torch32[name].double() - value).abs().max()) + 4e-7 * scale, name
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+@pytest.mark.parametrize("case", ["plain", "bidirectional", "all", "no bias"])
+def test_rnn_packed_is_torchs_rnn(case: str, enforce_sorted: bool) -> None:
+    theirs, ours = pair(3, 5, **CASES[case], dtype=torch.float64)
+    lengths = [7, 4, 4, 1] if enforce_sorted else [4, 1, 7, 4]
+    x = pack_padded_sequence(
+        torch.randn(7, 4, 3, dtype=torch.float64), torch.tensor(lengths), enforce_sorted=enforce_sorted
+    )
+    rows = theirs.num_layers * (2 if theirs.bidirectional else 1)
+    for hx in (None, torch.randn(rows, 4, 5, dtype=torch.float64)):
+        assert_same(run(ours, x, hx), run(theirs, x, hx))
+    (output, _), (expected, _) = ours(x), theirs(x)
+    assert isinstance(output, PackedSequence)
+    assert torch.equal(output.batch_sizes, expected.batch_sizes)
+    for field in ("sorted_indices", "unsorted_indices"):
+        a, b = getattr(output, field), getattr(expected, field)
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+@hypothesis.given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), bidirectional=st.booleans())
+@hypothesis.settings(max_examples=15)
+def test_rnn_packed_any_lengths(lengths: list[int], bidirectional: bool) -> None:
+    theirs, ours = pair(2, 3, 2, bidirectional=bidirectional, dtype=torch.float64)
+    x = pack_sequence([torch.randn(length, 2, dtype=torch.float64) for length in lengths], enforce_sorted=False)
+    assert_same(run(ours, x, None), run(theirs, x, None))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_overflow_on_padding_reaches_nothing(bidirectional: bool) -> None:
+    # sequence 1 ends at a state of 1, and after its end W takes that to 1e200, then to infinity and NaN; sequence 0 is
+    # held at zero by its input. Nothing of that is part of the function.
+    theirs, ours = pair(2, 2, 1, "relu", bidirectional=bidirectional, dtype=torch.float64)
+    with torch.no_grad():
+        for module in (theirs, ours):
+            for name, p in module.named_parameters():
+                p.copy_(
+                    torch.eye(2, dtype=torch.float64) * 1e200
+                    if "weight_hh" in name
+                    else torch.eye(2)
+                    if "weight_ih" in name
+                    else 0.0 * p
+                )
+    x = pack_sequence([-torch.ones(6, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)])
+    seen = run(ours, x, None)
+    assert all(value.isfinite().all() for value in seen.values())
+    assert_same(seen, run(theirs, x, None))
+
+
+def test_padding_content_is_never_read() -> None:
+    module = FactorizedRNN(2, 4, 2, bidirectional=True, dtype=torch.float64)
+    x = torch.randn(6, 3, 2, dtype=torch.float64)
+    lengths = torch.tensor([6, 2, 3])
+    clean, dirty = x.clone(), x.clone()
+    for b, length in enumerate(lengths):
+        dirty[length:, b] = float("nan")
+    results = [run(module, pack_padded_sequence(d, lengths, enforce_sorted=False), None) for d in (clean, dirty)]
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name]), name
+
+
+def test_packed_equals_one_by_one() -> None:
+    module = FactorizedRNN(2, 4, bidirectional=True, learned_h0=True, dtype=torch.float64)
+    with torch.no_grad():
+        module.h0_l0.normal_()
+    sequences = [torch.randn(n, 2, dtype=torch.float64) for n in (3, 6, 1)]
+    output, h_n = module(pack_sequence(sequences, enforce_sorted=False))
+    padded, lengths = pad_packed_sequence(output)
+    for b, sequence in enumerate(sequences):
+        expected, last = module(sequence)
+        torch.testing.assert_close(padded[: lengths[b], b], expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(h_n[:, b], last, rtol=0, atol=1e-14)
+
+
+def test_same_seed_same_parameters_as_torch() -> None:
+    for kwargs in ({}, {"bias": False}, {"num_layers": 2, "bidirectional": True}):
+        torch.manual_seed(5)
+        theirs = torch.nn.RNN(3, 4, **kwargs).state_dict()
+        torch.manual_seed(5)
+        ours = RNN(3, 4, **kwargs).state_dict()
+        assert list(theirs) == list(ours)
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_dropout_drops_what_torch_drops() -> None:
+    theirs, ours = pair(3, 8, 3, dropout=0.4, dtype=torch.float64)
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    packed = pack_padded_sequence(x, torch.tensor([5, 3, 3, 2]))
+    for training in (True, False):
+        theirs.train(training)
+        ours.train(training)
+        for given in (x, packed):
+            torch.manual_seed(9)
+            expected = run(theirs, given, None)
+            torch.manual_seed(9)
+            assert_same(run(ours, given, None), expected)
+
+
+def plain(module: RNN | FactorizedRNN, x: Tensor, h: Tensor) -> Tensor:
+    """One layer, one direction, written down: states [T,B,N]."""
+    if isinstance(module, RNN):
+        w, bias = module.weight_hh_l0, module.bias_ih_l0 + module.bias_hh_l0
+    else:
+        p, m = module.spectrum_l0, module.margin
+        s = p if m is None else 2 * m * (torch.sigmoid(p) - 0.5) + 1
+        w, bias = module.u_l0 @ torch.diag(s) @ module.v_l0.T, module.bias_l0
+    states = []
+    for x_t in x.unbind(0):
+        a = h @ w.T + x_t @ module.weight_ih_l0.T + bias
+        if module.nonlinearity == "tanh":
+            h = torch.tanh(a)
+        elif module.nonlinearity == "relu":
+            h = torch.relu(a)
+        elif module.nonlinearity in ("leaky_relu", "prelu"):
+            slope = 0.01 if module.nonlinearity == "leaky_relu" else module.slope_l0
+            h = a.clamp(min=0) + slope * a.clamp(max=0)
+        elif module.nonlinearity == "modrelu":
+            h = torch.sign(a) * torch.relu(a.abs() + module.modrelu_bias_l0)
+        elif module.nonlinearity == "oplu":
+            top, low = torch.maximum(a[:, ::2], a[:, 1::2]), torch.minimum(a[:, ::2], a[:, 1::2])
+            h = torch.stack([top, low], -1).flatten(1)
+        else:
+            h = a
+        states.append(h)
+    return torch.stack(states)
+
+
+def gradients(module: torch.nn.Module, hs: Tensor) -> dict[str, Tensor]:
+    cotangent = torch.randn(hs.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    names, params = zip(*module.named_parameters(), strict=True)
+    found = torch.autograd.grad((hs * cotangent.to(hs)).sum(), params, allow_unused=True)
+    return {"hs": hs.detach()} | {n: g for n, g in zip(names, found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_rnn_against_a_plain_loop(nonlinearity: str) -> None:
+    module = RNN(3, 6, nonlinearity=nonlinearity, init="orthogonal", dtype=torch.float64)
+    x, h0 = torch.randn(9, 4, 3, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    assert_same(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)), 1e-10)
+
+
+@pytest.mark.parametrize("apply", ["factored", "composed"])
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_factorized_against_a_plain_loop(nonlinearity: str, apply: str) -> None:
+    for margin, rank in ((0.3, None), (None, 4), (2.0, 1), (0.01, 6)):
+        module = FactorizedRNN(
+            3, 6, nonlinearity=nonlinearity, margin=margin, rank=rank, apply=apply, dtype=torch.float64
+        )
+        with torch.no_grad():
+            module.spectrum_l0.add_(torch.randn_like(module.spectrum_l0))
+            module.bias_l0.normal_()
+        x, h0 = torch.randn(9, 4, 3, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+        assert_same(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)), 1e-10)
+
+
+@pytest.mark.parametrize("case", ["plain", "all", "all no bias"])
+def test_factorized_is_torchs_rnn_with_its_matrix(case: str) -> None:
+    options: dict[str, Any] = CASES[case]
+    ours = FactorizedRNN(3, 6, **options, margin=0.5, rank=4, dtype=torch.float64)
+    theirs = torch.nn.RNN(3, 6, **options, dtype=torch.float64)
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            if name.startswith(("bias", "spectrum")):
+                p.normal_()
+        for layer in range(ours.num_layers):
+            for reverse in (False, True) if ours.bidirectional else (False,):
+                suffix = f"l{layer}" + ("_reverse" if reverse else "")
+                getattr(theirs, f"weight_ih_{suffix}").copy_(getattr(ours, f"weight_ih_{suffix}"))
+                getattr(theirs, f"weight_hh_{suffix}").copy_(ours.recurrent_matrix(layer, reverse))
+                if ours.bias:
+                    getattr(theirs, f"bias_ih_{suffix}").copy_(getattr(ours, f"bias_{suffix}"))
+                    getattr(theirs, f"bias_hh_{suffix}").zero_()
+    x = torch.randn(5, 7, 3, dtype=torch.float64)
+    packed = pack_padded_sequence(x, torch.tensor([2, 5, 5, 1, 4, 3, 1]), enforce_sorted=False)
+    for given in (x, x[:, 0], packed):
+        mine, other = run(ours, given, None), run(theirs, given, None)
+        shared = [name for name in other if name in mine]
+        assert {"output", "h_n", "grad input", "grad weight_ih_l0"} <= set(shared)
+        assert_same({n: mine[n] for n in shared}, {n: other[n] for n in shared})
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+def test_token_ids_are_one_hot_input(make: Any) -> None:
+    module = make(5, 4, 2, bidirectional=True, dtype=torch.float64)
+    ids = torch.randint(0, 5, (7, 3))
+    hot = torch.nn.functional.one_hot(ids, 5).double()
+
+    def seen(module: Any, x: Any) -> dict[str, Tensor]:
+        return {k: v for k, v in run(module, x, None).items() if k != "grad input"}
+
+    assert_same(seen(module, ids), seen(module, hot))
+    assert_same(seen(module, ids.int()), seen(module, hot))
+    assert_same(seen(module, ids[:, 0]), seen(module, hot[:, 0]))
+    lengths = torch.tensor([3, 7, 1])
+    packed = [pack_sequence([d[:n, b] for b, n in enumerate(lengths)], enforce_sorted=False) for d in (ids, hot)]
+    assert_same(seen(module, packed[0]), seen(module, packed[1]))
+    module.batch_first = True
+    assert_same(seen(module, ids), seen(module, hot))
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+def test_learned_initial_state(make: Any) -> None:
+    module = make(3, 4, 2, bidirectional=True, learned_h0=True, dtype=torch.float64)
+    names = ["h0_l0", "h0_l0_reverse", "h0_l1", "h0_l1_reverse"]
+    assert [n for n, _ in module.named_parameters() if n.startswith("h0")] == names
+    with torch.no_grad():
+        for name in names:
+            getattr(module, name).normal_()
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    h0 = torch.stack([getattr(module, name) for name in names]).detach()[:, None].repeat(1, 2, 1)
+    learned, given = run(module, x, None), run(module, x, h0)
+    assert torch.equal(learned["output"], given["output"])
+    for i, name in enumerate(names):
+        assert f"grad {name}" not in given  # an hx takes its place
+        torch.testing.assert_close(learned[f"grad {name}"], given["grad hx"][i].sum(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+@pytest.mark.parametrize("nonlinearity", ["tanh", "prelu", "leaky_relu", "modrelu"])
+def test_copies(make: Any, nonlinearity: str) -> None:
+    module = make(3, 4, 2, nonlinearity=nonlinearity, learned_h0=True)
+    x = torch.randn(5, 2, 3)
+    expected = module(x)[0]
+    other = make(3, 4, 2, nonlinearity=nonlinearity, learned_h0=True)
+    other.load_state_dict(module.state_dict())
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    saved = make(3, 4, 2, nonlinearity=nonlinearity, learned_h0=True)
+    saved.load_state_dict(torch.load(buffer, weights_only=True))
+    for twin in (other, saved, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(x)[0], expected)
+    double = copy.deepcopy(module).to(torch.float64)
+    assert {p.dtype for p in double.parameters()} == {torch.float64}
+    torch.testing.assert_close(double(x.double())[0].float(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_torch_loads_ours() -> None:
+    module = RNN(3, 4, 2, bidirectional=True)
+    theirs = torch.nn.RNN(3, 4, 2, bidirectional=True)
+    theirs.load_state_dict(module.state_dict())
+    assert [[w.shape for w in ws] for ws in theirs.all_weights] == [[w.shape for w in ws] for ws in module.all_weights]
+    module.flatten_parameters()
+
+
+def test_repr() -> None:
+    assert repr(RNN(3, 4)) == "RNN(3, 4)"
+    shown = repr(RNN(3, 4, 2, "relu", batch_first=True, init="henaff", backend="reference"))
+    assert shown == "RNN(3, 4, num_layers=2, nonlinearity='relu', batch_first=True, backend='reference', init='henaff')"
+    assert repr(FactorizedRNN(3, 4)) == "FactorizedRNN(3, 4, margin=0.1)"
+    shown = repr(FactorizedRNN(3, 4, margin=None, rank=2, apply="composed", init="glorot", nonlinearity="leaky_relu"))
+    assert shown == (
+        "FactorizedRNN(3, 4, nonlinearity='leaky_relu', negative_slope=0.01, margin=None, rank=2, apply='composed', "
+        "init='glorot')"
+    )
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+def test_checkpointing_changes_no_bit(make: Any) -> None:
+    for nonlinearity in ("tanh", "prelu"):
+        module = make(3, 6, 2, nonlinearity=nonlinearity)
+        x = torch.randn(11, 4, 3)
+        full = run(module, x, None)
+        for k in (1, 4, 50):
+            module.checkpoint_every = k
+            again = run(module, x, None)
+            for name, value in full.items():
+                assert torch.equal(again[name], value), (name, k)
+
+
+def test_factorized_spectrum_and_matrix() -> None:
+    module = FactorizedRNN(3, 6, 2, bidirectional=True, margin=0.2, rank=4, dtype=torch.float64)
+    assert module.orthogonality_error() < 1e-14
+    w = module.recurrent_matrix(1, reverse=True)
+    assert w.shape == (6, 6) and w.requires_grad
+    torch.testing.assert_close(w, module.u_l1_reverse @ module.v_l1_reverse.T)  # s = 1 at first
+    with torch.no_grad():
+        module.spectrum_l1.copy_(torch.tensor([-50.0, -1.0, 1.0, 50.0]))
+    expected = torch.tensor(
+        [0.8, 1 - 0.4 * (1 / (1 + math.exp(-1)) - 0.5), 1 + 0.4 * (1 / (1 + math.exp(-1)) - 0.5), 1.2]
+    )
+    torch.testing.assert_close(module.singular_values(1), expected.double())
+    assert not module.singular_values(1).requires_grad and module.spectrum(1).requires_grad
+    torch.testing.assert_close(torch.linalg.svdvals(module.recurrent_matrix(-1))[:4], expected.double().flip(0))
+    assert len(module.spectra()) == 4 and torch.equal(module.spectra()[2], module.spectrum(1))
+    with torch.no_grad():
+        module.v_l0[0, 0] += 0.5
+    assert module.orthogonality_error() > 0.2
+
+
+def test_margins() -> None:
+    fixed = FactorizedRNN(2, 4, margin=0)
+    with torch.no_grad():
+        fixed.spectrum_l0.normal_()
+    assert torch.equal(fixed.spectrum(), torch.ones(4))
+    fixed(torch.randn(3, 1, 2))[0].sum().backward()
+    assert fixed.spectrum_l0.grad is not None and not fixed.spectrum_l0.grad.any()
+    free = FactorizedRNN(2, 4, margin=None)
+    assert torch.equal(free.spectrum_l0, torch.ones(4)) and free.spectrum() is free.spectrum_l0
+    wide = FactorizedRNN(2, 4, margin=3.0)
+    with torch.no_grad():
+        wide.spectrum_l0.fill_(-100.0)
+    assert torch.equal(wide.spectrum(), torch.full((4,), -2.0))
+    assert torch.equal(wide.singular_values(), torch.full((4,), 2.0))
+
+
+def test_parameter_roles() -> None:
+    roles = FactorizedRNN(2, 4, nonlinearity="modrelu", bidirectional=True, learned_h0=True).parameter_roles()
+    geodesic = {"u_l0", "v_l0", "u_l0_reverse", "v_l0_reverse"}
+    assert {name for name, role in roles.items() if role == "geodesic"} == geodesic
+    assert {name for name, role in roles.items() if role == "spectrum"} == {"spectrum_l0", "spectrum_l0_reverse"}
+    assert {"weight_ih_l0", "bias_l0", "modrelu_bias_l0", "h0_l0"} <= {
+        n for n, role in roles.items() if role == "other"
+    }
+    assert set(RNN(2, 4).parameter_roles().values()) == {"other"}
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "henaff", "cayley", "identity"])
+def test_recurrent_matrix_is_the_named_one(init: str) -> None:
+    for make in (RNN, FactorizedRNN):
+        module = make(3, 7, init=init, dtype=torch.float64)
+        w = module.recurrent_matrix().detach()
+        torch.testing.assert_close(w @ w.T, torch.eye(7, dtype=torch.float64), rtol=0, atol=1e-13)
+        if init == "identity":
+            torch.testing.assert_close(w, torch.eye(7, dtype=torch.float64), rtol=0, atol=1e-13)
+        elif init in ("henaff", "cayley"):
+            blocks = torch.block_diag(*[torch.ones(2, 2)] * 3, torch.ones(1, 1)).bool()
+            assert float(w[~blocks].abs().max()) < 1e-13 and abs(float(w[6, 6]) - 1) < 1e-13
+
+
+def test_devices_and_dtypes() -> None:
+    module = FactorizedRNN(
+        3, 4, 2, "modrelu", margin=None, init="glorot", rank=2, learned_h0=True, device="meta", dtype=torch.float64
+    )
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    assert {p.device.type for p in RNN(3, 4, device="meta", init="henaff").parameters()} == {"meta"}
+    assert FactorizedRNN(3, 4, dtype=torch.float64).u_l0.dtype == torch.float64
+    assert RNN(3, 4, dtype=torch.float64, nonlinearity="leaky_relu").fixed_slope.dtype == torch.float64
+
+
+def test_noncontiguous_input() -> None:
+    theirs, ours = pair(3, 5, dtype=torch.float64)
+    x = torch.randn(3, 4, 14, dtype=torch.float64).permute(2, 1, 0)[::2]
+    assert_same(run(ours, x, None), run(theirs, x, None))
+
+
+def test_reset_parameters_is_reproducible() -> None:
+    for make, kwargs in ((RNN, {"init": "henaff"}), (FactorizedRNN, {"nonlinearity": "modrelu"})):
+        module = make(3, 4, 2, **kwargs)
+        first = copy.deepcopy(module.state_dict())
+        module.reset_parameters(torch.Generator().manual_seed(0))
+        second = copy.deepcopy(module.state_dict())
+        module.reset_parameters(torch.Generator().manual_seed(0))
+        third = module.state_dict()
+        assert all(torch.equal(second[name], third[name]) for name in third)
+        assert any(not torch.equal(first[name], third[name]) for name in third)
+
+
+def test_compiles_in_one_graph() -> None:
+    for make in (RNN, FactorizedRNN):
+        module = make(3, 4, 2, bidirectional=True, batch_first=True, dtype=torch.float64)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        x = torch.randn(2, 6, 3, dtype=torch.float64)
+        expected = run(module, x, None)
+        seen = run(compiled, x, None)
+        assert_same({k.replace("_orig_mod.", ""): v for k, v in seen.items()}, expected)
+
+
+def test_second_derivative_with_the_reference() -> None:
+    module = FactorizedRNN(2, 4, backend="reference", dtype=torch.float64)
+    x = torch.randn(3, 1, 2, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(module(x)[0].square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), module.u_l0)
+    assert second.abs().max() > 0
+
+
+def test_modrelu_and_oplu_modules() -> None:
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    for features in (6, None):
+        module = ModReLU(features, dtype=torch.float64)
+        assert module.bias.shape == (features or 1,) and float(module.bias.detach().abs().max()) <= 0.01
+        with torch.no_grad():
+            module.bias.sub_(0.3)
+        y = module(x)
+        torch.testing.assert_close(y, torch.sign(x) * torch.relu(x.abs() + module.bias))
+        y.sum().backward()
+        assert module.bias.grad is not None
+    y = OPLU()(x)
+    assert torch.equal(y[:, ::2], torch.maximum(x[:, ::2], x[:, 1::2]))
+    assert torch.equal(y[:, 1::2], torch.minimum(x[:, ::2], x[:, 1::2]))
+    assert repr(ModReLU(6)) == "ModReLU(6)" and repr(OPLU()) == "OPLU()"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_cross_entropy_module(bias: bool) -> None:
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(6, 5, bias=bias, dtype=torch.float64)
+    torch.manual_seed(1)
+    module = LinearCrossEntropy(6, 5, bias, dtype=torch.float64)
+    assert all(torch.equal(a, b) for a, b in zip(linear.parameters(), module.parameters(), strict=True))
+    hidden, target = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True), torch.randint(0, 5, (4, 3))
+    torch.testing.assert_close(module(hidden), linear(hidden))
+    for reduction in ("mean", "sum"):
+        module.reduction = reduction
+        expected = torch.nn.functional.cross_entropy(
+            linear(hidden).flatten(0, 1), target.flatten(), reduction=reduction
+        )
+        loss = module.loss(hidden, target)
+        torch.testing.assert_close(loss, expected)
+        ours = torch.autograd.grad(loss, [hidden, *module.parameters()])
+        theirs = torch.autograd.grad(expected, [hidden, *linear.parameters()])
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_no_warning_without_reason() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FactorizedRNN(3, 4, 2, dropout=0.1)
+        RNN(3, 4)
+    with pytest.warns(UserWarning, match="num_layers is 1"):
+        RNN(3, 4, dropout=0.1)

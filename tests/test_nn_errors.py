@@ -1,0 +1,162 @@
+"""What a user can get wrong with a module: one line each, naming the argument, the value and what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from orthokern import InputError
+from orthokern.nn import OPLU, RNN, FactorizedRNN, LinearCrossEntropy, ModReLU
+
+NAN, INF = float("nan"), float("inf")
+
+
+def refused(call: Callable[[], Any], *parts: str) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 250, message
+    for part in parts:
+        assert part in message, message
+
+
+BOTH = [
+    ({"input_size": 0}, ["input_size", "0", "at least 1"]),
+    ({"hidden_size": 0}, ["hidden_size", "0", "at least 1"]),
+    ({"hidden_size": -3}, ["hidden_size", "-3"]),
+    ({"hidden_size": 4.0}, ["hidden_size", "4.0", "integer"]),
+    ({"hidden_size": "4"}, ["hidden_size", "'4'"]),
+    ({"num_layers": 0}, ["num_layers", "0"]),
+    ({"num_layers": True}, ["num_layers", "True"]),
+    ({"nonlinearity": "tahn"}, ["nonlinearity", "'tahn'", "did you mean 'tanh'"]),
+    ({"nonlinearity": "modReLU"}, ["did you mean 'modrelu'"]),
+    ({"nonlinearity": "oplu", "hidden_size": 5}, ["hidden_size", "even", "5"]),
+    ({"bias": 1}, ["bias", "1", "True or False"]),
+    ({"batch_first": "yes"}, ["batch_first", "'yes'"]),
+    ({"bidirectional": None}, ["bidirectional", "None"]),
+    ({"dropout": 1.0, "num_layers": 2}, ["dropout", "1.0", "[0, 1)"]),
+    ({"dropout": -0.1}, ["dropout", "-0.1"]),
+    ({"dropout": NAN}, ["dropout", "nan"]),
+    ({"dropout": True}, ["dropout", "True"]),
+    ({"negative_slope": INF}, ["negative_slope", "inf"]),
+    ({"negative_slope": "steep"}, ["negative_slope", "'steep'"]),
+    ({"checkpoint_every": -1}, ["checkpoint_every", "-1"]),
+    ({"checkpoint_every": 0.5}, ["checkpoint_every", "0.5"]),
+    ({"backend": "tritn"}, ["backend", "'tritn'", "did you mean 'triton'"]),
+    ({"init": "orthogonl"}, ["init", "'orthogonl'", "did you mean 'orthogonal'"]),
+    ({"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),
+    ({"dtype": torch.complex64}, ["dtype", "torch.complex64"]),
+    ({"learned_h0": 1}, ["learned_h0", "1"]),
+]
+FACTORIZED = [
+    ({"margin": -0.1}, ["margin", "-0.1", ">= 0", "None"]),
+    ({"margin": NAN}, ["margin", "nan"]),
+    ({"margin": INF}, ["margin", "inf"]),
+    ({"margin": "wide"}, ["margin", "'wide'"]),
+    ({"rank": 0}, ["rank", "0"]),
+    ({"rank": 7}, ["rank", "7", "hidden_size = 6"]),
+    ({"rank": 2.5}, ["rank", "2.5"]),
+    ({"apply": "compose"}, ["apply", "'compose'", "did you mean 'composed'"]),
+    ({"init": None}, ["init", "None"]),
+    ({"init": "glorot"}, ["glorot", "margin=None", "0.1"]),
+    ({"init": "glorot", "margin": 0}, ["glorot", "margin=None"]),
+    ({"init": "henaff", "rank": 4}, ["'henaff'", "rank=4", "'orthogonal'", "'glorot'"]),
+    ({"init": "cayley", "rank": 4}, ["'cayley'", "rank=4"]),
+    ({"init": "identity", "rank": 5}, ["'identity'", "rank=5"]),
+    ({"dtype": torch.bfloat16}, ["torch.bfloat16", "orthogonality", "torch.float32"]),
+    ({"dtype": torch.float16}, ["torch.float16", "torch.float64"]),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "parts"), BOTH + FACTORIZED)
+def test_factorized_constructor(kwargs: dict[str, Any], parts: list[str]) -> None:
+    refused(lambda: FactorizedRNN(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
+
+
+@pytest.mark.parametrize(("kwargs", "parts"), BOTH)
+def test_rnn_constructor(kwargs: dict[str, Any], parts: list[str]) -> None:
+    refused(lambda: RNN(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
+
+
+INPUTS = [
+    (torch.zeros(4), ["(4,)", "[T, B, D]", "[T, D]"]),
+    (torch.zeros(2, 2, 2, 3), ["(2, 2, 2, 3)"]),
+    (torch.zeros(5, 2, 4), ["4 features", "input_size = 3"]),
+    (torch.zeros(5, 4), ["4 features"]),
+    (torch.zeros(0, 2, 3), ["T=0"]),
+    (torch.zeros(5, 0, 3), ["B=0"]),
+    (torch.zeros(0, 3), ["T=0"]),
+    (torch.zeros(5, 2, 3, dtype=torch.float64), ["torch.float64", "torch.float32"]),
+    (torch.zeros(5, 2, 3, dtype=torch.bfloat16), ["torch.bfloat16"]),
+    (torch.zeros(5, 2, dtype=torch.bool), ["torch.bool", "torch.int64"]),
+    (torch.zeros(5, 2, dtype=torch.int8), ["torch.int8", "torch.int64"]),
+    (torch.zeros(5, 2, 3, dtype=torch.int64), ["token ids", "(5, 2, 3)", "[T, B]"]),
+    (torch.full((5, 2), 3), ["3"]),
+    (torch.full((5, 2), -1), ["-1"]),
+    (torch.zeros(5, 2, 3, device="meta"), ["meta", "cpu"]),
+    ([[1.0, 2.0, 3.0]], ["input", "list"]),
+    (pack_sequence([torch.zeros(4, 2)]), ["(4, 2)", "input_size = 3"]),
+    (pack_sequence([torch.zeros(4, 3, 2)]), ["packs floats", "3 features"]),
+    (pack_sequence([torch.zeros(4, 3, dtype=torch.int64)]), ["packs token ids", "one id"]),
+    (pack_sequence([torch.full((4,), 3)]), ["3"]),
+]
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+@pytest.mark.parametrize(("x", "parts"), INPUTS)
+def test_input(make: Any, x: Any, parts: list[str]) -> None:
+    module = make(3, 6)
+    refused(lambda: module(x), *parts)
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+def test_initial_state(make: Any) -> None:
+    module = make(3, 6, 2, bidirectional=True)
+    x = torch.zeros(5, 2, 3)
+    refused(lambda: module(x, torch.zeros(2, 2, 6)), "hx", "(2, 2, 6)", "(4, 2, 6)")
+    refused(lambda: module(x, torch.zeros(4, 6)), "(4, 6)", "(4, 2, 6)")
+    refused(lambda: module(x[:, 0], torch.zeros(4, 1, 6)), "(4, 1, 6)", "(4, 6)")
+    refused(lambda: module(x, torch.zeros(4, 2, 6, dtype=torch.float64)), "hx", "torch.float64", "torch.float32")
+    refused(lambda: module(x, torch.zeros(4, 2, 6, device="meta")), "hx", "meta")
+    refused(lambda: module(x, 0), "hx", "int")
+    packed = pack_sequence([torch.zeros(4, 3)] * 3)
+    refused(lambda: module(packed, torch.zeros(4, 2, 6)), "(4, 2, 6)", "(4, 3, 6)")
+
+
+def test_batch_first_names_its_own_order() -> None:
+    module = RNN(3, 6, batch_first=True)
+    refused(lambda: module(torch.zeros(3)), "[B, T, D]")
+    refused(lambda: module(torch.zeros(5, 0, 3)), "T=0 and B=5")
+
+
+def test_layer_and_direction() -> None:
+    module = FactorizedRNN(3, 6, 2)
+    for layer in (2, -3, 0.0, "0"):
+        refused(lambda layer=layer: module.recurrent_matrix(layer), "layer", repr(layer), "[-2, 2)")
+    refused(lambda: module.singular_values(0, reverse=True), "reverse", "bidirectional")
+    refused(lambda: RNN(3, 6).recurrent_matrix(1), "layer", "1")
+
+
+def test_sixteen_bits_after_construction() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        module = FactorizedRNN(3, 6).to(dtype)
+        refused(
+            lambda module=module, dtype=dtype: module(torch.zeros(5, 2, 3, dtype=dtype)), str(dtype), "torch.float32"
+        )
+
+
+def test_other_modules() -> None:
+    refused(lambda: ModReLU(0), "features", "0")
+    refused(lambda: ModReLU(6)(torch.zeros(2, 5)), "(2, 5)", "6")
+    refused(lambda: ModReLU(6, backend="gpu"), "backend", "'gpu'")
+    refused(lambda: OPLU()(torch.zeros(2, 5)), "5", "even")
+    refused(lambda: LinearCrossEntropy(0, 4), "hidden", "0")
+    refused(lambda: LinearCrossEntropy(4, 0), "classes", "0")
+    refused(lambda: LinearCrossEntropy(4, 3, reduction="men"), "reduction", "did you mean 'mean'")
+    refused(lambda: LinearCrossEntropy(4, 3)(torch.zeros(2, 5)), "(2, 5)", "4")
+    refused(lambda: LinearCrossEntropy(4, 3).loss(torch.zeros(2, 4), torch.tensor([0, 3])), "3")
+    refused(lambda: LinearCrossEntropy(4, 3).loss(torch.zeros(2, 4), torch.tensor([0])), "target")

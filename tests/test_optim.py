@@ -1,0 +1,599 @@
+"""The geodesic optimizer, the split of a model's parameters, and the combined optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+
+from orthokern import InputError, functional
+from orthokern.init import haar_orthogonal_
+from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
+from orthokern.ops import cayley as cayley_op
+from orthokern.optim import CombinedOptimizer, GeodesicSGD, optimizer_for, split_parameters
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Everything here is too small for a second thread; conftest.py gives the others back."""
+    torch.set_num_threads(1)
+
+
+def basis(*shape: int, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    return nn.Parameter(haar_orthogonal_(torch.empty(shape, dtype=dtype)))
+
+
+def error(m: Tensor) -> float:
+    m = m.detach().double()
+    return float((m.mT @ m - torch.eye(m.shape[-1], dtype=torch.float64)).abs().max())
+
+
+def quadratic(n: int, k: int) -> tuple[nn.Parameter, Tensor]:
+    """A basis M and a target B of ||M - B||^2 / 2."""
+    return basis(n, k), torch.randn(n, k, dtype=torch.float64)
+
+
+# ---- GeodesicSGD
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (9, 3), (3, 6, 6), (2, 3, 7, 2), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_step_is_the_cayley_step(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    p = basis(*shape, dtype=dtype)
+    p.grad = torch.randn_like(p)
+    expected = functional.cayley(p.detach().double(), p.grad.double(), 0.1, backend="reference")
+    GeodesicSGD([p], 0.1).step()
+    torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=1e-13 if dtype == torch.float64 else 2e-6)
+    assert error(p) < (1e-13 if dtype == torch.float64 else 2e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (40, 7)])
+def test_loss_falls_at_every_small_step(shape: tuple[int, int]) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        m, target = quadratic(*shape)
+        optimizer = GeodesicSGD([m], 1e-3)
+        losses = []
+        for _ in range(25):
+            optimizer.zero_grad()
+            loss = (m - target).square().sum() / 2
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+        assert all(after < before for before, after in zip(losses, losses[1:], strict=False))
+        assert error(m) < 1e-12
+
+
+def test_first_order_decrease() -> None:
+    m, target = quadratic(12, 12)
+    loss = (m - target).square().sum() / 2
+    loss.backward()
+    a = m.grad @ m.detach().T - m.detach() @ m.grad.T
+    before = float(loss.detach())
+    for lr in (1e-4, 1e-5):
+        p = nn.Parameter(m.detach().clone())
+        p.grad = m.grad.clone()
+        GeodesicSGD([p], lr).step()
+        fall = before - float((p.detach() - target).square().sum() / 2)
+        assert abs(fall / (lr / 2 * float(a.square().sum())) - 1) < 1e4 * lr
+
+
+def test_the_legacy_step_is_wrong() -> None:
+    # the released code keeps M orthogonal but does not descend: over random quadratics its sign is chance, where the
+    # step above falls every time
+    rises, ours = 0, []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        m, target = quadratic(64, 64)
+        changes = {}
+        for legacy in (True, False):
+            p = nn.Parameter(m.detach().clone())
+            optimizer = GeodesicSGD([p], 1e-3, legacy=legacy)
+            loss = (p - target).square().sum() / 2
+            loss.backward()
+            optimizer.step()
+            changes[legacy] = float((p - target).square().sum().detach() / 2 - loss.detach())
+            assert error(p) < 1e-13
+        rises += changes[True] > 0
+        ours.append(changes[False])
+        assert changes[False] < 0 and abs(changes[True]) < 0.5 * abs(changes[False])
+    assert 2 <= rises <= 10, rises
+
+
+def test_the_legacy_step_is_the_released_formula() -> None:
+    m, g = basis(6, 6), torch.randn(6, 6, dtype=torch.float64)
+    w, eye = m.detach().clone(), torch.eye(6, dtype=torch.float64)
+    a = g.T @ w - w.T @ g
+    expected = torch.linalg.inv(eye + 0.05 * a) @ (eye - 0.05 * a) @ w
+    m.grad = g
+    GeodesicSGD([m], 0.1, legacy=True).step()
+    torch.testing.assert_close(m.detach(), expected)
+
+
+def test_equal_shapes_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    real = cayley_op.step
+
+    def counting(m: Tensor, g: Tensor, lr: Any, backend: str | None = None) -> Tensor:
+        calls.append(tuple(m.shape))
+        return real(m, g, lr, backend)
+
+    monkeypatch.setattr(cayley_op, "step", counting)
+    bases = [basis(5, 5), basis(5, 2), basis(5, 5), basis(3, 5, 5), basis(5, 5, dtype=torch.float32), basis(5, 5)]
+    for p in bases[:-1]:
+        p.grad = torch.randn_like(p)
+    expected = [functional.cayley(p.detach(), p.grad, 0.1) for p in bases[:-1]]
+    skipped = bases[-1].detach().clone()
+    GeodesicSGD(bases, 0.1).step()
+    assert sorted(calls) == [(1, 5, 2), (1, 5, 5), (5, 5, 5)]
+    for p, new in zip(bases, expected, strict=False):
+        torch.testing.assert_close(p.detach(), new, rtol=0, atol=1e-6 if p.dtype == torch.float32 else 1e-14)
+    assert torch.equal(bases[-1].detach(), skipped)  # no gradient, no step
+
+
+def test_noncontiguous_parameters_and_gradients() -> None:
+    p = nn.Parameter(haar_orthogonal_(torch.empty(6, 6, dtype=torch.float64)).T)
+    g = torch.randn(6, 6, dtype=torch.float64)
+    p.grad = g.T
+    expected = functional.cayley(p.detach().contiguous(), g.T.contiguous(), 0.1)
+    GeodesicSGD([p], 0.1).step()
+    torch.testing.assert_close(p.detach(), expected)
+
+
+def test_clipping_is_joint_over_the_group() -> None:
+    bases = [basis(6, 6), basis(6, 3)]
+    grads = [3 * torch.randn_like(p) for p in bases]
+    norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+    expected = [functional.cayley(p.detach(), g * (2.0 / norm), 0.1) for p, g in zip(bases, grads, strict=True)]
+    for p, g in zip(bases, grads, strict=True):
+        p.grad = g.clone()
+    optimizer = GeodesicSGD(bases, 0.1, max_grad_norm=2.0)
+    assert math.isnan(optimizer.last_grad_norm)
+    optimizer.step()
+    for p, g, new in zip(bases, grads, expected, strict=True):
+        torch.testing.assert_close(p.detach(), new)
+        assert torch.equal(p.grad, g)  # gradients are the caller's
+    assert abs(optimizer.last_grad_norm / norm - 1) < 1e-12
+    assert optimizer.param_groups[0]["last_grad_norm"] == optimizer.last_grad_norm
+    before = [p.detach().clone() for p in bases]
+    for p in bases:
+        p.grad *= 1e-3
+    optimizer.step()  # below the limit: as it is
+    for p, m in zip(bases, before, strict=True):
+        torch.testing.assert_close(p.detach(), functional.cayley(m, p.grad, 0.1))
+
+
+def test_huge_finite_gradients() -> None:
+    p = basis(6, 6, dtype=torch.float32)
+    p.grad = torch.full_like(p, 1e25)  # its square overflows float32
+    optimizer = GeodesicSGD([p], 1e-3, max_grad_norm=1.0)
+    optimizer.step()
+    assert abs(optimizer.last_grad_norm / 6e25 - 1) < 1e-5
+    assert torch.isfinite(p).all() and error(p) < 2e-6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_gradients_change_nothing(value: float) -> None:
+    first, second = basis(5, 5), basis(6, 2)
+    optimizer = GeodesicSGD([{"params": [first]}, {"params": [second]}], 0.1)
+    first.grad, second.grad = torch.randn_like(first), torch.randn_like(second)
+    second.grad[3, 1] = value
+    before = [first.detach().clone(), second.detach().clone()]
+    with pytest.raises(InputError, match="parameter 0 has NaN or infinite"):
+        optimizer.step()
+    assert torch.equal(first.detach(), before[0]) and torch.equal(second.detach(), before[1])
+    assert [group["steps"] for group in optimizer.param_groups] == [0, 0]
+    named = GeodesicSGD([("a.u", first), ("a.v", second)], 0.1)
+    with pytest.raises(InputError, match=r"parameter 1 \(a\.v\)"):
+        named.step()
+
+
+def test_closure_and_maximize() -> None:
+    m, target = quadratic(8, 8)
+    optimizer = GeodesicSGD([m], 1e-2, maximize=True)
+    losses = []
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = -(m - target).square().sum() / 2
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        losses.append(float(optimizer.step(closure).detach()))
+    assert losses == sorted(losses) and losses[0] < losses[-1]
+
+
+def test_drift_is_corrected_only_above_the_tolerance() -> None:
+    p = basis(20, 8, dtype=torch.float32)
+    with torch.no_grad():
+        p.mul_(1 + 5e-5)  # every column 1e-4 too long, in the square
+    assert 9e-5 < error(p) < 1.1e-4
+    q = nn.Parameter(p.detach().clone())
+    optimizer = GeodesicSGD([p], 1e-3, correct_every=3)
+    loose = GeodesicSGD([q], 1e-3, correct_every=3, drift_tolerance=1e-3)
+    for step in range(1, 4):
+        for basis_, opt in ((p, optimizer), (q, loose)):
+            basis_.grad = torch.zeros_like(basis_)
+            opt.step()
+        assert (error(p) > 9e-5) == (step < 3)
+    assert error(p) < 1e-6 and 9e-5 < error(q)
+    assert abs(optimizer.param_groups[0]["last_drift"] - 1e-4) < 1e-5
+    assert abs(loose.param_groups[0]["last_drift"] - 1e-4) < 1e-5
+    never = GeodesicSGD([q], 1e-3, correct_every=0, drift_tolerance=0.0)
+    q.grad = torch.zeros_like(q)
+    never.step()
+    assert error(q) > 9e-5 and math.isnan(never.param_groups[0]["last_drift"])
+
+
+def test_correction_leaves_the_others_of_a_batch_alone() -> None:
+    good, bad = basis(6, 6), basis(6, 6)
+    with torch.no_grad():
+        bad.mul_(1 + 1e-3)
+    kept = good.detach().clone()
+    good.grad, bad.grad = torch.zeros_like(good), torch.zeros_like(bad)
+    GeodesicSGD([good, bad], 1.0, correct_every=1).step()
+    assert torch.equal(good.detach(), kept)
+    assert error(bad) < 1e-5  # 3/4 of the square of 2e-3
+
+
+@pytest.mark.parametrize("scheduler", ["lambda", "exponential", "step", "plateau"])
+@pytest.mark.parametrize("combined", [False, True])
+def test_schedulers(scheduler: str, combined: bool) -> None:
+    model = FactorizedRNN(2, 4, margin=0.25)
+    if combined:
+        optimizer: Any = optimizer_for(model, lr=0.1, geodesic_lr=0.2)
+        first = [0.2, 0.1, 0.2]
+    else:
+        optimizer = GeodesicSGD([model.u_l0, model.v_l0], 0.2)
+        first = [0.2]
+    schedule: Any = {
+        "lambda": lambda: LambdaLR(optimizer, lambda i: 1 / (1 + i)),
+        "exponential": lambda: ExponentialLR(optimizer, 0.5),
+        "step": lambda: StepLR(optimizer, 1, 0.5),
+        "plateau": lambda: ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+    }[scheduler]()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(3, 1, 2))[0].sum().backward()
+        optimizer.step()
+        schedule.step(1.0) if scheduler == "plateau" else schedule.step()
+    expected = [lr / {"lambda": 3, "exponential": 4, "step": 4, "plateau": 2}[scheduler] for lr in first]
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
+    if combined:  # the parts saw it
+        rates = [g["lr"] for part in optimizer.parts.values() for g in part.param_groups]
+        assert rates == pytest.approx(expected)
+
+
+def test_a_rate_of_zero_moves_nothing() -> None:
+    p = basis(5, 5)
+    p.grad = torch.randn_like(p)
+    before = p.detach().clone()
+    GeodesicSGD([p], 0.0).step()
+    assert torch.equal(p.detach(), before)
+
+
+def test_state_dict_continues_bit_for_bit() -> None:
+    def steps(p: nn.Parameter, optimizer: GeodesicSGD, grads: Iterable[Tensor]) -> None:
+        for g in grads:
+            p.grad = g.clone()
+            optimizer.step()
+
+    grads = [torch.randn(10, 4) for _ in range(11)]
+    options: dict[str, Any] = {"correct_every": 4, "drift_tolerance": 0.0, "max_grad_norm": 3.0}
+    p = basis(10, 4, dtype=torch.float32)
+    q = nn.Parameter(p.detach().clone())
+    one = GeodesicSGD([p], 0.1, **options)
+    steps(p, one, grads)
+    first = GeodesicSGD([q], 0.1, **options)
+    steps(q, first, grads[:5])
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = GeodesicSGD([q], 0.7)  # everything comes from the state
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    assert second.param_groups[0]["steps"] == 5 and second.param_groups[0]["lr"] == 0.1
+    steps(q, second, grads[5:])
+    assert torch.equal(p, q) and second.param_groups[0]["steps"] == 11
+    assert second.param_groups[0]["last_drift"] == one.param_groups[0]["last_drift"]
+
+
+def test_groups_and_their_options() -> None:
+    a, b, c = basis(5, 5), basis(5, 5), basis(4, 2)
+    optimizer = GeodesicSGD([{"params": [a], "lr": 0.5}, {"params": [b], "maximize": True}], 0.1)
+    optimizer.add_param_group({"params": c, "lr": 0.2, "max_grad_norm": 1.0})
+    starts = [p.detach().clone() for p in (a, b, c)]
+    for p in (a, b, c):
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    rates = [0.5, -0.1, 0.2 / float(c.grad.norm())]
+    for p, start, rate in zip((a, b, c), starts, rates, strict=True):
+        torch.testing.assert_close(p.detach(), functional.cayley(start, p.grad, rate))
+    with pytest.raises(InputError, match="not|accepted"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.ones(3, 3))})
+    assert len(optimizer.param_groups) == 3
+
+
+REFUSED = [
+    (lambda: GeodesicSGD([], 0.1), "params is empty"),
+    (lambda: GeodesicSGD([basis(4, 4)], -0.1), "lr must be .* -0.1"),
+    (lambda: GeodesicSGD([basis(4, 4)], float("nan")), "lr .* nan"),
+    (lambda: GeodesicSGD([basis(4, 4)], "fast"), "lr must be a number, got 'fast'"),
+    (lambda: GeodesicSGD([basis(4, 4)], 0.1, max_grad_norm=0.0), "max_grad_norm .* above 0, got 0"),
+    (lambda: GeodesicSGD([basis(4, 4)], 0.1, drift_tolerance=-1), "drift_tolerance"),
+    (lambda: GeodesicSGD([basis(4, 4)], 0.1, correct_every=1.5), "correct_every .* 1.5"),
+    (lambda: GeodesicSGD([basis(4, 4)], 0.1, correct_every=-1), "correct_every .* -1"),
+    (lambda: GeodesicSGD([basis(4, 4)], 0.1, backend="cup"), "did you mean 'cpu'"),
+    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4).bfloat16())], 0.1), "parameter 0 has dtype torch.bfloat16"),
+    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4).half())], 0.1), "torch.float16.*accepted: torch.float32"),
+    (lambda: GeodesicSGD([basis(4, 4), nn.Parameter(torch.ones(4))], 0.1), r"parameter 1 has shape \(4,\)"),
+    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4)[:2])], 0.1), r"\(2, 4\); accepted: \[..., N, K\]"),
+    (
+        lambda: GeodesicSGD([("rnn.w", nn.Parameter(2 * torch.eye(4)))], 0.1),
+        r"\(rnn.w\) is no orthonormal basis: .* = 3",
+    ),
+    (lambda: GeodesicSGD([nn.Parameter(torch.full((2, 2), float("nan")))], 0.1), "= nan"),
+    (lambda: GeodesicSGD([basis(4, 3)], 0.1, legacy=True), r"\(4, 3\); accepted with legacy=True: square"),
+    (lambda: optimizer_for(RNN(2, 3), lr=-1.0), "lr must be finite and at least 0, got -1.0"),
+    (lambda: optimizer_for(RNN(2, 3), geodesic_lr=float("inf")), "geodesic_lr .* inf"),
+    (lambda: optimizer_for(RNN(2, 3), spectrum_lr=-2.0), "spectrum_lr .* -2.0"),
+    (lambda: optimizer_for(nn.ReLU()), "ReLU has no parameters"),
+    (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
+    (lambda: CombinedOptimizer({}), "parts is empty"),
+    (lambda: CombinedOptimizer({"a": 3}), "part 'a' .* int"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refused_in_one_line(call: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+# ---- splitting a model
+
+
+class Model(nn.Module):
+    """Two factorized recurrences with different margins, a dense one, a readout, and a weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = FactorizedRNN(3, 4, 2, margin=0.01)
+        self.free = FactorizedRNN(4, 4, margin=None, rank=2)
+        self.fixed = FactorizedRNN(4, 4, margin=0.0)
+        self.dense = RNN(4, 4)
+        self.readout = LinearCrossEntropy(4, 5)
+        self.fixed.weight_ih_l0 = self.dense.weight_ih_l0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for rnn in (self.near, self.free, self.fixed, self.dense):
+            x = rnn(x)[0]
+        return self.readout(x)
+
+
+def test_split_parameters() -> None:
+    model = Model()
+    for root in (model, nn.Sequential(model)):
+        split = split_parameters(root)
+        assert {id(p) for p in split["geodesic"]} == {
+            id(p) for n, p in model.named_parameters() if n.split(".")[1].startswith(("u_", "v_"))
+        }
+        margins = [(id(p), m) for p, m in split["spectrum"]]
+        near, free, fixed = model.near, model.free, model.fixed
+        assert margins == [
+            (id(near.spectrum_l0), 0.01),
+            (id(near.spectrum_l1), 0.01),
+            (id(free.spectrum_l0), None),
+            (id(fixed.spectrum_l0), 0.0),
+        ]
+        everything = [*split["geodesic"], *(p for p, _ in split["spectrum"]), *split["other"]]
+        assert len(everything) == len({id(p) for p in everything}) == len(list(model.parameters()))
+
+
+def test_a_users_module_can_have_roles() -> None:
+    class Mine(nn.Module):
+        def __init__(self, role: str) -> None:
+            super().__init__()
+            self.role, self.q, self.w = role, basis(4, 4), nn.Parameter(torch.ones(3))
+
+        def parameter_roles(self) -> dict[str, str]:
+            return {"q": self.role}
+
+    mine = Mine("geodesic")
+    split = split_parameters(nn.Sequential(mine))
+    assert split["geodesic"] == [mine.q] and [id(p) for p in split["other"]] == [id(mine.w)]
+    with pytest.raises(InputError, match="'geodesik'"):
+        split_parameters(Mine("geodesik"))
+
+
+def test_rates_of_the_groups() -> None:
+    optimizer = optimizer_for(Model(), lr=1e-2, geodesic_lr=1e-5, spectrum_lr=1e-3, alpha=0.9, weight_decay=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    groups = optimizer.param_groups
+    assert [group["role"] for group in groups] == ["geodesic", "other", "spectrum", "spectrum", "spectrum"]
+    assert [group["lr"] for group in groups] == pytest.approx([1e-5, 1e-2, 1e-3 / 0.02, 1e-3, 0.0])
+    assert [group.get("margin") for group in groups[2:]] == [0.01, None, 0.0]
+    assert [group.get("weight_decay") for group in groups] == [None, 0.1, 0.0, 0.1, 0.0]
+    assert all(group["alpha"] == 0.9 for group in groups[1:])
+    default = optimizer_for(FactorizedRNN(2, 4, margin=0.5), lr=1e-2)
+    assert default.param_groups[2]["lr"] == pytest.approx(1e-2)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 6, 3, generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), (x[..., 0] > 0).long().flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("euclidean", [torch.optim.RMSprop, torch.optim.Adam, torch.optim.SGD, torch.optim.AdamW])
+def test_combined_trains(euclidean: Any) -> None:
+    model = Model()
+    frozen = model.fixed.spectrum_l0.detach().clone()
+    optimizer = optimizer_for(
+        model, lr=0.02, geodesic_lr=1e-2, spectrum_lr=1e-3, euclidean=euclidean, max_basis_grad_norm=1.0
+    )
+    losses = train(model, optimizer, 20)
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert all(m.orthogonality_error() < 3e-6 for m in (model.near, model.free, model.fixed))
+    assert torch.equal(model.fixed.spectrum_l0.detach(), frozen)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert float((model.near.spectrum().detach() - 1).abs().max()) <= 0.01 + 1e-6
+
+
+def test_plain_models_and_bare_bases() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
+    twin = copy.deepcopy(model)
+    optimizer = optimizer_for(model, lr=0.01, alpha=0.9)
+    assert list(optimizer.parts) == ["euclidean"]
+    assert train(model, optimizer, 5) == train(twin, torch.optim.RMSprop(twin.parameters(), lr=0.01, alpha=0.9), 5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = basis(4, 4)
+
+        def parameter_roles(self) -> dict[str, str]:
+            return {"q": "geodesic"}
+
+    assert list(optimizer_for(Bare()).parts) == ["geodesic"]
+
+
+def test_combined_state_dict_continues_bit_for_bit() -> None:
+    def make(model: nn.Module) -> CombinedOptimizer:
+        return optimizer_for(
+            model, lr=0.02, geodesic_lr=1e-2, euclidean=torch.optim.Adam, geodesic_options={"correct_every": 3}
+        )
+
+    torch.manual_seed(0)
+    one = Model()
+    two = copy.deepcopy(one)
+    straight = make(one)
+    schedule = ExponentialLR(straight, 0.9)
+    for i in range(8):
+        train(one, straight, 1, seed=i)
+        schedule.step()
+
+    first = make(two)
+    schedule = ExponentialLR(first, 0.9)
+    for i in range(4):
+        train(two, first, 1, seed=i)
+        schedule.step()
+    buffer = io.BytesIO()
+    torch.save({"model": two.state_dict(), "optimizer": first.state_dict(), "schedule": schedule.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    three = Model()
+    three.load_state_dict(saved["model"])
+    second = make(three)
+    schedule = ExponentialLR(second, 0.9)
+    second.load_state_dict(saved["optimizer"])
+    schedule.load_state_dict(saved["schedule"])
+    assert [g["steps"] for g in second.param_groups if "steps" in g] == [4]
+    for i in range(4, 8):
+        train(three, second, 1, seed=i)
+        schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), three.parameters(), strict=True))
+    assert [g["lr"] for g in second.param_groups] == [g["lr"] for g in straight.param_groups]
+    with pytest.raises(InputError, match=r"groups \(role, parameters\)"):
+        make(FactorizedRNN(3, 4)).load_state_dict(saved["optimizer"])
+    with pytest.raises(InputError):
+        make(three).load_state_dict({})
+
+
+def test_combined_behaves_as_an_optimizer() -> None:
+    model = Model()
+    optimizer = optimizer_for(model, euclidean=torch.optim.Adam)
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    hooks: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: hooks.append("post"))
+    assert float(optimizer.step(closure).detach()) > 0 and len(calls) == 1 and hooks == ["pre", "post"]
+    assert len(optimizer.state) == sum(len(part.state) for part in optimizer.parts.values()) > 0
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.param_groups[1]["lr"] = 0.5
+    assert optimizer.parts["euclidean"].param_groups[0]["lr"] == 0.5
+    assert "role: geodesic" in repr(optimizer)
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    assert len(again.state) == len(optimizer.state)
+
+
+def test_combined_add_param_group() -> None:
+    model = FactorizedRNN(2, 4)
+    optimizer = optimizer_for(model)
+    q, w = basis(3, 3), nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [q], "param_names": ["q"], "role": "geodesic", "lr": 0.1})
+    optimizer.add_param_group({"params": [w], "param_names": ["w"], "lr": 0.1})
+    assert len(optimizer.param_groups) == 5
+    q.grad, w.grad = torch.randn_like(q), torch.ones(2)
+    optimizer.step()
+    assert error(q) < 1e-13 and float(w[0].detach()) < 1
+    with pytest.raises(InputError, match="already in the optimizer"):
+        optimizer.add_param_group({"params": [w], "role": "geodesic"})
+    with pytest.raises(InputError, match="no part 'geodesic'"):
+        optimizer_for(nn.Linear(2, 2)).add_param_group({"params": [basis(3, 3)], "role": "geodesic"})
+    with pytest.raises(InputError, match="in parts 'a' and 'b'"):
+        CombinedOptimizer({"a": torch.optim.SGD([w], lr=0.1), "b": torch.optim.SGD([w], lr=0.1)})
+
+
+def test_bad_basis_gradient_stops_every_part() -> None:
+    model = FactorizedRNN(2, 4)
+    optimizer = optimizer_for(model)
+    model(torch.randn(3, 1, 2))[0].sum().backward()
+    model.v_l0.grad[0, 0] = float("nan")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match=r"parameter 1 \(v_l0\) has NaN"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# ---- orthogonality in the long run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [32, 8])
+def test_orthogonality_over_20000_steps(rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(64, 2, 32, rank, generator=generator)
+    gradients /= gradients.flatten(2).norm(dim=2)[..., None, None]
+    bases = [basis(32, rank, dtype=torch.float32) for _ in range(2)]
+    bare = [nn.Parameter(p.detach().clone()) for p in bases]
+    optimizer = GeodesicSGD(bases, 1e-3)
+    uncorrected = GeodesicSGD(bare, 1e-3, correct_every=0)
+    worst = 0.0
+    for step in range(20_000):
+        scale = 10.0 ** (step % 3)  # norms 1, 10, 100
+        for i in range(2):
+            bases[i].grad = bare[i].grad = gradients[step % 64, i] * scale
+        optimizer.step()
+        uncorrected.step()
+        if step % 100 == 50:
+            worst = max(worst, *(error(p) for p in bases))
+    assert worst < 1e-5, worst
+    assert worst < max(error(p) for p in bare)  # and the correction is what holds it there
