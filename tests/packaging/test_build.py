@@ -1,0 +1,200 @@
+"""The rules of setup.py: what is compiled, when again, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+UNSET = ("ORTHOKERN_CUDA_ARCHS", "MAX_JOBS", "CXX", "CXXFLAGS", "LDFLAGS", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
+
+# Answers what setup.py asks of nvcc, and compiles with the host's compiler.
+FAKE_NVCC = """#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release 12.9, V12.9.1"; exit 0;;
+  *--list-gpu-arch*) printf 'compute_80\\ncompute_90\\n'; exit 0;;
+esac
+echo "$@" >> "$0.log"
+language="-x c++"
+for word; do
+  shift
+  case "$word" in
+    -gencode=*|-ccbin=*|-cudart=*) ;;
+    -Xcompiler=*) set -- "$@" $(echo "${word#-Xcompiler=}" | tr ',' ' ');;
+    -shared) language=""; set -- "$@" "$word";;
+    *) set -- "$@" "$word";;
+  esac
+done
+exec c++ $language "$@"
+"""
+
+
+def build(checkout: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """``setup.py build_ext --inplace`` with no setting but those given."""
+    clean = {name: value for name, value in os.environ.items() if name not in UNSET}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    clean |= {"ORTHOKERN_CUDA": "0", **env}
+    return subprocess.run(command, cwd=checkout, env=clean, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def probe(checkout: Path) -> tuple[dict[str, Any], tuple[str, str, int]]:
+    """The stub's build information and what its kernels answer."""
+    (library,) = (checkout / "orthokern").glob("_C.*")
+    load = (
+        "import importlib.util, sys; s = importlib.util.spec_from_file_location('_C', sys.argv[1]);"
+        "m = importlib.util.module_from_spec(s); s.loader.exec_module(m); import json;"
+        "print(m.build_info()); print(json.dumps(m.probe()))"
+    )
+    run = subprocess.run([sys.executable, "-c", load, str(library)], capture_output=True, text=True, check=True)
+    info, answer = (json.loads(line) for line in run.stdout.splitlines())
+    return info, tuple(answer)
+
+
+def error_line(run: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a failed build prints as its own."""
+    assert run.returncode != 0
+    assert "Traceback" not in run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("orthokern: error: ")]
+    return line
+
+
+def objects(checkout: Path) -> dict[str, int]:
+    return {str(path.relative_to(checkout)): path.stat().st_mtime_ns for path in checkout.glob("build/native-*/**/*.o")}
+
+
+@pytest.fixture(scope="module")
+def built(make_checkout: Callable[[str], Path]) -> Path:
+    """A copy of the source tree with a stub for its native module, built. One for this file: builds are incremental."""
+    checkout = make_checkout("stub")
+    run = build(checkout)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """setup.py as a module; its ``setup()`` call is under ``__main__``."""
+    spec = importlib.util.spec_from_file_location("orthokern_setup_script", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_build_information(built: Path) -> None:
+    info, (best, cuda, _) = probe(built)
+    assert sorted(info) == ["compiler", "cuda", "cuda_reason", "isas", "version"]
+    version = re.search(r'"(.+)"', (ROOT / "orthokern" / "_version.py").read_text().split("__version__ =")[1])
+    assert version is not None and info["version"] == version.group(1)
+    assert info["isas"][0] == "baseline" and info["isas"][-1] == best
+    assert (info["cuda"], info["cuda_reason"], cuda) == (False, "switched off by ORTHOKERN_CUDA=0", "")
+
+
+def test_kernels_are_compiled_once_for_each_instruction_set(built: Path) -> None:
+    info, _ = probe(built)
+    units = sorted(path.split("/obj/")[1] for path in objects(built))
+    kernels = [f"{isa}/cpu/probe.o" for isa in info["isas"]]
+    assert units == sorted([*kernels, "common/bindings.o", "common/cpu/select.o"])
+
+
+def test_a_second_build_compiles_what_changed(built: Path) -> None:
+    before = objects(built)
+    assert build(built).returncode == 0
+    assert objects(built) == before
+
+    (built / "csrc/common/answer.h").write_text("#define ANSWER 43\n")
+    assert build(built).returncode == 0
+    changed = [path for path, time in objects(built).items() if before[path] != time]
+    assert [Path(path).name for path in changed] == ["bindings.o"]
+    assert probe(built)[1][2] == 43
+
+
+def test_cuda_sources_go_through_nvcc(built: Path, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(FAKE_NVCC)
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    source = built / "csrc/cuda/probe.cu"
+    source.parent.mkdir()
+    source.write_text('const char* cuda_probe() { return "cuda"; }\n')
+    try:
+        run = build(built, ORTHOKERN_CUDA="auto", CUDACXX=str(nvcc))
+        assert run.returncode == 0, run.stdout + run.stderr
+        info, (_, cuda, _) = probe(built)
+        assert (info["cuda"], info["cuda_reason"], cuda) == (True, "nvcc 12.9 for sm_80, sm_90", "cuda")
+        log = Path(f"{nvcc}.log").read_text()
+        assert "-gencode=arch=compute_80,code=sm_80" in log and "-gencode=arch=compute_90,code=compute_90" in log
+
+        run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc), ORTHOKERN_CUDA_ARCHS="9.0;70")
+        assert "does not know '70', accepted is a list as 80;90 of 80, 90" in error_line(run)
+    finally:
+        source.unlink()
+
+
+def test_no_compiler(built: Path) -> None:
+    line = error_line(build(built, CXX="no-such-compiler"))
+    assert "no C++17 compiler found (tried no-such-compiler)" in line
+
+
+def test_compiler_error(built: Path) -> None:
+    header = built / "csrc/common/answer.h"
+    text = header.read_text()
+    header.write_text("#error broken on purpose\n")
+    try:
+        assert "the native build failed" in error_line(build(built))
+    finally:
+        header.write_text(text)
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "on"])
+def test_bad_cuda_setting(built: Path, value: str) -> None:
+    assert f"ORTHOKERN_CUDA='{value}': accepted are auto" in error_line(build(built, ORTHOKERN_CUDA=value))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_bad_job_count(built: Path, value: str) -> None:
+    assert f"MAX_JOBS='{value}': accepted is a whole number, 1 or more" in error_line(build(built, MAX_JOBS=value))
+
+
+@pytest.mark.parametrize(
+    ("mode", "nvcc", "sources", "outcome"),
+    [
+        ("0", True, True, "switched off by ORTHOKERN_CUDA=0"),
+        ("auto", False, True, "nvcc not found"),
+        ("auto", True, False, "this version has no CUDA kernels"),
+        ("1", False, True, "ORTHOKERN_CUDA=1 asks for the CUDA kernels, but nvcc not found"),
+        ("1", True, False, "ORTHOKERN_CUDA=1 asks for the CUDA kernels, but this version has no CUDA kernels"),
+    ],
+)
+def test_cuda_rule_without_cuda(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, nvcc: bool, sources: bool, outcome: str
+) -> None:
+    monkeypatch.setenv("ORTHOKERN_CUDA", mode)
+    monkeypatch.setattr(script.Cuda, "find_nvcc", staticmethod(lambda: "nvcc" if nvcc else None))
+    units = [Path("csrc/cuda/probe.cu")] if sources else []
+    if mode == "1":
+        with pytest.raises(SystemExit, match=outcome):
+            script.Cuda.find(units)
+    else:
+        cuda = script.Cuda.find(units)
+        assert cuda.nvcc is None and cuda.reason.startswith(outcome)
+
+
+def test_instruction_sets_that_the_compiler_refuses(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "compiles", lambda command, flags, source: "-mavx512f" not in flags)
+    assert script.Toolchain.probe_isas(["c++"], "x86_64-linux-gnu") == ["baseline", "avx2"]
+    assert "no kernels for avx512" in capsys.readouterr().out
+    assert script.Toolchain.probe_isas(["c++"], "aarch64-apple-darwin23") == ["baseline"]

@@ -1,0 +1,93 @@
+"""Importing orthokern works with nothing but torch, compiles nothing and touches no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A machine without the native module and without Triton.
+BLOCK = """
+import sys
+
+class Absent:
+    names = ("orthokern._C", "triton")
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names or name.startswith("triton."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+# torch may do what it likes while it is imported; from here on nobody starts a program or opens a GPU.
+WATCH = """
+import torch
+
+def watch(event, args):
+    if event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"):
+        raise AssertionError(f"{event}{args}")
+
+sys.addaudithook(watch)
+"""
+
+
+def run(code: str) -> list[str]:
+    """Lines that the code prints in a fresh interpreter, where a GPU would show."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_import_without_native_module_and_triton() -> None:
+    code = """
+    import pkgutil, orthokern, orthokern.functional, orthokern.nn, orthokern.optim, orthokern.dispatch
+    h = orthokern.functional.factored_scan(torch.zeros(3, 2, 4), torch.eye(4), torch.ones(4), torch.eye(4))
+    print(tuple(h.shape), torch.cuda.is_initialized(), "triton" in sys.modules, "orthokern._C" in sys.modules)
+    """
+    assert run(BLOCK + WATCH + textwrap.dedent(code)) == ["(3, 2, 4) False False False"]
+
+
+def test_explain_without_native_module_says_why() -> None:
+    code = """
+    from orthokern import dispatch
+    text = dispatch.explain()
+    assert "native module: not available: " in text, text
+    """
+    run(BLOCK + WATCH + textwrap.dedent(code))
+
+
+def test_every_module_imports_without_native_module_and_triton() -> None:
+    """Plots and command lines too; the programs that fonts are looked up with are matplotlib's own affair."""
+    code = """
+    import importlib, pkgutil, orthokern
+    names = [m.name for m in pkgutil.walk_packages(orthokern.__path__, "orthokern.")]
+    for name in names:
+        if not name.startswith("orthokern._C") and not name.endswith("__main__"):
+            importlib.import_module(name)
+    import torch
+    print(len(names) > 10, torch.cuda.is_initialized())
+    """
+    assert run(BLOCK + textwrap.dedent(code)) == ["True False"]
+
+
+def test_import_is_light() -> None:
+    """Neither plots nor progress bars are loaded before something draws them."""
+    code = """
+    import sys, torch
+    before = set(sys.modules)
+    import orthokern, orthokern.nn, orthokern.optim, orthokern.functional
+    print(sorted({"matplotlib", "tqdm"} & (sys.modules.keys() - before)))
+    """
+    assert run(code) == ["[]"]
+
+
+def test_version_has_one_source() -> None:
+    code = "import orthokern, orthokern._version as v; print(orthokern.__version__ is v.__version__)"
+    assert run(code) == ["True"]
