@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "data",
     "diagnostics",
+    "empty_cache",
     "explain",
     "functional",
     "init",
@@ -35,6 +36,13 @@ __all__ = [
 
 # imported on first use, so that `import orthokern` costs no more than torch, and the errors not even that
 _LAZY = ("data", "diagnostics", "explain", "functional", "init", "nn", "optim", "penalties", "training")
+
+
+def empty_cache() -> None:
+    """Give the memory back that waits for the next large result on the CPU (``csrc/buffer.h`` says why it is kept)."""
+    from orthokern import _native
+
+    _native.empty_cache()
 
 
 def __getattr__(name: str) -> Any:

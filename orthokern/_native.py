@@ -1,8 +1,8 @@
 """The CPU leaf: native kernels behind the signatures of :mod:`orthokern.reference`.
 
-The one file that passes an address to native code. Each function checks what the kernels rely on (dtype, device, contiguity), makes the
-results, and calls ``orthokern._C``. Shapes and the meaning of arguments are documented once, in ``orthokern/ops/<op>.py``; B batch, T time,
-N hidden, K rank, D input features or token ids, C classes.
+The one file that passes an address to native code. Each function checks what the kernels rely on (dtype, device,
+contiguity), makes the results, and calls ``orthokern._C``. Shapes and the meaning of arguments are documented once, in
+``orthokern/ops/<op>.py``; B batch, T time, N hidden, K rank, D input features or token ids, C classes.
 
 Importing never fails: :data:`AVAILABLE` says whether the module was built and :data:`REASON` why not.
 """
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_C: Any
 try:
-    from orthokern import _C
+    from orthokern import _C  # type: ignore[no-redef]
 
     AVAILABLE = True
     REASON = ""
@@ -26,13 +28,18 @@ except ImportError as error:
     AVAILABLE = False
     REASON = f"the native module is not built ({error}): run `pip install -e .` with a C++17 compiler at hand"
 
+_ISA = os.environ.get("ORTHOKERN_ISA")
+if AVAILABLE and _ISA and _ISA not in _C.isas():
+    AVAILABLE = False
+    REASON = f"ORTHOKERN_ISA={_ISA} is not among the instruction sets built and usable here: {', '.join(_C.isas())}"
+
 _DTYPES = {torch.float32: 0, torch.float64: 1}
 _ACTIVATIONS = {"identity": 0, "tanh": 1, "relu": 2, "prelu": 3, "leaky_relu": 3, "modrelu": 4, "oplu": 5}
 _NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
 
 
 def build_info() -> dict[str, Any]:
-    """How the native module was built and what it runs on: version, compiler, isas, isa, cuda, cuda_reason, thread_pool."""
+    """How the module was built and what it runs on: version, compiler, isas, isa, cuda, cuda_reason, thread_pool."""
     if not AVAILABLE:
         return {}
     info: dict[str, Any] = json.loads(_C.build_info())
@@ -79,7 +86,14 @@ def _call(function: Any, sizes: dict[str, int], tensors: dict[str, Tensor | None
 
 
 def _scan_inputs(
-    x: Tensor | None, steps: int, maps: dict[str, Tensor], h0: Tensor, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None, activation: str
+    x: Tensor | None,
+    steps: int,
+    maps: dict[str, Tensor],
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
 ) -> tuple[dict[str, int], dict[str, Tensor | None]]:
     dtype = h0.dtype
     tokens = x is not None and not x.is_floating_point()
@@ -140,12 +154,17 @@ def _scan_bwd(
     need_x: bool,
     need_params: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm. x may be None where it was the whole input term."""
+    """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm.
+
+    x may be None where it was the whole input term.
+    """
     sizes, ready = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation)
     n, dtype = sizes["N"], h0.dtype
 
     def result(wanted: bool, *shape: int) -> Tensor:
-        return _new(*shape, dtype=dtype) if wanted else torch.empty(0, dtype=dtype)  # an op's results may not be one tensor twice
+        return (
+            _new(*shape, dtype=dtype) if wanted else torch.empty(0, dtype=dtype)
+        )  # an op's results may not be one tensor twice
 
     shape = grad_hs.shape if x is None else x.shape
     grad_x = result(need_x and "tokens" not in ready, *shape)
@@ -310,7 +329,9 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
     return grad_x, grad_act_param
 
 
-def _activation_inputs(x: Tensor, act_param: Tensor | None, activation: str) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+def _activation_inputs(
+    x: Tensor, act_param: Tensor | None, activation: str
+) -> tuple[dict[str, int], dict[str, Tensor | None]]:
     n = x.shape[-1]
     sizes = {
         "rows": x.numel() // n if n else 0,
@@ -323,7 +344,13 @@ def _activation_inputs(x: Tensor, act_param: Tensor | None, activation: str) -> 
 
 
 def linear_cross_entropy_fwd(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, reduction: str = "mean", need_grad: bool = True
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    need_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.linear_cross_entropy`."""
     dtype = hidden.dtype
@@ -359,7 +386,11 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     n, k = m.shape[-2:]
     batch = m.numel() // (n * k)
     out = torch.empty_like(m)
-    rates = lr.to(torch.float64).expand(m.shape[:-2]).contiguous() if isinstance(lr, Tensor) else torch.full((batch,), lr, dtype=torch.float64)
+    rates = (
+        lr.to(torch.float64).expand(m.shape[:-2]).contiguous()
+        if isinstance(lr, Tensor)
+        else torch.full((batch,), lr, dtype=torch.float64)
+    )
     sizes = {"batch": batch, "N": n, "K": k, "dtype": _DTYPES[m.dtype]}
     _call(_C.cayley, sizes, {"m": m, "g": _ready(g, m.dtype, "g"), "lr": rates, "out": out})
     return out
