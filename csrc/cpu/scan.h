@@ -218,7 +218,8 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
   const int blocks = plan.blocks(), padded = plan.padded();
   const int x_blocks = round_up(plan.X, L) / L;
   const bool params = args.grad_map != nullptr;
-  const int slots = kRingRows / R > 1 ? kRingRows / R : 1;
+  // At least two: a dense map still reads delta_{t+1} while the first columns of delta_t are written.
+  const int slots = kRingRows / R > 2 ? kRingRows / R : 2;
   const ptrdiff_t ring_block = static_cast<ptrdiff_t>(slots) * R * L;
   const ptrdiff_t ldc = static_cast<ptrdiff_t>(blocks + x_blocks) * L;
   // Token gradients are summed over a few steps before they are added to the total, for the same reason as in outer.h.

@@ -1,0 +1,73 @@
+"""Errors, not times: float32 against float64 by T, ours beside eager torch.
+
+The factored scan with N = 128, states and every gradient, without activation and with tanh. Cotangents at every step.
+Errors are relative: RMS of the difference over RMS of the float64 result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import Bench, Size, WrongResult, factors, relative_error
+from torch import Tensor
+
+from orthokern import functional
+from orthokern.reference import factored_scan
+
+SIZES = [{"N": 128, "T": T, "B": 10} for T in (10, 100, 1000, 10000)]
+QUICK = [{"N": 32, "T": T, "B": 3} for T in (10, 50)]
+RESULTS = ("states", "grad_x", "grad_u", "grad_s", "grad_v")
+
+# Wrong is wrong: above this, the results are of something else. Rounding reaches a hundredth of it.
+TOLERANCE = 1e-3
+# Ours may be off by twice what eager torch is (tests/helpers.py holds every kernel to the same).
+BAR = 2.0
+
+
+def eager(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h0: Tensor, activation: str) -> Tensor:
+    """The recurrence in torch's own operations."""
+    h, states = h0, []
+    for e in x.unbind(0):
+        h = ((h @ v) * s) @ u.mT + e
+        h = torch.tanh(h) if activation == "tanh" else h
+        states.append(h)
+    return torch.stack(states)
+
+
+@pytest.mark.parametrize("activation", ("identity", "tanh"))
+@pytest.mark.sizes(SIZES, quick=QUICK)
+def test_error_by_T(benchmark: Any, bench: Bench, size: Size, activation: str) -> None:
+    """Ours and eager torch's distance from float64."""
+    N, T, B = size["N"], size["T"], size["B"]
+    generator = torch.Generator().manual_seed(T)
+    u, s, v = factors(N, generator)
+    s = 1 + (s - 1) / 50  # within 0.001 of 1: without activation, 5 % would grow or shrink a state out of all range
+    x, cotangent = (torch.randn(T, B, N, generator=generator) for _ in range(2))
+    h0 = torch.randn(B, N, generator=generator)
+    x = 0.1 * x
+    inputs = [x, u, s, v]
+
+    def results(states: Tensor) -> list[Tensor]:
+        return [states.detach(), *torch.autograd.grad(states, inputs, cotangent)]
+
+    for tensor in inputs:
+        tensor.requires_grad_()
+    benchmark.group = "accuracy, forward and backward"
+    ours = benchmark.pedantic(
+        lambda: results(functional.factored_scan(x, u, s, v, h0, activation=activation)), rounds=1, warmup_rounds=1
+    )
+    theirs = results(eager(x, u, s, v, h0, activation))
+    x64, u64, s64, v64, h64, c64 = (t.detach().double() for t in (*inputs, h0, cotangent))
+    states, _, pre = factored_scan.factored_scan_fwd(x64, u64, s64, v64, h64, None, None, None, activation=activation)
+    grads = factored_scan.factored_scan_bwd(
+        c64, states, pre, x64, u64, s64, v64, h64, None, None, None, activation=activation
+    )
+    for name, mine, other, exact in zip(RESULTS, ours, theirs, (states, *grads[:4]), strict=True):
+        error, eager_error = relative_error(mine, exact), relative_error(other, exact)
+        if not error < TOLERANCE:
+            raise WrongResult(f"{name} is off by {error:.3g} (relative RMS), tolerated is {TOLERANCE:g}")
+        case = f"{activation}: {name}"
+        bench.record("accuracy", case, size, "relative error", error, better="lower", details={"eager": eager_error})
+        bench.record("accuracy", case, size, "error over eager torch's", error / eager_error, bar=BAR, better="lower")

@@ -1,0 +1,121 @@
+"""Whole modules, input projection included: torch.nn.RNN over orthokern.nn.RNN and orthokern.nn.FactorizedRNN.
+
+10 input features, tanh, biases, forward and backward to all parameters (not to the input: a first layer's needs none),
+cotangents at every step. All modules hold the same recurrence: torch's and ours of the dense matrix are loaded with the
+composed matrix of the factorized one, so float64 torch is the reference of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import BATCH, Bench, Size, check, checked_sequences, interleave, median, only, ratio, spread_ms
+from torch import Tensor, nn
+
+import orthokern.nn
+
+SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
+QUICK = [{"N": 33, "T": 20}]
+FEATURES = 10
+MODULES = ("RNN", "FactorizedRNN", "FactorizedRNN, composed")
+
+# Relative RMS of float32 outputs and gradients against float64; measured: at most 3e-6.
+TOLERANCE = 2e-5
+
+# torch.nn.RNN's time over ours: bar and goal by N.
+DENSE = {128: (4.0, 6.0), 500: (2.5, 3.0), 1000: (2.5, 3.0)}
+FACTORIZED = {128: (3.0, 4.0), 500: (1.6, 1.9), 1000: (1.4, 1.7)}
+
+
+def build(name: str, N: int) -> tuple[nn.Module, nn.RNN]:
+    """Ours, and torch's with the same weights, float32."""
+    factorized = orthokern.nn.FactorizedRNN(FEATURES, N, apply="composed" if name.endswith("composed") else "factored")
+    nn.init.normal_(factorized.get_parameter("spectrum_l0"))
+    nn.init.normal_(factorized.get_parameter("bias_l0"), std=0.1)
+    theirs = nn.RNN(FEATURES, N)
+    copy_weights(factorized, theirs)
+    if name != "RNN":
+        return factorized, theirs
+    ours = orthokern.nn.RNN(FEATURES, N)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+@torch.no_grad()
+def copy_weights(factorized: orthokern.nn.FactorizedRNN, dense: nn.Module) -> None:
+    """Give a dense RNN with torch's parameter names the recurrence of a factorized one."""
+    dense.get_parameter("weight_ih_l0").copy_(factorized.get_parameter("weight_ih_l0"))
+    dense.get_parameter("weight_hh_l0").copy_(factorized.recurrent_matrix())
+    dense.get_parameter("bias_ih_l0").copy_(factorized.get_parameter("bias_l0"))
+    dense.get_parameter("bias_hh_l0").zero_()
+
+
+def gradients(module: nn.Module, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+    """Output and parameter gradients by name."""
+    output, _ = module(x)
+    named = dict(module.named_parameters())
+    grads = torch.autograd.grad(output, list(named.values()), cotangent)
+    return {"output": output.detach(), **dict(zip(named, grads, strict=True))}
+
+
+def expected(ours: nn.Module, theirs: nn.RNN, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+    """What `gradients` of ours should be, from torch.nn.RNN in float64 and the chain rule through W = U diag(s) V^T."""
+    double = nn.RNN(FEATURES, theirs.hidden_size, dtype=torch.float64)
+    double.load_state_dict(theirs.state_dict())
+    if not isinstance(ours, orthokern.nn.FactorizedRNN):
+        return gradients(double, x.double(), cotangent.double())
+    exact = orthokern.nn.FactorizedRNN(FEATURES, ours.hidden_size, dtype=torch.float64)
+    exact.load_state_dict(ours.state_dict())
+    copy_weights(exact, double)  # W composed in float64, not rounded to float32 on the way
+    found = gradients(double, x.double(), cotangent.double())
+    names = ("u_l0", "v_l0", "spectrum_l0")
+    parameters = [exact.get_parameter(name) for name in names]
+    grads = torch.autograd.grad(exact.recurrent_matrix(), parameters, found["weight_hh_l0"])
+    through_w = dict(zip(names, grads, strict=True))
+    common = {"weight_ih_l0": found["weight_ih_l0"], "bias_l0": found["bias_ih_l0"], "output": found["output"]}
+    return {**common, **through_w}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sizes(SIZES, quick=QUICK)
+def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
+    """torch.nn.RNN over one of ours, forward and backward."""
+    N, T = size["N"], size["T"]
+    ours, theirs = build(name, N)
+    x = torch.randn(T, BATCH, FEATURES)
+    cotangent = torch.randn(T, BATCH, N)
+
+    some = checked_sequences(size)
+    actual = gradients(ours, x, only(cotangent, some))
+    actual["output"] = actual["output"][:, some]
+    wanted = expected(ours, theirs, x[:, some], cotangent[:, some])
+    error = check(name, actual.values(), [wanted[key] for key in actual], TOLERANCE)
+    del actual, wanted
+
+    def step(module: nn.Module) -> tuple[Tensor, ...]:
+        output, _ = module(x)
+        return torch.autograd.grad(output, list(module.parameters()), cotangent)
+
+    benchmark.group = "modules, forward and backward"
+    calls = {"torch.nn.RNN": lambda: step(theirs), "ours": lambda: step(ours)}
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(11 if T < 5000 else 5))
+    bar, goal = (DENSE if name == "RNN" else FACTORIZED).get(N, (None, None))
+    bench.record(
+        "modules",
+        f"torch.nn.RNN over orthokern.nn.{name}",
+        {**size, "B": BATCH, "D": FEATURES},
+        "times as long",
+        ratio(seconds["torch.nn.RNN"], seconds["ours"]),
+        bar=bar,
+        goal=goal,
+        details={
+            "us_per_step": round(1e6 * median(seconds["ours"]) / T, 3),
+            "peer_us_per_step": round(1e6 * median(seconds["torch.nn.RNN"]) / T, 3),
+            "ms": spread_ms(seconds["ours"]),
+            "peer_ms": spread_ms(seconds["torch.nn.RNN"]),
+            "error": error,
+            "tolerance": TOLERANCE,
+        },
+    )

@@ -1,0 +1,247 @@
+"""The scans: their share of torch's matrix product, and the same loop written in eager and compiled torch.
+
+tanh, K = N, inputs and cotangents at every step (so that no adjoint fades into denormal numbers, which would slow the
+other side down). W is near an orthogonal matrix, s within 5 % of 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import BATCH, Bench, Size, check, checked_sequences, factors, interleave, median, only, ratio, spread_ms
+from torch import Tensor
+
+from orthokern import functional
+from orthokern.reference import dense_scan, factored_scan
+
+SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
+QUICK = [{"N": 33, "T": 20}]
+OPS = ("factored_scan", "dense_scan")
+
+# Relative RMS of float32 results against float64; measured: at most 3e-6. See bench_accuracy.py for what it is by T.
+TOLERANCE = 2e-5
+
+# Share of SGEMM: bar and goal by op and N. Time of the eager loop over ours: bar by N, for the factored loop.
+SHARES = {"factored_scan": {128: (0.8, 0.9), 500: (0.8, 0.9), 1000: (0.8, 0.9)}}
+SHARES["dense_scan"] = {128: (0.65, 0.8), 500: (0.8, 0.9), 1000: (0.8, 0.95)}
+EAGER = {128: 4.5, 500: 2.0, 1000: 1.6}
+
+
+class Problem:
+    """Inputs of one scan: x [T, B, N], matrices (u, s, v) or (w,), h0 [B, N], cotangent [T, B, N], all float32."""
+
+    def __init__(self, op: str, N: int, T: int) -> None:
+        generator = torch.Generator().manual_seed(N + T)
+        u, s, v = factors(N, generator)
+        self.op = op
+        self.size = {"N": N, "T": T, "B": BATCH}
+        self.matrices = (u, s, v) if op == "factored_scan" else ((u * s) @ v.mT,)
+        self.x = 0.1 * torch.randn(T, BATCH, N, generator=generator)
+        self.h0 = torch.randn(BATCH, N, generator=generator)
+        self.cotangent = torch.randn(T, BATCH, N, generator=generator)
+        self.inputs = [self.x, *self.matrices]
+        for tensor in self.inputs:
+            tensor.requires_grad_()
+
+    def forward(self) -> Tensor:
+        """Ours, through the public function."""
+        scan: Callable[..., Tensor] = getattr(functional, self.op)
+        return scan(self.x, *self.matrices, self.h0, activation="tanh")
+
+    def step(self, loop: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        """Forward and backward of a function (x, *matrices, h0) -> states: the gradients of x and the matrices."""
+        return torch.autograd.grad(loop(self.x, *self.matrices, self.h0), self.inputs, self.cotangent)
+
+    @functools.cached_property
+    def error(self) -> float:
+        """The largest error of states and gradients against float64; WrongResult if it is above the tolerance."""
+        some = checked_sequences(self.size)
+        hs = self.forward()
+        grads = torch.autograd.grad(hs, self.inputs, only(self.cotangent, some))
+        double = [m.detach().double() for m in self.matrices]
+        x, h0, cotangent = (t.detach().double() for t in (self.x[:, some], self.h0[some], self.cotangent[:, some]))
+        module = factored_scan if self.op == "factored_scan" else dense_scan
+        forward, backward = getattr(module, f"{self.op}_fwd"), getattr(module, f"{self.op}_bwd")
+        hs64, _, pre = forward(x, *double, h0, None, None, None, activation="tanh")
+        grads64 = backward(cotangent, hs64, pre, x, *double, h0, None, None, None, activation="tanh")
+        ours = [hs[:, some], grads[0][:, some], *grads[1:]]
+        return check(self.op, ours, [hs64, *grads64[: len(self.inputs)]], TOLERANCE)
+
+
+def eager_factored(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h0: Tensor) -> Tensor:
+    """The recurrence as one writes it. unbind, not x[t]: indexing makes the backward quadratic in T."""
+    h, states = h0, []
+    for e in x.unbind(0):
+        h = torch.tanh(((h @ v) * s) @ u.mT + e)
+        states.append(h)
+    return torch.stack(states)
+
+
+def eager_factored_folded(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h0: Tensor) -> Tensor:
+    """The same with s folded into U before the loop, and the addition into the product: the fewest calls."""
+    h, states, us = h0, [], (u * s).mT
+    for e in x.unbind(0):
+        h = torch.tanh(torch.addmm(e, h @ v, us))
+        states.append(h)
+    return torch.stack(states)
+
+
+def eager_dense(x: Tensor, w: Tensor, h0: Tensor) -> Tensor:
+    """h_t = tanh(W h_{t-1} + e_t), the addition within the product."""
+    h, states, wt = h0, [], w.mT
+    for e in x.unbind(0):
+        h = torch.tanh(torch.addmm(e, h, wt))
+        states.append(h)
+    return torch.stack(states)
+
+
+def _factored_step(h: Tensor, e: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    return torch.tanh(((h @ v) * s) @ u.mT + e)
+
+
+@functools.cache
+def problem(op: str, N: int, T: int) -> Problem:
+    return Problem(op, N, T)
+
+
+@pytest.fixture(autouse=True)
+def _one_problem_at_a_time(request: pytest.FixtureRequest) -> Any:
+    """The inputs of T = 10020 take a gigabyte: forget them after the case."""
+    yield
+    problem.cache_clear()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.sizes(SIZES, quick=QUICK)
+def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+    """Forward and backward each, with the buffers of the last round at hand, between runs of torch's product."""
+    p = problem(op, **size)
+    error = p.error
+    B, N, T = (p.size[letter] for letter in "BNT")
+    sgemm, states = bench.sgemm, []
+
+    def forward() -> None:
+        states.append(p.forward())
+
+    def backward() -> tuple[Tensor, ...]:
+        # pop: the states are freed here, before the next round asks for memory of their size
+        return torch.autograd.grad(states.pop(), p.inputs, p.cotangent)
+
+    def product() -> None:
+        sgemm()
+
+    benchmark.group = f"{op}, backward"
+    calls: dict[str, Callable[[], Any]] = {"before 1": product, "before 2": product, "forward": forward}
+    calls |= {"between 1": product, "between 2": product, "backward": backward}
+    after = {"after 1": product, "after 2": product}
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(15 if T < 5000 else 9), after=after)
+    around = {"forward": ("before", "between"), "backward": ("between", "after")}
+    for direction, sides in around.items():
+        # The backward's flops: the scan, like the forward's, and the gradient of W, one product over all steps.
+        products = {"factored_scan": 2, "dense_scan": 1}[op] + (direction == "backward")
+        gflop = 2e-9 * products * T * B * N * N
+        beside = [min(times) for times in zip(*(seconds[f"{side} {i}"] for side in sides for i in (1, 2)), strict=True)]
+        rates = [gflop / t for t in seconds[direction]]
+        shares = [rate * t / sgemm.gflop for rate, t in zip(rates, beside, strict=True)]
+        bar, goal = SHARES[op].get(N, (None, None))
+        bench.record(
+            "scan",
+            f"{op} {direction}",
+            p.size,
+            "share of SGEMM",
+            median(shares),
+            bar=bar,
+            goal=goal,
+            details={
+                "us_per_step": round(1e6 * median(seconds[direction]) / T, 3),
+                "gflops": round(median(rates), 1),
+                "sgemm_gflops": round(sgemm.gflop / median(beside), 1),
+                "share_min": round(min(shares), 3),
+                "share_max": round(max(shares), 3),
+                "ms": spread_ms(seconds[direction]),
+                "error": error,
+                "tolerance": TOLERANCE,
+            },
+        )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.sizes(SIZES, quick=QUICK)
+def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+    """Forward and backward of the loop in eager torch over ours."""
+    p = problem(op, **size)
+    error = p.error
+    loops: dict[str, Callable[..., Tensor]]
+    if op == "factored_scan":
+        loops = {"eager loop": eager_factored, "eager loop, s folded into U": eager_factored_folded}
+    else:
+        loops = {"eager loop": eager_dense}
+    _compare(
+        benchmark, bench, p, loops, error, {"eager loop": EAGER.get(p.size["N"]) if op == "factored_scan" else None}
+    )
+
+
+@pytest.mark.sizes([{"N": N, "T": 120} for N in (128, 500, 1000)], quick=[])
+def test_compiled_step(benchmark: Any, bench: Bench, size: Size) -> None:
+    """torch.compile of one step, called in a Python loop: a compiled loop of a hundred steps takes minutes to compile.
+
+    A quick run leaves it out: it needs a C++ compiler and half a minute.
+    """
+    p = problem("factored_scan", **size)
+    error = p.error
+    torch._dynamo.reset()
+    step = torch.compile(_factored_step, fullgraph=True, dynamic=False)
+
+    def compiled_loop(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h0: Tensor) -> Tensor:
+        h, states = h0, []
+        for e in x.unbind(0):
+            h = step(h, e, u, s, v)
+            states.append(h)
+        return torch.stack(states)
+
+    try:
+        p.step(compiled_loop)
+    except Exception as failure:  # whatever the compiler of this machine says
+        pytest.skip(f"torch.compile does not work here: {type(failure).__name__}")
+    _compare(benchmark, bench, p, {"torch.compile of a step": compiled_loop}, error, {})
+
+
+def _compare(
+    benchmark: Any,
+    bench: Bench,
+    p: Problem,
+    loops: dict[str, Callable[..., Tensor]],
+    error: float,
+    bars: dict[str, float | None],
+) -> None:
+    """Time loops beside ours, forward and backward, and record the ratios. They must agree with ours first."""
+    ours = p.step(lambda *_: p.forward())
+    for name, loop in loops.items():
+        check(name, p.step(loop), ours, 2 * TOLERANCE)
+    del ours
+    T = p.size["T"]
+    calls: dict[str, Callable[[], Any]] = {name: functools.partial(p.step, loop) for name, loop in loops.items()}
+    calls["ours"] = lambda: p.step(lambda *_: p.forward())
+    benchmark.group = f"{p.op}, forward and backward"
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(9 if T < 5000 else 3))
+    for name in loops:
+        bench.record(
+            "loops",
+            f"{name} over {p.op}",
+            p.size,
+            "times as long",
+            ratio(seconds[name], seconds["ours"]),
+            bar=bars.get(name),
+            details={
+                "us_per_step": round(1e6 * median(seconds["ours"]) / T, 3),
+                "peer_us_per_step": round(1e6 * median(seconds[name]) / T, 3),
+                "ms": spread_ms(seconds["ours"]),
+                "peer_ms": spread_ms(seconds[name]),
+                "error": error,
+                "tolerance": TOLERANCE,
+            },
+        )

@@ -1,0 +1,160 @@
+"""What has to run in a process of its own, because it measures the process's memory. Prints one JSON object.
+
+python bench/child.py memory --op factored_scan --inputs tokens --T 10020 --N 128 --threads 2
+python bench/child.py copy --T 10000 --N 128 --threads 2
+
+Memory is in MB of 1e6 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import io
+import json
+import math
+import re
+import resource
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import BATCH, check, factors
+from torch import Tensor
+
+from orthokern import _native, functional
+
+FEATURES, CLASSES = 10, 9
+TOLERANCE = 1e-5
+
+
+def status(field: str) -> int | None:
+    """A field of /proc/self/status in bytes; None where the system has none."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return 1024 * int(found[1]) if found else None
+
+
+def peak() -> int:
+    """Largest resident size so far, in bytes."""
+    high = status("VmHWM")
+    if high is not None:
+        return high
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def start_again() -> int:
+    """Give back what waits, forget the peak so far if the system lets us, and return the resident size in bytes."""
+    gc.collect()
+    _native.empty_cache()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):  # not glibc
+        pass
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # then the peak is that of the imports at least; it is far below what is measured
+        pass
+    return status("VmRSS") or peak()
+
+
+def memory(op: str, inputs: str, T: int, N: int) -> dict[str, Any]:
+    """Peak of forward and backward above what was there before: parameters and the input itself."""
+    generator = torch.Generator().manual_seed(0)
+    u, s, v = factors(N, generator)
+    matrices = [u, s, v] if op == "factored_scan" else [(u * s) @ v.mT]
+    weight, readout = torch.randn(N, FEATURES, generator=generator), torch.randn(CLASSES, N, generator=generator)
+    parameters = [*matrices, weight, readout]
+    for parameter in parameters:
+        parameter.requires_grad_()
+
+    def data(T: int) -> tuple[Tensor, Tensor]:
+        if inputs == "tokens":
+            x = torch.randint(0, FEATURES, (T, BATCH), generator=generator)
+        else:
+            x = torch.randn(T, BATCH, FEATURES, generator=generator).requires_grad_()
+        return x, torch.randint(0, CLASSES, (T, BATCH), generator=generator)
+
+    def loss(x: Tensor, targets: Tensor, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Tensor:
+        *scanned, w, r = (parameter.to(dtype) for parameter in parameters)
+        scan = getattr(functional, op)
+        states = scan(x, *scanned, weight=w, activation="tanh", backend=backend)
+        return functional.linear_cross_entropy(states, r, None, targets, backend=backend)
+
+    def step(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        wanted = [*parameters, x] if x.requires_grad else parameters
+        return torch.autograd.grad(loss(x, targets), wanted)
+
+    # A short run first: it checks, starts the threads, and maps what does not grow with T.
+    small = data(8)
+    exact = torch.autograd.grad(
+        loss(small[0].double() if inputs == "features" else small[0], small[1], torch.float64, "reference"), parameters
+    )
+    error = check(op, step(*small)[: len(parameters)], exact, TOLERANCE)
+    del exact, small
+
+    batch = data(T)
+    before = start_again()
+    grads = step(*batch)
+    extra = peak() - before
+    assert all(bool(g.isfinite().all()) for g in grads)
+    states_and_adjoints = 2 * 4 * T * BATCH * N
+    from orthokern import _C  # its memory pool, which no public function shows
+
+    cached = _C.cache_bytes()
+    return {
+        "ratio": extra / states_and_adjoints,
+        "extra_mb": round(extra / 1e6, 1),
+        "states_and_adjoints_mb": round(states_and_adjoints / 1e6, 1),
+        "before_mb": round(before / 1e6, 1),
+        "pool_in_use_mb": round(cached[0] / 1e6, 1),
+        "pool_waiting_mb": round(cached[1] / 1e6, 1),
+        "error": error,
+        "tolerance": TOLERANCE,
+    }
+
+
+def copy(T: int, N: int) -> dict[str, Any]:
+    """Peak of a process that trains on the copy task for a few iterations and evaluates."""
+    from orthokern.tasks import copy as task
+    from orthokern.training import train
+    from orthokern.training.loop import LoopSettings
+    from orthokern.training.progress import Progress
+    from orthokern.training.rundir import RunFolder
+
+    settings = task.complete({**task.DEFAULTS, "T": T, "hidden": N, "iterations": 4})
+    experiment = task.CopyExperiment(settings)
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder.create(Path(folder) / "run", "copy", settings)
+        loop = LoopSettings(iterations=4, plots=True)
+        outcome = train(experiment, run, loop, progress=Progress(4, stream=io.StringIO()))
+    assert outcome.exit_code == 0 and outcome.evaluation is not None and math.isfinite(outcome.evaluation["loss"])
+    return {"peak_mb": round(peak() / 1e6, 1), "B": settings["batch"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("memory", "copy"))
+    parser.add_argument("--op", choices=("factored_scan", "dense_scan"), default="factored_scan")
+    parser.add_argument("--inputs", choices=("tokens", "features"), default="tokens")
+    parser.add_argument("--T", type=int, required=True)
+    parser.add_argument("--N", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    if given.what == "memory":
+        found = memory(given.op, given.inputs, given.T, given.N)
+    else:
+        found = copy(given.T, given.N)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""`pytest bench --benchmark-only`: options, the sizes of cases, and the tables and the results file at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tables
+import torch
+from harness import ROOT, Bench, write_results
+
+from orthokern import _native
+
+RESULTS = ROOT / "bench" / "results"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("orthokern benchmarks")
+    group.addoption(
+        "--quick",
+        action="store_true",
+        help="tiny sizes and two rounds: shows that every case runs; its numbers mean nothing and are not written",
+    )
+    group.addoption(
+        "--bench-results",
+        metavar="DIR",
+        type=Path,
+        help="write the results file to DIR (default bench/results; a quick run writes only when this is given)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "sizes(full, quick): values of the case's argument `size`, by kind of run")
+    config.stash[_BENCH] = Bench(config.getoption("quick"))
+
+
+_BENCH = pytest.StashKey[Bench]()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("sizes")
+    if mark is not None:
+        sizes = mark.kwargs["quick"] if metafunc.config.getoption("quick") else mark.args[0]
+        ids = ["-".join(f"{letter}{value}" for letter, value in size.items()) for size in sizes]
+        metafunc.parametrize("size", sizes, ids=ids)
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """The session's Bench. Cases that need it measure native kernels: without them there is nothing to measure."""
+    if not _native.AVAILABLE:
+        pytest.skip(_native.REASON)
+    torch.manual_seed(0)
+    yield request.config.stash[_BENCH]
+    _native.empty_cache()
+
+
+@pytest.fixture
+def quick(request: pytest.FixtureRequest) -> bool:
+    """Whether this is a quick run, for cases that use nothing else of the session."""
+    return bool(request.config.getoption("quick"))
+
+
+def _timings(config: pytest.Config) -> list[dict[str, Any]]:
+    """pytest-benchmark's statistics of every case, in ms: the only record of cases that add no rows of their own."""
+    session = getattr(config, "_benchmarksession", None)
+    found = []
+    for case in getattr(session, "benchmarks", []):
+        if case.has_error or not case.stats:
+            continue
+        found.append(
+            {
+                "name": case.fullname,
+                "group": case.group,
+                "ms": {key: round(1e3 * getattr(case.stats, key), 6) for key in ("median", "min", "max")},
+                "rounds": case.stats.rounds,
+                "extra_info": case.extra_info,
+            }
+        )
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Print every table, Table 5 last, and write the results file."""
+    bench = config.stash.get(_BENCH, None)
+    if bench is None:
+        return
+    timings = _timings(config)
+    if not bench.rows and not timings:
+        return
+    write = terminalreporter.write_line
+    folder = config.getoption("bench_results") or (None if bench.quick else RESULTS)
+    if config.getoption("benchmark_disable"):  # every case ran once, to see that it runs
+        folder = None
+    path = None
+    if folder is not None:
+        arguments = " ".join(argument for argument in sys.argv[1:] if not Path(argument).is_absolute())
+        path = write_results(folder, bench.rows, timings, f"pytest {arguments}".strip())
+        plot = tables.plot_scaling(tables.load(path), path.with_name(f"{path.stem}-scaling.png"))
+    results = {"rows": bench.rows, "timings": timings}
+    for title, text in tables.text_tables(results):
+        terminalreporter.section(title)
+        for line in text.splitlines():
+            write(line)
+    failed = [report.nodeid for report in terminalreporter.stats.get("failed", [])]
+    if failed:
+        write("")
+        write("No number for these, their check or their run failed: " + ", ".join(failed), red=True)
+    write("")
+    if path is None:
+        write("a quick or disabled run: these numbers mean nothing, no results file written")
+    else:
+        write(f"results: {_shown(path)}" + (f", plot: {_shown(plot)}" if plot else ""))
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

@@ -1,0 +1,115 @@
+"""The benchmarks run: every case once on tiny sizes, with its check; and the README's numbers are those of its file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from orthokern import _native
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = ROOT / "bench" / "tables.py"
+
+pytestmark = pytest.mark.skipif(not TABLES.exists(), reason="not a source tree with benchmarks")
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    # One thread: on a machine that is busy with other tests, two that wait for each other take many times as long.
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of a quick run of everything."""
+    if not _native.AVAILABLE:
+        pytest.skip(_native.REASON)
+    pytest.importorskip("pytest_benchmark")
+    folder = tmp_path_factory.mktemp("results")
+    command = ["-m", "pytest", "bench", "--benchmark-only", "--quick", "-p", "no:cacheprovider", "-q"]
+    done = run(*command, "--bench-results", str(folder))
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "Table 5" in done.stdout
+    (found,) = folder.glob("*.json")
+    return found
+
+
+def test_a_quick_run_reports_every_table(results: Path) -> None:
+    text = results.read_text()
+    found = json.loads(text)
+    tables = {row["table"] for row in found["rows"]}
+    expected = {"scan", "loops", "modules", "table5", "copy", "memory", "accuracy", "scaling", "activations", "readout"}
+    assert expected <= tables
+    assert all(row["reached"] is None and row["bar"] is None for row in found["rows"]), "tiny sizes have no bars"
+    assert set(found["conditions"]) >= {"machine", "versions", "commit", "threads", "source"}
+    assert str(ROOT) not in text and f'"{platform.node()}"' not in text, "the file is published"
+    assert results.with_name(f"{results.stem}-scaling.png").stat().st_size > 0
+
+
+def test_tables_fill_a_readme_and_notice_a_changed_one(results: Path, tmp_path: Path) -> None:
+    shutil.copy(results, tmp_path / "numbers.json")
+    readme = tmp_path / "README.md"
+    sections = ("speed", "table5", "accuracy")
+    readme.write_text("before\n" + "".join(f"<!-- bench:{s} -->\n<!-- /bench:{s} -->\nbetween\n" for s in sections))
+    assert run(str(TABLES), "--readme", str(readme), "--check").returncode == 1, "it names no file yet"
+    assert run(str(TABLES), str(tmp_path / "numbers.json"), "--readme", str(readme)).returncode == 0
+    filled = readme.read_text()
+    assert filled.startswith("before\n") and filled.count("between\n") == 3
+    assert "numbers.json" in filled and "| factored_scan forward |" in filled and "geodesic" in filled
+    assert run(str(TABLES), str(tmp_path / "numbers.json"), "--readme", str(readme)).returncode == 0
+    assert readme.read_text() == filled, "writing twice changes nothing"
+    assert run(str(TABLES), "--readme", str(readme), "--check").returncode == 0
+    readme.write_text(filled.replace("| factored_scan forward | ", "| factored_scan forward | 1", 1))
+    changed = run(str(TABLES), "--readme", str(readme), "--check")
+    assert changed.returncode == 1 and changed.stderr.startswith("error: README.md does not agree")
+
+
+def test_results_of_one_state_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    harness = importlib.import_module("harness")
+    bench = harness.Bench(quick=False)
+    for case, value in (("a", 1.0), ("b", 2.0)):
+        bench.record("scan", case, {"N": 3}, "share", value, bar=1.5, goal=1.8)
+    assert [row["reached"] for row in bench.rows] == ["no", "goal"]
+    path = harness.write_results(tmp_path, bench.rows, [], "pytest bench")
+    again = harness.Bench(quick=False)
+    again.record("scan", "a", {"N": 3}, "share", 1.6, bar=1.5, goal=1.8)
+    assert harness.write_results(tmp_path, again.rows, [], "pytest bench -k a") == path
+    rows = {row["case"]: (row["value"], row["reached"]) for row in json.loads(path.read_text())["rows"]}
+    assert rows == {"b": (2.0, "goal"), "a": (1.6, "bar")}, "measured again, replaced; the other one stays"
+
+    monkeypatch.setattr(harness, "source_digest", lambda: "other sources")
+    other = harness.write_results(tmp_path, again.rows, [], "pytest bench")
+    assert (
+        other != path
+        and len(json.loads(other.read_text())["rows"]) == 1
+        and len(json.loads(path.read_text())["rows"]) == 2
+    )
+
+
+def test_a_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    harness = importlib.import_module("harness")
+    right = torch.ones(4, dtype=torch.float64)
+    assert harness.check("sum", [right.float() * (1 + 1e-6)], [right], 1e-5) < 1e-5
+    for wrong in (right * 1.1, right * float("nan")):
+        with pytest.raises(harness.WrongResult, match="sum: result 0"):
+            harness.check("sum", [wrong], [right], 1e-5)
+
+
+def test_the_readme_agrees_with_its_results_file() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists() or "generated by: python bench/tables.py" not in readme.read_text():
+        pytest.skip("the README has no generated tables")
+    checked = run(str(TABLES), "--check")
+    assert checked.returncode == 0, checked.stderr
