@@ -1,0 +1,127 @@
+"""The copy task of Hochreiter & Schmidhuber (1997): remember ten symbols for T steps, then say them again.
+
+    step      0 ......... K-1 | K ............... | ........... L-1    K symbols to recall, L = T + 2 K steps
+    arjovsky  a a a a a a a a | - - - ... - - - # | - - - - - - - -    T-1 blanks, the marker, K blanks
+    exprnn    a a a a a a a a | - - - ... - - - - | # - - - - - - -    T blanks, the marker, K-1 blanks
+    target    - - - - - - - - | - - - ... - - - - | a a a a a a a a    blank until the last K steps
+
+The layouts differ in one step: whether the first recalled symbol is due at the step after the marker (Arjovsky et al.
+2015, Vorontsov et al. 2017 section 3) or at the step of the marker (expRNN and geotorch).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from orthokern.errors import InputError, unknown_name
+
+LAYOUTS = ("arjovsky", "exprnn")
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+class CopyTask:
+    """Generator of the copy task.
+
+    Token ids: 0 is the blank, 1 ... `symbols` are the symbols, `symbols + 1` is the marker. Target classes: 0 is the
+    blank, 1 ... `symbols` the symbols.
+
+    Args:
+        T: number of steps over which the symbols are remembered, at least 1.
+        symbols: number of different symbols, at least 1 (8 in all papers that report the task).
+        recall: number of symbols to remember, K, at least 1 (10 in all papers).
+        layout: "arjovsky" or "exprnn", see the module's picture.
+
+    Attributes:
+        length: number of time steps of a sequence, T + 2 K.
+        num_ids: number of token ids, symbols + 2: the `input_size` of a module that is fed token ids.
+        num_classes: number of target classes, symbols + 1.
+        baseline: cross-entropy in nats per step of the best guess without memory, K ln(symbols) / (T + 2 K).
+
+    Raises:
+        InputError: a size below 1 or an unknown layout.
+    """
+
+    def __init__(self, T: int, symbols: int = 8, recall: int = 10, layout: str = "arjovsky") -> None:
+        self.T = _at_least_one("T", T)
+        self.symbols = _at_least_one("symbols", symbols)
+        self.recall = _at_least_one("recall", recall)
+        if layout not in LAYOUTS:
+            raise unknown_name("layout", layout, LAYOUTS)
+        self.layout = layout
+        self.length = T + 2 * recall
+        self.num_ids = symbols + 2
+        self.num_classes = symbols + 1
+        self.marker = symbols + 1
+        self.marker_step = recall + T - 1 if layout == "arjovsky" else recall + T
+        self.baseline = recall * math.log(symbols) / self.length
+
+    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens and targets with blanks and the marker in place and no symbols yet, for `fill`.
+
+        Args:
+            batch: number of sequences B, at least 1.
+            device: where the tensors live.
+
+        Returns:
+            tokens, targets: [T + 2 K, B] int64 each.
+
+        Raises:
+            InputError: batch below 1.
+        """
+        _at_least_one("batch", batch)
+        tokens = torch.zeros(self.length, batch, dtype=torch.int64, device=device)
+        tokens[self.marker_step] = self.marker
+        return tokens, torch.zeros_like(tokens)
+
+    def fill(self, tokens: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+        """Puts fresh symbols into tensors from `buffers`, in place.
+
+        All but 2 K of the T + 2 K rows are the same in every batch, so that a batch of 10 000 steps costs no more than
+        one of 10.
+
+        Args:
+            tokens, targets: [T + 2 K, B] int64, from `buffers` of this task; only the first K rows of `tokens` and the
+                last K rows of `targets` are written.
+            generator: source of randomness, on the CPU whatever the device, so that a seed means the same data
+                everywhere; torch's default generator if None.
+        """
+        drawn = torch.randint(1, self.symbols + 1, (self.recall, tokens.shape[1]), generator=generator)
+        tokens[: self.recall] = drawn
+        targets[-self.recall :] = drawn
+
+    def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """A fresh batch.
+
+        Args:
+            batch: number of sequences B, at least 1.
+            generator: as in `fill`.
+
+        Returns:
+            tokens, targets: [T + 2 K, B] int64 each, on the CPU.
+
+        Raises:
+            InputError: batch below 1.
+        """
+        tokens, targets = self.buffers(batch)
+        self.fill(tokens, targets, generator)
+        return tokens, targets
+
+    def scalar(self, tokens: Tensor, marker: float = -1.0) -> Tensor:
+        """Tokens coded as one number per step: the symbol's value, 0 for the blank and `marker` for the marker.
+
+        Args:
+            tokens: [T + 2 K, B] int64.
+            marker: the marker's value: -1 in the code that Vorontsov et al. released, `symbols + 1` in most other code.
+
+        Returns:
+            [T + 2 K, B, 1] float32, on the device of `tokens`.
+        """
+        values = tokens.to(torch.float32)
+        values[self.marker_step] = marker
+        return values.unsqueeze(-1)

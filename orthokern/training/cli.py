@@ -1,0 +1,295 @@
+"""What the command lines of all tasks share: one-line errors, settings and presets, resuming, exit codes."""
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from orthokern.dispatch import BACKENDS
+from orthokern.errors import BackendUnavailable, CheckpointError, InputError, nearest, unknown_name
+from orthokern.training.checkpoint import seed_all
+from orthokern.training.loop import FREE_SETTINGS, LoopSettings, train
+from orthokern.training.rundir import RunFolder
+from orthokern.training.task import Task
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+Settings = dict[str, Any]
+
+
+# ---- values of options -----------------------------------------------------------------------------------------------
+
+
+def integer(minimum: int) -> Callable[[str], int]:
+    """An argparse type: an integer of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {minimum}")
+        return value
+
+    return parse
+
+
+def real(
+    minimum: float = -math.inf, *, exclusive: bool = False, maximum: float = math.inf, none: bool = False
+) -> Callable[[str], float | None]:
+    """An argparse type: a finite number in a range; with `none`, also the word none."""
+    at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
+    accepted = (
+        "a number"
+        + at_least
+        + (f" and at most {maximum:g}" if maximum < math.inf else "")
+        + (" or none" if none else "")
+    )
+
+    def parse(text: str) -> float | None:
+        if none and text.lower() == "none":
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < minimum or value > maximum or (exclusive and value == minimum):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {accepted}")
+        return value
+
+    return parse
+
+
+def one_of(argument: str, choices: Iterable[str]) -> Callable[[str], str]:
+    """An argparse type: one of some names; an unknown one is told the nearest."""
+    names = tuple(choices)
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(str(unknown_name(argument, text, names)))
+        return text
+
+    return parse
+
+
+def device(text: str) -> str:
+    """An argparse type: a torch device that this machine has."""
+    try:
+        chosen = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; accepted: cpu, cuda, cuda:0, ...") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r}: this project runs on cpu and cuda devices")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{text!r}: torch finds no CUDA device here")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"{text!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    return text
+
+
+# ---- the parser ------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are InputErrors of one line, and which knows what an unknown option may have
+    meant.
+
+    Options have no default: the settings that a run resumes and the presets come between what a user gave and the
+    defaults.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            **keywords,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(" ".join(re.sub(r"^argument ", "", message).split()))
+
+    def parse(self, arguments: list[str] | None) -> Settings:
+        """The options that were given, by name.
+
+        Raises:
+            InputError: an unknown option or a value that isn't accepted.
+        """
+        known, unknown = self.parse_known_args(arguments)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            name = unknown[0].split("=")[0]
+            guess = nearest(name, options) if name.startswith("-") else None
+            raise InputError(
+                f"unknown {'option' if name.startswith('-') else 'argument'} {name}"
+                + (f": did you mean {guess}?" if guess else "; see --help")
+            )
+        return vars(known)
+
+
+def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
+    """Adds the options that every task has. Their names in the settings are those of the options with underscores."""
+    group = parser.add_argument_group("the run")
+    group.add_argument(
+        "--iterations",
+        type=integer(1),
+        metavar="N",
+        help=f"stop after N iterations, solved or not (default {defaults['iterations']})",
+    )
+    group.add_argument(
+        "--seed", type=integer(0), metavar="N", help="seed of the model, the data and the held-out data (default 0)"
+    )
+    group.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default cpu)")
+    group.add_argument(
+        "--backend",
+        type=one_of("backend", ("auto", *BACKENDS)),
+        metavar="NAME",
+        help=f"auto, {', '.join(BACKENDS)} (default auto)",
+    )
+    group.add_argument(
+        "--threads", type=integer(1), metavar="N", help="CPU threads (default: as many as torch chooses)"
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")
+    group.add_argument(
+        "--resume", type=Path, nargs="?", const=None, metavar="DIR",
+        help="go on with the run in DIR (or in --out), with its settings, exactly as if it had never stopped",
+    )  # fmt: skip
+    group.add_argument(
+        "--checkpoint-every",
+        type=integer(1),
+        metavar="N",
+        help=f"iterations between checkpoints (default {defaults['checkpoint_every']})",
+    )
+    group.add_argument(
+        "--diagnose-every", type=integer(0), metavar="N",
+        help=f"iterations between looks at spectrum and gradient, 0 for none (default {defaults['diagnose_every']})",
+    )  # fmt: skip
+    group.add_argument("--no-plots", dest="plots", action="store_false", help="draw no plots at the end")
+
+
+RUN_DEFAULTS: Settings = {
+    "seed": 0,
+    "device": "cpu",
+    "backend": "auto",
+    "threads": None,
+    "checkpoint_every": 50,
+    "diagnose_every": 10,
+    "plots": True,
+}
+
+
+def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings], stored: Settings | None) -> Settings:
+    """All settings of a run, from the strongest source to the weakest: the command line, the run to resume, the preset,
+    the defaults.
+
+    Args:
+        given: what the command line says; keys as in `defaults`.
+        defaults: every setting.
+        presets: by name; `given` or `stored` may choose one under the key "preset".
+        stored: settings of the run to resume, or None for a new run.
+
+    Raises:
+        CheckpointError: the command line differs from the run to resume in a setting that a resumed run can't change.
+    """
+    if stored is not None:
+        for key in sorted(given):
+            if key not in FREE_SETTINGS and key in stored and given[key] != stored[key]:
+                option = "--" + key.replace("_", "-")
+                raise CheckpointError(
+                    f"{option} {given[key]}: the run to resume has {option} {stored[key]}; "
+                    "leave the option out, or start a new run"
+                )
+        return {**defaults, **stored, **given}
+    return {**defaults, **presets.get(given.get("preset") or "", {}), **given}
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def run(
+    name: str,
+    parser: Parser,
+    defaults: Settings,
+    presets: Mapping[str, Settings],
+    complete: Callable[[Settings], Settings],
+    build: Callable[[Settings], Task],
+    arguments: list[str] | None = None,
+) -> int:
+    """The main function of a task's command line.
+
+    Args:
+        name: the task's name.
+        parser: with the task's options and those of `add_run_options`.
+        defaults: every setting of the task, RUN_DEFAULTS included.
+        presets: settings by preset name.
+        complete: fills in the settings that depend on others, and checks those that only make sense together.
+        build: makes the task from complete settings; the global random generators are seeded by then.
+        arguments: the command line; by default the process's.
+
+    Returns:
+        The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143
+            interrupted.
+    """
+    started = time.perf_counter()
+    try:
+        return _run(name, parser.parse(arguments), defaults, presets, complete, build, started)
+    except (InputError, BackendUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
+        print("stopped at once, nothing saved since the last checkpoint", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(
+    name: str,
+    given: Settings,
+    defaults: Settings,
+    presets: Mapping[str, Settings],
+    complete: Callable[[Settings], Settings],
+    build: Callable[[Settings], Task],
+    started: float,
+) -> int:
+    resume = "resume" in given
+    out, folder = given.pop("out", None), given.pop("resume", None)
+    if folder is not None and out is not None and out != folder:
+        raise InputError(f"--resume {folder} and --out {out}: a run goes on in its own folder; give one of the two")
+    folder = folder or out
+    stored = None
+    run_folder = None
+    if resume:
+        if folder is None:
+            raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
+        run_folder = RunFolder.open(folder, name)
+        stored = run_folder.config["settings"]
+    settings = complete(resolve(given, defaults, presets, stored))
+    if settings["threads"] is not None:
+        torch.set_num_threads(settings["threads"])
+    settings["threads"] = torch.get_num_threads()
+    # Numbers below 1e-38 mean nothing here and cost a CPU a hundred cycles each: in long runs the softmax's vanishing
+    # probabilities and the gradients they make would be full of them.
+    torch.set_flush_denormal(True)
+    seed_all(settings["seed"])
+    task = build(settings)
+    if run_folder is None:
+        run_folder = RunFolder.create(folder, name, settings)
+    else:
+        run_folder.config["settings"] = settings
+    loop = LoopSettings(
+        settings["iterations"], settings["checkpoint_every"], settings["diagnose_every"], settings["plots"]
+    )
+    print(f"{'resuming in' if resume else 'run folder'} {run_folder.path}", flush=True)
+    try:
+        outcome = train(task, run_folder, loop, resume=resume, started=started)
+    except OSError as error:
+        raise InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}") from None
+    print(outcome.message, file=sys.stderr if outcome.exit_code else sys.stdout, flush=True)
+    return outcome.exit_code

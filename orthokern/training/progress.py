@@ -1,0 +1,71 @@
+"""What a user sees while a run goes on: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+import shutil
+import sys
+import time
+from typing import TextIO
+
+
+class Progress:
+    """Shows how far a run is.
+
+    Args:
+        total: number of iterations of the whole run.
+        stream: where to write; standard output by default.
+        every: seconds between plain lines when the stream is no terminal.
+    """
+
+    REDRAW = 0.1  # seconds between two drawings of the bar: faster is unreadable, and writing to a terminal is not free
+
+    def __init__(self, total: int, stream: TextIO | None = None, every: float = 5.0) -> None:
+        self.total = total
+        self.stream = stream if stream is not None else sys.stdout
+        self.every = every
+        self.bar = self.stream.isatty()
+        self._next = 0.0
+        self._drawn = False
+
+    def update(self, iteration: int, text: str, *, force: bool = False) -> None:
+        """Shows `text` for `iteration` if the last time was long enough ago.
+
+        Args:
+            iteration: number of iterations done.
+            text: numbers to show, one line.
+            force: show it in any case.
+        """
+        now = time.monotonic()
+        if now < self._next and not force:
+            return
+        self._next = now + (self.REDRAW if self.bar else self.every)
+        if self.bar:
+            columns = shutil.get_terminal_size().columns
+            filled = round(20 * iteration / max(self.total, 1))
+            line = f"{iteration:>{len(str(self.total))}}/{self.total} |{'#' * filled}{' ' * (20 - filled)}| {text}"
+            self._write("\r" + line[: columns - 1].ljust(columns - 1))
+            self._drawn = True
+        else:
+            self._write(f"iteration {iteration}/{self.total}: {text}\n")
+
+    def line(self, text: str) -> None:
+        """Writes a message on a line of its own, above the bar."""
+        self._clear()
+        self._write(text + "\n")
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and begins a new line."""
+        if self._drawn:
+            self._write("\n")
+            self._drawn = False
+
+    def _clear(self) -> None:
+        if self._drawn:
+            self._write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
+            self._drawn = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (OSError, ValueError):
+            # A closed pipe, a full disk under the log, or a terminal's odd encoding must not end the training.
+            pass

@@ -1,0 +1,128 @@
+"""A run's folder: config.json, metrics.jsonl, checkpoint.pt, best.pt and plots."""
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from orthokern._version import __version__
+from orthokern.errors import CheckpointError, InputError
+from orthokern.training.checkpoint import write_atomically
+
+
+class RunFolder:
+    """Paths of one run. Make it by `create` or `open`.
+
+    Attributes:
+        path: the folder.
+        config: what config.json holds: task, settings, versions, device, seed, threads.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        self.config = config
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last state: what a resumed run continues from."""
+        return self.path / "checkpoint.pt"
+
+    @property
+    def best(self) -> Path:
+        """The state with the best evaluation so far."""
+        return self.path / "best.pt"
+
+    @classmethod
+    def create(cls, path: Path | None, task: str, settings: dict[str, Any]) -> "RunFolder":
+        """Makes a new folder and writes config.json.
+
+        Args:
+            path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` under the working directory.
+            task: the task's name.
+            settings: everything that the run depends on, as JSON values.
+
+        Raises:
+            InputError: the folder is in use, can't be made, or can't be written.
+        """
+        what = "the run folder" if path is None else f"--out {path}: the folder"
+        if path is None:
+            path = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+            original, copy = path, 1
+            while path.exists():  # two runs within a second
+                copy += 1
+                path = original.with_name(f"{original.name}-{copy}")
+        config = {
+            "task": task,
+            "settings": settings,
+            "device": settings.get("device"),
+            "seed": settings.get("seed"),
+            "threads": settings.get("threads"),
+            "versions": _versions(),
+            "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        try:
+            if path.is_dir() and any(path.iterdir()):
+                raise InputError(
+                    f"{what} is in use (not empty); give another one, or --resume to continue the run in it"
+                )
+            path.mkdir(parents=True, exist_ok=True)
+            write_atomically(path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+        except OSError as error:
+            raise InputError(f"{what} cannot be written: {path}: {error.strerror or error}") from None
+        return cls(path, config)
+
+    @classmethod
+    def open(cls, path: Path, task: str) -> "RunFolder":
+        """Opens the folder of an earlier run, to resume it.
+
+        Raises:
+            CheckpointError: no run in this folder, or one of another task.
+            InputError: the folder can't be written.
+        """
+        file = path / "config.json"
+        try:
+            config = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            raise CheckpointError(f"nothing to resume in {path}: no config.json there") from None
+        except OSError as error:
+            raise CheckpointError(f"nothing to resume in {path}: {error.strerror or error}") from None
+        except ValueError:
+            raise CheckpointError(f"{file} is damaged: not JSON") from None
+        if not isinstance(config, dict) or not isinstance(config.get("settings"), dict) or "task" not in config:
+            raise CheckpointError(f"{file} is not the configuration of an orthokern run")
+        if config["task"] != task:
+            raise CheckpointError(f"{path} holds a run of the task {config['task']!r}, not of {task!r}")
+        if not os.access(path, os.W_OK):
+            raise InputError(f"cannot write the run folder {path}: permission denied")
+        return cls(path, config)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "orthokern": __version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,94 @@
+"""What an experiment tells the training loop."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Task(ABC):
+    """One experiment: a model, its optimizer, its data, and when it is done.
+
+    The loop (`orthokern.training.train`) owns the order of things, the files and the signals; a task owns the
+    arithmetic. Subclasses set the attributes below in their constructor.
+
+    Attributes:
+        name: the task's name: part of the run folder's name, and written into checkpoints.
+        model: every parameter that is trained or must be in a checkpoint.
+        optimizer: one optimizer for all of them (`orthokern.optim.CombinedOptimizer` joins several).
+        scheduler: learning-rate schedule stepped once an iteration, or None.
+        baseline: loss of the best guess without memory, shown beside the loss; None if the task has none.
+        time_steps: time steps per sequence, for "µs per time step".
+        device: where the model lives.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    baseline: float | None = None
+    time_steps: int
+    device: torch.device
+
+    @abstractmethod
+    def next_batch(self) -> Any:
+        """The next training batch. It may be the same tensors with new content: the loop keeps no batch beyond its
+        iteration."""
+
+    @abstractmethod
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The batch's loss (0-dim, to be minimised) and other numbers worth a record (0-dim tensors, detached): fetched
+        together, so that an iteration waits for the device once."""
+
+    def clip_gradients(self) -> None:
+        """Called between backward and the optimizer's step. Default: nothing."""
+        return None
+
+    @abstractmethod
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        """Whether to evaluate after this iteration; `metrics` are this iteration's numbers. The loop also evaluates
+        after the last one."""
+
+    @abstractmethod
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """Forward-only evaluation on held-out data; the loop has switched the model to eval mode and gradients off.
+
+        What is drawn at random must depend on the seed and `iteration` alone, so that an evaluation more or less
+        changes nothing else.
+        """
+
+    @abstractmethod
+    def score(self, evaluation: dict[str, float]) -> float:
+        """The evaluation as one number, higher is better: the best one so far is kept as best.pt."""
+
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        """Whether the run may end here. Default: never."""
+        return False
+
+    def diagnose(self) -> dict[str, Any]:
+        """Numbers on the model's state for the record, taken every few iterations: must cost little. Default: none."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data and the state of the task's own generators: with it, `next_batch` and `evaluate` go on
+        as if never stopped. Types that a checkpoint may hold only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        return None
+
+    def progress_text(self, metrics: dict[str, Any]) -> str:
+        """One line of numbers for the bar."""
+        beside = f" (baseline {self.baseline:.4g})" if self.baseline is not None else ""
+        return f"loss {metrics['loss']:.4g}{beside}"
+
+    @abstractmethod
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        """The run's last line."""
+
+    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
+        """Draws the run's plots from its records; returns the files. Default: none."""
+        return []

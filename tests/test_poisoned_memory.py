@@ -1,0 +1,50 @@
+"""The guard against unwritten outputs (poison.py) works, and only where it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+ALLOCATIONS = [
+    "torch.empty(3)",
+    "torch.empty_like(x)",
+    "torch.empty_strided((3,), (1,))",
+    "x.new_empty(3)",
+]
+
+
+def evaluate(expression: str, module: str) -> Any:
+    """Run an expression as a function of the named module would."""
+    names = {"__name__": module, "torch": torch, "x": torch.zeros(3)}
+    exec(f"def function():\n    return {expression}", names)
+    return names["function"]()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("expression", ALLOCATIONS)
+def test_memory_of_orthokern_is_poisoned(expression: str) -> None:
+    assert evaluate(expression, "orthokern.ops.factored_scan").isnan().all()
+    assert evaluate("torch.empty(3, dtype=torch.int64)", "orthokern._native").tolist() == [-(2**63)] * 3
+
+
+def test_memory_of_others_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = []
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: filled.append(value))
+    for expression in ALLOCATIONS:
+        evaluate(expression, "orthokern_user")
+    assert filled == []
+    evaluate(ALLOCATIONS[0], "orthokern")
+    assert len(filled) == 1
+
+
+def test_memory_without_contents_is_left_alone() -> None:
+    assert evaluate("torch.empty(3, device='meta')", "orthokern.nn.rnn").device.type == "meta"
+    assert evaluate("torch.empty(3, dtype=torch.bool)", "orthokern.nn.rnn").dtype == torch.bool
+
+
+def test_a_compiler_sees_plain_allocations() -> None:
+    names = {"__name__": "orthokern.nn.rnn", "torch": torch}
+    exec("def function(x):\n    return torch.empty_like(x).copy_(x) + x.new_empty(3).zero_()", names)
+    compiled = torch.compile(names["function"], backend="eager", fullgraph=True)  # type: ignore[call-overload]
+    torch.testing.assert_close(compiled(torch.ones(3)), torch.ones(3))

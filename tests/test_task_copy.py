@@ -1,0 +1,322 @@
+"""`python -m orthokern.tasks.copy`: it learns, resumes after any kill to the same bits, refuses bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from orthokern.tasks import copy
+from orthokern.training import load_checkpoint, read_metrics
+from orthokern.training.metrics import TIMING_FIELDS
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-plots"]
+
+
+@pytest.fixture(autouse=True)
+def keep_denormals() -> Iterator[None]:
+    """A run flushes denormal numbers in the whole process; other tests want them as they were."""
+    yield
+    torch.set_flush_denormal(False)
+
+
+def run(*arguments: object) -> int:
+    return copy.main([str(argument) for argument in arguments])
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "seconds")
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (a != a and b != b)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """T = 10: solved in about sixty iterations, with everything that a run leaves behind."""
+    folder = tmp_path / "run"
+    code = run("--T", 10, "--hidden", 96, "--iterations", 300, "--threads", 1, "--goal", 99, "--out", folder)
+    assert code == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    match = re.fullmatch(
+        r"solved: recall accuracy ([\d.]+) % on 200 fresh sequences \(goal 99 %\), iteration (\d+), ([\d.]+) s", last
+    )
+    assert match and float(match[1]) >= 99.0
+    metrics = records(folder)
+    assert len(metrics) == int(match[2]) < 300
+    baseline = 10 * torch.log(torch.tensor(8.0)).item() / 30
+    assert metrics[-1]["loss"] < 0.5 * baseline
+    assert metrics[-1]["held_out_accuracy"] >= 0.99 and metrics[-1]["held_out_sequences"] == 200
+    names = {
+        "config.json",
+        "metrics.jsonl",
+        "checkpoint.pt",
+        "best.pt",
+        "learning.png",
+        "spectrum.png",
+        "gradients.png",
+    }
+    assert {p.name for p in folder.iterdir()} == names
+    for name in ("learning.png", "spectrum.png", "gradients.png"):
+        content = (folder / name).read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) > 10_000
+    looked = [r for r in metrics if "spectrum" in r]
+    assert [r["iteration"] for r in looked] == list(range(1, len(metrics) + 1, 10))
+    assert all(0.999 <= r["spectrum"]["min"] <= r["spectrum"]["max"] <= 1.001 for r in looked)
+    assert all(r["orthogonality_error"] < 1e-5 for r in looked)
+    assert len(looked[-1]["grad_norm_through_time"]) == 30
+    assert json.loads((folder / "config.json").read_text())["settings"]["geodesic_lr"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--input", "scalar", "--layout", "exprnn"],
+        ["--input", "scalar", "--marker", "9"],
+        ["--nonlinearity", "tanh", "--margin", "0"],
+        ["--nonlinearity", "oplu", "--margin", "none", "--init", "henaff"],
+        ["--nonlinearity", "prelu", "--rank", "7"],
+        ["--nonlinearity", "modrelu", "--apply", "composed", "--init", "cayley"],
+        ["--margin", "none", "--init", "glorot", "--start", "random"],
+        ["--preset", "paper", "--clip", "1", "--basis-clip", "none"],
+        ["--backend", "reference"],
+    ],
+    ids=" ".join,
+)
+def test_options(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--iterations", 4, "--out", tmp_path / "run", *options) == 0
+    metrics = records(tmp_path / "run")
+    assert len(metrics) == 4 and all(r["loss"] > 0 for r in metrics)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not solved: recall accuracy")
+
+
+def test_seeds_and_streams(tmp_path: Path) -> None:
+    """The same seed gives the same run, another seed another; evaluating more often changes nothing else."""
+    for name, options in {"a": [], "b": [], "c": ["--seed", 1], "d": ["--eval-every", 3]}.items():
+        assert run(*SMALL, "--iterations", 12, "--out", tmp_path / name, *options) == 0
+    a, b, c, d = (records(tmp_path / name) for name in "abcd")
+    assert a == b
+    assert a[0]["loss"] == c[0]["loss"]  # nothing but the blank's bias speaks yet
+    assert all(x["loss"] != y["loss"] for x, y in zip(a[1:], c[1:], strict=True))
+    assert [r["loss"] for r in a] == [r["loss"] for r in d]
+    assert [r["iteration"] for r in d if "held_out_loss" in r] == [3, 6, 9, 12]
+
+
+def test_rates_decay_and_follow_T(tmp_path: Path) -> None:
+    assert run(*SMALL, "--iterations", 100, "--margin", "0.1", "--out", tmp_path / "run") == 0
+    groups = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["optimizer"]["param_groups"]
+    rates = {group["role"]: group["lr"] for group in groups}
+    decay = 1 / 1.5
+    assert rates == pytest.approx(
+        {"geodesic": 1e-4 * decay, "readout": 2e-2 * decay, "input": 1e-3 * decay, "spectrum": 5e-3 * decay}
+    )
+    rule = {T: copy.complete({**copy.DEFAULTS, "T": T})["geodesic_lr"] for T in (10_000, 1000, 200)}
+    assert rule == pytest.approx({10_000: 1e-6, 1000: 1e-5, 200: 5e-5})
+
+
+def test_the_start_is_silent(tmp_path: Path) -> None:
+    """Blanks leave the state at zero; only the bias of the blank speaks before anything is learned."""
+    settings = copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16})
+    model = copy.CopyExperiment(settings).model
+    assert (model(torch.zeros(7, 2, dtype=torch.int64)) == 0).all()
+    assert model.readout(torch.zeros(16)).tolist() == pytest.approx([math.log(15 / (10 / 8))] + [0.0] * 8)
+
+
+def test_the_paper_preset(tmp_path: Path) -> None:
+    assert run(*SMALL, "--preset", "paper", "--iterations", 1, "--lr", "3e-4", "--out", tmp_path / "run") == 0
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    assert (settings["geodesic_lr"], settings["input_lr"], settings["clip"]) == (1e-6, 1e-4, 100.0)
+    assert settings["lr"] == 3e-4  # the command line is stronger
+    assert copy.complete({**copy.DEFAULTS, **copy.PRESETS["paper"], "T": 10_000})["margin"] == 0.001
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+
+def start(folder: Path, *options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "orthokern.tasks.copy", *SMALL, "--out", folder, *options]
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_iterations(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(read_metrics(folder / "metrics.jsonl")) < count:
+        assert process.poll() is None, f"ended with {process.returncode}: {process.stderr.read()}"  # type: ignore[union-attr]
+        assert time.monotonic() < deadline, "no progress within a minute"
+        time.sleep(0.002)
+
+
+OFTEN = ["--checkpoint-every", 7, "--eval-every", 5, "--diagnose-every", 4, "--goal", 100, "--iterations", 200]
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("copy") / "whole"
+    assert run(*SMALL, *OFTEN, "--out", folder) == 0
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_killed_runs_resume_to_the_same_bits(
+    number: signal.Signals, never_stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = tmp_path / "killed"
+    process = start(killed, *OFTEN)
+    try:
+        wait_for_iterations(process, killed, 20)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    code = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert process.returncode == code, err
+    reached = load_checkpoint(killed / "checkpoint.pt")["iteration"]
+    assert 14 <= reached < 200
+    if number != signal.SIGKILL:
+        message = f"stopped by {number.name} after iteration {reached}, saved; continue with --resume {killed}"
+        assert err.splitlines()[-1] == message
+        assert "Traceback" not in out + err
+    assert run("--resume", killed) == 0
+    assert f"resuming in {killed}" in capsys.readouterr().out
+    assert len(records(never_stopped)) == 200
+    assert records(killed) == records(never_stopped)
+    for name in ("checkpoint.pt", "best.pt"):
+        assert same(load_checkpoint(killed / name), load_checkpoint(never_stopped / name))
+
+
+def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert run(*SMALL, "--iterations", 6, "--margin", "none", "--out", folder) == 0
+    assert run("--resume", "--out", folder, "--iterations", 9, "--T", 5, "--margin", "none") == 0
+    assert len(records(folder)) == 9
+    assert run("--resume", folder, "--hidden", 32) == 2
+    assert "--hidden 32: the run to resume has --hidden 16" in capsys.readouterr().err
+    assert run("--resume", folder, "--out", tmp_path / "other") == 2
+    assert run("--resume") == 2
+    assert len(records(folder)) == 9
+
+
+def test_resume_refuses_a_truncated_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert run(*SMALL, "--iterations", 6, "--out", folder) == 0
+    os.truncate(folder / "checkpoint.pt", 1000)
+    capsys.readouterr()
+    assert run("--resume", folder) == 2
+    assert re.fullmatch(r"error: checkpoint .* is truncated or no checkpoint \(1000 bytes\)\n", capsys.readouterr().err)
+    assert len(records(folder)) == 6  # and nothing was touched
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+BAD = {
+    "--T 0": "--T: '0' is not an integer of at least 1",
+    "--T ten": "--T: 'ten' is not an integer of at least 1",
+    "--hidden 0": "--hidden: '0' is not an integer of at least 1",
+    "--batch -3": "--batch: '-3' is not an integer of at least 1",
+    "--batch": "--batch: expected one argument",
+    "--margin -0.1": "--margin: '-0.1' is not a number of at least 0 or none",
+    "--margin wide": "--margin: 'wide' is not a number of at least 0 or none",
+    "--lr nan": "--lr: 'nan' is not a number of at least 0",
+    "--goal 0": "--goal: '0' is not a number above 0 and at most 100",
+    "--clip 0": "--clip: '0' is not a number above 0 or none",
+    "--seed -1": "--seed: '-1' is not an integer of at least 0",
+    "--nonlinearity tahn": "--nonlinearity: unknown nonlinearity 'tahn': did you mean 'tanh'?",
+    "--init ortogonal": "--init: unknown init 'ortogonal': did you mean 'orthogonal'?",
+    "--layout exprn": "--layout: unknown layout 'exprn': did you mean 'exprnn'?",
+    "--input one-hot": "--input: unknown input 'one-hot': did you mean 'onehot'?",
+    "--apply factor": "--apply: unknown apply 'factor': did you mean 'factored'?",
+    "--preset papr": "--preset: unknown preset 'papr': did you mean 'paper'?",
+    "--backend gpu": "--backend: unknown backend 'gpu'",
+    "--device gpu": "--device: 'gpu' is not a device",
+    "--device meta": "--device: 'meta': this project runs on cpu and cuda devices",
+    "--hiden 64": "unknown option --hiden: did you mean --hidden?",
+    "--hid 64": "unknown option --hid: did you mean --hidden?",
+    "10000": "unknown argument 10000; see --help",
+    "--rank 20 --hidden 16": "--rank 20: at most --hidden, which is 16",
+    "--nonlinearity oplu --hidden 15": "hidden_size must be even for nonlinearity 'oplu'",
+    "--init glorot": "init 'glorot' needs margin=None",
+    "--init henaff --rank 3": "init 'henaff' needs rank = hidden_size",
+    "--backend triton --hidden 16": "backend 'triton' cannot serve factored_scan",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=lambda text: text.replace(" ", "_"))
+def test_bad_arguments(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--T", 5, *arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert BAD[arguments] in error
+    assert list(tmp_path.iterdir()) == []  # no run folder for a run that never was
+
+
+def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    used, file = tmp_path / "used", tmp_path / "file"
+    used.mkdir()
+    (used / "precious").write_text("mine")
+    file.write_text("")
+    for folder, message in {
+        used: "the folder is in use (not empty)",
+        file: "the folder cannot be written",
+        file / "below": "the folder cannot be written",
+    }.items():
+        assert run(*SMALL, "--out", folder) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: --out ") and error.count("\n") == 1 and message in error
+    assert [p.name for p in used.iterdir()] == ["precious"]
+
+
+def test_bad_input_as_a_shell_sees_it(tmp_path: Path) -> None:
+    process = start(tmp_path / "a", "--margin", "-1")
+    assert process.communicate(timeout=60)[1] == "error: --margin: '-1' is not a number of at least 0 or none\n"
+    assert process.returncode == 2
+
+
+def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A free spectrum that moves by 10 000 a step explodes at once."""
+    options = ["--margin", "none", "--spectrum-lr", "1e4", "--lr", "1", "--iterations", 50]
+    assert run(*SMALL, *options, "--out", tmp_path / "run") == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("diverged: the ") and "at iteration" in last and "no checkpoint was written yet" in last
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run("--help")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "10 ln 8 / (T + 20)" in text and "examples:" in text and "Exit code:" in text
+    options = set(re.findall(r"^  (--[\w-]+)", text, flags=re.M))
+    settings = {"--" + key.replace("_", "-") for key in copy.DEFAULTS} - {"--plots"}
+    assert settings <= options  # every setting is an option

@@ -1,0 +1,553 @@
+"""The training loop on a tiny task: files, resuming, kills, full disks, divergence, signals."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import math
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orthokern.errors import CheckpointError, InputError
+from orthokern.training import LoopSettings, Outcome, RunFolder, Task, load_checkpoint, read_metrics, train
+from orthokern.training import checkpoint as checkpoint_module
+from orthokern.training.checkpoint import rng_state, save_checkpoint, set_rng_state
+from orthokern.training.metrics import TIMING_FIELDS, MetricsLog
+from orthokern.training.progress import Progress
+
+SETTINGS = {"seed": 0, "device": "cpu", "threads": 1, "width": 5, "iterations": 20, "checkpoint_every": 6}
+
+
+class Regression(Task):
+    """Linear regression with dropout: draws from the task's own generator and from torch's global one.
+
+    Args:
+        width: number of features.
+        at: iteration -> what to do while its batch is made.
+        goal: loss below which the run is done.
+    """
+
+    name = "regression"
+    time_steps = 4
+    baseline = 1.0
+    device = torch.device("cpu")
+
+    def __init__(self, width: int = 5, at: dict[int, Any] | None = None, goal: float = 0.0, lr: float = 0.05) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(width, 1), nn.Dropout(0.1))
+        self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=lr)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda i: 1 / (1 + 0.1 * i))
+        self.generator = torch.Generator().manual_seed(1)
+        self.at, self.goal, self.width, self.batches = at or {}, goal, width, 0
+        self.lost = 1.0  # the next batches' loss is multiplied by it
+
+    def next_batch(self) -> Tensor:
+        self.batches += 1
+        if self.batches in self.at:
+            self.at[self.batches](self)
+        return torch.randn(8, self.width, generator=self.generator)
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        error = (self.model(batch)[:, 0] - batch.sum(1)).square().mean()
+        return error * self.lost, {"doubled": 2 * error.detach()}
+
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        return iteration % 4 == 0
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        assert not self.model.training and not torch.is_grad_enabled()
+        batch = torch.randn(8, self.width, generator=torch.Generator().manual_seed(iteration))
+        return {"loss": (self.model(batch)[:, 0] - batch.sum(1)).square().mean().item()}
+
+    def score(self, evaluation: dict[str, float]) -> float:
+        return -evaluation["loss"]
+
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        return evaluation["loss"] < self.goal
+
+    def diagnose(self) -> dict[str, Any]:
+        return {"norm": float(self.model[0].weight.detach().norm())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.batches = state["batches"]
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        return f"{'solved' if reached else 'not solved'} at {iteration}"
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it, and nothing in the loop may clean up after it."""
+
+
+def go(folder: Path, task: Regression, *, resume: bool = False, iterations: int = 20, every: int = 6) -> Outcome:
+    if resume:
+        run = RunFolder.open(folder, "regression")
+    else:
+        run = RunFolder.create(folder, "regression", {**SETTINGS, "width": task.width})
+    progress = Progress(iterations, io.StringIO(), every=1e9)
+    outcome = train(task, run, LoopSettings(iterations, every, diagnose_every=3), resume=resume, progress=progress)
+    outcome_output.append(progress.stream.getvalue())  # type: ignore[attr-defined]
+    return outcome
+
+
+outcome_output: list[str] = []
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The metrics but for their timing."""
+    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bit for bit, tensors included."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "seconds")
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (a != a and b != b)
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert records(a) == records(b)
+    assert same(load_checkpoint(a / "checkpoint.pt"), load_checkpoint(b / "checkpoint.pt"))
+    assert same(load_checkpoint(a / "best.pt"), load_checkpoint(b / "best.pt"))
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A run of 20 iterations that was never stopped."""
+    folder = tmp_path / "whole"
+    assert go(folder, Regression()).exit_code == 0
+    return folder
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_its_folder(whole: Path) -> None:
+    assert sorted(p.name for p in whole.iterdir()) == ["best.pt", "checkpoint.pt", "config.json", "metrics.jsonl"]
+    config = json.loads((whole / "config.json").read_text())
+    assert config["task"] == "regression" and config["settings"]["width"] == 5
+    assert {"orthokern", "torch", "python"} <= config["versions"].keys()
+    metrics = read_metrics(whole / "metrics.jsonl")
+    assert [r["iteration"] for r in metrics] == list(range(1, 21))
+    assert all({"loss", "doubled", "grad_norm", *TIMING_FIELDS} <= r.keys() for r in metrics)
+    assert [r["iteration"] for r in metrics if "norm" in r] == [1, 4, 7, 10, 13, 16, 19]
+    assert [r["iteration"] for r in metrics if "held_out_loss" in r] == [4, 8, 12, 16, 20]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    payload = load_checkpoint(whole / "checkpoint.pt")
+    assert payload["iteration"] == 20 and payload["task"] == "regression"
+    best = min((r["held_out_loss"], r["iteration"]) for r in metrics if "held_out_loss" in r)
+    assert load_checkpoint(whole / "best.pt")["iteration"] == best[1] == payload["best"]["iteration"]
+
+
+def test_the_goal_ends_a_run(tmp_path: Path) -> None:
+    outcome = go(tmp_path / "run", Regression(goal=3.0), iterations=500)
+    assert (outcome.exit_code, outcome.reached) == (0, True)
+    assert outcome.iteration < 500 and outcome.message == f"solved at {outcome.iteration}"
+    again = go(tmp_path / "run", Regression(goal=3.0), iterations=500, resume=True)
+    assert again.reached and again.iteration == outcome.iteration  # nothing left to do
+    assert len(records(tmp_path / "run")) == outcome.iteration
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [1, 5, 6, 13, 20])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
+    whole: Path, tmp_path: Path, stop: int, number: signal.Signals
+) -> None:
+    folder, before = tmp_path / "stopped", signal.getsignal(number)
+    outcome = go(folder, Regression(at={stop: lambda _: os.kill(os.getpid(), number)}))
+    if stop < 20:  # the run still had something to do
+        assert outcome.exit_code == 128 + number
+        assert f"{number.name} after iteration {stop}, saved" in outcome.message and "--resume" in outcome.message
+        assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == stop
+    assert signal.getsignal(number) == before
+    assert go(folder, Regression(), resume=True).exit_code == 0
+    assert_same_run(whole, folder)
+
+
+@pytest.mark.parametrize("at", [2, 7, 11, 19])
+def test_a_kill_loses_no_more_than_the_iterations_since_the_checkpoint(whole: Path, tmp_path: Path, at: int) -> None:
+    def kill(_: Regression) -> None:
+        raise Killed
+
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        go(folder, Regression(at={at: kill}))
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"iteration": 99, "lo')  # the write was cut short too
+    assert go(folder, Regression(), resume=True).exit_code == 0
+    assert_same_run(whole, folder)
+
+
+@pytest.mark.parametrize("moment", ["before the rename", "in the middle of the write"])
+def test_a_kill_during_a_checkpoint_leaves_the_old_one(
+    whole: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, replace = tmp_path / "killed", os.replace
+
+    def kill(source: Path, target: Path) -> None:
+        if Path(target).name == "checkpoint.pt" and (folder / "checkpoint.pt").exists():
+            if moment == "in the middle of the write":
+                os.truncate(source, os.path.getsize(source) // 2)
+            raise Killed
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", kill)
+    with pytest.raises(Killed):
+        go(folder, Regression())
+    monkeypatch.setattr(os, "replace", replace)
+    assert (folder / "checkpoint.pt.tmp").exists()  # a killed process cleans up nothing
+    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == 6
+    assert len(read_metrics(folder / "metrics.jsonl")) == 12
+    assert go(folder, Regression(), resume=True).exit_code == 0
+    assert_same_run(whole, folder)
+    assert not (folder / "checkpoint.pt.tmp").exists()
+
+
+def test_a_resumed_run_may_go_further(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    go(folder, Regression(), iterations=12)
+    go(folder, Regression(), iterations=20, resume=True)
+    assert records(folder) == records(whole)
+
+
+def test_resuming_before_the_first_checkpoint_begins_again(whole: Path, tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "empty", "regression", SETTINGS)
+    assert go(tmp_path / "empty", Regression(), resume=True).exit_code == 0
+    assert_same_run(whole, tmp_path / "empty")
+
+
+def test_rng_states_come_back() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[Any]:
+        numbers = [torch.rand(3).tolist(), random.gauss(0, 1), np.random.standard_normal(3).tolist()]  # noqa: NPY002
+        return [*numbers, random.random()]
+
+    draw()
+    state = rng_state()
+    first = draw()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    draw()
+    set_rng_state(torch.load(buffer, weights_only=True))
+    assert draw() == first
+
+
+# ---- a full disk ---------------------------------------------------------------------------------
+
+
+def no_space(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class FullFile(io.FileIO):
+    """Takes a hundred bytes and is full."""
+
+    def write(self, content: Any) -> int:
+        super().write(memoryview(content)[:100])
+        return no_space()
+
+
+@pytest.mark.parametrize("point", ["open", "write", "fsync", "replace"])
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {"iteration": 1})
+    with monkeypatch.context() as patch:
+        if point == "open":
+            patch.setattr(builtins, "open", no_space)
+        elif point == "write":
+            patch.setattr(builtins, "open", lambda name, mode: FullFile(name, mode))
+        else:
+            patch.setattr(checkpoint_module.os, point, no_space)
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(path, {"iteration": 2})
+    assert load_checkpoint(path)["iteration"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]  # the half-written file is gone: it takes space
+
+
+def test_training_goes_on_while_the_disk_is_full(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, fsync = tmp_path / "full", os.fsync
+    full = lambda _: monkeypatch.setattr(os, "fsync", no_space)  # noqa: E731
+    free = lambda _: monkeypatch.setattr(os, "fsync", fsync)  # noqa: E731
+    assert go(folder, Regression(at={8: full, 16: free})).exit_code == 0
+    warnings = [line for line in outcome_output[-1].splitlines() if "No space left" in line]
+    assert any("checkpoint at iteration 12 not written: No space left on device" in line for line in warnings)
+    assert any("last good checkpoint: iteration 6" in line for line in warnings)
+    assert all(line.startswith("warning:") for line in warnings)
+    assert_same_run(whole, folder)
+
+
+def test_a_full_disk_at_an_interrupt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: Regression) -> None:
+        monkeypatch.setattr(os, "fsync", no_space)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = go(tmp_path / "run", Regression(at={9: stop}))
+    assert outcome.exit_code == 143
+    assert "NOT saved (No space left on device; last good checkpoint: iteration 6" in outcome.message
+
+
+def test_metrics_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, pwrite = MetricsLog(tmp_path / "metrics.jsonl"), os.pwrite
+    log.append({"iteration": 1, "loss": 0.5})
+
+    def half(descriptor: int, content: bytes, offset: int) -> int:
+        if offset > 40:
+            no_space()
+        return pwrite(descriptor, content[:15], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", half)
+        for iteration in (2, 3):
+            with pytest.raises(OSError, match="No space left"):
+                log.append({"iteration": iteration, "loss": 0.5})
+            assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+            assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 1  # no half line either
+    log.append({"iteration": 4, "loss": math.nan})
+    log.close()
+    assert [(r["iteration"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.5),
+        (4, None),
+    ]
+
+
+# ---- divergence ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path, value: float) -> None:
+    def explode(task: Regression) -> None:
+        task.lost = value
+
+    outcome = go(tmp_path / "run", Regression(at={15: explode}))
+    assert (outcome.exit_code, outcome.iteration) == (3, 15)
+    assert f"diverged: the loss is {value} at iteration 15; last good checkpoint: iteration 12" in outcome.message
+    payload = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    assert payload["iteration"] == 12
+    assert all(torch.isfinite(p).all() for p in payload["model"].values())
+    assert (
+        read_metrics(tmp_path / "run" / "metrics.jsonl")[-1] | {"loss": None}
+        == read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    )
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    def spoil(task: Regression) -> None:
+        task.optimizer.register_step_post_hook(lambda *_: task.model[0].bias.data.fill_(math.nan))
+
+    outcome = go(tmp_path / "run", Regression(at={12: spoil}))
+    assert outcome.exit_code == 3 and "a parameter is no longer finite" in outcome.message
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["iteration"] == 6
+
+
+def test_divergence_before_the_first_checkpoint(tmp_path: Path) -> None:
+    outcome = go(tmp_path / "run", Regression(at={1: lambda task: setattr(task, "lost", math.nan)}))
+    assert outcome.exit_code == 3 and "no checkpoint was written yet" in outcome.message
+
+
+# ---- checkpoints and folders that are not what they should be ------------------------------------
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    text = str(error.value)
+    assert text and "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, -1])
+def test_truncated_checkpoint(whole: Path, keep: float) -> None:
+    path = whole / "checkpoint.pt"
+    size = path.stat().st_size
+    os.truncate(path, int(size * keep) if keep == 0.5 else int(keep) % size)
+    with pytest.raises(CheckpointError) as error:
+        go(whole, Regression(), resume=True)
+    assert "truncated or no checkpoint" in one_line(error)
+
+
+def test_damaged_checkpoint(whole: Path) -> None:
+    """torch.load doesn't look at checksums: a flipped bit in a weight would go unnoticed."""
+    path = whole / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    weight = torch.load(path, weights_only=True)["model"]["0.weight"].numpy().tobytes()
+    content[bytes(content).index(weight)] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(
+        torch.load(path, weights_only=True)["model"]["0.weight"],
+        torch.load(whole / "best.pt", weights_only=True)["model"]["0.weight"],
+    )
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path)
+    assert "damaged: wrong checksum" in one_line(error)
+
+
+class Stranger:
+    """Unpickling it would run code."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.trace),))
+
+
+@pytest.mark.parametrize("kind", ["text", "pickle", "torch pickle", "state_dict", "tensor", "newer", "empty"])
+def test_foreign_checkpoint(whole: Path, kind: str) -> None:
+    path, trace = whole / "checkpoint.pt", whole / "code ran"
+    if kind == "text":
+        path.write_text("no checkpoint\n")
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Stranger(trace)))
+    elif kind == "torch pickle":
+        torch.save({"format": "orthokern.checkpoint", "version": 1, "x": Stranger(trace)}, path)
+    elif kind == "state_dict":
+        torch.save(nn.Linear(2, 2).state_dict(), path)
+    elif kind == "tensor":
+        torch.save(torch.zeros(3), path)
+    elif kind == "newer":
+        torch.save({"format": "orthokern.checkpoint", "version": 99}, path)
+    else:
+        torch.save({"format": "orthokern.checkpoint", "version": 1}, path)
+    with pytest.raises(CheckpointError) as error:
+        go(whole, Regression(), resume=True)
+    assert str(path) in one_line(error)
+    assert not trace.exists()
+
+
+def test_checkpoint_of_another_task(whole: Path) -> None:
+    payload = load_checkpoint(whole / "checkpoint.pt")
+    save_checkpoint(whole / "checkpoint.pt", {**payload, "task": "adding"})
+    with pytest.raises(CheckpointError) as error:
+        go(whole, Regression(), resume=True)
+    assert "is of the task 'adding', not of 'regression'" in one_line(error)
+
+
+def test_checkpoint_of_other_settings(whole: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    go(other, Regression(width=7))
+    os.replace(other / "checkpoint.pt", whole / "checkpoint.pt")
+    with pytest.raises(CheckpointError) as error:
+        go(whole, Regression(), resume=True)
+    assert "was made with width=7, this run has width=5" in one_line(error)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "task_state"])
+def test_checkpoint_that_does_not_fit(whole: Path, part: str) -> None:
+    payload = load_checkpoint(whole / "checkpoint.pt")
+    payload[part] = {"0.weight": torch.zeros(1, 9), "0.bias": torch.zeros(1)} if part == "model" else {}
+    save_checkpoint(whole / "checkpoint.pt", payload)
+    with pytest.raises(CheckpointError) as error:
+        go(whole, Regression(), resume=True)
+    assert "does not fit this run" in one_line(error)
+
+
+def test_metrics_that_end_too_early(whole: Path) -> None:
+    (whole / "metrics.jsonl").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="ends at iteration 0, but the checkpoint .* at iteration 20"):
+        go(whole, Regression(), resume=True)
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing to resume in .*nowhere: no config.json"):
+        RunFolder.open(tmp_path / "nowhere", "regression")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        RunFolder.open(tmp_path / "file", "regression")
+    (tmp_path / "config.json").write_text('{"task": ')
+    with pytest.raises(CheckpointError, match="not JSON"):
+        RunFolder.open(tmp_path, "regression")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not the configuration"):
+        RunFolder.open(tmp_path, "regression")
+    (tmp_path / "config.json").write_text('{"task": "adding", "settings": {}}')
+    with pytest.raises(CheckpointError, match="a run of the task 'adding'"):
+        RunFolder.open(tmp_path, "regression")
+
+
+def test_folders_that_cannot_be_used(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--out .*whole: the folder is in use \(not empty\)"):
+        RunFolder.create(whole, "regression", SETTINGS)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="the folder cannot be written") as error:
+            RunFolder.create(path, "regression", SETTINGS)
+        one_line(error)
+
+
+def test_the_default_folder_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = {RunFolder.create(None, "regression", SETTINGS).path for _ in range(3)}
+    assert len(paths) == 3 and all(
+        path.parent == Path("runs") and path.name.startswith("regression-") for path in paths
+    )
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    progress = Progress(200, stream)
+    progress.update(100, "loss 0.5 and more text than a narrow terminal could ever hold")
+    progress.line("warning: a message")
+    progress.update(200, "loss 0.1", force=True)
+    progress.close()
+    text = stream.getvalue()
+    assert "\r100/200 |##########          | loss 0.5" in text
+    assert all(len(part) < 60 for line in text.split("\n") for part in line.split("\r"))
+    assert "warning: a message\n" in text and text.endswith("\n")
+
+
+def test_plain_lines_elsewhere() -> None:
+    stream = io.StringIO()
+    progress = Progress(200, stream, every=1e9)
+    for iteration in range(1, 201):
+        progress.update(iteration, "loss 0.5", force=iteration == 200)
+    progress.close()
+    assert stream.getvalue() == "iteration 1/200: loss 0.5\niteration 200/200: loss 0.5\n"
+
+
+def test_a_closed_pipe_does_not_end_training(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    stream.close()
+
+    class Closed:
+        def isatty(self) -> bool:
+            return False
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+        def flush(self) -> None: ...
+
+    Progress(2, Closed()).update(1, "loss")  # type: ignore[arg-type]
