@@ -22,7 +22,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from tqdm import tqdm
 
 import orthokern
 from orthokern.init import haar_orthogonal_
@@ -57,7 +56,7 @@ def curve(n: int, k: int, lr: float, norms: tuple[float, float], correct: bool, 
     factors = (sizes * signs).tolist()
     every = max(1, steps // 200)
     seen, errors, start = [0], [error(bases)], time.perf_counter()
-    for step in tqdm(range(1, steps + 1), desc=f"N={n} K={k} lr={lr:g}{' corrected' if correct else ''}", leave=False):
+    for step in range(1, steps + 1):
         gradient = pool[picks[step - 1]] * factors[step - 1]
         for p, g in zip(bases, gradient, strict=True):
             p.grad = g
