@@ -68,8 +68,7 @@ template <class T>
 struct SquareWork {
   Panels<T> x;     // [N, N]: P, then X, then Z
   Panels<T> s;     // [N, N]: the panels of G, then S or the LU factors
-  T* inverses;     // [blocks][W][W]
-  T* lu_scratch;   // [W][W]
+  T* inverses;     // [blocks][W][W]: of diagonal blocks
   double* sums;    // [N]: squared norms of rows
   int* swaps;      // [N]
 };
@@ -78,7 +77,7 @@ template <class T>
 struct GroupWork {
   T* m;      // panels of M or M^T, [N, group * W]
   T* d;      // panels of D, the same
-  T* tile;   // [W][W]
+  T* tile;   // [kMaxRows, W]
 };
 
 // A matrix in work and the thread that works on it.
@@ -199,8 +198,7 @@ void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int t
   mirror<T>(s, N, threads);
 }
 
-// Chooses the form for x = X and prepares it: kSecond: x = Z; kFourth: x = Z and s = S; kLu and kLarge: x = X, s =
-// factors of I + X.
+// Chooses the form for x = X and prepares it. kSecond: x = Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the factors of I + X.
 template <class T>
 Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int threads) {
   constexpr int W = kWidth<T>;
@@ -229,7 +227,8 @@ Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int th
     memcpy(w.s.at(0, p), w.x.at(0, p), static_cast<size_t>(N) * W * sizeof(T));
     for (int c = 0; c < W && p * W + c < N; c++) w.s.at(p * W + c, p)[c] = T(1);
   });
-  *lu = {N, w.s, w.inverses, x.frobenius <= kNoPivotNorm ? nullptr : w.swaps, w.lu_scratch};
+  const bool pivoting = !(x.frobenius <= kNoPivotNorm);  // also where it is not a number
+  *lu = {N, w.s, w.inverses, pivoting ? w.swaps : nullptr};
   factor<T>(*lu, shape.lu_group, threads);
   return x.frobenius > kLargeTurn * square_root(N) ? kLarge : kLu;
 }
@@ -253,7 +252,7 @@ void combine(T s, const Panels<T>& m, T t, const Panels<T>& d, int rows, int col
   }
 }
 
-// out [N, cols], rows K apart: m - 2 x . m for x [N, N] and panels m [N, cols]; scratch [W][W].
+// out [N, cols], rows K apart: m - 2 x . m for x [N, N] and panels m [N, cols]; scratch [kMaxRows, W].
 template <class T>
 void subtract_product(const Panels<T>& x, const Panels<T>& m, int N, int cols, T* scratch, T* out, ptrdiff_t K) {
   constexpr int W = kWidth<T>;
@@ -285,7 +284,7 @@ void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, c
   if (form == kFirst || form == kSecond) return subtract_product<T>(w.x, mp, N, cols, g.tile, out + col0, K);
   if (form == kLarge) pack<T>(m, K, 0, N, col0, cols, d);
   else product<T>(w.x, 0, N, 0, N, mp, panels, last, nullptr, T(1), d);
-  if (form == kLu || form == kLarge) solve<T>(lu, d, panels, last, g.tile);
+  if (form == kLu || form == kLarge) solve<T>(lu, d, panels, last);
   if (form == kFourth) {
     product<T>(w.s, 0, N, 0, N, d, panels, last, &d, T(1), mp);  // D = Z M + S Z M takes M's place,
     pack<T>(m, K, 0, N, col0, cols, d);                          // and M that of Z M
@@ -342,14 +341,13 @@ struct SquareRoute {
     matrix->x = {from.take<T>(whole), own.stride};
     matrix->s = {from.take<T>(whole), own.stride};
     matrix->inverses = from.take<T>(static_cast<size_t>(own.blocks) * W * W);
-    matrix->lu_scratch = from.take<T>(W * W);
     matrix->sums = from.take<double>(own.N);
     matrix->swaps = from.take<int>(own.N);
   }
   void take(Carver& from, Thread* thread) const {
     thread->m = from.take<T>(own.stride * own.group);
     thread->d = from.take<T>(own.stride * own.group);
-    thread->tile = from.take<T>(kWidth<T> * max_of(kWidth<T>, kMaxRows));
+    thread->tile = from.take<T>(kMaxRows * kWidth<T>);
   }
   void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out, int threads) const {
     square_step<T>(threads > 1 ? shared : own, work, slots, m, g, lr, out, threads);
@@ -383,14 +381,11 @@ struct ThinMatrix {
   Panels<T> y;   // [2 K, 2 K]: lr/2 Q^T P, then the LU factors of I + it
   Panels<T> w;   // [2 K, K]
   Panels<T> w2;  // [2 K, K]
-  T* inverses;   // [blocks][W][W]
-  T* lu_scratch; // [W][W]
   int* swaps;    // [2 K]
 };
 template <class T>
 struct ThinThread {
   T *m, *g, *d;  // panels [kThinRows, K]
-  T* tile;       // [W][W]
 };
 
 template <class T>
@@ -496,10 +491,10 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
         for (int i = 0; i < 2 * K; i++)
           for (int j = 0; j < W; j++) w.at(i, q)[j] = i == K + q * W + j ? T(1) : T(0);
     for (int i = 0; i < 2 * K; i++) element<T>(work.y, i, i) += T(1);
-    const Lu<T> lu = {2 * K, work.y, work.inverses, work.swaps, work.lu_scratch};
+    const Lu<T> lu = {2 * K, work.y, nullptr, work.swaps};
     factor<T>(lu, 1, threads);
     share(threads, min_of(threads, s.columns), [&](int task) {
-      for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W, slots[task].thread.tile);
+      for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W);
     });
   }
   // D = c P' W = G (c t W's upper half) + M (c W's lower half), and M_new = M - 2 D; if large, D = P' W and M_new = 2 D - M.
@@ -544,20 +539,16 @@ struct ThinRoute {
     s.parts = ceil_div(N, s.part_rows);
   }
   void take(Carver& from, Matrix* matrix) const {
-    constexpr int W = kWidth<T>;
     matrix->grams = from.take<T>(s.parts * 3 * s.columns * s.stride);
     matrix->y = {from.take<T>(s.blocks * s.stride2), s.stride2};
     matrix->w = {from.take<T>(s.columns * s.stride2), s.stride2};
     matrix->w2 = {from.take<T>(s.columns * s.stride2), s.stride2};
-    matrix->inverses = from.take<T>(static_cast<size_t>(s.blocks) * W * W);
-    matrix->lu_scratch = from.take<T>(W * W);
     matrix->swaps = from.take<int>(2 * s.K);
   }
   void take(Carver& from, Thread* thread) const {
     thread->m = from.take<T>(s.columns * s.row_stride);
     thread->g = from.take<T>(s.columns * s.row_stride);
     thread->d = from.take<T>(s.columns * s.row_stride);
-    thread->tile = from.take<T>(kWidth<T> * max_of(kWidth<T>, kMaxRows));
   }
   void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out, int threads) const {
     thin_step<T>(s, work, slots, m, g, lr, out, threads);
@@ -588,12 +579,12 @@ class MemoryList {
 };
 
 template <class T, template <class> class RouteOf>
-bool batch(const CayleyArgs& args, int threads) {
+bool batch(const CayleyArgs& args, int threads, bool cooperate) {
   typedef RouteOf<T> Route;
   typedef Slot<typename Route::Matrix, typename Route::Thread> Work;
   const Route route(static_cast<int>(args.N), static_cast<int>(args.K), threads);
-  // As many matrices as fill all threads evenly keep to one thread each; the rest share all of them.
-  const int64_t alone = args.batch / threads * threads;
+  // As many matrices as fill all threads evenly keep to one thread each; the rest share all of them if that pays.
+  const int64_t alone = cooperate ? args.batch / threads * threads : args.batch;
   Scratch<Work> slots;
   MemoryList memory;
   if (!slots.allocate(threads) || !memory.start(threads)) return false;
@@ -626,12 +617,15 @@ bool cayley(const CayleyArgs& args) {
   if (args.batch <= 0 || args.N <= 0 || args.K <= 0) return true;
   FlushDenormals flush;
   const bool thin = 2 * args.K < args.N;
-  // A thread more has to save more than the microseconds that waking it takes.
-  const double flops = static_cast<double>(args.batch) * args.N * args.K * (thin ? 10 * args.K : 4 * args.N);
-  const int useful = flops < 4e5 ? 1 : flops < 2e5 * args.threads ? static_cast<int>(flops / 2e5) : args.threads;
-  const int threads = max_of(1, useful);
-  if (args.dtype == 0) return thin ? batch<float, ThinRoute>(args, threads) : batch<float, SquareRoute>(args, threads);
-  return thin ? batch<double, ThinRoute>(args, threads) : batch<double, SquareRoute>(args, threads);
+  // A thread more has to save more than the microseconds that waking it takes: once for a batch of matrices, some ten times for a matrix
+  // that is shared.
+  const double flops = static_cast<double>(args.N) * args.K * (thin ? 10 * args.K : 4 * args.N);
+  const bool cooperate = flops > 1.6e7;
+  double useful = cooperate ? flops / 4e6 * args.batch : flops / 2e5 * args.batch;
+  if (!cooperate && useful > args.batch) useful = args.batch;
+  const int threads = useful < args.threads ? max_of(1, static_cast<int>(useful)) : max_of(1, args.threads);
+  if (args.dtype == 0) return thin ? batch<float, ThinRoute>(args, threads, cooperate) : batch<float, SquareRoute>(args, threads, cooperate);
+  return thin ? batch<double, ThinRoute>(args, threads, cooperate) : batch<double, SquareRoute>(args, threads, cooperate);
 }
 
 }  // namespace ORTHOKERN_ISA
