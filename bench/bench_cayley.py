@@ -1,0 +1,133 @@
+"""The Cayley step of two N x N bases against other ways to take it: torch.linalg.solve, and an optimizer step of geoopt
+and of geotorch.
+
+Two steps, because the kernel takes them by different routes (csrc/cpu/cayley.cpp, Note [Which series]): one as small as
+training's, where a single product after X does, and one that turns the bases by some degrees, where I + X is factored.
+The peers take as long for either. What counts as a peer's step:
+
+* torch: the reference's formula in float32, with baddbmm and one batched solve.
+* geoopt: one RiemannianSGD step on two ManifoldParameters of the canonical Stiefel manifold.
+* geotorch: one SGD step on two orthogonal-parametrised weights: the map from parameter to weight, its backward, the
+  update. Its default map (the matrix exponential), and its Cayley map.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Bench, Size, check, interleave, median, ratio, spread_ms
+from torch import Tensor
+
+from orthokern import functional, init
+from orthokern.reference.cayley import cayley as reference
+
+SIZES = [{"N": N, "B": 2} for N in (64, 128, 256, 512, 1000)]
+QUICK = [{"N": 33, "B": 2}]
+
+# |lr G| in the Frobenius norm, as a multiple of sqrt(N): 1e-6 is a clipped gradient's at the copy task's rate; 0.05
+# turns the bases by 8 degrees in the worst direction.
+STEPS = {"training's step": 1e-6, "large step": 0.05}
+
+# Relative RMS of float32 against float64. Measured: 3e-8, half a unit in the last place; the large step, 5e-8.
+TOLERANCE = 5e-7
+# Relative RMS of W^T W against I for the peers, which take a step of their own: that they stay orthogonal is all there
+# is to check.
+ORTHOGONAL = 1e-3
+BAR = 1.0  # faster than every one of them at every size
+
+
+def by_solve(m: Tensor, g: Tensor, lr: float) -> Tensor:
+    """The step in torch's own operations: m, g [B, N, N]."""
+    a = torch.baddbmm(torch.bmm(m, g.mT), g, m.mT, beta=-1)
+    correction = torch.bmm(a, m)
+    a.mul_(lr / 2).diagonal(dim1=-2, dim2=-1).add_(1)
+    return m - lr * torch.linalg.solve(a, correction)
+
+
+def geoopt_step(m: Tensor, g: Tensor, lr: float) -> tuple[Callable[[], Any], Callable[[], list[Tensor]]]:
+    """A step, and the bases as they are."""
+    geoopt = importlib.import_module("geoopt")
+    bases = [geoopt.ManifoldParameter(one.clone(), manifold=geoopt.Stiefel(canonical=True)) for one in m]
+    optimizer = geoopt.optim.RiemannianSGD(bases, lr=lr)
+    for basis, gradient in zip(bases, g, strict=True):
+        basis.grad = gradient.clone()
+    return optimizer.step, lambda: [basis.detach() for basis in bases]
+
+
+def geotorch_step(m: Tensor, g: Tensor, lr: float, map_: str) -> tuple[Callable[[], Any], Callable[[], list[Tensor]]]:
+    """A step, and the bases as they are."""
+    geotorch = importlib.import_module("geotorch")
+    N = m.shape[-1]
+    layers = [torch.nn.Linear(N, N, bias=False) for _ in m]
+    for layer in layers:  # starts at a random orthogonal weight of its own
+        geotorch.orthogonal(layer, "weight", triv=map_)
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=lr)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for layer, gradient in zip(layers, g, strict=True):
+            layer.weight.backward(gradient)
+        optimizer.step()
+
+    return step, lambda: [layer.weight.detach() for layer in layers]
+
+
+PEERS: dict[str, tuple[str | None, Callable[[Tensor, Tensor, float], Any]]] = {
+    "torch.linalg.solve": (None, lambda m, g, lr: (lambda: by_solve(m, g, lr), None)),
+    "geoopt": ("geoopt", geoopt_step),
+    "geotorch, matrix exponential": ("geotorch", lambda m, g, lr: geotorch_step(m, g, lr, "expm")),
+    "geotorch, Cayley map": ("geotorch", lambda m, g, lr: geotorch_step(m, g, lr, "cayley")),
+}
+
+
+@pytest.mark.parametrize("step", list(STEPS))
+@pytest.mark.parametrize("peer", list(PEERS))
+@pytest.mark.sizes(SIZES, quick=QUICK)
+def test_step(benchmark: Any, bench: Bench, size: Size, peer: str, step: str) -> None:
+    """The peer's step over functional.cayley, its checks for NaN included."""
+    N, B = size["N"], size["B"]
+    package, build = PEERS[peer]
+    if package is not None:
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[bench]'")
+    generator = torch.Generator().manual_seed(N)
+    m = torch.stack([init.haar_orthogonal_(torch.empty(N, N), generator) for _ in range(B)])
+    g = torch.randn(B, N, N, generator=generator) / N**0.5  # |G|_F = sqrt(N)
+    lr = STEPS[step]
+
+    exact = reference(m.double(), g.double(), lr)
+    error = check("cayley", [functional.cayley(m, g, lr)], [exact], TOLERANCE)
+    call, bases = build(m, g, lr)
+    if bases is None:
+        check(peer, [call()], [exact], TOLERANCE)
+    else:
+        call()
+        for w in bases():
+            check(peer, [w.mT @ w], [torch.eye(N)], ORTHOGONAL)
+
+    benchmark.group = f"cayley, {step}, {B} x {N} x {N}"
+    calls = {"peer": call, "ours": lambda: functional.cayley(m, g, lr)}
+    rounds = bench.rounds(101 if N <= 128 else 31 if N <= 256 else 9)
+    seconds = interleave(benchmark, calls, rounds=rounds, warmup=3)
+    times = ratio(seconds["peer"], seconds["ours"])
+    # What any way needs at least: G M^T and A M. A factorisation on top counts nothing.
+    rate = 4e-9 * B * N**3 / median(seconds["ours"])
+    benchmark.extra_info.update({"GFLOP/s": round(rate, 1), "times_as_long": round(times, 3), "peer": peer})
+    bench.record(
+        "cayley",
+        f"{peer}, {step}",
+        size,
+        "times as long",
+        times,
+        bar=BAR,
+        details={
+            "ms": spread_ms(seconds["ours"]),
+            "peer_ms": spread_ms(seconds["peer"]),
+            "gflop_per_s": round(rate, 1),
+            "error": error,
+            "tolerance": TOLERANCE,
+        },
+    )
