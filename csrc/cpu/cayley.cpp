@@ -22,7 +22,12 @@
 //     How large the next term is, is bounded from X's and S's rows and Frobenius norms, never from M: the choice is exact mathematics for any
 //     M, orthogonal or not, and depends on nothing but the numbers.
 //
-// Rounding: every form rounds against the small correction, never against M, but for the one last subtraction.
+// Limit: the rate of the multiply-adds. Float32, 2 matrices on 2 cores with AVX-512, form `first`, 4 N^3 operations a matrix; share of
+// torch's SGEMM rate (1536^3) beside it, best of many: 77 % at N = 64, 86 at 128, 96 at 256, 95 at 512, 91 at 1000. The products alone reach SGEMM's rate while
+// their factors fit the second cache. What is left: at small N packing, transposes and one fork; at N = 1000 the left factor, which is
+// read from the third cache once for each group of panels.
+//
+// Rounding: every form but `large` rounds against the small correction, never against M, but for the one last subtraction.
 //
 // Threads: with at least one matrix for each thread a thread keeps a matrix to itself; otherwise rows and panels of a matrix are shared out.
 // The bits are the same either way and for any number of threads.
@@ -411,7 +416,8 @@ void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, b
       for (int q = upper ? i : 0; q < panels; q++) {
         T* to = out.at(i * W + row, q);
         const bool narrow = q == panels - 1 && last <= kLanes<T>;
-        const ProductTile<T> tile = narrow ? product_tile_for_rows<T, 1, true>(split.count(j)) : product_tile_for_rows<T, 2, true>(split.count(j));
+        const int count = split.count(j);
+        const ProductTile<T> tile = narrow ? product_tile_for_rows<T, 1, true>(count) : product_tile_for_rows<T, 2, true>(count);
         tile(a.at(0, i) + row, 0, b.at(0, q), rows, add ? to : nullptr, W, T(1), to, W);
       }
   }
@@ -473,10 +479,12 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
       element<T>(work.y, K + i, j) = y10;
       element<T>(work.y, K + i, K + j) = y11;
       w_norm += static_cast<double>(top) * top + static_cast<double>(bottom) * bottom;
-      y_norm += static_cast<double>(y00) * y00 + static_cast<double>(y01) * y01 + static_cast<double>(y10) * y10 + static_cast<double>(y11) * y11;
+      y_norm += static_cast<double>(y00) * y00 + static_cast<double>(y01) * y01;
+      y_norm += static_cast<double>(y10) * y10 + static_cast<double>(y11) * y11;
     }
   y_norm = square_root(y_norm);
-  const double first = 2 * __builtin_fabs(c) * square_root((t * t * gg + mm) * w_norm) * y_norm;  // bounds the second term of the series, relative to M
+  // Bounds the second term of the series, relative to M.
+  const double first = 2 * __builtin_fabs(c) * square_root((t * t * gg + mm) * w_norm) * y_norm;
   const int last = last_width<T>(K);
   Panels<T> w = work.w;
   bool large = false;

@@ -25,7 +25,10 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
 #pragma GCC unroll 16
   for (int i = 0; i < MR; i++)
 #pragma GCC unroll 16
-    for (int n = 0; n < NV; n++) acc[i][n] = V<T>{};
+    for (int n = 0; n < NV; n++) {
+      acc[i][n] = V<T>{};
+      __builtin_prefetch(c + i * ldc + n * L, 1, 3);  // wanted when the rows are through; C is larger than the caches at N = 1000
+    }
   for (int r = 0; r < rows; r++) {
     V<T> x[NV];
 #pragma GCC unroll 16
