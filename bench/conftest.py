@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sizes(full, quick): values of the case's argument `size`, by kind of run")
     config.stash[_BENCH] = Bench(config.getoption("quick"))
     # Before any thread of torch's pool exists, so that all of them inherit it. The kernels flush denormals themselves;
-    # without this, torch takes up to sixty times as long where adjoints fade, as in Table 5.
+    # without this, torch takes tens of times as long where adjoints fade, as in Table 5.
     torch.set_flush_denormal(True)
 
 

@@ -83,7 +83,7 @@ ORTHOKERN_INLINE V<double> vtanh_abs(V<double> y) {
   const V<double> m = p * scale + (scale - 1.0);
   return m / (m + 2.0);
 }
-// A third of the scan's arithmetic outside the products at N = 128: one reduction step (its error matters only where tanh is flat), a
+// For the scan, where every operation counts: one reduction step (its error matters only where tanh is flat), a
 // polynomial one degree shorter (fitted, not Taylor's), and the quotient by an estimate with one correction.
 ORTHOKERN_INLINE V<float> vtanh_abs(V<float> y) {
   using E = Exp2<float>;
