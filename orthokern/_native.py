@@ -210,6 +210,8 @@ def factored_scan_fwd(
     *,
     activation: str,
     checkpoint_every: int = 0,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`."""
     maps = {"u": u, "s": s, "v": v}
@@ -233,6 +235,8 @@ def factored_scan_bwd(
     checkpoint_every: int = 0,
     need_x: bool = True,
     need_params: bool = True,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`."""
     maps = {"u": u, "s": s, "v": v}
@@ -269,6 +273,8 @@ def dense_scan_fwd(
     *,
     activation: str,
     checkpoint_every: int = 0,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`."""
     return _scan_fwd(_C.dense_scan_fwd, x, {"u": w}, h0, weight, bias, act_param, activation, checkpoint_every)
@@ -289,6 +295,8 @@ def dense_scan_bwd(
     checkpoint_every: int = 0,
     need_x: bool = True,
     need_params: bool = True,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`."""
     return _scan_bwd(

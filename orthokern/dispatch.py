@@ -34,15 +34,21 @@ class Support:
         devices: torch device types, or None for any.
         dtypes: floating dtypes of the tensors.
         limits: largest value of a fact of the call, by its letter, e.g. ``{"N": 512}``.
+        algorithms: what ``algorithm=`` may ask of the kernel; "auto" is always served.
+        capability: the least compute capability of a CUDA device, or None for any.
         missing: why there is no kernel at all; None where there is one.
     """
 
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = ()
     limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    algorithms: tuple[str, ...] = ("sequential",)
+    capability: tuple[int, int] | None = None
     missing: str | None = None
 
-    def reasons(self, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int]) -> list[str]:
+    def reasons(
+        self, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int], algorithm: str = "auto"
+    ) -> list[str]:
         """Why a call is not served; empty when it is."""
         if self.missing is not None:
             return [self.missing]
@@ -54,13 +60,20 @@ class Support:
         for letter, largest in self.limits.items():
             if facts.get(letter, 0) > largest:
                 found.append(f"{letter}={facts[letter]} > {largest}")
+        if algorithm not in ("auto", *self.algorithms):
+            found.append(f"algorithm is {algorithm}, it serves {', '.join(self.algorithms)}")
+        if self.capability is not None and device.type == "cuda":
+            has = torch.cuda.get_device_capability(device)
+            if has < self.capability:
+                least = ".".join(map(str, self.capability))
+                found.append(f"{device} has compute capability {has[0]}.{has[1]}, it needs {least} or later")
         return found
 
 
 SupportTable = Mapping[str, Support]
 
 _tables: dict[str, SupportTable] = {}
-_chosen: dict[tuple[str, str | None, str, torch.dtype], Any] = {}  # answers of `resolve` for ops without limits
+_chosen: dict[tuple[Any, ...], Any] = {}  # answers of `resolve`
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -133,19 +146,30 @@ def absence(op: str, backend: str) -> str | None:
     return None
 
 
-def reasons(op: str, backend: str, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int]) -> list[str]:
+def reasons(
+    op: str, backend: str, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int], algorithm: str = "auto"
+) -> list[str]:
     """Why a backend cannot serve one call; empty when it can."""
     gone = absence(op, backend)
-    return [gone] if gone is not None else _tables[op][backend].reasons(device, dtype, facts)
+    return [gone] if gone is not None else _tables[op][backend].reasons(device, dtype, facts, algorithm)
 
 
-def resolve(op: str, backend: str | None = None, *, device: torch.device, dtype: torch.dtype, **facts: int) -> Any:
+def resolve(
+    op: str,
+    backend: str | None = None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    algorithm: str = "auto",
+    **facts: int,
+) -> Any:
     """Choose the leaf that serves a call.
 
     Args:
         op: the stem, e.g. "factored_scan".
         backend: a name, "auto" or None (the process default, ORTHOKERN_BACKEND or auto).
         device, dtype: of the op's floating tensors.
+        algorithm: what the caller asks for, see ``Support``.
         facts: sizes that SUPPORT tables may limit, by their letters, e.g. ``N=128, K=7``.
 
     Returns:
@@ -155,20 +179,18 @@ def resolve(op: str, backend: str | None = None, *, device: torch.device, dtype:
         BackendUnavailable: an explicit backend that cannot serve, or none that can; lists every backend's reason.
         InputError: for an unknown backend name.
     """
-    key = (op, backend, device.type, dtype)
+    key = (op, backend, device, dtype, algorithm, *facts.values())
     found = _chosen.get(key)
     if found is not None:
         return found
     name = requested(backend)
     for candidate in AUTO_ORDER if name == "auto" else (name,):
-        if not reasons(op, candidate, device, dtype, facts):
-            found = leaf(op, candidate)
-            if not any(row.limits for row in _tables[op].values()):
-                _chosen[key] = found
+        if not reasons(op, candidate, device, dtype, facts, algorithm):
+            found = _chosen[key] = leaf(op, candidate)
             return found
     lines = []
     for candidate in AUTO_ORDER:
-        why = reasons(op, candidate, device, dtype, facts)
+        why = reasons(op, candidate, device, dtype, facts, algorithm)
         lines.append(f"{candidate}: {' and '.join(why) if why else 'can serve this call'}")
     asked = "no backend" if name == "auto" else f"backend {name!r} cannot serve"
     verb = " serves" if name == "auto" else ""

@@ -15,10 +15,12 @@ from orthokern import dispatch, ops
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
+from orthokern.ops._checks import PRECISIONS
 from orthokern.ops.activations import NAMES as ACTIVATIONS
 
 __all__ = [
     "ACTIVATIONS",
+    "PRECISIONS",
     "activation",
     "cayley",
     "dense_scan",
@@ -44,6 +46,8 @@ def factored_scan(
     act_param: Tensor | None = None,
     checkpoint_every: int = 0,
     backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> Tensor:
     """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is never formed.
 
@@ -58,6 +62,9 @@ def factored_scan(
         act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); None for the others.
         checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 keeps all.
         backend: see the module's docstring.
+        precision: the least precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
+            products) is the default, and what the cpu and reference backends always compute.
+        algorithm: "sequential", "chunked" (parallel over chunks of time; activation identity only) or "auto".
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T. Differentiable in x, u, s, v, h0, weight, bias, act_param.
@@ -78,9 +85,11 @@ def factored_scan(
     check.has_shape("s", check.is_tensor("s", s), (K,), "[K]")
     check.same_kind("s", s, "u", u)
     x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
+    check.scan_choices(precision, algorithm, activation)
     return ops.factored_scan.factored_scan(
         x, u, s, v, h0, weight, bias, act_param,
-        activation=activation, checkpoint_every=checkpoint_every, backend=backend,
+        activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
+        algorithm=algorithm,
     )  # fmt: skip
 
 
@@ -95,6 +104,8 @@ def dense_scan(
     act_param: Tensor | None = None,
     checkpoint_every: int = 0,
     backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> Tensor:
     """h_t = phi(W h_{t-1} + e_t) over a sequence.
 
@@ -102,7 +113,8 @@ def dense_scan(
 
     Args:
         w: [N, N], applied to column vectors as torch's weight_hh. Its dtype is the one of all floating tensors.
-        x, h0, weight, bias, activation, act_param, checkpoint_every, backend: as in ``factored_scan``.
+        x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm: as in
+            ``factored_scan``.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T. Differentiable in x, w, h0, weight, bias, act_param.
@@ -116,9 +128,11 @@ def dense_scan(
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     check.is_float("w", w)
     x, h0 = check.scan_inputs(x, w.shape[0], h0, weight, bias, activation, act_param, checkpoint_every, "w", w)
+    check.scan_choices(precision, algorithm, activation)
     return ops.dense_scan.dense_scan(
         x, w, h0, weight, bias, act_param,
-        activation=activation, checkpoint_every=checkpoint_every, backend=backend,
+        activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
+        algorithm=algorithm,
     )  # fmt: skip
 
 

@@ -107,6 +107,22 @@ def test_limits_are_compared_with_facts(monkeypatch: pytest.MonkeyPatch) -> None
     assert "cpu: cpu; float32, N up to 512, K up to 64 (factored_scan)" in dispatch.explain()
 
 
+def test_an_algorithm_that_a_backend_has_not() -> None:
+    x, u = torch.zeros(2, 1, 3), torch.eye(3)
+    for backend in ("reference", "auto"):
+        with pytest.raises(BackendUnavailable, match="reference: algorithm is chunked, it serves sequential"):
+            functional.factored_scan(
+                x, u, torch.ones(3), u, activation="identity", algorithm="chunked", backend=backend
+            )
+
+
+def test_lower_precision_is_a_permission_not_a_demand() -> None:
+    x, w = torch.randn(3, 2, 4), torch.randn(4, 4)
+    exact = functional.dense_scan(x, w)
+    for precision in functional.PRECISIONS:
+        assert torch.equal(functional.dense_scan(x, w, precision=precision), exact)
+
+
 def test_a_table_without_a_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="SUPPORT of thing has no row for triton, cuda"):
         dispatch.register("thing", {"reference": Support(), "cpu": Support()})

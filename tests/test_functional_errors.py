@@ -86,6 +86,10 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
     ({"checkpoint_every": 2.0}, "checkpoint_every is 2.0: accepted is an integer, 0 or more"),
     ({"checkpoint_every": True}, "checkpoint_every is True: accepted is an integer, 0 or more"),
+    # precision and algorithm
+    ({"precision": "tf23"}, "unknown precision 'tf23': did you mean 'tf32'? accepted: ieee, 3xtf32, tf32, bf16"),
+    ({"algorithm": "chunk"}, "unknown algorithm 'chunk': did you mean 'chunked'? accepted: auto, sequential, chunked"),
+    ({"algorithm": "chunked"}, "algorithm is 'chunked' with activation 'tanh': chunks of time can only be joined for 'identity'"),
 ]  # fmt: skip
 
 

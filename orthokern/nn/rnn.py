@@ -126,6 +126,7 @@ class _Recurrent(nn.Module):
         learned_h0: bool,
         checkpoint_every: int,
         backend: str | None,
+        precision: str,
     ) -> None:
         super().__init__()
         self.input_size = positive_int("input_size", input_size)
@@ -152,6 +153,9 @@ class _Recurrent(nn.Module):
         self.learned_h0 = flag("learned_h0", learned_h0)
         self.checkpoint_every = positive_int("checkpoint_every", checkpoint_every, minimum=0)
         self.backend = check_backend(backend)
+        if precision not in functional.PRECISIONS:
+            raise unknown_name("precision", precision, functional.PRECISIONS)
+        self.precision = precision
 
     # -- parameters
 
@@ -238,6 +242,7 @@ class _Recurrent(nn.Module):
             "act_param": self._act_param(suffix),
             "checkpoint_every": self.checkpoint_every,
             "backend": self.backend,
+            "precision": self.precision,
         }
 
     @overload
@@ -390,7 +395,7 @@ class _Recurrent(nn.Module):
             "dropout": 0.0,
             "bidirectional": False,
         }
-        defaults |= {"learned_h0": False, "checkpoint_every": 0, "backend": None}
+        defaults |= {"learned_h0": False, "checkpoint_every": 0, "backend": None, "precision": "ieee"}
         for name, default in defaults.items():
             value = getattr(self, name)
             if value != default:
@@ -427,6 +432,8 @@ class RNN(_Recurrent):
         checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the rest, with the
             same bits as result.
         backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
+        precision: of float32 products on a GPU: "ieee" (exact), or at your wish "3xtf32", "tf32" or "bf16"; states and
+            sums stay float32. The CPU computes exact products whatever it says.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
     bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for.
@@ -452,6 +459,7 @@ class RNN(_Recurrent):
         learned_h0: bool = False,
         checkpoint_every: int = 0,
         backend: str | None = None,
+        precision: str = "ieee",
     ) -> None:
         super().__init__(
             input_size,
@@ -466,6 +474,7 @@ class RNN(_Recurrent):
             learned_h0=learned_h0,
             checkpoint_every=checkpoint_every,
             backend=backend,
+            precision=precision,
         )
         if init is not None and init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
@@ -551,7 +560,7 @@ class FactorizedRNN(_Recurrent):
             W is the named orthogonal matrix, s = 1, for K = N. "glorot": the (truncated) singular value
             decomposition of a Glorot-normal matrix, for margin=None. See orthokern.init. Input weights U(-1/sqrt(N),
             1/sqrt(N)) as torch's, bias 0.
-        negative_slope, learned_h0, checkpoint_every, backend: as in orthokern.nn.RNN.
+        negative_slope, learned_h0, checkpoint_every, backend, precision: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (one: the second of torch
     adds nothing), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
@@ -583,6 +592,7 @@ class FactorizedRNN(_Recurrent):
         learned_h0: bool = False,
         checkpoint_every: int = 0,
         backend: str | None = None,
+        precision: str = "ieee",
     ) -> None:
         super().__init__(
             input_size,
@@ -597,6 +607,7 @@ class FactorizedRNN(_Recurrent):
             learned_h0=learned_h0,
             checkpoint_every=checkpoint_every,
             backend=backend,
+            precision=precision,
         )
         if margin is not None:
             accepted = "a finite number >= 0, or None for a free spectrum"

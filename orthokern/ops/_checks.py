@@ -14,6 +14,8 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
+PRECISIONS = ("ieee", "3xtf32", "tf32", "bf16")
+ALGORITHMS = ("auto", "sequential", "chunked")
 
 
 def describe(value: object) -> str:
@@ -96,6 +98,18 @@ def activation_parameter(activation: str, act_param: Tensor | None, N: int, like
             f"act_param has shape {list(act_param.shape)}: accepted is the {what} of {activation!r}, [1] or [N] = [{N}]"
         )
     same_kind("act_param", act_param, like_name, like)
+
+
+def scan_choices(precision: object, algorithm: object, activation: str) -> None:
+    """precision and algorithm must be known names, and chunks of time need a linear recurrence."""
+    if precision not in PRECISIONS:
+        raise unknown_name("precision", precision, PRECISIONS)
+    if algorithm not in ALGORITHMS:
+        raise unknown_name("algorithm", algorithm, ALGORITHMS)
+    if algorithm == "chunked" and activation != "identity":
+        raise InputError(
+            f"algorithm is 'chunked' with activation {activation!r}: chunks of time can only be joined for 'identity'"
+        )
 
 
 def scan_inputs(

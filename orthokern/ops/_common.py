@@ -17,13 +17,22 @@ NO_CUDA = Support(missing="no CUDA kernel in this release")
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
     """Raise InputError unless every one of ``ids`` (int64, any shape) is in [0, size).
 
-    The kernels index with these numbers unchecked, so this runs before every one of them, compiled graphs included.
+    The CPU kernels index with these numbers unchecked, so this runs before every one of them, compiled graphs included.
     """
     low, high = ids.aminmax()
     least, most = int(low), int(high)
     if least < 0 or most >= size:
         worst = least if least < 0 else most
         raise InputError(f"{argument} holds {worst}: {what} must be in [0, {size})")
+
+
+def check_tokens(x: Tensor | None, weight: Tensor | None) -> None:
+    """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D].
+
+    Not on a GPU: the answer would have to travel to the host. The kernels there turn a wrong id into NaN.
+    """
+    if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
+        check_range("x", x, weight.shape[1], "token ids")
 
 
 def dense(tensor: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_range, dense, given, no_second_derivative
+from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_tokens, dense, given, no_second_derivative
 from orthokern.ops.activations import NEEDS_INPUT
 
 SUPPORT = {
@@ -33,6 +33,8 @@ def dense_scan(
     activation: str,
     checkpoint_every: int = 0,
     backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> Tensor:
     """A dense recurrent layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -43,7 +45,8 @@ def dense_scan(
         Backward: Note [Dense scan backward] in ``orthokern/reference/dense_scan.py``.
 
     Args:
-        x: [T, B, N], or [T, B, D] with weight, in the floating dtype of w; or int64 [T, B] token ids in [0, D).
+        x: [T, B, N], or [T, B, D] with weight, in the floating dtype of w; or int64 [T, B] token ids in [0, D)
+            (checked on a CPU; on a GPU, where a check would wait for the device, a wrong id makes its sequence NaN).
         w: [N, N], applied to column vectors (row form: h @ w.T), as torch's weight_hh.
         h0: [B, N], the state before the first step.
         weight: [N, D] or None; bias: [N] or None.
@@ -52,6 +55,11 @@ def dense_scan(
         checkpoint_every: k > 0 keeps every k-th state for the backward and recomputes the others; 0 keeps all.
         backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, where
             checkpoint_every changes nothing.
+        precision: the least precision of float32 products that a kernel may use: "ieee", "3xtf32" (three TF32 products,
+            nearly float32), "tf32" or "bf16" (both factors rounded). State and sums stay float32. A backend without
+            the faster products computes IEEE ones, as cpu and reference always do; so does float64.
+        algorithm: "sequential", step after step; "chunked", over chunks of time in parallel through powers of the map
+            (activation identity only; forms W); "auto", the backend's choice of what it has.
         Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
 
     Returns:
@@ -71,13 +79,13 @@ def dense_scan(
         machine and thread count; rounding grows with T as the product of the Jacobians does.
     """
     if dispatch.requested(backend) == "reference":
-        reference = dispatch.leaf("dense_scan", "reference")
-        if weight is not None and not x.is_floating_point() and not torch.compiler.is_compiling():
-            check_range("x", x, weight.shape[1], "token ids")
+        reference = dispatch.resolve("dense_scan", "reference", device=w.device, dtype=w.dtype, algorithm=algorithm)
+        if not torch.compiler.is_compiling():
+            check_tokens(x, weight)
         hs: Tensor = reference.dense_scan_fwd(x, w, h0, weight, bias, act_param, activation=activation)[0]
         return hs
     hs, _, _ = torch.ops.orthokern.dense_scan_fwd(
-        x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend
+        x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm
     )
     return hs
 
@@ -86,7 +94,8 @@ def dense_scan(
     "orthokern::dense_scan_fwd",
     mutates_args=(),
     schema="(Tensor x, Tensor w, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
-    "str activation, int checkpoint_every=0, str? backend=None) -> (Tensor, Tensor, Tensor)",
+    'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto") '
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _fwd(
     x: Tensor,
@@ -98,14 +107,15 @@ def _fwd(
     activation: str,
     checkpoint_every: int = 0,
     backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, ...]:
     """(hs, ckpt, pre); what does not apply is empty."""
-    leaf = dispatch.resolve("dense_scan", backend, device=w.device, dtype=w.dtype, N=w.shape[0])
-    if weight is not None and not x.is_floating_point():
-        check_range("x", x, weight.shape[1], "token ids")
+    leaf = dispatch.resolve("dense_scan", backend, device=w.device, dtype=w.dtype, algorithm=algorithm, N=w.shape[0])
+    check_tokens(x, weight)
     outputs = leaf.dense_scan_fwd(
         dense(x), dense(w), dense(h0), dense(weight), dense(bias), dense(act_param),
-        activation=activation, checkpoint_every=checkpoint_every,
+        activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
     )  # fmt: skip
     return apart(outputs)
 
@@ -121,6 +131,8 @@ def _fwd_fake(
     activation: str,
     checkpoint_every: int = 0,
     backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, (B, N) = x.shape[0], h0.shape
     segments = (T + checkpoint_every - 1) // checkpoint_every if checkpoint_every else 0
@@ -137,7 +149,7 @@ def _fwd_fake(
     mutates_args=(),
     schema="(Tensor grad_hs, Tensor states, Tensor pre, Tensor? x, Tensor w, Tensor h0, "
     "Tensor? weight, Tensor? bias, Tensor? act_param, str activation, int checkpoint_every=0, bool need_x=True, "
-    "bool need_params=True, str? backend=None) "
+    'bool need_params=True, str? backend=None, str precision="ieee", str algorithm="auto") '
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
@@ -155,19 +167,20 @@ def _bwd(
     need_x: bool = True,
     need_params: bool = True,
     backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, ...]:
     """(grad_x, grad_w, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm).
 
     states is hs, or ckpt when checkpoint_every > 0; x may be None where it is not needed (no weight, no checkpoints).
     What does not apply or is not needed is empty. grad_norm: [T].
     """
-    leaf = dispatch.resolve("dense_scan", backend, device=w.device, dtype=w.dtype, N=w.shape[0])
-    if x is not None and weight is not None and not x.is_floating_point():
-        check_range("x", x, weight.shape[1], "token ids")
+    leaf = dispatch.resolve("dense_scan", backend, device=w.device, dtype=w.dtype, algorithm=algorithm, N=w.shape[0])
+    check_tokens(x, weight)
     grads = leaf.dense_scan_bwd(
         dense(grad_hs), dense(states), dense(pre), dense(x), dense(w), dense(h0), dense(weight),
         dense(bias), dense(act_param), activation=activation, checkpoint_every=checkpoint_every, need_x=need_x,
-        need_params=need_params,
+        need_params=need_params, precision=precision, algorithm=algorithm,
     )  # fmt: skip
     if _taps.SINKS:
         _taps.record("dense_scan", grads[-1])
@@ -190,6 +203,8 @@ def _bwd_fake(
     need_x: bool = True,
     need_params: bool = True,
     backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, ...]:
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
@@ -210,11 +225,11 @@ def _bwd_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend = inputs
+    x, w, h0, weight, bias, act_param, activation, checkpoint_every, *ctx.choices = inputs
     hs, ckpt, pre = output
     ctx.mark_non_differentiable(ckpt, pre)
     ctx.set_materialize_grads(False)
-    ctx.activation, ctx.checkpoint_every, ctx.backend = activation, checkpoint_every, backend
+    ctx.activation, ctx.checkpoint_every = activation, checkpoint_every
     # a precomputed input term is only read again to recompute states, and may be as large as all of them
     x_needed = weight is not None or checkpoint_every > 0
     states = ckpt if checkpoint_every else hs
@@ -223,15 +238,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
-        return (None,) * 9
+        return (None,) * 11
     states, pre, x, w, h0, weight, bias, act_param = ctx.saved_tensors
     needs = ctx.needs_input_grad
     need_params = needs[1] or any(needs[3:6])
     grads = torch.ops.orthokern.dense_scan_bwd(
         grad_hs, states, pre, x, w, h0, weight, bias, act_param,
-        ctx.activation, ctx.checkpoint_every, needs[0], need_params, ctx.backend,
+        ctx.activation, ctx.checkpoint_every, needs[0], need_params, *ctx.choices,
     )  # fmt: skip
-    return (*(given(grad, need) for grad, need in zip(grads[:6], needs[:6], strict=True)), None, None, None)
+    return (*(given(grad, need) for grad, need in zip(grads[:6], needs[:6], strict=True)), *(None,) * 5)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

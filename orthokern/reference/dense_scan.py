@@ -21,6 +21,8 @@ def dense_scan_fwd(
     *,
     activation: str,
     checkpoint_every: int = 0,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.dense_scan`` for the arguments. Returns (hs, ckpt, pre). Differentiable by autograd."""
 
@@ -46,6 +48,8 @@ def dense_scan_bwd(
     checkpoint_every: int = 0,
     need_x: bool = True,
     need_params: bool = True,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.dense_scan`` for arguments and returns, Note [Dense scan backward] for the formulas."""
 

@@ -36,6 +36,8 @@ def factored_scan_fwd(
     *,
     activation: str,
     checkpoint_every: int = 0,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.factored_scan`` for the arguments. Returns (hs, ckpt, pre). Differentiable by autograd."""
 
@@ -63,6 +65,8 @@ def factored_scan_bwd(
     checkpoint_every: int = 0,
     need_x: bool = True,
     need_params: bool = True,
+    precision: str = "ieee",
+    algorithm: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.factored_scan`` for arguments and returns, Note [Factored scan backward] for the formulas."""
 
