@@ -97,7 +97,7 @@ void readout_task(void* context, int task) {
       }
     }
     const Segment<T> states = {h, block, call.depth};
-    multiply<T>(&states, 1, call.weight, R, d, block, [](int, int) {});
+    multiply<T>(&states, 1, call.weight, R, d, block);
     for (int r = 0; r < R; r++) {
       const int64_t target = args.target[row + r];
       T* at = d + r * L;
@@ -125,7 +125,8 @@ void readout_task(void* context, int task) {
     }
     if (!call.sums) continue;
     const Segment<T> errors = {d, block, C};
-    multiply<T>(&errors, 1, call.weight_t, R, out, block, [&](int first, int last) {
+    Errands<T> none;
+    multiply<T>(&errors, 1, call.weight_t, R, out, block, &none, [&](int first, int last) {
       for (int b = first; b < last && b * L < N; b++)
         for (int r = 0; r < R; r++) {
           T* to = grad_hidden + (row + r) * N + b * L;
