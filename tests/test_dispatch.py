@@ -204,6 +204,12 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
         assert "native module: not available: the native module was not built (no compiler)" in text
 
 
+def test_explain_into_a_reader_that_leaves() -> None:
+    command = f"{sys.executable} -m orthokern.explain | true; test ${{PIPESTATUS[0]}} = 0"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_explain_is_a_command_and_a_function_however_it_is_reached() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "orthokern.explain"],
