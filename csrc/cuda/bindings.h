@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "cuda/ops.h"
+#include "cuda/scan_bindings.h"
 
 namespace orthokern {
 namespace cuda {
@@ -17,7 +18,7 @@ void run(void (*launcher)(const Args&), const Args& args) {
   launcher(args);
 }
 
-inline void bind(pybind11::module_& m) { (void)m; }
+inline void bind(pybind11::module_& m) { bind_scans(m); }
 
 }  // namespace cuda
 }  // namespace orthokern

@@ -1,6 +1,6 @@
 // dense_scan on CUDA: h_t = phi(W h_{t-1} + e_t), and its adjoint recurrence. scan.h says what a caller passes,
-// scan_resident.cuh, scan_cluster.cuh and scan_steps.cuh how a step is carried out.
-#include "cuda/scan_launch.cuh"
+// scan_resident.h, scan_cluster.h and scan_steps.h how a step is carried out.
+#include "cuda/scan_launch.h"
 
 namespace orthokern {
 namespace cuda {

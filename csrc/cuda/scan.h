@@ -19,9 +19,9 @@ namespace orthokern {
 namespace cuda {
 
 enum class ScanPath {
-  kResident = 0,  // one block owns sequences, the factors stay in its registers (scan_resident.cuh)
-  kCluster = 1,   // a cluster of blocks owns sequences, the factors are spread over it (scan_cluster.cuh)
-  kSteps = 2,     // a launch for every product (scan_steps.cuh)
+  kResident = 0,  // one block owns sequences, the factors stay in its registers (scan_resident.h)
+  kCluster = 1,   // a cluster of blocks owns sequences, the factors are spread over it (scan_cluster.h)
+  kSteps = 2,     // a launch for every product (scan_steps.h)
 };
 
 // How a scan is carried out. Made by plan_scan from sizes and the device, without looking at any data.

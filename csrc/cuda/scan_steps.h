@@ -6,7 +6,7 @@
 // memory kTile columns at a time, the next ones on their way in registers.
 #pragma once
 
-#include "cuda/scan_units.cuh"
+#include "cuda/scan_units.h"
 
 namespace orthokern {
 namespace cuda {

@@ -14,7 +14,7 @@
 // Work that a step cannot hide: 128 threads * 8 C fused multiply-adds each per clock and product, 16 C^2 / 128 ... = N^2 / 128 clocks.
 #pragma once
 
-#include "cuda/scan_units.cuh"
+#include "cuda/scan_units.h"
 
 namespace orthokern {
 namespace cuda {

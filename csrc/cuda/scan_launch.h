@@ -4,14 +4,16 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/scan_cluster.cuh"
-#include "cuda/scan_resident.cuh"
-#include "cuda/scan_steps.cuh"
+#include "cuda/scan_cluster.h"
+#include "cuda/scan_resident.h"
+#include "cuda/scan_steps.h"
 
 namespace orthokern {
 namespace cuda {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t kLargestGroup = 16;  // sequences of a resident block
 
 // Warps of the resident kernel: 16 rows each. Two maps of 12 warps do not fit into the registers.
 template <bool kFactored>
@@ -69,7 +71,9 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const
   const int warps = resident_warps<kFactored>(a.N);
   if (!warps) return false;
   // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of one.
-  int64_t group = wish.group ? wish.group : std::min<int64_t>(divide_up(a.sequences, limits.multiprocessors), 16);
+  // Where one wave of blocks is not enough, all waves are full.
+  const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
+  int64_t group = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
   if (group > 1) group = (group + 1) / 2 * 2;
   while (group > 1 && resident_bytes<kFactored>(backward, warps, static_cast<int>(group), a.tokens) > static_cast<int64_t>(limits.shared_per_block))
     group = group > 2 ? group - 2 : 1;

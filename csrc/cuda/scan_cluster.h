@@ -17,7 +17,7 @@
 // state to the next y. A dense map has no such answer in between, but knows that the state before the last one has been read.
 #pragma once
 
-#include "cuda/scan_units.cuh"
+#include "cuda/scan_units.h"
 
 namespace orthokern {
 namespace cuda {
