@@ -27,7 +27,9 @@ try:
     from orthokern import _C
 
     _native = getattr(_C, "cuda", None)
-    REASON = "" if _native is not None else f"no CUDA kernels in this build: {json.loads(_C.build_info())['cuda_reason']}"
+    REASON = (
+        "" if _native is not None else f"no CUDA kernels in this build: {json.loads(_C.build_info())['cuda_reason']}"
+    )
 except ImportError as error:
     REASON = f"the native module is not built ({error}): run `pip install -e .` with a C++17 compiler and nvcc at hand"
 AVAILABLE = _native is not None
@@ -65,16 +67,16 @@ def _call(name: str, device: torch.device, sizes: dict[str, int], tensors: dict[
 # ---------------------------------------------------------------------------------------------------------------- scans
 
 _NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
-# Rows (time steps times sequences) of adjoints and states in one product of the gradients. A sum over all steps is one of
-# such windows, last one first, however the states came about: so recomputing them changes no bit.
-_WINDOW_ROWS = 16384
-# Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have nothing to
-# gain when the sequences fill the GPU already.
+# Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of steps,
+# last one first, however the states came about: so recomputing them changes no bit.
+_WINDOW_ELEMENTS = 1 << 23
+# Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have nothing
+# to gain when the sequences fill the GPU already.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
-# Chunked: the longest chunk. What one step rounds off grows by at most the largest singular value in each later step, as in
-# the sequential scan; the power of the map that carries a state over a whole chunk adds its own rounding, once a chunk.
+# Chunked: the longest chunk. What one step rounds off grows by at most the largest singular value in each later step, as
+# in the sequential scan; the power of the map that carries a state over a whole chunk adds its own rounding, once a chunk.
 _LONGEST_CHUNK = 128
-# Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish). Tests reach every path with it.
+# Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish), for the tests.
 _wishes: dict[str, int] = {}
 
 
@@ -203,8 +205,8 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
 def _chunk_length(map: _Map, steps: int, batch: int, activation: str, algorithm: str) -> int:
     """Steps of a chunk, from sizes alone; 0 for the sequential scan.
 
-    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T / 2), and no longer than
-    what keeps the power of the map accurate.
+    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and no longer than what
+    keeps the power of the map accurate.
     """
     if activation != "identity" or algorithm == "sequential" or steps < 2:
         return 0
@@ -232,8 +234,8 @@ def _chunked(
 ) -> None:  # fmt: skip
     """The recurrence without activation over chunks of time at once; out [T, B, N].
 
-    (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks' borders, one
-    after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its border. W is
+    (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks' borders,
+    one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its border. W is
     composed for (b) alone. Backward is the same with W^T, from the last step to the first.
     """
     n = map.u.shape[0]
@@ -316,8 +318,9 @@ class _Sums:
     @staticmethod
     def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         """total [N, D] += left [R, N]^T right [R, D], in as many partial sums as keep the GPU busy."""
+        tiles = -(-total.shape[0] // 64) * -(-total.shape[1] // 64)
         parts = 1
-        while parts < 16 and left.shape[0] % (2 * parts) == 0 and max(total.shape) <= 512:
+        while parts * tiles < 256 and left.shape[0] % (2 * parts) == 0 and left.shape[0] >= 256 * parts:
             parts *= 2
         if parts == 1:
             total.addmm_(left.mT, right)
@@ -328,7 +331,9 @@ class _Sums:
     def add(self, start: int, delta: Tensor, before: Tensor) -> None:
         """The steps from ``start`` on: delta and before, h_{t-1}, both [steps, B, N]."""
         steps = delta.shape[0]
-        if delta[0].numel() % 4:  # the same alignment wherever the rows lie, which the choice of a product may depend on
+        if (
+            delta[0].numel() % 4
+        ):  # the same alignment wherever the rows lie, which the choice of a product may depend on
             delta, before = delta.clone(), before.clone()
         rows = delta.flatten(0, 1)
         self._add_product(self.m, rows, before.flatten(0, 1))
@@ -339,7 +344,8 @@ class _Sums:
         assert self.x is not None
         x = self.x[start : start + steps]
         if self.features:
-            self._add_product(self.grad_weight, rows, x.clone().flatten(0, 1))
+            x = x.clone() if x[0].numel() % 4 else x
+            self._add_product(self.grad_weight, rows, x.flatten(0, 1))
             return
         # an id that is out of range belongs to no row of the table; nothing here adds in an order that may vary
         ids, d = x.flatten(), self.weight.shape[1]
@@ -370,10 +376,9 @@ def _scan_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm."""
     map, h0, x, weight, bias, act_param = _scan_inputs(map, h0, x, weight, bias, act_param)
-    grad_hs, states = (
-        _ready(t, torch.float32, map.u.device, name)  # type: ignore[misc]
-        for t, name in ((grad_hs, "grad_hs"), (states, "states"))
-    )
+    for name, tensor in (("grad_hs", grad_hs), ("states", states)):
+        _ready(tensor, torch.float32, map.u.device, name)
+    grad_hs, states = grad_hs.contiguous(), states.contiguous()
     steps, batch, n = grad_hs.shape
     new, empty = h0.new_empty, h0.new_empty(0)
     chunk = _chunk_length(map, steps, batch, activation, algorithm)
@@ -387,7 +392,8 @@ def _scan_bwd(
             checkpoint_every = 0
 
     every = checkpoint_every or max(steps, 1)
-    window = max(1, -(-_WINDOW_ROWS // max(batch, 1)) // 16 * 16)
+    window = max(1, _WINDOW_ELEMENTS // max(batch * n, 1))
+    window -= window % 16 if window > 16 else 0  # rows that divide into partial sums
     sums = _Sums(n, h0, x, weight, bias) if need_params else None
     keep_delta = not checkpoint_every or (need_x and weight is None)
     features = need_x and weight is not None and x is not None and x.is_floating_point()
@@ -398,8 +404,8 @@ def _scan_bwd(
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
 
-    # Rows of time t lie at t - low of `delta` and, before[t] = h_{t-1}, of `before`; low is 0 where all of them are kept, else
-    # the start of the segment, and behind it lie those later steps that do not fill a window yet.
+    # Rows of time t lie at t - low of `delta` and, h_{t-1}, of `before`; low is 0 where all of them are kept, else the start
+    # of the segment, and behind it lie those later steps that do not fill a window yet.
     room = steps if keep_delta else min(every + window, steps)
     delta = new(room, batch, n)
     before = new(min(every + window, steps) + 1, batch, n) if checkpoint_every else empty
@@ -462,7 +468,7 @@ def _scan_bwd(
                         sums.add(0, rows[:1], first)
                     else:
                         sums.add(begin, rows, previous)
-                if features:
+                if features and weight is not None:
                     torch.mm(rows.flatten(0, 1), weight, out=grad_x[begin:end].flatten(0, 1))
                 high = begin
 
@@ -571,6 +577,6 @@ def dense_scan_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
     return _scan_bwd(
-        _Map(w), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
-        algorithm,
+        _Map(w), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
+        need_params, algorithm,
     )  # fmt: skip

@@ -112,6 +112,7 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const 
     if (bytes() > static_cast<int64_t>(limits.shared_per_block)) break;
     Launch shape{dim3(size), dim3(kClusterThreads), nullptr, static_cast<size_t>(bytes()), size};
     with_cluster_kernel<kFactored>(backward, group, [&](auto kernel) { clusters = max_active_clusters(kernel, shape); });
+    clusters = std::min(clusters, limits.multiprocessors / size);  // a block has the registers of a multiprocessor to itself
     if (!clusters) break;
     plan.group = group;
     plan.shared_chunks = shared_chunks;

@@ -11,7 +11,8 @@
 // two places. kSequences = 2 sequences at a time fill the lanes that one sequence leaves idle at the end, and hide each other's latency.
 //
 // C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 / (32 C).
-// Work that a step cannot hide: 128 threads * 8 C fused multiply-adds each per clock and product, 16 C^2 / 128 ... = N^2 / 128 clocks.
+// A product of N x N is N^2 / 128 clocks of fused multiply-adds; the loads of the state and the exchanges take half of that each, on other
+// units. What comes on top is latency: about 33 clocks of loads, 120 of exchanges and 45 of the barrier (docs/cuda-scans.md).
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -86,10 +87,11 @@ __device__ __forceinline__ void tile_product(float (&sums)[8 * kSequences], cons
 }
 
 template <bool kFactored, bool kBackward, int C, int kSequences>
-__global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs a, const int group) {
+__global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs a, const int group_size) {
   static_assert(C % 2 == 0 && C <= 16, "a lane reads its columns in pairs, 16 warps have 128 registers a thread");
   static_assert(kSequences == 1 || kSequences == 2, "16 lanes end the step of 8 rows of at most two sequences");
   constexpr int kPadded = 16 * C, kThreads = 32 * C;
+  const int group = kSequences == 1 ? 1 : group_size;  // one sequence at a time means one in all: its loops and indices vanish
   unsigned char* const memory = dynamic_shared<unsigned char>();
   const ResidentMemory<kFactored, kBackward> at(kPadded, group, kThreads, a.tokens != nullptr);
   int64_t* const first = reinterpret_cast<int64_t*>(memory + at.first);  // [group]
@@ -148,11 +150,10 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   if (kBackward && a.sums && unit) total = {a.sums[sums_at], a.sums[sums_size + sums_at]};
   __syncthreads();
 
-  // The inputs of step i of sequence g, into the place where this thread reads them.
-  auto fetch = [&](int g, int i) {
-    if (!unit || g >= group || i >= steps[g]) return;
+  // The inputs of step i of sequence g, into the place where this thread reads them. `offset`: of the unit in step i.
+  auto fetch = [&](int g, int i, int64_t offset, int live_steps) {
+    if (!unit || i >= live_steps) return;
     const int place = ((i % kAhead) * group + g) * kPadded + row;
-    const int64_t offset = first[g] + i * stride + row;
     if (a.tokens) {
       const int64_t id = ids[g * kIdRing + i % kIdRing];
       if (id >= 0 && id < a.D)
@@ -166,9 +167,12 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   };
 #pragma unroll 1
   for (int i = 0; i < kAhead; i++) {
-    for (int g = own; g < group; g += kSequences) fetch(g, i);
+    for (int g = own; g < group; g += kSequences) fetch(g, i, first[g] + i * stride + row, steps[g]);
     cp_async_commit();
   }
+  const int64_t only_first = first[own] + row;  // of the sequence that this lane has, where it has no other
+  const int only_steps = steps[own];
+  int64_t moved = 0;  // i * stride
 
   const float* from = state;
   float* to = kFactored ? state : state + group * kPadded;
@@ -190,9 +194,10 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
       float sums[8 * kSequences];
       tile_product<C, kSequences>(sums, weights2, (kFactored ? y : from) + g0 * kPadded, kPadded, lane);
       const int g = g0 + own;
-      const bool live = unit && i < steps[g];
+      const int live_steps = kSequences == 1 ? only_steps : steps[g];
+      const bool live = unit && i < live_steps;
       const int place = ((i % kAhead) * group + g) * kPadded + row;
-      const int64_t offset = first[g] + i * stride + row;
+      const int64_t offset = (kSequences == 1 ? only_first : first[g] + row) + moved;
       const float before = sums[0] + (live ? inputs[place] : 0.f);
       float after;
       if constexpr (kBackward) {
@@ -215,9 +220,8 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
         to[g * kPadded + row] = after;
         if (a.out) a.out[offset] = after;
         if (!kBackward && a.pre) a.pre[offset] = before;
-        if (a.end && i + 1 == length) a.end[(q0 + g) * N + row] = after;
       }
-      fetch(g, i + kAhead);
+      fetch(g, i + kAhead, offset + kAhead * stride, live_steps);
     }
     if (a.tokens && thread < group) {
       const int next = i + 2 * kAhead + 1;
@@ -240,12 +244,16 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
         if (thread % 32 == 0) a.norms[t * gridDim.x + blockIdx.x] = sum;
       }
     }
+    moved += stride;
     if (!kFactored) {
       const float* const written = to;
       to = const_cast<float*>(from);
       from = written;
     }
   }
+  if (a.end && unit)
+    for (int g = own; g < group; g += kSequences)
+      if (steps[g] == length) a.end[(q0 + g) * N + row] = from[g * kPadded + row];
   if (kBackward && a.sums && unit) a.sums[sums_at] = total.sum, a.sums[sums_size + sums_at] = total.error;
 }
 
