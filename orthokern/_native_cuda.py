@@ -1,7 +1,7 @@
 """The CUDA leaf: native kernels behind the signatures of :mod:`orthokern.reference`.
 
-Each function checks what the kernels rely on (dtype, device, contiguity), makes the results, and puts the kernels on the
-current stream of the tensors' device. Nothing here waits for the device. Shapes and the meaning of arguments are
+Each function checks what the kernels rely on (dtype, device, contiguity), makes the results, and puts the kernels on
+the current stream of the tensors' device. Nothing here waits for the device. Shapes and the meaning of arguments are
 documented once, in ``orthokern/ops/<op>.py``; B batch, T time, N hidden, K rank, D input features or token ids.
 
 Importing never fails: :data:`AVAILABLE` says whether the kernels were built and :data:`REASON` why not.
@@ -67,14 +67,15 @@ def _call(name: str, device: torch.device, sizes: dict[str, int], tensors: dict[
 # ---------------------------------------------------------------------------------------------------------------- scans
 
 _NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
-# Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of steps,
-# last one first, however the states came about: so recomputing them changes no bit.
+# Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of
+# steps, last one first, however the states came about: so recomputing them changes no bit.
 _WINDOW_ELEMENTS = 1 << 23
-# Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have nothing
-# to gain when the sequences fill the GPU already.
+# Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have
+# nothing to gain when the sequences fill the GPU already.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
-# Chunked: the longest chunk. What one step rounds off grows by at most the largest singular value in each later step, as
-# in the sequential scan; the power of the map that carries a state over a whole chunk adds its own rounding, once a chunk.
+# Chunked: the longest chunk. What one step rounds off grows by at most the largest singular value in each later step,
+# as in the sequential scan; the power of the map that carries a state over a whole chunk adds its own rounding, once a
+# chunk.
 _LONGEST_CHUNK = 128
 # Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish), for the tests.
 _wishes: dict[str, int] = {}
@@ -205,8 +206,8 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
 def _chunk_length(map: _Map, steps: int, batch: int, activation: str, algorithm: str) -> int:
     """Steps of a chunk, from sizes alone; 0 for the sequential scan.
 
-    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and no longer than what
-    keeps the power of the map accurate.
+    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and no longer than
+    what keeps the power of the map accurate.
     """
     if activation != "identity" or algorithm == "sequential" or steps < 2:
         return 0
@@ -234,9 +235,9 @@ def _chunked(
 ) -> None:  # fmt: skip
     """The recurrence without activation over chunks of time at once; out [T, B, N].
 
-    (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks' borders,
-    one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its border. W is
-    composed for (b) alone. Backward is the same with W^T, from the last step to the first.
+    (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks'
+    borders, one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its
+    border. W is composed for (b) alone. Backward is the same with W^T, from the last step to the first.
     """
     n = map.u.shape[0]
     count = -(-steps // chunk)
@@ -404,8 +405,8 @@ def _scan_bwd(
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
 
-    # Rows of time t lie at t - low of `delta` and, h_{t-1}, of `before`; low is 0 where all of them are kept, else the start
-    # of the segment, and behind it lie those later steps that do not fill a window yet.
+    # Rows of time t lie at t - low of `delta` and, h_{t-1}, of `before`; low is 0 where all of them are kept, else the
+    # start of the segment, and behind it lie those later steps that do not fill a window yet.
     room = steps if keep_delta else min(every + window, steps)
     delta = new(room, batch, n)
     before = new(min(every + window, steps) + 1, batch, n) if checkpoint_every else empty

@@ -29,7 +29,7 @@ constexpr int kChunkFloats = kClusterRows * kChunk;          // packed: [warp][r
 constexpr int kStages = 2;
 constexpr int kStageFloats = kClusterWarps * 4 * kChunk;     // half a chunk: 4 rows of each warp
 template <int kGroup>
-constexpr int kInRegisters = kGroup <= 2 ? 4 : kGroup <= 4 ? 3 : 2;  // what 255 registers leave room for beside 8 kGroup sums
+constexpr int kInRegisters = kGroup <= 2 ? 4 : kGroup <= 4 ? 3 : 1;  // what 255 registers leave room for beside 8 kGroup sums
 
 struct ClusterMemory {  // the block's shared memory, in bytes
   int64_t barriers, state, y, chunks, ring, total;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
     }
   };
 
-  // Inputs of the next step, fetched one step (a microsecond and more) ahead; a token id yet another one.
+  // Inputs, fetched as soon as those of the step before are used: a step (a microsecond and more) ahead. A token id yet another one.
   float input[kHeld], gate[kHeld];
   int64_t id = -1;
   auto fetch_id = [&](int i) {
@@ -264,12 +264,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
     for (int i = 0; i < length; i++) {
       float sums[8 * kGroup];
       const bool live_step = i < where.steps;
-      float now[kHeld], now_gate[kHeld], v[kHeld];
-#pragma unroll
-      for (int j = 0; j < kHeld; j++) now[j] = input[j], now_gate[j] = gate[j];
-      fetch_input(i + 1);
-      fetch_id(i + 2);
-
+      float v[kHeld];
       if (i > 0) {
         mbarrier_wait(state_barrier(i - 1), state_parity(i - 1));
         if (thread == 0) mbarrier_arrive_expect(state_barrier(i - 1), state_bytes);
@@ -303,25 +298,25 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
 
       float before[kHeld], square = 0;
 #pragma unroll
-      for (int j = 0; j < kHeld; j++) before[j] = sums[j] + now[j];
+      for (int j = 0; j < kHeld; j++) before[j] = sums[j] + input[j];
 #pragma unroll
       for (int j = 0; j < kHeld; j++) {
         float other = 0, other_gate = 0;
         if (a.activation == kOplu) {  // the other unit of the pair is this lane's other row, or another lane's
           if constexpr (kHeld > 1) {
-            other = before[j ^ 1], other_gate = now_gate[j ^ 1];
+            other = before[j ^ 1], other_gate = gate[j ^ 1];
           } else {
             other = __shfl_xor_sync(kAllLanes, before[j], kCopies);
-            if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, now_gate[j], kCopies);
+            if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate[j], kCopies);
           }
         }
         const bool second = (held + j) % 2;
         float after;
         if constexpr (kBackward) {
-          after = activate_grad(a.activation, before[j], now_gate[j], other, other_gate, second, parameter[j]);
+          after = activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]);
           if (unit[j] && live_step) {
             square = fmaf(before[j], before[j], square);
-            if (a.sums) total[j].add(parameter_grad(a.activation, before[j], now_gate[j]));
+            if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j]));
           }
         } else {
           after = activate(a.activation, before[j], other, second, parameter[j]);
@@ -337,6 +332,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
         if (!kBackward && a.pre) a.pre[offset] = before[j];
         if (a.end && i + 1 == length) a.end[(q0 + g) * N + rows[j]] = v[j];
       }
+      fetch_input(i + 1);
+      fetch_id(i + 2);
       if (kBackward && a.norms) {
         square = warp_sum(square);
         const int64_t t = a.T - 1 - i;
