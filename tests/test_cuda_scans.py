@@ -214,6 +214,12 @@ def test_chunks_of_time_with_a_cluster(wish: Any) -> None:
     check(scan_problem("factored_scan", B=3, T=11, N=50, activation="identity"), algorithm="chunked")
 
 
+def test_auto_takes_chunks_of_a_long_sequence() -> None:
+    problem = scan_problem("factored_scan", B=2, T=260, N=9, activation="identity", inputs="tokens")
+    actual = check(problem)
+    assert_same_bits(actual, run(problem.to(torch.float32), algorithm="chunked"))
+
+
 def test_chunk_length_comes_from_sizes_alone() -> None:
     def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto") -> int:
         return _native_cuda._chunk_length(_native_cuda._Map(torch.empty(N, N)), T, B, activation, algorithm)

@@ -40,6 +40,7 @@ struct ScanPlan {
 };
 
 struct ScanArgs {
+  int device;
   int64_t T, B, N, K, D;  // K = 0: a dense map
   int64_t chunk, sequences;
   int activation;        // enum Activation
@@ -73,7 +74,7 @@ struct ScanWish {
 
 ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish);
 ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wish);
-// `stream` is a cudaStream_t of the current device.
+// `stream` is a cudaStream_t of args.device.
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 

@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 
 #include "arguments.h"
-#include "cuda/launch.h"
 #include "cuda/scan.h"
 
 namespace orthokern {
@@ -12,6 +11,7 @@ namespace cuda {
 
 inline ScanArgs scan_args(const pybind11::dict& d) {
   ScanArgs a{};
+  a.device = static_cast<int>(number(d, "device"));
   a.T = number(d, "T"), a.B = number(d, "B"), a.N = number(d, "N"), a.K = number(d, "K"), a.D = number(d, "D");
   a.chunk = number(d, "chunk"), a.sequences = number(d, "sequences");
   a.activation = static_cast<int>(number(d, "activation"));
@@ -45,11 +45,9 @@ inline void bind_scan(pybind11::module_& m, const char* plan_name, const char* r
     if (d.contains("wish_path")) wish.path = static_cast<int>(number(d, "wish_path"));
     if (d.contains("wish_shared_chunks")) wish.shared_chunks = static_cast<int>(number(d, "wish_shared_chunks"));
     wish.cluster = static_cast<int>(number(d, "wish_cluster")), wish.group = static_cast<int>(number(d, "wish_group"));
-    const int device = static_cast<int>(number(d, "device"));
     ScanPlan made;
     {
       pybind11::gil_scoped_release release;
-      use_device(device);
       made = plan(args, backward, wish);
     }
     pybind11::dict result;
@@ -61,10 +59,8 @@ inline void bind_scan(pybind11::module_& m, const char* plan_name, const char* r
     const bool backward = number(d, "backward");
     ScanPlan plan{};
     each_number(plan, [&](const char* key, auto& value) { value = static_cast<std::decay_t<decltype(value)>>(number(d, key)); });
-    const int device = static_cast<int>(number(d, "device"));
     void* const stream = address<void>(d, "stream");
     pybind11::gil_scoped_release release;
-    use_device(device);
     run(args, backward, plan, stream);
   });
 }

@@ -140,6 +140,7 @@ inline void plan_steps(const ScanArgs& a, ScanPlan& plan) {
 
 template <bool kFactored>
 ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanWish& wish) {
+  use_device(a.device);
   const DeviceLimits limits = device_limits();
   auto allowed = [&](ScanPath path) { return wish.path < 0 || wish.path == static_cast<int>(path); };
   ScanPlan plan{};
@@ -185,6 +186,7 @@ template <bool kFactored>
 void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stream_address) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.sequences) return;
+  use_device(a.device);
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
     const int warps = resident_warps<kFactored>(a.N);
     const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
