@@ -73,9 +73,7 @@ _WINDOW_ELEMENTS = 1 << 23
 # Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have
 # nothing to gain when the sequences fill the GPU already.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
-# Chunked: the longest chunk. What one step rounds off grows by at most the largest singular value in each later step,
-# as in the sequential scan; the power of the map that carries a state over a whole chunk adds its own rounding, once a
-# chunk.
+# Chunked: the longest chunk. Longer ones leave fewer of them than fill a GPU.
 _LONGEST_CHUNK = 128
 # Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish), for the tests.
 _wishes: dict[str, int] = {}
@@ -110,8 +108,10 @@ class _Map:
         return "dense_scan" if self.s is None else "factored_scan"
 
     def dense(self) -> Tensor:
-        """W [N, N], composed."""
-        return self.u if self.s is None or self.v is None else (self.u * self.s) @ self.v.mT
+        """W [N, N], composed, in float64."""
+        if self.s is None or self.v is None:
+            return self.u.double()
+        return (self.u.double() * self.s) @ self.v.double().mT
 
     def transposed_product(self, rows: Tensor) -> Tensor:
         """W^T applied to rows [B, N]."""
@@ -206,8 +206,8 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
 def _chunk_length(map: _Map, steps: int, batch: int, activation: str, algorithm: str) -> int:
     """Steps of a chunk, from sizes alone; 0 for the sequential scan.
 
-    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and no longer than
-    what keeps the power of the map accurate.
+    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and short enough
+    to leave many chunks.
     """
     if activation != "identity" or algorithm == "sequential" or steps < 2:
         return 0
@@ -217,7 +217,7 @@ def _chunk_length(map: _Map, steps: int, batch: int, activation: str, algorithm:
 
 
 def _power(w: Tensor, exponent: int) -> Tensor:
-    """w^exponent [N, N] by repeated squaring in float64, rounded once at the end."""
+    """w^exponent [N, N] in float64, by repeated squaring; exponent > 0."""
     square, power = w.double(), None
     while exponent:
         if exponent & 1:
@@ -226,7 +226,7 @@ def _power(w: Tensor, exponent: int) -> Tensor:
         if exponent:
             square = square @ square
     assert power is not None
-    return power.to(w.dtype)
+    return power
 
 
 def _chunked(
@@ -249,10 +249,9 @@ def _chunked(
         ends = new(count - 1, batch, n)
         local = _Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=(count - 1) * batch)
         local.run(steps, {**inputs, "end": ends}, table)
-        with _ieee_products():
-            power = _power(map.dense().mT if backward else map.dense(), chunk).contiguous()
-        carry = _Scan(_Map(power), backward=False, batch=batch, activation="identity", act_param=None)
-        carry.run(count - 1, {"x": ends, "start": starts[0], "out": starts[1:]})
+        power = _power(map.dense() if backward else map.dense().mT, chunk).contiguous()
+        sizes = {"count": count - 1, "B": batch, "N": n}
+        _call("scan_carry", map.u.device, sizes, {"power": power, "ends": ends, "starts": starts})
     whole = _Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=count * batch)
     whole.run(steps, {**inputs, "start": starts, "out": out}, table)
 

@@ -78,5 +78,8 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wi
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 
+// The states at the borders of chunks, see scan_carry.h: starts [count + 1, B, N] from power^T [N, N], float64, and ends [count, B, N].
+void run_scan_carry(int device, const double* power, const float* ends, float* starts, int64_t count, int64_t B, int64_t N, void* stream);
+
 }  // namespace cuda
 }  // namespace orthokern

@@ -68,6 +68,16 @@ inline void bind_scan(pybind11::module_& m, const char* plan_name, const char* r
 inline void bind_scans(pybind11::module_& m) {
   bind_scan(m, "factored_scan_plan", "factored_scan", plan_factored_scan, run_factored_scan);
   bind_scan(m, "dense_scan_plan", "dense_scan", plan_dense_scan, run_dense_scan);
+  m.def("scan_carry", [](const pybind11::dict& d) {
+    const int device = static_cast<int>(number(d, "device"));
+    const double* const power = address<double>(d, "power");
+    const float* const ends = address<float>(d, "ends");
+    float* const starts = address<float>(d, "starts");
+    const int64_t count = number(d, "count"), B = number(d, "B"), N = number(d, "N");
+    void* const stream = address<void>(d, "stream");
+    pybind11::gil_scoped_release release;
+    run_scan_carry(device, power, ends, starts, count, B, N, stream);
+  });
 }
 
 }  // namespace cuda
