@@ -193,7 +193,7 @@ struct Work {
 
 // X = c (G M^T - M G^T). grid.x: the tiles on and above the diagonal.
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_skew_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_skew_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   int index = blockIdx.x, tile_row = 0;
@@ -229,7 +229,7 @@ __device__ __forceinline__ void times_x(T (&acc)[4][4], const Work<T>& w, int ro
 
 // The right-hand side X M, which is also the first term; or M, for a large step.
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_begin_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_begin_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads) cayley_begin_kernel(Work<T> all) {
 
 // The next term of the series, number `done` + 2.
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_iterate_kernel(Work<T> all, int done) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_iterate_kernel(Work<T> all, int done) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   if (w.settle(done) != kSeries) return;
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads) cayley_iterate_kernel(Work<T> all, i
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_finish_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_finish_kernel(Work<T> all) {
   const Work<T> w = all.at(blockIdx.z);
   const int state = w.settled();
   if (state == kConverged) return;
@@ -297,7 +297,7 @@ struct RowsShared {
 // The block of rows from `first` on: the columns behind it (blockIdx.x) are multiplied by the inverse of its diagonal block. settle: the first
 // launch of a square step, which looks at the last term of the series.
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_rows_kernel(Work<T> all, int first, bool settle) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_rows_kernel(Work<T> all, int first, bool settle) {
   RowsShared<T>& s = *dynamic_shared<RowsShared<T>>();
   const Work<T> w = all.at(blockIdx.z);
   if (w.K == w.N && (settle ? w.settle(w.iterations) : w.settled()) == kConverged) return;
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kThreads) cayley_rows_kernel(Work<T> all, int 
 
 // The other rows subtract. blockIdx.y: their tiles; the rows of the block itself are left out.
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_update_kernel(Work<T> all, int first) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_update_kernel(Work<T> all, int first) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   if (w.K == w.N && w.settled() == kConverged) return;
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(kThreads) cayley_update_kernel(Work<T> all, in
 
 // gram = M^T [M, G]
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_gram_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_gram_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kThreads) cayley_gram_kernel(Work<T> all) {
 
 // H = (2 I - M^T M) M^T G
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_coefficients_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_coefficients_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -396,7 +396,7 @@ __device__ __forceinline__ void m_times(T (&acc)[4][4], const Work<T>& w, const 
 
 // G' = G - M H
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_project_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_project_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -407,7 +407,7 @@ __global__ void __launch_bounds__(kThreads) cayley_project_kernel(Work<T> all) {
 
 // F = c (H - H^T) + c^2 G'^T G', beside the identity
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_system_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_system_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(kThreads) cayley_system_kernel(Work<T> all) {
 
 // terms = M F + c G', or M - c G' for a large step
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_turn_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_turn_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(kThreads) cayley_turn_kernel(Work<T> all) {
 
 // out = M - 2 terms a, or 2 terms a - M
 template <class T>
-__global__ void __launch_bounds__(kThreads) cayley_thin_finish_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_thin_finish_kernel(Work<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
