@@ -59,10 +59,13 @@ def _call(name: str, device: torch.device, sizes: Mapping[str, float], tensors: 
         getattr(_native, name)(arguments)
 
 
-def _workspace(name: str, device: torch.device, sizes: dict[str, int]) -> Tensor:
-    """Scratch memory for the kernels of one call, as large as the native function `name` says."""
-    arguments = {**sizes, "device": device.index or 0}
-    return torch.empty(getattr(_native, name)(arguments), dtype=torch.uint8, device=device)
+def _workspace(
+    name: str, device: torch.device, sizes: Mapping[str, int], tensors: Mapping[str, Tensor | None]
+) -> Tensor:
+    """Scratch memory for the kernels of one call, as large as the native function `name` says of its arguments."""
+    arguments = {key: tensor.data_ptr() for key, tensor in tensors.items() if tensor is not None}
+    size = getattr(_native, name)({**sizes, **arguments, "device": device.index or 0})
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -85,7 +88,8 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
     sizes, tensors = _activation_inputs(x, act_param, activation)
     tensors |= {"grad_y": _ready(grad_y, x.dtype, x.device, "grad_y"), "grad_x": grad_x}
     if act_param is not None:
-        tensors |= {"grad_act_param": grad_act_param, "workspace": _workspace("activation_workspace", x.device, sizes)}
+        tensors["grad_act_param"] = grad_act_param
+        tensors["workspace"] = _workspace("activation_workspace", x.device, sizes, tensors)
     _call("activation_bwd", x.device, sizes, tensors)
     return grad_x, grad_act_param
 
@@ -121,6 +125,6 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
         tensors["lr"] = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous()
     else:
         options["rate"] = float(lr)
-    tensors["workspace"] = _workspace("cayley_workspace", m.device, sizes)
+    tensors["workspace"] = _workspace("cayley_workspace", m.device, sizes, tensors)
     _call("cayley", m.device, {**sizes, **options}, tensors)
     return out

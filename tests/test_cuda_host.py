@@ -37,10 +37,20 @@ def schedule(module: Any) -> Iterator[None]:
 
 
 @pytest.fixture
-def cuda(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The backend "cuda", on CPU tensors."""
+def cuda(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The backend "cuda", on CPU tensors. Its workspaces begin as NaN, and nothing may be written behind their end."""
     build.use(module, monkeypatch)
-    return module
+    true_workspace, guarded = _native_cuda._workspace, []
+
+    def workspace(*args: Any) -> Tensor:
+        size = true_workspace(*args).numel()
+        memory = torch.full((size + 4096,), 0xFF, dtype=torch.uint8)
+        guarded.append(memory[size:])
+        return memory[:size]
+
+    monkeypatch.setattr(_native_cuda, "_workspace", workspace)
+    yield module
+    assert all(bool((behind == 0xFF).all()) for behind in guarded), "a write behind the end of a workspace"
 
 
 orders = pytest.mark.parametrize("order", build.ORDERS)
@@ -219,10 +229,14 @@ def test_activation_parity(cuda: Any, order: str, dtype: torch.dtype, activation
 
 def test_activation_of_memory_that_is_not_aligned(cuda: Any) -> None:
     """A view that begins in the middle of a vector is contiguous, but must not be read in vectors."""
-    x = torch.randn(1 + 5 * 8)[1:].view(5, 8)
-    for activation in ("tanh", "oplu"):
-        y = torch.ops.orthokern.activation_fwd(x, None, activation, "cuda")
-        torch.testing.assert_close(y, torch.ops.orthokern.activation_fwd(x, None, activation, "reference"))
+    x, grad_y = torch.randn(1 + 50 * 1200)[1:].view(50, 1200), torch.randn(50, 1200)
+    for activation, size in (("tanh", 0), ("oplu", 0), ("prelu", 1), ("modrelu", 1200)):
+        param = torch.full((size,), 0.3) if size else None
+        y = torch.ops.orthokern.activation_fwd(x, param, activation, "cuda")
+        torch.testing.assert_close(y, torch.ops.orthokern.activation_fwd(x, param, activation, "reference"))
+        actual = torch.ops.orthokern.activation_bwd(grad_y, x, param, activation, "cuda")
+        expected = torch.ops.orthokern.activation_bwd(grad_y, x, param, activation, "reference")
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("activation", NAMES)
