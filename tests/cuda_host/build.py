@@ -1,7 +1,7 @@
 """Build the host harness: the sources of csrc/cuda as plain C++, in one Python module that runs them on the CPU.
 
-``load`` compiles what has changed, into a folder that pytest keeps between runs. ``use`` puts the module in the place of
-the native CUDA kernels, so that ``orthokern._native_cuda`` works on CPU tensors, and lets the ops reach it under the
+``load`` compiles what has changed, into a folder that pytest keeps between runs. ``use`` puts the module in the place
+of the native CUDA kernels, so that ``orthokern._native_cuda`` works on CPU tensors, and lets the ops reach it under the
 backend name "cuda".
 """
 
