@@ -7,21 +7,18 @@
 #include <new>
 #include <string>
 
+#include "arguments.h"
 #include "buffer.h"
 #include "build_info.h"
 #include "cpu/select.h"
+#ifdef ORTHOKERN_HAVE_CUDA
+#include "cuda/bindings.h"
+#endif
 
 namespace py = pybind11;
 using namespace orthokern;
 
 namespace {
-
-template <class T>
-T* address(const py::dict& d, const char* key) {
-  if (!d.contains(key)) return nullptr;
-  return reinterpret_cast<T*>(d[key].cast<uintptr_t>());
-}
-int64_t number(const py::dict& d, const char* key) { return d.contains(key) ? d[key].cast<int64_t>() : 0; }
 
 template <class Args>
 void run(bool (*kernel)(const Args&), const Args& args) {
@@ -128,4 +125,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("activation_bwd", [](const py::dict& d) { run(cpu_kernels().activation_bwd, activation_args(d)); });
   m.def("linear_cross_entropy_fwd", [](const py::dict& d) { run(cpu_kernels().linear_cross_entropy_fwd, linear_cross_entropy_args(d)); });
   m.def("cayley", [](const py::dict& d) { run(cpu_kernels().cayley, cayley_args(d)); });
+#ifdef ORTHOKERN_HAVE_CUDA
+  py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels. Called through orthokern._native_cuda only.");
+  cuda::bind(cuda);
+#endif
 }

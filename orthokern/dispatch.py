@@ -141,6 +141,10 @@ def absence(op: str, backend: str) -> str | None:
             return str(module.REASON)
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    if backend == "cuda":
+        module = leaf(op, "cuda")
+        if not module.AVAILABLE:
+            return str(module.REASON)
     if backend in ("triton", "cuda") and not torch.cuda.is_available():
         return "no CUDA device"
     return None

@@ -59,7 +59,7 @@ def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -
     assert "\n" not in message
     assert message.startswith("backend 'cpu' cannot serve factored_scan (float32 on cpu): ")
     for part in (
-        "cuda: no CUDA kernel in this release",
+        "cuda: ",  # the reason depends on the build and on the machine
         "triton: no Triton kernel in this release",
         "cpu: the native module was not built (no compiler)",
         "reference: can serve this call",

@@ -208,8 +208,8 @@ def test_a_backend_has_no_file_without_an_op(backend: str) -> None:
 
 def functions(op: str, backend: str) -> dict[str, inspect.Signature]:
     """The functions that a leaf exports for an op, without the types."""
-    name = {"reference": f"orthokern.reference.{op}", "cpu": "orthokern._native"}[backend]
-    module = importlib.import_module(name)
+    leaves = {"reference": f"orthokern.reference.{op}", "cpu": "orthokern._native", "cuda": "orthokern._native_cuda"}
+    module = importlib.import_module(leaves[backend])
     stem = op.removesuffix("s")  # activations exports activation_fwd
     names = [f"{stem}_fwd", f"{stem}_bwd", op]
     found = {name: getattr(module, name) for name in names if inspect.isfunction(getattr(module, name, None))}
@@ -225,5 +225,6 @@ def functions(op: str, backend: str) -> dict[str, inspect.Signature]:
 def test_leaves_have_the_signatures_of_the_reference(op: str) -> None:
     reference = functions(op, "reference")
     assert reference, f"orthokern/reference/{op}.py exports none of the op's functions"
-    if importlib.import_module(f"orthokern.ops.{op}").SUPPORT["cpu"].missing is None:
-        assert functions(op, "cpu") == reference
+    for backend in ("cpu", "cuda"):
+        if importlib.import_module(f"orthokern.ops.{op}").SUPPORT[backend].missing is None:
+            assert functions(op, backend) == reference

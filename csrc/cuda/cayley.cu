@@ -1,0 +1,552 @@
+// The Cayley step, batched over matrices (blockIdx.z) of one shape. Everything is a tiled product of matrices, 64 x 64 results a block, so that
+// even a single matrix is spread over many multiprocessors; the decisions between kernels are made on the device.
+//
+// Square, K = N, with c = lr/2:
+//     skew       X = c (G M^T - M G^T), the upper half of the tiles, mirrored
+//     begin      Y = X M, D = Y, out = M - 2 D       (a step that turns M as a whole: Y = M, Note [Large steps])
+//     iterate    Y <- -X Y, D += Y, out = M - 2 D    twice or more, Note [Series]; nothing once it has converged
+//     eliminate  D = (I + X)^-1 Y                    Note [Elimination]; nothing if the series has converged
+//     finish     out = M - 2 D                       (large: 2 D - M)
+//
+// Thin, K < N: nothing of size N x N, and systems of K x K. With H = M^T G, the part G' = G - M H of G that is orthogonal to M, and E = G'^T G':
+//     A M a = (M B - G') ... on span(M, G'), A is skew with blocks B = H - H^T, -E and I, and (I + c A)^-1 M = M a - c G' a with
+//     (I + F) a = I,  F = c B + c^2 E,    hence    M_new = M - 2 (M F + c G') a    (large: 2 (M - c G') a - M).
+// This uses M^T M = I, but for H, where the deviation would be amplified: H = (2 I - M^T M) M^T G, exact to second order. Elsewhere a step
+// carries a deviation on without enlarging it.
+//
+// Note [Elimination]
+//     Gauss-Jordan in blocks of 64 without pivots on [I + X | Y]: per block, (1) every block of threads inverts the diagonal block in registers
+//     and multiplies its 64 columns of the row with it, (2) the other rows subtract. Both X and F have a symmetric part >= 0, so the pivots of
+//     I + X and I + F never vanish. It takes 3 N^3 operations where LU and two triangular solves take 8/3 N^3, all of them in products, with
+//     2 N/64 launches; an LU panel by panel would leave most of the chip waiting.
+//
+// Note [Series]
+//     D = X M - X^2 M + X^3 M - ... With M orthogonal, the k-th term has the norm |X^k|_F, and X is skew: |X|_2 <= (|X^k|_F / sqrt 2)^(1/k).
+//     A term costs 2 N^3 operations, so the series pays for few terms: small steps, which training makes. It goes on until what is left out is
+//     below eps / 2048 of M: a symmetric remainder changes |M| in the same direction at every step.
+//
+// Note [Large steps]
+//     Where X turns M as a whole by about 90 degrees or more, the correction is no smaller than M, and 2 (I + X)^-1 M - M rounds least.
+//
+// Limit: the rate of the multiply-adds for large N; for small N the latency of 2 N/64 + 3 kernels and of 64 dependent pivots in each second one.
+#include <type_traits>
+
+#include "cuda/launch.h"
+#include "cuda/ops.h"
+
+namespace orthokern {
+namespace cuda {
+namespace {
+
+constexpr int kTile = 64, kDepth = 16, kThreads = 256;  // a block's result, the slice of the sum in shared memory; 4 x 4 results a thread
+constexpr int kPitch = kTile + 4;                       // keeps rows of a slice 16-byte aligned and out of each other's banks
+constexpr int kIterations = 3;                          // of the series, from this N on:
+constexpr int kSeriesFrom = 129;
+constexpr double kLargeTurn = 0.75;                     // root mean square of X's singular values, or of F's
+constexpr int kLargestBatch = 65535;                    // matrices in one launch
+static_assert(kTile * kDepth % kThreads == 0 && kTile * kTile == 16 * kThreads, "every thread loads and computes the same number of elements");
+
+enum Status { kSeries, kConverged, kEliminate, kLarge };
+
+template <class T>
+struct Slices {
+  T a[kDepth][kPitch], b[kDepth][kPitch];
+};
+template <class T>
+struct alignas(16) Quad {
+  T v[4];
+};
+template <class T>
+struct Accuracy;
+template <>
+struct Accuracy<float> {
+  static constexpr float unit = 5.96e-8f;
+};
+template <>
+struct Accuracy<double> {
+  static constexpr float unit = 1.11e-16f;
+};
+
+// acc[r][c] += sum over k < depth of a(i, k) b(k, j), for the thread's rows i = 4 (thread / 16) + r and columns j = 4 (thread % 16) + c of the
+// tile. a and b give 0 outside their matrix. *_along_k: whether neighbours in memory are neighbours in k, so that threads load them together.
+template <bool a_along_k, bool b_along_k, class T, class A, class B>
+__device__ __forceinline__ void multiply(T (&acc)[4][4], int depth, Slices<T>& shared, A a, B b) {
+  constexpr int loads = kTile * kDepth / kThreads;
+  const int thread = threadIdx.x, row = thread / 16 * 4, column = thread % 16 * 4;
+  T next_a[loads], next_b[loads];
+  auto load = [&](int k0) {
+#pragma unroll
+    for (int e = 0; e < loads; e++) {
+      const int n = thread + e * kThreads;
+      const int i = a_along_k ? n / kDepth : n % kTile, ka = k0 + (a_along_k ? n % kDepth : n / kTile);
+      const int j = b_along_k ? n / kDepth : n % kTile, kb = k0 + (b_along_k ? n % kDepth : n / kTile);
+      next_a[e] = ka < depth ? a(i, ka) : T(0);
+      next_b[e] = kb < depth ? b(kb, j) : T(0);
+    }
+  };
+  load(0);
+  for (int k0 = 0; k0 < depth; k0 += kDepth) {
+    __syncthreads();  // everyone has read the slices before
+#pragma unroll
+    for (int e = 0; e < loads; e++) {
+      const int n = thread + e * kThreads;
+      shared.a[a_along_k ? n % kDepth : n / kTile][a_along_k ? n / kDepth : n % kTile] = next_a[e];
+      shared.b[b_along_k ? n % kDepth : n / kTile][b_along_k ? n / kDepth : n % kTile] = next_b[e];
+    }
+    __syncthreads();
+    if (k0 + kDepth < depth) load(k0 + kDepth);
+#pragma unroll
+    for (int k = 0; k < kDepth; k++) {
+      const Quad<T> x = *reinterpret_cast<const Quad<T>*>(&shared.a[k][row]), y = *reinterpret_cast<const Quad<T>*>(&shared.b[k][column]);
+#pragma unroll
+      for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) acc[r][c] += x.v[r] * y.v[c];
+    }
+  }
+}
+// f(i, j, value) for the thread's results of a tile at (row, column) of a matrix [rows, columns].
+template <class T, class F>
+__device__ __forceinline__ void each(const T (&acc)[4][4], int row, int column, int rows, int columns, F f) {
+  row += static_cast<int>(threadIdx.x) / 16 * 4, column += static_cast<int>(threadIdx.x) % 16 * 4;
+#pragma unroll
+  for (int r = 0; r < 4; r++)
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+      if (row + r < rows && column + c < columns) f(row + r, column + c, acc[r][c]);
+}
+
+// The sum of a number of each thread, for all threads, in a fixed order.
+__device__ __forceinline__ double block_sum(double x) {
+  ORTHOKERN_SHARED(double, sums, [kThreads / 32]);
+  for (int bits = 16; bits; bits /= 2) x += __shfl_xor_sync(~0u, x, bits);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0;
+  for (int i = 0; i < kThreads / 32; i++) x += sums[i];
+  return x;
+}
+__device__ __forceinline__ double sum_of(const double* partial, int count) {
+  double x = 0;
+  for (int i = threadIdx.x; i < count; i += kThreads) x += partial[i];
+  return block_sum(x);
+}
+
+// What the kernels of one launch share. Pointers are to the first matrix; `at` takes them to the block's.
+template <class T>
+struct Work {
+  int N, K, width;    // of a matrix; width of a row of `system`
+  int order;          // of `system`: N, or K if thin
+  int tiles;          // ceil(order / kTile)
+  int iterations;
+  const T *m, *g;     // [N, K]
+  const double* lr;   // [] or null
+  double rate;
+  T* out;             // [N, K]
+  T* system;          // [order, width]: X or F, then the right-hand side, which becomes the solution
+  T* sum;             // [N, N]: D of the series                           thin: [N, K] G'
+  T* terms;           // [2, N, N]: the newest terms                       thin: [N, K] M F + c G' or M - c G'
+  T* gram;            // thin: [K, 2K] M^T [M, G]
+  T* h;               // thin: [K, K]
+  double* squares;    // [iterations + 2, tiles^2]: sums of squares by tile, of X or F, then of each term
+  int* status;        // [iterations + 2]: after the beginning, after each iteration, and what it comes to
+
+  __device__ __forceinline__ Work at(int64_t matrix) const {
+    Work w = *this;
+    const int64_t size = static_cast<int64_t>(N) * K, own = static_cast<int64_t>(order) * order, stages = iterations + 2;
+    const bool thin = K < N;
+    w.m += matrix * size, w.g += matrix * size, w.out += matrix * size;
+    if (lr) w.lr += matrix;
+    w.system += matrix * order * width;
+    w.sum += matrix * size, w.terms += matrix * (thin ? 1 : 2) * size;
+    if (thin) w.gram += matrix * 2 * own, w.h += matrix * own;
+    w.squares += matrix * stages * tiles * tiles, w.status += matrix * stages;
+    return w;
+  }
+  __device__ __forceinline__ T c() const { return static_cast<T>((lr ? *lr : rate) / 2); }
+  __device__ __forceinline__ T* row(int i) const { return system + static_cast<int64_t>(i) * width; }
+  __device__ __forceinline__ int64_t index(int i, int j) const { return static_cast<int64_t>(i) * K + j; }
+  __device__ __forceinline__ double* squares_of(int stage) const { return squares + static_cast<int64_t>(stage) * tiles * tiles; }
+  // Whether X or F, whose squares are stage 0, turns M as a whole. All threads of a block ask.
+  __device__ __forceinline__ bool large() const { return sum_of(squares_of(0), tiles * tiles) > kLargeTurn * kLargeTurn * order; }
+  // What is to be done after `done` terms beyond the first: evaluated by every block alike, written down by one for the kernels to come.
+  __device__ __forceinline__ int settle(int done) const {
+    int state = status[done];
+    if (state == kSeries) {
+      const float norm = sqrtf(static_cast<float>(sum_of(squares_of(done + 1), tiles * tiles)));  // |X^(done + 1)|_F, if M is orthogonal
+      const float tolerance = Accuracy<T>::unit / 2048 * sqrtf(static_cast<float>(N));
+      const float bound = exp2f(log2f(norm * sqrtf(0.5f)) / (done + 1));  // of |X|_2
+      // Measured in this norm, a random X looks up to about four times as large as it is.
+      float expected = norm * bound / 4;
+      for (int left = iterations - done; left; left--) expected *= bound / 4;
+      if (bound < 1 && norm * bound <= tolerance * (1 - bound)) state = kConverged;
+      else if (done == iterations || !(expected <= tolerance)) state = kEliminate;
+    }
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) status[done + 1] = state;
+    return state;
+  }
+  __device__ __forceinline__ int settled() const { return status[iterations + 1]; }
+};
+
+// ------------------------------------------------------------------------------------------------------------------ square
+
+// X = c (G M^T - M G^T). grid.x: the tiles on and above the diagonal.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_skew_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  int index = blockIdx.x, tile_row = 0;
+  while (index >= w.tiles - tile_row) index -= w.tiles - tile_row++;
+  const int row = tile_row * kTile, column = (tile_row + index) * kTile;
+  T acc[4][4] = {};
+  auto left = [&](const T* p, T sign) { return [=](int i, int k) { return row + i < w.N ? sign * p[w.index(row + i, k)] : T(0); }; };
+  auto right = [&](const T* p) { return [=](int k, int j) { return column + j < w.N ? p[w.index(column + j, k)] : T(0); }; };
+  multiply<true, true>(acc, w.N, slices[0], left(w.g, T(1)), right(w.m));
+  multiply<true, true>(acc, w.N, slices[0], left(w.m, T(-1)), right(w.g));
+  const T c = w.c();
+  double squares = 0;
+  each(acc, row, column, w.N, w.N, [&](int i, int j, T value) {
+    if (i > j) return;
+    const T x = i == j ? T(0) : c * value;
+    w.row(i)[j] = x;
+    w.row(j)[i] = -x;
+    squares += 2 * static_cast<double>(x) * static_cast<double>(x);
+  });
+  squares = block_sum(squares);
+  if (threadIdx.x) return;
+  w.squares_of(0)[tile_row * w.tiles + tile_row + index] = squares;
+  if (index) w.squares_of(0)[(tile_row + index) * w.tiles + tile_row] = 0;
+}
+
+// The tile of X times a matrix [N, N].
+template <class T>
+__device__ __forceinline__ void times_x(T (&acc)[4][4], const Work<T>& w, int row, int column, Slices<T>& slices, const T* matrix, int stride) {
+  multiply<true, false>(
+      acc, w.N, slices, [&](int i, int k) { return row + i < w.N ? w.row(row + i)[k] : T(0); },
+      [&](int k, int j) { return column + j < w.N ? matrix[static_cast<int64_t>(k) * stride + column + j] : T(0); });
+}
+
+// The right-hand side X M, which is also the first term; or M, for a large step.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_begin_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  const bool large = w.large();
+  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) w.status[0] = large ? kLarge : kSeries;
+  T acc[4][4] = {};
+  if (!large) times_x(acc, w, row, column, slices[0], w.m, w.N);
+  double squares = 0;
+  each(acc, row, column, w.N, w.N, [&](int i, int j, T value) {
+    const int64_t at = w.index(i, j);
+    w.row(i)[w.N + j] = large ? w.m[at] : value;
+    w.sum[at] = value;
+    w.out[at] = w.m[at] - 2 * value;
+    squares += static_cast<double>(value) * static_cast<double>(value);
+  });
+  squares = block_sum(squares);
+  if (threadIdx.x == 0) w.squares_of(1)[blockIdx.y * w.tiles + blockIdx.x] = squares;
+}
+
+// The next term of the series, number `done` + 2.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_iterate_kernel(Work<T> all, int done) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  if (w.settle(done) != kSeries) return;
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  const int64_t size = static_cast<int64_t>(w.N) * w.N;
+  T acc[4][4] = {};
+  times_x(acc, w, row, column, slices[0], done ? w.terms + (done - 1) % 2 * size : w.system + w.N, done ? w.N : w.width);
+  T* term = w.terms + done % 2 * size;
+  double squares = 0;
+  each(acc, row, column, w.N, w.N, [&](int i, int j, T value) {
+    const int64_t at = w.index(i, j);
+    const T sum = w.sum[at] - value;
+    term[at] = -value;
+    w.sum[at] = sum;
+    w.out[at] = w.m[at] - 2 * sum;
+    squares += static_cast<double>(value) * static_cast<double>(value);
+  });
+  squares = block_sum(squares);
+  if (threadIdx.x == 0) w.squares_of(done + 2)[blockIdx.y * w.tiles + blockIdx.x] = squares;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_finish_kernel(Work<T> all) {
+  const Work<T> w = all.at(blockIdx.z);
+  const int state = w.settled();
+  if (state == kConverged) return;
+  const int64_t size = static_cast<int64_t>(w.N) * w.N;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < size; at += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const T d = w.row(static_cast<int>(at / w.N))[w.N + at % w.N];
+    w.out[at] = state == kLarge ? 2 * d - w.m[at] : w.m[at] - 2 * d;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- elimination
+
+template <class T>
+struct RowsShared {
+  Slices<T> slices;
+  T inverse[kTile][kTile + 1];
+  T row[2][kTile], column[2][kTile];  // of the pivot; two, so that one barrier a pivot is enough
+};
+
+// The block of rows from `first` on: the columns behind it (blockIdx.x) are multiplied by the inverse of its diagonal block. settle: the first
+// launch of a square step, which looks at the last term of the series.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_rows_kernel(Work<T> all, int first, bool settle) {
+  RowsShared<T>& s = *dynamic_shared<RowsShared<T>>();
+  const Work<T> w = all.at(blockIdx.z);
+  if (w.K == w.N && (settle ? w.settle(w.iterations) : w.settled()) == kConverged) return;
+  const int size = min(kTile, w.order - first), begin = first + size, column = begin + blockIdx.x * kTile;
+
+  // Gauss-Jordan on the diagonal block. Thread t has column t % 64 of the rows t / 64, t / 64 + 4, ...
+  constexpr int own = kTile * kTile / kThreads, step = kThreads / kTile;
+  const int j = threadIdx.x % kTile, i0 = threadIdx.x / kTile;
+  T d[own];
+#pragma unroll
+  for (int e = 0; e < own; e++) {
+    const int i = i0 + e * step;
+    d[e] = (i < size && j < size ? w.row(first + i)[first + j] : T(0)) + T(i == j);
+  }
+  for (int p = 0; p < size; p++) {
+    T *pivot_row = s.row[p % 2], *pivot_column = s.column[p % 2];
+#pragma unroll
+    for (int e = 0; e < own; e++) {
+      const int i = i0 + e * step;
+      if (i == p) pivot_row[j] = d[e];
+      if (j == p) pivot_column[i] = d[e];
+    }
+    __syncthreads();
+    const T inverse = T(1) / pivot_row[p], scaled = j == p ? inverse : pivot_row[j] * inverse;
+#pragma unroll
+    for (int e = 0; e < own; e++) {
+      const int i = i0 + e * step;
+      d[e] = i == p ? scaled : (j == p ? T(0) : d[e]) - pivot_column[i] * scaled;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < own; e++) s.inverse[i0 + e * step][j] = d[e];
+  __syncthreads();
+
+  T acc[4][4] = {};
+  multiply<true, false>(
+      acc, size, s.slices, [&](int i, int k) { return s.inverse[i][k]; },
+      [&](int k, int c) { return column + c < w.width ? w.row(first + k)[column + c] : T(0); });
+  each(acc, first, column, begin, w.width, [&](int i, int c, T value) { w.row(i)[c] = value; });
+}
+
+// The other rows subtract. blockIdx.y: their tiles; the rows of the block itself are left out.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_update_kernel(Work<T> all, int first) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  if (w.K == w.N && w.settled() == kConverged) return;
+  const int size = min(kTile, w.order - first), column = first + size + blockIdx.x * kTile;
+  int row = blockIdx.y * kTile;
+  if (row >= first) row += kTile;
+  T acc[4][4] = {};
+  multiply<true, false>(
+      acc, size, slices[0], [&](int i, int k) { return row + i < w.order ? w.row(row + i)[first + k] : T(0); },
+      [&](int k, int c) { return column + c < w.width ? w.row(first + k)[column + c] : T(0); });
+  each(acc, row, column, w.order, w.width, [&](int i, int c, T value) { w.row(i)[c] -= value; });
+}
+
+// -------------------------------------------------------------------------------------------------------------------- thin
+
+// gram = M^T [M, G]
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_gram_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  T acc[4][4] = {};
+  multiply<false, false>(
+      acc, w.N, slices[0], [&](int i, int k) { return row + i < w.K ? w.m[w.index(k, row + i)] : T(0); },
+      [&](int k, int j) {
+        j += column;
+        return j < w.K ? w.m[w.index(k, j)] : j < 2 * w.K ? w.g[w.index(k, j - w.K)] : T(0);
+      });
+  each(acc, row, column, w.K, 2 * w.K, [&](int i, int j, T value) { w.gram[2 * w.index(i, 0) + j] = value; });
+}
+
+// H = (2 I - M^T M) M^T G
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_coefficients_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  T acc[4][4] = {};
+  multiply<true, false>(
+      acc, w.K, slices[0], [&](int i, int k) { return row + i < w.K ? T(2 * (row + i == k)) - w.gram[2 * w.index(row + i, 0) + k] : T(0); },
+      [&](int k, int j) { return column + j < w.K ? w.gram[2 * w.index(k, 0) + w.K + column + j] : T(0); });
+  each(acc, row, column, w.K, w.K, [&](int i, int j, T value) { w.h[w.index(i, j)] = value; });
+}
+
+// M times a matrix [K, K] whose rows lie `stride` apart.
+template <class T>
+__device__ __forceinline__ void m_times(T (&acc)[4][4], const Work<T>& w, const T* left, int row, int column, Slices<T>& slices, const T* matrix, int stride) {
+  multiply<true, false>(
+      acc, w.K, slices, [&](int i, int k) { return row + i < w.N ? left[w.index(row + i, k)] : T(0); },
+      [&](int k, int j) { return column + j < w.K ? matrix[static_cast<int64_t>(k) * stride + column + j] : T(0); });
+}
+
+// G' = G - M H
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_project_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  T acc[4][4] = {};
+  m_times(acc, w, w.m, row, column, slices[0], w.h, w.K);
+  each(acc, row, column, w.N, w.K, [&](int i, int j, T value) { w.sum[w.index(i, j)] = w.g[w.index(i, j)] - value; });
+}
+
+// F = c (H - H^T) + c^2 G'^T G', beside the identity
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_system_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  T acc[4][4] = {};
+  multiply<false, false>(
+      acc, w.N, slices[0], [&](int i, int k) { return row + i < w.K ? w.sum[w.index(k, row + i)] : T(0); },
+      [&](int k, int j) { return column + j < w.K ? w.sum[w.index(k, column + j)] : T(0); });
+  const T c = w.c();
+  double squares = 0;
+  each(acc, row, column, w.K, w.K, [&](int i, int j, T value) {
+    const T f = c * (w.h[w.index(i, j)] - w.h[w.index(j, i)]) + c * c * value;
+    w.row(i)[j] = f;
+    w.row(i)[w.K + j] = T(i == j);
+    squares += static_cast<double>(f) * static_cast<double>(f);
+  });
+  squares = block_sum(squares);
+  if (threadIdx.x == 0) w.squares_of(0)[blockIdx.y * w.tiles + blockIdx.x] = squares;
+}
+
+// terms = M F + c G', or M - c G' for a large step
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_turn_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  const bool large = w.large();
+  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) w.status[0] = large ? kLarge : kEliminate;
+  T acc[4][4] = {};
+  if (!large) m_times(acc, w, w.m, row, column, slices[0], w.system, w.width);
+  const T c = w.c();
+  each(acc, row, column, w.N, w.K, [&](int i, int j, T value) {
+    const int64_t at = w.index(i, j);
+    w.terms[at] = large ? w.m[at] - c * w.sum[at] : value + c * w.sum[at];
+  });
+}
+
+// out = M - 2 terms a, or 2 terms a - M
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_thin_finish_kernel(Work<T> all) {
+  ORTHOKERN_SHARED(Slices<T>, slices, [1]);
+  const Work<T> w = all.at(blockIdx.z);
+  const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  const bool large = w.status[0] == kLarge;
+  T acc[4][4] = {};
+  m_times(acc, w, w.terms, row, column, slices[0], w.system + w.K, w.width);
+  each(acc, row, column, w.N, w.K, [&](int i, int j, T value) {
+    const T m = w.m[w.index(i, j)];
+    w.out[w.index(i, j)] = large ? 2 * value - m : m - 2 * value;
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------- launchers
+
+// The part of the workspace that each array takes, in bytes, for `batch` matrices; fills in the pointers if there is memory.
+template <class T>
+int64_t lay_out(Work<T>& w, const CayleyArgs& args, int64_t batch) {
+  const bool thin = args.K < args.N;
+  w.N = static_cast<int>(args.N), w.K = static_cast<int>(args.K);
+  w.order = w.K, w.width = 2 * w.K;
+  w.tiles = (w.order + kTile - 1) / kTile;
+  w.iterations = !thin && args.N >= kSeriesFrom ? kIterations : 0;
+  const int64_t size = args.N * args.K, own = args.K * args.K, stages = w.iterations + 2;
+  char* memory = static_cast<char*>(args.workspace);
+  int64_t used = 0;
+  auto take = [&](auto*& pointer, int64_t count) {
+    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + used);
+    used += (count * batch * static_cast<int64_t>(sizeof(*pointer)) + 255) / 256 * 256;
+  };
+  take(w.squares, stages * w.tiles * w.tiles);
+  take(w.status, stages);
+  take(w.system, 2 * own);
+  take(w.sum, size);
+  take(w.terms, thin ? size : 2 * size);
+  take(w.gram, thin ? 2 * own : 0);
+  take(w.h, thin ? own : 0);
+  return used;
+}
+
+template <class T>
+void eliminate(const Work<T>& w, unsigned batch, cudaStream_t stream) {
+  const auto tiles = [](int columns) { return static_cast<unsigned>((columns + kTile - 1) / kTile); };
+  for (int first = 0; first < w.order; first += kTile) {
+    const unsigned across = tiles(w.width - (first + kTile < w.order ? first + kTile : w.order));
+    launch(cayley_rows_kernel<T>, {dim3(across, 1, batch), dim3(kThreads), stream, sizeof(RowsShared<T>)}, w, first, first == 0);
+    launch(cayley_update_kernel<T>, {dim3(across, static_cast<unsigned>(w.tiles - 1), batch), dim3(kThreads), stream}, w, first);
+  }
+}
+
+template <class T>
+void step(const CayleyArgs& args, unsigned batch) {
+  Work<T> w{};
+  lay_out(w, args, batch);
+  w.m = static_cast<const T*>(args.m), w.g = static_cast<const T*>(args.g), w.out = static_cast<T*>(args.out);
+  w.lr = args.lr, w.rate = args.rate;
+  const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
+  const unsigned tiles = static_cast<unsigned>(w.tiles), tall = static_cast<unsigned>((w.N + kTile - 1) / kTile);
+  const auto grid = [&](unsigned x, unsigned y) { return Launch{dim3(x, y, batch), dim3(kThreads), stream}; };
+  if (args.K == args.N) {
+    launch(cayley_skew_kernel<T>, grid(tiles * (tiles + 1) / 2, 1), w);
+    launch(cayley_begin_kernel<T>, grid(tiles, tiles), w);
+    for (int done = 0; done < w.iterations; done++) launch(cayley_iterate_kernel<T>, grid(tiles, tiles), w, done);
+    eliminate(w, batch, stream);
+    launch(cayley_finish_kernel<T>, grid(tiles * tiles, 1), w);
+  } else {
+    launch(cayley_gram_kernel<T>, grid(static_cast<unsigned>((2 * w.K + kTile - 1) / kTile), tiles), w);
+    launch(cayley_coefficients_kernel<T>, grid(tiles, tiles), w);
+    launch(cayley_project_kernel<T>, grid(tiles, tall), w);
+    launch(cayley_system_kernel<T>, grid(tiles, tiles), w);
+    launch(cayley_turn_kernel<T>, grid(tiles, tall), w);
+    eliminate(w, batch, stream);
+    launch(cayley_thin_finish_kernel<T>, grid(tiles, tall), w);
+  }
+}
+
+int64_t at_once(const CayleyArgs& args) { return args.batch < kLargestBatch ? args.batch : kLargestBatch; }
+
+template <class T>
+void run(CayleyArgs args) {
+  use_device(args.device);
+  const int64_t bytes = args.N * args.K * static_cast<int64_t>(sizeof(T));
+  while (args.batch > 0) {
+    const int64_t batch = at_once(args);
+    step<T>(args, static_cast<unsigned>(batch));
+    args.batch -= batch;
+    args.m = static_cast<const char*>(args.m) + batch * bytes, args.g = static_cast<const char*>(args.g) + batch * bytes;
+    args.out = static_cast<char*>(args.out) + batch * bytes;
+    if (args.lr) args.lr += batch;
+  }
+}
+
+}  // namespace
+
+void cayley(const CayleyArgs& args) { args.dtype == kFloat64 ? run<double>(args) : run<float>(args); }
+
+int64_t cayley_workspace(const CayleyArgs& args) {
+  Work<float> f{};
+  Work<double> d{};
+  return args.dtype == kFloat64 ? lay_out(d, args, at_once(args)) : lay_out(f, args, at_once(args));
+}
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,26 @@
+// The CUDA launchers on the CPU, under the very bindings of orthokern._C, and what a test needs to steer the harness.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "cuda/bindings.h"
+#include "runtime.h"
+
+namespace py = pybind11;
+
+void selftest(const std::string& name, uintptr_t in, uintptr_t out, int size, int variant);  // selftest.cu
+
+PYBIND11_MODULE(orthokern_cuda_host, m) {
+  orthokern::cuda::bind(m);
+
+  m.def("set_schedule", [](int order, unsigned seed) { cuda_host::set_schedule(static_cast<cuda_host::Order>(order), seed); },
+        "Order of threads and clusters. 0: forward, 1: reverse, 2: random.");
+  m.def(
+      "set_chip",
+      [](int major, int minor, int multiprocessors, size_t shared_per_block, size_t shared_per_multiprocessor, int largest_cluster) {
+        cuda_host::chip = {major, minor, multiprocessors, shared_per_block, shared_per_multiprocessor, largest_cluster};
+      },
+      "The GPU that is pretended.", py::arg("major") = 9, py::arg("minor") = 0, py::arg("multiprocessors") = 132,
+      py::arg("shared_per_block") = 227 << 10, py::arg("shared_per_multiprocessor") = 228 << 10, py::arg("largest_cluster") = 16);
+  m.def("selftest", selftest, "A kernel of selftest.cu.");
+}

@@ -1,0 +1,277 @@
+// A small CUDA on the CPU, for tests: enough of the language and of the machine to run the sources of csrc/cuda as plain C++.
+//
+//   g++ -std=c++17 -x c++ -DORTHOKERN_CUDA_HOST -Itests/cuda_host -Icsrc csrc/cuda/<op>.cu ...      (build.py does it)
+//
+// The threads of a cluster (a block alone is a cluster of one) are fibers of one thread of the CPU: each runs until it waits, then the
+// next one does. Clusters run one after another. In which order is the schedule's choice, and a kernel whose result depends on it has a
+// race. runtime.cpp holds the scheduler, ptx_host.h the instructions of csrc/cuda/ptx.h; docs/cuda-host-harness.md says what this can
+// and cannot show.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+// --------------------------------------------------------------------------------------------------- words of the language
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static_assert(false, "use dynamic_shared<T>() or ORTHOKERN_SHARED of csrc/cuda/launch.h");
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+#define CUDA_HOST_VECTORS(type, name)                                                         \
+  struct name##2 { type x, y; } __align__(2 * sizeof(type));                                  \
+  struct name##3 { type x, y, z; };                                                           \
+  struct name##4 { type x, y, z, w; } __align__(sizeof(type) < 8 ? 4 * sizeof(type) : 16);    \
+  inline name##2 make_##name##2(type x, type y) { return {x, y}; }                            \
+  inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                 \
+  inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
+CUDA_HOST_VECTORS(float, float)
+CUDA_HOST_VECTORS(double, double)
+CUDA_HOST_VECTORS(int, int)
+CUDA_HOST_VECTORS(unsigned, uint)
+#undef CUDA_HOST_VECTORS
+using cudaStream_t = void*;
+
+inline uint3 threadIdx, blockIdx;
+inline dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+
+// ----------------------------------------------------------------------------------------------------------------- machine
+
+namespace cuda_host {
+
+// The GPU that is pretended. A test may change it; the default is an H200.
+struct Chip {
+  int major = 9, minor = 0, multiprocessors = 132;
+  size_t shared_per_block = 227 << 10, shared_per_multiprocessor = 228 << 10;
+  int largest_cluster = 16;
+};
+inline Chip chip;
+
+enum Order { kForward, kReverse, kRandom };  // of threads between two waits, and of clusters
+void set_schedule(Order order, unsigned seed);
+
+struct Shape {
+  dim3 grid, block;
+  size_t shared_bytes;
+  int cluster;
+};
+int max_active_clusters(const Shape& shape);
+// Run every thread of a grid. Returns what went wrong, in one line, or nothing.
+std::string run(const Shape& shape, void (*body)(void*), void* argument);
+template <class Body>
+std::string run(const Shape& shape, Body& body) {
+  return run(shape, [](void* b) { (*static_cast<Body*>(b))(); }, &body);
+}
+
+// Where a thread of a kernel waits, for reports. Functions of the kernel's vocabulary take file and line of their call by default arguments.
+struct Site {
+  const char* what;
+  const char* file;
+  int line;
+};
+#define CUDA_HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+// Memory that nobody has written yet: NaN as float, double and (every second) bfloat16; absurd as an integer.
+constexpr uint32_t kPoison = 0xFFF5A5A5u;
+void poison(void* memory, size_t bytes);
+
+[[noreturn]] void fail(const std::string& message);  // ends the launch, which reports it
+void wait_until(bool (*ready)(void*), void* argument, Site site);
+template <class Ready>
+void wait_until(Ready ready, Site site) {
+  if (!ready()) wait_until([](void* r) { return (*static_cast<Ready*>(r))(); }, &ready, site);
+}
+
+// Threads that wait for each other: __syncthreads, named barriers, the barrier of a cluster.
+struct Barrier {
+  int arrived = 0, expected = 0, votes = 0, result[2] = {0, 0};
+  unsigned generation = 0;
+  Site first = {};
+  unsigned arrive(int threads, bool vote, Site site, bool same_place);
+  void wait(unsigned since, Site site) {
+    wait_until([this, since] { return generation != since; }, site);
+  }
+};
+// Lanes of a warp that exchange values. Two sets of slots: one may still be read while the next is written.
+struct WarpOp {
+  unsigned arrived = 0, generation = 0;
+  Site first = {};
+  alignas(16) unsigned char slots[2][32][64];
+};
+
+struct AsyncCopy {  // cp.async of one thread
+  void* to;
+  const void* from;
+  int bytes, valid, group;
+};
+struct Delivery {  // st.async and bulk copies, on the way to a block
+  void* to;
+  const void* from;  // or null: the bytes are in `value`
+  int bytes;
+  uint64_t* barrier;
+  unsigned char value[16];
+};
+
+struct Block;
+struct Thread {
+  uint3 index;
+  int id;  // in the block
+  Block* block;
+  bool (*ready)(void*) = nullptr;  // what it waits for, or null
+  void* ready_argument = nullptr;
+  Site site = {};
+  bool done = false;
+  std::vector<AsyncCopy> copies;
+  int copy_group = 0;
+  unsigned cluster_arrived = 0;  // generation of the cluster's barrier at its arrival
+
+  int lane() const { return id % 32; }
+};
+struct Block {
+  uint3 index;
+  int rank;            // in the cluster
+  int threads_left;
+  std::vector<unsigned char> dynamic_memory;                       // with red zones around what the kernel may use
+  std::map<const void*, std::vector<unsigned char>> static_memory;
+  Barrier barriers[16];
+  std::map<std::pair<int, unsigned>, WarpOp> warp_ops;  // by warp and mask
+  std::vector<Delivery> deliveries;                     // to this block
+};
+struct Cluster {
+  std::vector<Block> blocks;
+  std::vector<Thread> threads;
+  Barrier barrier;
+};
+inline Cluster* cluster;   // the one that runs
+inline Thread* current;    // its thread that runs
+
+void* dynamic_shared_memory();
+void* static_shared(const void* site, size_t bytes);
+// The block of the cluster whose shared memory holds an address, and the same place in the block of another rank.
+Block& owner(const void* shared, const char* what);
+void* in_block(const void* own, int rank);
+
+// Every lane of `mask` gives a value and sees all of them. The reference is good until the thread's next exchange but one.
+const unsigned char (&exchange_bytes(unsigned mask, const void* mine, size_t bytes, Site site))[32][64];
+template <class T>
+struct Lanes {
+  const unsigned char (&slots)[32][64];
+  T operator[](int lane) const {
+    T value;
+    memcpy(&value, slots[lane], sizeof(T));
+    return value;
+  }
+};
+template <class T>
+Lanes<T> exchange(unsigned mask, const T& mine, Site site) {
+  static_assert(sizeof(T) <= 64, "wider than a slot");
+  return {exchange_bytes(mask, &mine, sizeof(T), site)};
+}
+template <class T>
+T shuffle(unsigned mask, T value, int source, Site site) {
+  const Lanes<T> lanes = exchange(mask, value, site);
+  if (!(mask >> source & 1)) poison(&value, sizeof(T));  // a lane that takes no part has nothing to give
+  else value = lanes[source];
+  return value;
+}
+inline int sync_block(bool vote, Site site) {
+  Barrier& barrier = current->block->barriers[0];
+  const unsigned since = barrier.arrive(static_cast<int>(blockDim.x * blockDim.y * blockDim.z), vote, site, true);
+  barrier.wait(since, site);
+  return barrier.result[since & 1];
+}
+
+}  // namespace cuda_host
+
+// ------------------------------------------------------------------------------------------------ functions of the language
+
+inline void __syncthreads(CUDA_HOST_SITE) { cuda_host::sync_block(false, {"__syncthreads", file, line}); }
+inline int __syncthreads_count(int p, CUDA_HOST_SITE) { return cuda_host::sync_block(p, {"__syncthreads_count", file, line}); }
+inline int __syncthreads_or(int p, CUDA_HOST_SITE) { return cuda_host::sync_block(p, {"__syncthreads_or", file, line}) > 0; }
+inline int __syncthreads_and(int p, CUDA_HOST_SITE) { return cuda_host::sync_block(!p, {"__syncthreads_and", file, line}) == 0; }
+inline void __syncwarp(unsigned mask = ~0u, CUDA_HOST_SITE) { cuda_host::exchange(mask, 0, {"__syncwarp", file, line}); }
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUDA_HOST_SITE) {
+  const int lane = cuda_host::current->lane();
+  return cuda_host::shuffle(mask, value, (lane & ~(width - 1)) | (source & (width - 1)), {"__shfl_sync", file, line});
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, CUDA_HOST_SITE) {
+  const int lane = cuda_host::current->lane(), source = lane ^ bits;
+  return cuda_host::shuffle(mask, value, (source & ~(width - 1)) <= (lane & ~(width - 1)) ? source : lane, {"__shfl_xor_sync", file, line});
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HOST_SITE) {
+  const int lane = cuda_host::current->lane(), source = lane - static_cast<int>(delta);
+  return cuda_host::shuffle(mask, value, source >= (lane & ~(width - 1)) ? source : lane, {"__shfl_up_sync", file, line});
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HOST_SITE) {
+  const int lane = cuda_host::current->lane(), source = lane + static_cast<int>(delta);
+  return cuda_host::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : lane, {"__shfl_down_sync", file, line});
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
+  const cuda_host::Lanes<int> lanes = cuda_host::exchange(mask, predicate, {"__ballot_sync", file, line});
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; lane++)
+    if (mask >> lane & 1) bits |= static_cast<unsigned>(lanes[lane] != 0) << lane;
+  return bits;
+}
+inline int __any_sync(unsigned mask, int predicate, CUDA_HOST_SITE) { return __ballot_sync(mask, predicate, file, line) != 0; }
+inline int __all_sync(unsigned mask, int predicate, CUDA_HOST_SITE) { return __ballot_sync(mask, predicate, file, line) == mask; }
+
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+[[noreturn]] inline void __trap() { cuda_host::fail("__trap was reached"); }
+template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> T __ldca(const T* p) { return *p; }
+template <class T> void __stcs(T* p, T value) { *p = value; }
+template <class T> void __stcg(T* p, T value) { *p = value; }
+template <class T> T atomicAdd(T* p, T value) { const T old = *p; *p = old + value; return old; }
+template <class T> T atomicMax(T* p, T value) { const T old = *p; *p = old < value ? value : old; return old; }
+template <class T> T atomicExch(T* p, T value) { const T old = *p; *p = value; return old; }
+template <class T> T atomicCAS(T* p, T expected, T value) { const T old = *p; if (old == expected) *p = value; return old; }
+
+template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
+template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1 / a; }
+inline float __expf(float a) { return expf(a); }
+inline float rsqrtf(float a) { return 1 / sqrtf(a); }
+inline double rsqrt(double a) { return 1 / sqrt(a); }
+template <class To, class From>
+To cuda_host_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a cast of bits keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+inline unsigned __float_as_uint(float x) { return cuda_host_bits<unsigned>(x); }
+inline int __float_as_int(float x) { return cuda_host_bits<int>(x); }
+inline float __uint_as_float(unsigned x) { return cuda_host_bits<float>(x); }
+inline float __int_as_float(int x) { return cuda_host_bits<float>(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }

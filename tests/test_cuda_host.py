@@ -1,0 +1,344 @@
+"""The CUDA kernels without a GPU: their sources as plain C++, run by the host harness (docs/cuda-host-harness.md).
+
+First the harness itself: it must compute what CUDA would, and it must catch planted bugs. Then the kernels against the
+reference, in several orders of their threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cuda_host import build
+from helpers import SHORT, assert_matches_reference, strided
+from torch import Tensor
+
+from orthokern import _native_cuda, functional
+from orthokern.ops.activations import NAMES, PARAMETER
+
+DTYPES = (torch.float32, torch.float64)
+NAN = float("nan")
+
+
+@pytest.fixture(scope="session")
+def module(request: pytest.FixtureRequest) -> Any:
+    return build.load(request.config.cache.mkdir("cuda_host"))
+
+
+@pytest.fixture(autouse=True)
+def schedule(module: Any) -> Iterator[None]:
+    """One thread at a time, and after a test the harness as it was."""
+    torch.set_num_threads(1)
+    yield
+    module.set_schedule(*build.ORDERS["forward"])
+    module.set_chip()
+
+
+@pytest.fixture
+def cuda(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The backend "cuda", on CPU tensors. Its workspaces begin as NaN, and nothing may be written behind their end."""
+    build.use(module, monkeypatch)
+    true_workspace, guarded = _native_cuda._workspace, []
+
+    def workspace(*args: Any) -> Tensor:
+        size = true_workspace(*args).numel()
+        memory = torch.full((size + 4096,), 0xFF, dtype=torch.uint8)
+        guarded.append(memory[size:])
+        return memory[:size]
+
+    monkeypatch.setattr(_native_cuda, "_workspace", workspace)
+    yield module
+    assert all(bool((behind == 0xFF).all()) for behind in guarded), "a write behind the end of a workspace"
+
+
+orders = pytest.mark.parametrize("order", build.ORDERS)
+
+# ---------------------------------------------------------------------------------------------------------- the harness
+
+NO_BUG, NO_BARRIER, OUTSIDE, DIVERGE, OTHER_BARRIER, EXIT, NO_WAIT, TOO_EARLY = range(8)  # as selftest.cu has them
+
+
+def selftest(
+    module: Any, name: str, x: Tensor, shape: tuple[int, ...], order: str = "forward", variant: int = 0
+) -> Tensor:
+    """What a kernel of selftest.cu makes of x, float32."""
+    module.set_schedule(*build.ORDERS[order])
+    out = torch.full(shape, NAN)
+    module.selftest(name, x.data_ptr(), out.data_ptr(), x.numel(), variant)
+    return out
+
+
+def wrong_in(module: Any, name: str, x: Tensor, expected: Tensor, variant: int) -> list[str]:
+    """The orders in which a kernel with a planted bug is seen to be wrong."""
+    found = []
+    for order in build.ORDERS:
+        try:
+            if not torch.allclose(selftest(module, name, x, expected.shape, order, variant), expected, atol=1e-4):
+                found.append(order)
+        except RuntimeError as error:
+            assert "host harness" in str(error)
+            found.append(order)
+    return found
+
+
+@orders
+def test_a_block_shares_memory(module: Any, order: str) -> None:
+    x = torch.randn(100)
+    assert torch.equal(selftest(module, "reverse", x, (100,), order), x.flip(0))
+    torch.testing.assert_close(selftest(module, "prefix", x, (100,), order), x.cumsum(0), atol=1e-4, rtol=0)
+
+
+def test_a_missing_barrier_is_caught(module: Any) -> None:
+    x = torch.randn(100)
+    assert wrong_in(module, "reverse", x, x.flip(0), NO_BARRIER) == list(build.ORDERS)
+    # here the array was written before, and a single order may happen to be the right one
+    assert "forward" in wrong_in(module, "prefix", x, x.cumsum(0), NO_BARRIER)
+    one, other = (selftest(module, "prefix", x, (100,), order, NO_BARRIER) for order in ("forward", "reverse"))
+    assert not torch.equal(one, other)
+
+
+@orders
+@pytest.mark.parametrize(("name", "kind"), [("reverse", "dynamic"), ("prefix", "static")])
+def test_a_write_outside_is_caught(module: Any, order: str, name: str, kind: str) -> None:
+    with pytest.raises(RuntimeError, match=f"a write behind the end of the block's {kind} shared memory"):
+        selftest(module, name, torch.randn(100), (100,), order, OUTSIDE)
+
+
+@orders
+@pytest.mark.parametrize(
+    ("name", "variant", "message"),
+    [
+        ("reverse", DIVERGE, "99 of 100 threads wait forever.*__syncthreads at selftest.cu:"),
+        ("reverse", EXIT, "99 of 100 threads wait forever.*__syncthreads at selftest.cu:"),
+        ("reverse", OTHER_BARRIER, "threads of a block wait at different barriers: __syncthreads at selftest.cu:"),
+        ("warp", DIVERGE, "16 of 32 threads wait forever.*__syncwarp at selftest.cu:"),
+    ],
+)
+def test_threads_that_wait_forever_are_reported(module: Any, order: str, name: str, variant: int, message: str) -> None:
+    size = 32 if name == "warp" else 100
+    with pytest.raises(RuntimeError, match=message):
+        selftest(module, name, torch.randn(size), (9 * size,), order, variant)
+    # and the harness is usable afterwards
+    x = torch.randn(100)
+    assert torch.equal(selftest(module, "reverse", x, (100,), order), x.flip(0))
+
+
+@orders
+def test_warps_exchange_values(module: Any, order: str) -> None:
+    x = torch.randn(32)
+    lane = torch.arange(32)
+    positive = int((x > 0).sum())
+    half = torch.where(lane < 16, x[:16].sum(), 0.0)
+    expected = torch.stack(
+        [
+            x[5].expand(32),
+            x[(lane & ~7) | ((lane + 1) & 7)],
+            x[lane ^ 3],
+            x[torch.where(lane >= 2, lane - 2, lane)],
+            x[torch.where(lane % 16 < 14, lane + 2, lane)],
+            torch.full((32,), float(positive)),
+            torch.full((32,), 2.0),
+            torch.full((32,), positive + 100.0),
+            half,
+        ]
+    )
+    torch.testing.assert_close(selftest(module, "warp", x, (9, 32), order), expected)
+
+
+@orders
+def test_asynchronous_copies_and_named_barriers(module: Any, order: str) -> None:
+    x = torch.randn(320)
+    assert torch.equal(selftest(module, "pipeline", x, (320,), order), 2 * x)
+
+
+def test_a_copy_that_nobody_waited_for_is_caught(module: Any) -> None:
+    x = torch.randn(320)
+    assert wrong_in(module, "pipeline", x, 2 * x, NO_WAIT) == list(build.ORDERS)
+
+
+WAYS = ("plain stores", "st_async", "st_async of four", "bulk_send", "bulk_load")
+
+
+@orders
+@pytest.mark.parametrize("way", range(5), ids=WAYS)
+def test_clusters_share_memory(module: Any, order: str, way: int) -> None:
+    x = torch.randn(2, 4, 32)
+    assert torch.equal(selftest(module, "ring", x, (2, 4, 32), order, 10 * way), x.roll(1, dims=1))
+
+
+@pytest.mark.parametrize(
+    ("way", "bug"),
+    [(0, NO_BARRIER), (0, EXIT), *((way, bug) for way in range(1, 5) for bug in (NO_WAIT, TOO_EARLY))],
+)
+def test_bugs_between_blocks_are_caught(module: Any, way: int, bug: int) -> None:
+    x = torch.randn(2, 4, 32)
+    assert wrong_in(module, "ring", x, x.roll(1, dims=1), 10 * way + bug) == list(build.ORDERS)
+
+
+@orders
+def test_tensor_cores(module: Any, order: str) -> None:
+    a, b = torch.randn(16, 16), torch.randn(16, 8)
+    tf32, bf16 = selftest(module, "mma", torch.cat([a.flatten(), b.flatten()]), (2, 16, 8), order)
+    torch.testing.assert_close(bf16, a.bfloat16().float() @ b.bfloat16().float())
+
+    def rounded(t: Tensor) -> Tensor:  # to 10 bits behind the point, ties away from zero
+        return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    torch.testing.assert_close(tf32, rounded(a) @ rounded(b))
+    assert not torch.allclose(tf32, a @ b, atol=1e-5)
+
+
+def test_another_gpu_can_be_pretended(module: Any) -> None:
+    x = torch.randn(2, 4, 32)
+    module.set_chip(major=8, minor=0)
+    with pytest.raises(RuntimeError, match="clusters need compute capability 9.0"):
+        selftest(module, "ring", x, (2, 4, 32))
+    module.set_chip(shared_per_block=128)
+    with pytest.raises(RuntimeError, match="400 bytes of shared memory, the device has 128"):
+        selftest(module, "reverse", torch.randn(100), (100,))
+
+
+# ---------------------------------------------------------------------------------------------------------- activations
+
+
+@orders
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("activation", NAMES)
+def test_activation_parity(cuda: Any, order: str, dtype: torch.dtype, activation: str) -> None:
+    cuda.set_schedule(*build.ORDERS[order])
+    cuda.set_chip(multiprocessors=1)  # so that few rows already give every thread several
+    fwd, bwd = torch.ops.orthokern.activation_fwd, torch.ops.orthokern.activation_bwd
+    for shape in ((2,), (7, 64), (1025, 6), (3, 1034), (0, 4)):
+        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
+            x, grad_y = (3 * torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(2))
+            if x.numel():
+                x.view(-1)[0] = 0.0  # a kink, hit exactly
+            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
+            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
+            y, plain = fwd(x, param, activation, "cuda"), fwd(x, param, activation, "reference")
+            assert_matches_reference(y, fwd(*exact[1:], activation, "reference"), plain, name=f"y of {shape}")
+            actual = bwd(grad_y, x, param, activation, "cuda")
+            expected, plain = bwd(*exact, activation, "reference"), bwd(grad_y, x, param, activation, "reference")
+            for name, *three in zip(("grad_x", "grad_act_param"), actual, expected, plain, strict=True):
+                assert_matches_reference(*three, name=f"{name} of {shape}", gradient=True)
+            again = bwd(strided(grad_y), strided(x), param, activation, "cuda")
+            assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
+
+
+def test_activation_of_memory_that_is_not_aligned(cuda: Any) -> None:
+    """A view that begins in the middle of a vector is contiguous, but must not be read in vectors."""
+    x, grad_y = torch.randn(1 + 50 * 1200)[1:].view(50, 1200), torch.randn(50, 1200)
+    for activation, size in (("tanh", 0), ("oplu", 0), ("prelu", 1), ("modrelu", 1200)):
+        param = torch.full((size,), 0.3) if size else None
+        y = torch.ops.orthokern.activation_fwd(x, param, activation, "cuda")
+        torch.testing.assert_close(y, torch.ops.orthokern.activation_fwd(x, param, activation, "reference"))
+        actual = torch.ops.orthokern.activation_bwd(grad_y, x, param, activation, "cuda")
+        expected = torch.ops.orthokern.activation_bwd(grad_y, x, param, activation, "reference")
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_special_values(cuda: Any, activation: str) -> None:
+    inf, fwd = float("inf"), torch.ops.orthokern.activation_fwd
+    for dtype in DTYPES:
+        tiny = torch.finfo(dtype).tiny
+        x = torch.tensor([0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, NAN, 1.0, NAN], dtype=dtype)
+        param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None
+        expected = fwd(x, param, activation, "reference")
+        torch.testing.assert_close(fwd(x, param, activation, "cuda"), expected, equal_nan=True)
+
+
+def test_gradcheck_of_the_activation_kernels(cuda: Any) -> None:
+    for activation in NAMES:
+        x = torch.linspace(-2, 2, 12, dtype=torch.float64).view(2, 6).requires_grad_()
+        param = torch.full((6,), 0.3, dtype=torch.float64, requires_grad=True) if activation in PARAMETER else None
+        run = lambda *args, a=activation: torch.ops.orthokern.activation_fwd(*args, a, "cuda")  # noqa: E731
+        assert torch.autograd.gradcheck(run, (x, param), fast_mode=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- cayley
+
+SHAPES = [(1, 1), (2, 2), (5, 3), (33, 33), (65, 64), (130, 7), (17, 1), (3, 9, 9), (2, 3, 12, 5), (66, 65)]
+
+
+def bases(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Orthonormal columns and a random gradient."""
+    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype), torch.randn(*shape, dtype=dtype)
+
+
+def check_cayley(m: Tensor, g: Tensor, lr: Tensor) -> Tensor:
+    step = torch.ops.orthokern.cayley
+    actual, plain = step(m, g, lr, "cuda"), step(m, g, lr, "reference")
+    assert_matches_reference(actual, step(m.double(), g.double(), lr, "reference"), plain, name=f"lr={lr}")
+    # the columns are orthonormal to rounding, whatever the step
+    gram = actual.double().mT @ actual.double() - torch.eye(m.shape[-1], dtype=torch.float64)
+    assert gram.abs().max() < 64 * torch.finfo(m.dtype).eps * max(1.0, m.shape[-2] ** 0.5)
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_cayley_parity(cuda: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    m, g = bases(shape, dtype)
+    rates = [*map(torch.tensor, (1e-6, 1e-2, 1.0, -0.1)), torch.rand(shape[:-2], dtype=dtype)]
+    for lr, order in zip(rates, [*build.ORDERS, "reverse", "random"], strict=True):
+        cuda.set_schedule(*build.ORDERS[order])
+        actual = check_cayley(m, g, lr)
+        cuda.set_schedule(*build.ORDERS["forward"])
+        assert torch.equal(actual, torch.ops.orthokern.cayley(strided(m), strided(g), lr, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_cayley_by_series_and_by_elimination(cuda: Any, dtype: torch.dtype) -> None:
+    """From N = 129 on small steps end with the series, moderate ones with elimination, large ones with its other form.
+
+    One batch holds one of each, so that no matrix may depend on what another one does.
+    """
+    m, g = bases((5, 130, 130), dtype)
+    small = 1e-5 if dtype == torch.float32 else 1e-9
+    rates = torch.tensor([small, 0.0, 100 * small, 0.1, 3.0], dtype=dtype)
+    cuda.set_schedule(*build.ORDERS["random"])
+    together = check_cayley(m, g, rates)
+    cuda.set_schedule(*build.ORDERS["reverse"])
+    for i, rate in enumerate(rates.tolist()):
+        alone = functional.cayley(m[i], g[i], rates[i], backend="cuda")
+        assert torch.equal(together[i], alone), rate
+    assert torch.equal(together[1], m[1])
+
+
+def test_cayley_of_a_large_gradient(cuda: Any) -> None:
+    for shape in ((2, 40, 40), (2, 40, 30)):
+        m = torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0]
+        for scale in (1e2, 1e4, 1e6):
+            g = scale * torch.randn(shape, dtype=torch.float64)
+            new = torch.ops.orthokern.cayley(m, g, torch.tensor(1.0), "cuda")
+            eye = torch.eye(shape[-1], dtype=torch.float64)
+            assert (new.mT @ new - eye).abs().max() < 1e-9 * scale**0.5
+
+
+def test_cayley_keeps_thin_bases_orthonormal(cuda: Any) -> None:
+    """The thin form uses M^T M = I: a deviation must not grow, also where the gradient has a large part along M."""
+    m, g = bases((40, 6), torch.float32)
+    m = m + 1e-5 * torch.randn(40, 6)
+    start = float((m.mT @ m - torch.eye(6)).norm())
+    for _ in range(50):
+        g = 3 * m @ torch.diag(torch.linspace(-1, 1, 6)) + 0.1 * torch.randn(40, 6)
+        m = torch.ops.orthokern.cayley(m, g, torch.tensor(0.1), "cuda")
+    assert float((m.mT @ m - torch.eye(6)).norm()) < 1.5 * start
+
+
+def test_cayley_with_a_number_is_the_same(cuda: Any) -> None:
+    m, g = bases((3, 8, 5), torch.float32)
+    one = _native_cuda.cayley(m, g, 0.25)
+    assert torch.equal(one, _native_cuda.cayley(m, g, torch.full((3,), 0.25)))
+
+
+def test_cayley_of_nan_is_nan(cuda: Any) -> None:
+    """A non-finite gradient must not look like a series that has converged."""
+    for shape in ((2, 130, 130), (2, 20, 20), (2, 20, 4)):
+        m, g = bases(shape, torch.float32)
+        g[0, 3, 2] = NAN
+        stepped = _native_cuda.cayley(m, g, 1e-5)
+        assert stepped[0].isnan().any() and not stepped[1].isnan().any()
