@@ -56,17 +56,9 @@ def absent(op: str, backend: str) -> str | None:
 
 
 def backends(op: str) -> list[Any]:
-    """The backends with a kernel for an op; what this machine cannot run is skipped with its reason."""
-    from orthokern import ops
-
-    table = getattr(ops, op).SUPPORT
-    found = []
-    for name in ("cpu", "triton", "cuda"):
-        if table[name].missing is None:
-            why = absent(op, name)
-            skip = pytest.mark.skipif(why is not None, reason=f"{name}: {why}")
-            found.append(pytest.param(name, marks=skip, id=name))
-    return found
+    """The native CPU backend; skipped with its reason where it is not built. Those of a GPU: tests/gpu."""
+    why = absent(op, "cpu")
+    return [pytest.param("cpu", marks=pytest.mark.skipif(why is not None, reason=f"cpu: {why}"), id="cpu")]
 
 
 def test_continuous_integration_runs_the_cpu_backend() -> None:

@@ -1,0 +1,34 @@
+"""Tests that need a CUDA device. Without one they are skipped, all for the one reason; with one, some must have run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+_ran = 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    global _ran
+    if report.when == "call" and not report.skipped and "tests/gpu/" in report.nodeid:
+        _ran += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A GPU that no test touched is a misconfiguration, not a success."""
+    ours = [item for item in session.items if HERE in item.path.parents]
+    asked_to_run = ours and not session.config.option.collectonly
+    if torch.cuda.is_available() and asked_to_run and not _ran:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print("\ntests/gpu: a CUDA device is there, and every test was skipped")

@@ -1,0 +1,352 @@
+"""The Triton and CUDA backends on a device: parity with the float64 reference, and how they behave beside other work.
+
+The kernels themselves are also proved without a device (Triton's interpreter, the CUDA host harness); what is left for
+this file is what only a device has: its memory model, streams, graphs, several devices, and its rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import SHORT, ScanProblem, assert_matches_reference, scan_problem
+from torch import Tensor
+
+from orthokern import dispatch, functional, nn, optim
+from orthokern.ops.activations import NAMES, PARAMETER
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = ("factored_scan", "dense_scan")
+BACKENDS = ("cuda", "triton")
+DTYPES = (torch.float32, torch.float64)
+KINDS = ("dense", "features", "tokens")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def need(op: str, backend: str, dtype: torch.dtype = torch.float32, **facts: Any) -> None:
+    """Skip what the SUPPORT table says this backend does not serve."""
+    why = dispatch.reasons(op, backend, torch.device("cuda", 0), dtype, facts)
+    if why:
+        pytest.skip(f"{backend}: {' and '.join(why)}")
+
+
+def on(problem: ScanProblem, device: str) -> ScanProblem:
+    """The problem on a device, token ids too."""
+    moved = problem.map(lambda t: t.to(device))
+    moved.x = moved.x.to(device)
+    return moved
+
+
+def run(
+    problem: ScanProblem,
+    backend: str,
+    *,
+    checkpoint_every: int = 0,
+    bwd_backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
+) -> dict[str, Tensor]:
+    """Forward and backward ops of a problem where its tensors are: hs, ckpt, pre and every gradient, by name."""
+    fwd, bwd = (getattr(torch.ops.orthokern, f"{problem.op}_{way}") for way in ("fwd", "bwd"))
+    options = (problem.activation, checkpoint_every)
+    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, precision, algorithm)
+    grads = bwd(
+        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), *options, True, True,
+        bwd_backend or backend, precision, algorithm,
+    )  # fmt: skip
+    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+
+
+def check(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any) -> None:
+    """Parity of everything that comes out of one problem, with the reference on the CPU."""
+    inexact = problem.to(dtype)
+    exact = inexact.to(torch.float64)
+    expected, plain = run(exact, "reference"), run(inexact, "reference")
+    actual = run(on(inexact, "cuda"), backend, **options)
+    scales: dict[str, float] = {}
+    if exact.act_param is not None and exact.act_param.numel() == 1:
+        each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
+        scales["grad_act_param"] = float(run(each_unit, "reference")["grad_act_param"].norm())
+    for name, tensor in actual.items():
+        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
+            continue
+        gradient = name.startswith("grad_")
+        assert_matches_reference(
+            tensor.cpu(), expected[name], plain[name], name=name, gradient=gradient, scale=scales.get(name)
+        )
+
+
+SIZES = [(1, 1, 1), (3, 7, 33), (50, 5, 64), (5, 20, 128), (3, 4, 130), (200, 3, 96), (3, 3, 250), (50, 3, 500)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("size", SIZES, ids=lambda s: "B{}-T{}-N{}".format(*s))
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_scan_parity(op: str, activation: str, size: tuple[int, int, int], dtype: torch.dtype, backend: str) -> None:
+    B, T, N = size
+    N += N % 2 if activation == "oplu" else 0
+    need(op, backend, dtype, N=N, K=N)
+    kind = KINDS[(NAMES.index(activation) + N) % 3]
+    gap = -1.0 if B * T * N > 20000 and activation not in ("identity", "tanh") else 1e-6
+    if gap < 0:
+        pytest.skip("so many units that some sit on a kink: smaller sizes judge this activation")
+    check(scan_problem(op, B=B, T=T, N=N, activation=activation, inputs=kind, D=11, gap=gap), dtype, backend)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scan_parity_at_1000_units(op: str, backend: str) -> None:
+    need(op, backend, N=1000, K=1000)
+    check(scan_problem(op, B=50, T=3, N=1000), torch.float32, backend)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("inputs", KINDS)
+def test_chunks_of_time(op: str, inputs: str, backend: str) -> None:
+    need(op, backend, N=34, K=34, algorithm="chunked")
+    for T in (1, 2, 50, 401):
+        problem = scan_problem(op, B=3, T=T, N=34, activation="identity", inputs=inputs)
+        if op == "dense_scan":
+            problem.matrices = (torch.linalg.qr(problem.matrices[0])[0],)
+        check(problem, torch.float32, backend, algorithm="chunked")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", NAMES)
+def test_checkpoints_give_the_same_bits(op: str, activation: str, backend: str) -> None:
+    need(op, backend, N=34, K=34)
+    problem = on(scan_problem(op, B=5, T=9, N=34, activation=activation, inputs="tokens").to(torch.float32), "cuda")
+    plain = run(problem, backend)
+    for every in (1, 4, 100):
+        recomputed = run(problem, backend, checkpoint_every=every)
+        for name in problem.grad_names():
+            assert torch.equal(plain[name], recomputed[name]), name
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", NAMES)
+def test_forward_of_one_backward_of_the_other(op: str, activation: str) -> None:
+    for name in BACKENDS:
+        need(op, name, N=18, K=18)
+    problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
+    expected, plain = run(problem, "reference"), run(problem.to(torch.float32), "reference")
+    there = on(problem.to(torch.float32), "cuda")
+    for fwd, bwd in (("cuda", "triton"), ("triton", "cuda"), ("reference", "cuda"), ("triton", "reference")):
+        actual = run(there, fwd, bwd_backend=bwd)
+        for name in problem.grad_names():
+            assert_matches_reference(actual[name].cpu(), expected[name], plain[name], name=f"{fwd}, {bwd}: {name}")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_same_bits_twice_and_beside_other_work(op: str, backend: str) -> None:
+    """Two streams at once, and the default one alone."""
+    need(op, backend, N=66, K=66)
+    problem = on(
+        scan_problem(op, B=50, T=40, N=66, activation="modrelu", inputs="tokens", gap=-1.0).to(torch.float32), "cuda"
+    )
+    first = run(problem, backend)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    for stream in streams * 3:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            results.append(run(problem, backend))
+    torch.cuda.synchronize()
+    for other in results:
+        for name, tensor in first.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", ["tanh", "identity"])
+@pytest.mark.parametrize("N", [64, 300])
+def test_capture_in_a_graph(op: str, activation: str, N: int, backend: str) -> None:
+    """Nothing waits for the device, and a replay with other inputs gives what a plain call gives."""
+    need(op, backend, N=N, K=N)
+    problem = on(scan_problem(op, B=5, T=300, N=N, activation=activation).to(torch.float32), "cuda")
+    if op == "dense_scan":
+        problem.matrices = (torch.linalg.qr(problem.matrices[0])[0],)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(problem, backend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(problem, backend)
+    problem.x.copy_(torch.randn_like(problem.x))
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = run(problem, backend)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, captured[name]), name
+
+
+def test_nothing_waits_for_the_device(backend: str) -> None:
+    """Under torch's own alarm for synchronising calls."""
+    need("factored_scan", backend, N=32, K=32)
+    problem = on(scan_problem("factored_scan", B=3, T=5, N=32, inputs="tokens").to(torch.float32), "cuda")
+    run(problem, backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(problem, backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_wrong_token_is_nan_in_its_own_sequence(backend: str) -> None:
+    need("factored_scan", backend, N=32, K=32)
+    problem = on(scan_problem("factored_scan", B=3, T=5, N=32, inputs="tokens", D=7).to(torch.float32), "cuda")
+    problem.x[2, 1] = 7
+    hs = run(problem, backend)["hs"]
+    assert hs[2:, 1].isnan().all()
+    assert not hs[:, [0, 2]].isnan().any() and not hs[:2].isnan().any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("op", OPS)
+def test_another_device_than_the_current(op: str, backend: str) -> None:
+    need(op, backend, N=32, K=32)
+    problem = scan_problem(op, B=3, T=5, N=32, inputs="features").to(torch.float32)
+    here, there = run(on(problem, "cuda:0"), backend), run(on(problem, "cuda:1"), backend)
+    for name, tensor in here.items():
+        assert torch.equal(tensor.cpu(), there[name].cpu()), name
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("precision", ["3xtf32", "tf32", "bf16"])
+def test_lower_precision_is_as_bad_as_it_says_and_no_worse(op: str, precision: str, backend: str) -> None:
+    need(op, backend, N=64, K=64)
+    problem = scan_problem(op, B=20, T=20, N=64)
+    expected = run(problem, "reference")["hs"]
+    hs = run(on(problem.to(torch.float32), "cuda"), backend, precision=precision)["hs"].cpu().double()
+    error = float((hs - expected).norm() / expected.norm())
+    # the unit roundoff of the factors, with room for some steps of a near-isometry; 3xtf32 nearly reaches float32
+    assert error < {"3xtf32": 1e-5, "tf32": 2e-2, "bf16": 2e-1}[precision]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_error_after_ten_thousand_steps(op: str, backend: str) -> None:
+    """Linear and near-orthogonal, the hardest case for rounding: no more than twice plain torch in float32."""
+    need(op, backend, N=64, K=64)
+    problem = scan_problem(op, B=3, T=10000, N=64, activation="identity", inputs="tokens")
+    if op == "dense_scan":
+        problem.matrices = (torch.linalg.qr(problem.matrices[0])[0],)
+    else:
+        problem.matrices = (problem.matrices[0], torch.ones(64).double(), problem.matrices[2])
+    check(problem, torch.float32, backend, algorithm="sequential")
+    check(problem, torch.float32, backend)
+
+
+SHAPES = [(1, 1), (5, 3), (33, 33), (64, 64), (65, 64), (130, 7), (3, 9, 9), (2, 128, 128), (2, 300, 300), (2, 300, 10)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_cayley_parity(shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> None:
+    need("cayley", backend, dtype, N=shape[-2], K=shape[-1])
+    step = torch.ops.orthokern.cayley
+    m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype)
+    g = torch.randn(*shape, dtype=dtype)
+    for lr in map(torch.tensor, [1e-6, 1e-2, 1.0, -0.1]):
+        expected, plain = step(m.double(), g.double(), lr, "reference"), step(m, g, lr, "reference")
+        actual = step(m.cuda(), g.cuda(), lr, backend).cpu()
+        assert_matches_reference(actual, expected, plain, name=f"lr={lr}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("activation", NAMES)
+def test_activation_parity(activation: str, dtype: torch.dtype, backend: str) -> None:
+    need("activations", backend, dtype)
+    fwd, bwd = torch.ops.orthokern.activation_fwd, torch.ops.orthokern.activation_bwd
+    for shape in ((2,), (7, 64), (3, 5, 34), (1001, 6), (0, 4)):
+        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
+            x, grad_y = (3 * torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(2))
+            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
+            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
+            there = [None if t is None else t.cuda() for t in (grad_y, x, param)]
+            y, y64, y_torch = (
+                fwd(*there[1:], activation, backend),
+                fwd(*exact[1:], activation),
+                fwd(x, param, activation),
+            )
+            assert_matches_reference(y.cpu(), y64, y_torch, name=f"y of {shape}")
+            actual = bwd(*there, activation, backend)
+            expected, plain = bwd(*exact, activation, "reference"), bwd(grad_y, x, param, activation, "reference")
+            for name, a, e, p in zip(("grad_x", "grad_act_param"), actual, expected, plain, strict=True):
+                assert_matches_reference(a.cpu(), e, p, name=f"{name} of {shape}", gradient=True)
+
+
+def test_a_compiled_module() -> None:
+    module = nn.FactorizedRNN(9, 33).cuda()
+    ids = torch.randint(0, 9, (20, 5), device="cuda")
+    expected = module(ids)[0]
+    actual = torch.compile(module, fullgraph=True)(ids)[0]
+    assert torch.equal(actual, expected)
+
+
+def test_training_learns_on_the_device() -> None:
+    """A module, the geodesic optimizer and the loss, all on the device: bases stay orthonormal, the loss falls."""
+    torch.manual_seed(0)
+    module, readout = nn.FactorizedRNN(4, 32, nonlinearity="identity").cuda(), torch.nn.Linear(32, 4).cuda()
+    optimizer = optim.optimizer_for(torch.nn.ModuleList([module, readout]), torch.optim.RMSprop, lr=1e-2)
+    ids = torch.randint(0, 4, (12, 64), device="cuda")
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(readout(module(ids)[0][-1]), ids[0])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert module.orthogonality_error() < 1e-5
+
+
+def test_auto_prefers_a_kernel_of_the_device() -> None:
+    for op in OPS:
+        leaf = dispatch.resolve(op, device=torch.device("cuda", 0), dtype=torch.float32, N=128, K=128)
+        assert leaf.__name__ in ("orthokern._native_cuda", f"orthokern.triton_kernels.{op}")
+
+
+SANITIZED = """
+import torch
+from orthokern import functional as f
+for n in (33, 130):
+    u = torch.linalg.qr(torch.randn(n, n, device="cuda"))[0].requires_grad_()
+    table = torch.randn(n, 5, device="cuda", requires_grad=True)
+    ids = torch.randint(0, 5, (6, 3), device="cuda")
+    f.factored_scan(ids, u, torch.ones(n, device="cuda"), u, weight=table, backend={backend!r}).sum().backward()
+    f.dense_scan(ids, u, weight=table, activation="identity", backend={backend!r}).sum().backward()
+    f.cayley(u.detach(), torch.randn(n, n, device="cuda"), 1e-2, backend={backend!r})
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool: str, backend: str) -> None:
+    need("factored_scan", backend, N=33, K=33)
+    done = subprocess.run(
+        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c",
+         SANITIZED.format(backend=backend)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_functional_on_the_device_matches_the_cpu() -> None:
+    x, u = torch.randn(5, 3, 16), torch.linalg.qr(torch.randn(16, 16))[0]
+    here = functional.factored_scan(x, u, torch.ones(16), u)
+    there = functional.factored_scan(x.cuda(), u.cuda(), torch.ones(16).cuda(), u.cuda())
+    torch.testing.assert_close(there.cpu(), here, atol=1e-5, rtol=1e-5)
