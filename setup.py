@@ -53,7 +53,7 @@ ISA_PROBES = {
     "avx2": "#include <immintrin.h>\n__m256 f(__m256 a) { return _mm256_fmadd_ps(a, a, a); }\n",
     "avx512": "#include <immintrin.h>\n__m512d f(__m512i a) { return _mm512_cvtepi64_pd(a); }\n",
 }
-CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
+CUDA_ARCHS = ["80", "90", "100"]  # binaries serve all chips of their generation, PTX of the last one those to come
 
 
 def fail(message: str) -> NoReturn:

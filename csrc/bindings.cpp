@@ -106,9 +106,15 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Buffer>(m, "Buffer", py::buffer_protocol(), "Uninitialised memory from the pool of large results.")
       .def(py::init<size_t>(), py::arg("bytes"))
       .def_buffer([](Buffer& b) { return py::buffer_info(static_cast<uint8_t*>(b.memory()), static_cast<py::ssize_t>(b.bytes())); });
-  m.def("empty_cache", [] { BufferPool::instance().release(); }, "Give waiting memory back to the system.");
-  m.def("cache_bytes", [] { return py::make_tuple(BufferPool::instance().live_bytes(), BufferPool::instance().waiting_bytes()); },
-        "Bytes in use and waiting.");
+  m.def(
+      "empty_cache",
+      [] {
+        BufferPool::results().release();
+        BufferPool::scratch().release();
+      },
+      "Give waiting memory back to the system.");
+  m.def("cache_bytes", [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },
+        "Bytes of results in use and waiting.");
 
   // One op, one stem: csrc/cpu/<op>.cpp.
   m.def("factored_scan_fwd", [](const py::dict& d) { run(cpu_kernels().factored_scan_fwd, scan_args(d)); });

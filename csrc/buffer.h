@@ -22,8 +22,14 @@ class BufferPool {
     size_t bytes;
   };
 
-  static BufferPool& instance() {
+  // Results, which tensors hold, and scratch, which a call gives back when it ends: apart, since the most that is in use at one time is a fair
+  // bound for either, but results and scratch are at their most at different times.
+  static BufferPool& results() {
     static BufferPool* pool = new BufferPool;  // never destroyed: tensors may outlive static destruction
+    return *pool;
+  }
+  static BufferPool& scratch() {
+    static BufferPool* pool = new BufferPool;
     return *pool;
   }
 
@@ -107,8 +113,8 @@ class BufferPool {
 // One block, as an object with Python's buffer protocol: torch.frombuffer keeps it alive as long as the tensor's storage.
 class Buffer {
  public:
-  explicit Buffer(size_t bytes) : bytes_(bytes), block_(BufferPool::instance().take(bytes)) {}
-  ~Buffer() { BufferPool::instance().give(block_); }
+  explicit Buffer(size_t bytes) : bytes_(bytes), block_(BufferPool::results().take(bytes)) {}
+  ~Buffer() { BufferPool::results().give(block_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   void* memory() const { return block_.memory; }

@@ -9,8 +9,11 @@ Importing never fails: :data:`AVAILABLE` says whether the kernels were built and
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -128,3 +131,521 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     tensors["workspace"] = _workspace("cayley_workspace", m.device, sizes, tensors)
     _call("cayley", m.device, {**sizes, **options}, tensors)
     return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- scans
+
+_NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
+# Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of
+# steps, last one first, however the states came about: so recomputing them changes no bit.
+_WINDOW_ELEMENTS = 1 << 23
+# Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have
+# nothing to gain when the sequences fill the GPU already.
+_CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
+# Chunked: the longest chunk. Longer ones leave fewer of them than fill a GPU.
+_LONGEST_CHUNK = 128
+# Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish), for the tests.
+_wishes: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def _ieee_products() -> Iterator[None]:
+    """torch's products in IEEE float32, whatever the process allows elsewhere."""
+    settings = torch.backends.cuda.matmul
+    name, exact = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(settings, name)
+    if before == exact:
+        yield
+        return
+    setattr(settings, name, exact)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
+
+
+@dataclasses.dataclass
+class _Map:
+    """W = U diag(s) V^T by u, v [N, K] and s [K], or W [N, N] itself in u's place without s and v."""
+
+    u: Tensor
+    s: Tensor | None = None
+    v: Tensor | None = None
+
+    @property
+    def op(self) -> str:
+        return "dense_scan" if self.s is None else "factored_scan"
+
+    def dense(self) -> Tensor:
+        """W [N, N], composed, in float64."""
+        if self.s is None or self.v is None:
+            return self.u.double()
+        return (self.u.double() * self.s) @ self.v.double().mT
+
+    def transposed_product(self, rows: Tensor) -> Tensor:
+        """W^T applied to rows [B, N]."""
+        return rows @ self.u if self.s is None or self.v is None else ((rows @ self.u) * self.s) @ self.v.mT
+
+    def native(self, backward: bool) -> dict[str, Tensor | None]:
+        """The factors as the kernels take them: in the order of use, which the backward reverses."""
+        if self.s is None or self.v is None:
+            return {"map2": self.u}
+        return {"map1": self.u if backward else self.v, "scale": self.s, "map2": self.v if backward else self.u}
+
+
+class _Scan:
+    """Launches of one scan kernel, forward or backward, over rows of the batch or over chunks of them.
+
+    Args:
+        map: the recurrent map, float32 and contiguous.
+        backward: which of the two recurrences.
+        batch: B.
+        activation, act_param: of the op; act_param [1] or [N] or None.
+        tokens: whether the inputs are token ids.
+        chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
+    """
+
+    def __init__(
+        self,
+        map: _Map,
+        *,
+        backward: bool,
+        batch: int,
+        activation: str,
+        act_param: Tensor | None,
+        tokens: bool = False,
+        chunk: int | None = None,
+        sequences: int | None = None,
+    ) -> None:
+        n = map.u.shape[0]
+        self.map, self.backward, self.device = map, backward, map.u.device
+        self.chunk, self.act_param = chunk, act_param
+        self.sizes = {
+            "B": batch,
+            "N": n,
+            "K": 0 if map.s is None else map.s.shape[0],
+            "sequences": batch if sequences is None else sequences,
+            "activation": _ACTIVATIONS[activation],
+            "act_param_stride": int(act_param is not None and act_param.numel() > 1),
+            "backward": int(backward),
+        }
+        # which inputs there are decides how much shared memory a sequence takes
+        asked: dict[str, int] = {**self.sizes, **{f"wish_{key}": value for key, value in _wishes.items()}}
+        asked |= {"T": 1, "chunk": 1, "tokens": int(tokens)}
+        if self.device.type == "cuda":
+            asked["device"] = self.device.index
+        self.plan: dict[str, int] = getattr(_native, f"{map.op}_plan")(asked)
+        floats = {name: self.plan[f"{name}_floats"] for name in ("packed1", "packed2", "work")}
+        self.workspace = {name: map.u.new_empty(count) for name, count in floats.items() if count}
+
+    def sums(self) -> Tensor:
+        """[2, rows, N]: the running sums of act_param's gradient, which later launches continue."""
+        return self.map.u.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
+
+    def norms(self, steps: int) -> Tensor:
+        """[T, columns]: partial sums of squares of every step."""
+        return self.map.u.new_zeros(steps, self.plan["norm_columns"])
+
+    def run(self, steps: int, tensors: dict[str, Tensor | None], table: Tensor | None = None) -> None:
+        """Put the scan of ``steps`` steps on the stream; tensors by the names of csrc/cuda/scan.h."""
+        if not steps or not self.sizes["sequences"]:
+            return
+        sizes = {**self.sizes, **self.plan, "T": steps, "chunk": self.chunk or steps}
+        if table is not None:
+            sizes["D"] = table.shape[0]
+        everything = {
+            **self.map.native(self.backward), **self.workspace, **tensors, "table": table, "act_param": self.act_param
+        }  # fmt: skip
+        _call(self.map.op, self.device, sizes, everything)
+
+
+def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(e [T, B, N], None), or for token ids (None, table [D, N]): what the kernels add in each step."""
+    if weight is None:
+        return x, None
+    if not x.is_floating_point():
+        table = weight.mT if bias is None else weight.mT + bias
+        return None, table.contiguous()
+    with _ieee_products():
+        rows = x.flatten(0, 1)
+        e = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
+    return e.view(*x.shape[:2], weight.shape[0]), None
+
+
+def _chunk_length(map: _Map, steps: int, batch: int, activation: str, algorithm: str) -> int:
+    """Steps of a chunk, from sizes alone; 0 for the sequential scan.
+
+    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and short enough
+    to leave many chunks.
+    """
+    if activation != "identity" or algorithm == "sequential" or steps < 2:
+        return 0
+    if algorithm == "auto" and (steps < _CHUNKED_STEPS or batch > _CHUNKED_BATCH or map.u.shape[0] > 128):
+        return 0
+    return max(1, min(_LONGEST_CHUNK, math.isqrt(steps)))
+
+
+def _power(w: Tensor, exponent: int) -> Tensor:
+    """w^exponent [N, N] in float64, by repeated squaring; exponent > 0."""
+    square, power = w.double(), None
+    while exponent:
+        if exponent & 1:
+            power = square if power is None else power @ square
+        exponent >>= 1
+        if exponent:
+            square = square @ square
+    assert power is not None
+    return power
+
+
+def _chunked(
+    map: _Map, chunk: int, steps: int, batch: int, inputs: dict[str, Tensor | None], start: Tensor | None, out: Tensor,
+    *, backward: bool, table: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The recurrence without activation over chunks of time at once; out [T, B, N].
+
+    (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks'
+    borders, one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its
+    border. W is composed for (b) alone. Backward is the same with W^T, from the last step to the first.
+    """
+    n = map.u.shape[0]
+    count = -(-steps // chunk)
+    new = map.u.new_empty
+    starts = new(count, batch, n)
+    starts[0].copy_(start) if start is not None else starts[0].zero_()
+    common: dict[str, Any] = {"backward": backward, "batch": batch, "activation": "identity", "act_param": None}
+    if count > 1:
+        ends = new(count - 1, batch, n)
+        local = _Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=(count - 1) * batch)
+        local.run(steps, {**inputs, "end": ends}, table)
+        power = _power(map.dense() if backward else map.dense().mT, chunk).contiguous()
+        sizes = {"count": count - 1, "B": batch, "N": n}
+        _call("scan_carry", map.u.device, sizes, {"power": power, "ends": ends, "starts": starts})
+    whole = _Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=count * batch)
+    whole.run(steps, {**inputs, "start": starts, "out": out}, table)
+
+
+def _scan_inputs(
+    map: _Map, h0: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None
+) -> tuple[_Map, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The same, checked and contiguous."""
+    dtype, device = torch.float32, map.u.device
+
+    def ready(tensor: Tensor | None, name: str, dtype: torch.dtype = dtype) -> Any:
+        return _ready(tensor, dtype, device, name)
+
+    factored = map.s is not None
+    ready_map = _Map(ready(map.u, "u" if factored else "w"), ready(map.s, "s"), ready(map.v, "v"))
+    ids = x is not None and not x.is_floating_point()
+    x = ready(x, "x", torch.int64 if ids else dtype)
+    return ready_map, ready(h0, "h0"), x, ready(weight, "weight"), ready(bias, "bias"), ready(act_param, "act_param")
+
+
+def _scan_fwd(
+    map: _Map,
+    x: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int,
+    algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    map, h0, ready_x, weight, bias, act_param = _scan_inputs(map, h0, x, weight, bias, act_param)
+    assert ready_x is not None
+    steps, (batch, n) = x.shape[0], h0.shape
+    e, table = _input_of(ready_x, weight, bias)
+    hs, empty = h0.new_empty(steps, batch, n), h0.new_empty(0)
+    pre = h0.new_empty(steps, batch, n) if activation in _NEEDS_PRE and not checkpoint_every else empty
+    inputs: dict[str, Tensor | None] = {"x": e} if table is None else {"tokens": ready_x}
+    chunk = _chunk_length(map, steps, batch, activation, algorithm)
+    if chunk:
+        _chunked(map, chunk, steps, batch, inputs, h0, hs, backward=False, table=table)
+    else:
+        scan = _Scan(
+            map, backward=False, batch=batch, activation=activation, act_param=act_param, tokens=table is not None
+        )
+        scan.run(steps, {**inputs, "start": h0, "out": hs, "pre": pre if pre.numel() else None}, table)
+    ckpt = empty
+    if checkpoint_every:
+        ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : steps - 1 : checkpoint_every]])
+    return hs, ckpt, pre
+
+
+class _Sums:
+    """The gradients that are sums over time of products with delta_t, taken window by window."""
+
+    def __init__(self, n: int, like: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+        self.m = like.new_zeros(n, n)
+        self.x, self.weight = x, weight
+        self.features = weight is not None and x is not None and x.is_floating_point()
+        empty = like.new_empty(0)
+        self.grad_weight = empty if weight is None else torch.zeros_like(weight)
+        self.grad_bias = empty if bias is None else torch.zeros_like(bias)
+
+    @staticmethod
+    def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+        """total [N, D] += left [R, N]^T right [R, D], in as many partial sums as keep the GPU busy."""
+        tiles = -(-total.shape[0] // 64) * -(-total.shape[1] // 64)
+        parts = 1
+        while parts * tiles < 256 and left.shape[0] % (2 * parts) == 0 and left.shape[0] >= 256 * parts:
+            parts *= 2
+        if parts == 1:
+            total.addmm_(left.mT, right)
+        else:
+            left, right = left.unflatten(0, (parts, -1)), right.unflatten(0, (parts, -1))
+            total.add_(torch.bmm(left.mT, right).sum(0))
+
+    def add(self, start: int, delta: Tensor, before: Tensor) -> None:
+        """The steps from ``start`` on: delta and before, h_{t-1}, both [steps, B, N]."""
+        steps = delta.shape[0]
+        if (
+            delta[0].numel() % 4
+        ):  # the same alignment wherever the rows lie, which the choice of a product may depend on
+            delta, before = delta.clone(), before.clone()
+        rows = delta.flatten(0, 1)
+        self._add_product(self.m, rows, before.flatten(0, 1))
+        if self.grad_bias.numel():
+            self.grad_bias.add_(rows.sum(0))
+        if self.weight is None:
+            return
+        assert self.x is not None
+        x = self.x[start : start + steps]
+        if self.features:
+            x = x.clone() if x[0].numel() % 4 else x
+            self._add_product(self.grad_weight, rows, x.flatten(0, 1))
+            return
+        # an id that is out of range belongs to no row of the table; nothing here adds in an order that may vary
+        ids, d = x.flatten(), self.weight.shape[1]
+        if d <= 64:
+            one_hot = ids.unsqueeze(1) == torch.arange(d, device=ids.device)
+            self._add_product(self.grad_weight, rows, one_hot.to(rows.dtype))
+        else:
+            ids = torch.where((ids >= 0) & (ids < d), ids, d)
+            table = torch.ops.aten.embedding_dense_backward(rows, ids, d + 1, -1, False)
+            self.grad_weight.add_(table[:d].mT)
+
+
+def _scan_bwd(
+    map: _Map,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor | None,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    activation: str,
+    checkpoint_every: int,
+    need_x: bool,
+    need_params: bool,
+    algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm."""
+    map, h0, x, weight, bias, act_param = _scan_inputs(map, h0, x, weight, bias, act_param)
+    for name, tensor in (("grad_hs", grad_hs), ("states", states)):
+        _ready(tensor, torch.float32, map.u.device, name)
+    grad_hs, states = grad_hs.contiguous(), states.contiguous()
+    steps, batch, n = grad_hs.shape
+    new, empty = h0.new_empty, h0.new_empty(0)
+    chunk = _chunk_length(map, steps, batch, activation, algorithm)
+    e = table = None
+    if checkpoint_every:
+        assert x is not None
+        if weight is not None and not x.is_floating_point():
+            e, table = _input_of(x, weight, bias)
+        if chunk:  # the chunks do not end where the segments do: all states at once, as the forward gave them
+            states = _scan_fwd(map, x, h0, weight, bias, act_param, activation, 0, algorithm)[0]
+            checkpoint_every = 0
+
+    every = checkpoint_every or max(steps, 1)
+    window = max(1, _WINDOW_ELEMENTS // max(batch * n, 1))
+    window -= window % 16 if window > 16 else 0  # rows that divide into partial sums
+    sums = _Sums(n, h0, x, weight, bias) if need_params else None
+    keep_delta = not checkpoint_every or (need_x and weight is None)
+    features = need_x and weight is not None and x is not None and x.is_floating_point()
+    grad_x = new(x.shape) if features and x is not None else empty
+    common: dict[str, Any] = {"batch": batch, "activation": activation, "act_param": act_param}
+    scan = _Scan(map, backward=True, **common)
+    forward = _Scan(map, backward=False, **common, tokens=table is not None) if checkpoint_every else None
+    running = scan.sums() if act_param is not None and need_params else None
+    norms = scan.norms(steps)
+
+    # Rows of time t lie at t - low of `delta` and, h_{t-1}, of `before`; low is 0 where all of them are kept, else the
+    # start of the segment, and behind it lie those later steps that do not fill a window yet.
+    room = steps if keep_delta else min(every + window, steps)
+    delta = new(room, batch, n)
+    before = new(min(every + window, steps) + 1, batch, n) if checkpoint_every else empty
+    pre_segment = new(every, batch, n) if checkpoint_every and activation in _NEEDS_PRE else empty
+    carry = None  # delta of the step after the segment
+    high = steps  # steps from here on are in the sums
+
+    for start in reversed(range(0, steps, every)):
+        stop = min(start + every, steps)
+        length = stop - start
+        low = 0 if keep_delta else start
+        if forward is not None:
+            waiting = high - stop
+            if waiting:
+                before[length : length + waiting] = before[:waiting].clone()
+                if not keep_delta:
+                    delta[length : length + waiting] = delta[:waiting].clone()
+            before[0].copy_(states[start // every])
+            segment = before[1 : length + 1]
+            assert x is not None
+            part = x[start:stop]
+            if table is None:
+                e = _input_of(part, weight, bias)[0]
+            gate = pre_segment[:length] if activation in _NEEDS_PRE else None
+            inputs = {"x": e} if table is None else {"tokens": part}
+            # not `segment`'s last row where a waiting step has it already: the same state, the same bits
+            forward.run(length, {**inputs, "start": before[0], "out": segment, "pre": gate}, table)
+        else:
+            segment, gate = states, pre if activation in _NEEDS_PRE else None
+        if gate is None and activation != "identity":
+            gate = segment
+        place = delta[start - low : stop - low]
+        g = grad_hs[start:stop]
+        if chunk:
+            _chunked(map, chunk, steps, batch, {"x": g}, None, place, backward=True)
+        else:
+            scan.run(
+                length,
+                {"x": g, "gate": gate, "start": carry, "out": place, "norms": norms[start:stop], "sums": running},
+            )
+        # the kernel of the next segment may write where this row lies
+        carry = place[0] if keep_delta else place[0].clone()
+        with _ieee_products():
+            for begin in reversed(range(start - start % window, high, window)):
+                if begin < start:
+                    break
+                end = min(begin + window, high)
+                rows = delta[begin - low : end - low]
+                if sums is not None:
+                    if forward is not None:
+                        previous = before[begin - start : end - start]
+                    else:
+                        previous = states[max(begin - 1, 0) : end - 1]
+                    if begin == 0:
+                        # h0 lies elsewhere where all states are kept
+                        first = before[:1] if forward is not None else h0.unsqueeze(0)
+                        rest = before[1:end] if forward is not None else previous
+                        if end > 1:
+                            sums.add(1, rows[1:], rest)
+                        sums.add(0, rows[:1], first)
+                    else:
+                        sums.add(begin, rows, previous)
+                if features and weight is not None:
+                    torch.mm(rows.flatten(0, 1), weight, out=grad_x[begin:end].flatten(0, 1))
+                high = begin
+
+    grad_h0 = torch.zeros_like(h0)
+    if carry is not None:
+        with _ieee_products():
+            grad_h0 = map.transposed_product(carry)
+    grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1) if chunk else norms.sum(1).sqrt()
+    grad_act_param = empty
+    if act_param is not None and running is not None:
+        exact = (running[0].double() - running[1]).sum(0)
+        grad_act_param = (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
+    if need_x and weight is None:
+        grad_x = delta
+    if sums is None:
+        return grad_x, empty, grad_h0, empty, empty, empty, grad_norm
+    return grad_x, sums.m, grad_h0, sums.grad_weight, sums.grad_bias, grad_act_param, grad_norm
+
+
+def factored_scan_fwd(
+    x: Tensor,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    precision: str = "ieee",
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
+    return _scan_fwd(_Map(u, s, v), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm)
+
+
+def factored_scan_bwd(
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor | None,
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+    precision: str = "ieee",
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
+    grad_x, m, grad_h0, *others = _scan_bwd(
+        _Map(u, s, v), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
+        need_params, algorithm,
+    )  # fmt: skip
+    if not need_params:
+        return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
+    with _ieee_products():
+        m_v = m @ v  # [N, K]
+        grad_v = (m.mT @ u) * s
+    return grad_x, m_v * s, (u * m_v).sum(0), grad_v, grad_h0, others[0], others[1], others[2], others[3]
+
+
+def dense_scan_fwd(
+    x: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    precision: str = "ieee",
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
+    return _scan_fwd(_Map(w), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm)
+
+
+def dense_scan_bwd(
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor | None,
+    w: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+    precision: str = "ieee",
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
+    return _scan_bwd(
+        _Map(w), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
+        need_params, algorithm,
+    )  # fmt: skip

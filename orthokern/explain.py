@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import types
@@ -35,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     """Print the text; returns the exit status 0."""
     parser = argparse.ArgumentParser(prog="python -m orthokern.explain", description=__doc__.split("\n")[0])
     parser.parse_args(argv)
-    print(explain())
+    try:
+        print(explain(), flush=True)
+    except BrokenPipeError:  # `... | head` has seen enough; what is left must not be flushed at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

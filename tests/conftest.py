@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import torch
 from poison import poisoned
+from torch._dynamo import trace_rules
+
+# Dynamo lists torch's functions by identity, once: before any of them is exchanged below.
+trace_rules.get_torch_obj_rule_map()
 
 # The same examples on every run and machine; a failure prints how to repeat it.
 hypothesis.settings.register_profile("orthokern", deadline=None, derandomize=True, print_blob=True)

@@ -30,14 +30,74 @@ struct Segment {
   int depth;
 };
 
+// Traffic with memory that rides along with a product, a few vectors after every stretch of its depth. In one go it would fill the few
+// buffers that a core has for outstanding lines, and the multiply-adds would wait behind it; spread out it costs next to nothing.
+//
+// An errand is a grid of vectors, rows within blocks of columns: fetched ahead of their use, or copied to memory past the caches.
+template <class T>
+struct Errand {
+  const T* from;
+  T* to;  // null: fetch
+  ptrdiff_t from_row, from_block, to_row, to_block;
+  int rows, left, row, pace;  // left: vectors still to do, the next one in row `row`
+
+  void run(int n) {
+    if (n > left) n = left;
+    left -= n;
+    while (n > 0) {
+      const int take = n < rows - row ? n : rows - row;
+      if (to) {
+        for (int i = 0; i < take; i++, from += from_row, to += to_row) store_stream(to, load(from));
+      } else {
+        for (int i = 0; i < take; i++, from += from_row) __builtin_prefetch(from, 0, 2);
+      }
+      row += take;
+      n -= take;
+      if (row < rows) return;
+      row = 0;
+      from += from_block - rows * from_row;
+      if (to) to += to_block - rows * to_row;
+    }
+  }
+};
+template <class T>
+class Errands {
+ public:
+  Errands() : count_(0) {}
+  void fetch(const T* from, ptrdiff_t row, ptrdiff_t block, int rows, int blocks) { add({from, nullptr, row, block, 0, 0, rows, rows * blocks, 0, 0}); }
+  void copy(const T* from, ptrdiff_t from_row, ptrdiff_t from_block, T* to, ptrdiff_t to_row, ptrdiff_t to_block, int rows, int blocks) {
+    add({from, to, from_row, from_block, to_row, to_block, rows, rows * blocks, 0, 0});
+  }
+  // To be done with in so many stops.
+  void set_pace(int stops) {
+    for (int i = 0; i < count_; i++) list_[i].pace = (list_[i].left + stops - 1) / stops;
+  }
+  ORTHOKERN_INLINE void stop() {
+    for (int i = 0; i < count_; i++)
+      if (list_[i].left > 0) list_[i].run(list_[i].pace);
+  }
+  void finish() {
+    for (int i = 0; i < count_; i++) list_[i].run(list_[i].left);
+  }
+
+ private:
+  static constexpr int kMost = 8;
+  void add(const Errand<T>& errand) {
+    if (errand.left > 0) list_[count_++] = errand;
+  }
+
+  int count_;
+  Errand<T> list_[kMost];
+};
+
 template <class T>
 using TileKernel = void (*)(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out,
-                            ptrdiff_t out_block, const T* prefetch);
+                            ptrdiff_t out_block, const T* prefetch, Errands<T>* errands);
 
 // PANELS panels of two vectors, or (PANELS == 0) one panel of one vector.
 template <class T, int MR, int PANELS, bool PREFETCH>
 void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out, ptrdiff_t out_block,
-                 const T* prefetch) {
+                 const T* prefetch, Errands<T>* errands) {
   constexpr int L = kLanes<T>;
   constexpr int W = PANELS == 0 ? 1 : 2;        // vectors of a panel row
   constexpr int NP = PANELS == 0 ? 1 : PANELS;  // panels
@@ -72,6 +132,7 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
       }
       a += segments[i].block;
       left -= count;
+      errands->stop();
     }
   }
 #pragma GCC unroll 16
@@ -122,7 +183,7 @@ struct Packed {
   bool allocate(int depth_, int cols_) {
     depth = depth_;
     cols = cols_;
-    return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth);
+    return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth, false);
   }
   // Fill rows [row0, row0 + rows) of panels [first, last) from w(row, col) = source[row * row_stride + col * col_stride] * scale[col] (scale may
   // be null).
@@ -132,9 +193,11 @@ struct Packed {
       const int count = cols - p * kWidth < width ? cols - p * kWidth : width;
       T* to = panels + static_cast<ptrdiff_t>(p) * kWidth * depth + static_cast<ptrdiff_t>(row0) * width;
       const T* from = source + p * kWidth * col_stride;
-      for (int r = 0; r < rows; r++)
+      for (int r = 0; r < rows; r++) {
         for (int c = 0; c < count; c++)
           to[static_cast<ptrdiff_t>(r) * width + c] = from[r * row_stride + c * col_stride] * (scale ? scale[p * kWidth + c] : T(1));
+        for (int c = count; c < width; c++) to[static_cast<ptrdiff_t>(r) * width + c] = 0;
+      }
     }
   }
 };
@@ -143,10 +206,12 @@ struct Packed {
 // may finish those columns while they are in the nearest cache.
 template <class T, class After>
 ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block,
-                               const After& after) {
+                               Errands<T>* errands, const After& after) {
   constexpr int L = kLanes<T>;
   const int panels = w.panel_count();
   const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
+  const int tiles = (rows + kMaxRows - 1) / kMaxRows;
+  errands->set_pace((w.depth + L - 1) / L * tiles * panels);
   for (int p = 0; p < panels;) {
     const bool narrow = w.narrow(p);
     int take = 1;
@@ -157,7 +222,6 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
     }
     const T* panel = w.panel(p);
     const T* next = p + take < panels ? w.panel(p + take) : w.panel(0);
-    const int tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (int i = 0, row = 0; i < tiles; i++) {
       const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
       Segment<T> at[2];
@@ -168,12 +232,18 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
       else if (take == 2) kernel = tile_kernel_for_rows<T, 2, false>(count);
       else if (i == 0 && tiles > 1) kernel = tile_kernel_for_rows<T, 1, true>(count);
       else kernel = tile_kernel_for_rows<T, 1, false>(count);
-      kernel(at, segment_count, panel, stride, out + 2 * p * out_block + row * L, out_block, next);
+      kernel(at, segment_count, panel, stride, out + 2 * p * out_block + row * L, out_block, next, errands);
       row += count;
     }
     after(2 * p, narrow ? 2 * p + 1 : 2 * (p + take));
     p += take;
   }
+  errands->finish();
+}
+template <class T>
+inline void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block) {
+  Errands<T> none;
+  multiply<T>(segments, segment_count, w, rows, out, out_block, &none, [](int, int) {});
 }
 
 }  // namespace ORTHOKERN_ISA

@@ -3,7 +3,7 @@
 //   logits = hidden W^T + b,  loss = sum (log sum exp(logits) - logits[target]),  d = softmax(logits) - onehot(target)
 //   grad_hidden = d W,  grad_W = d^T hidden,  grad_b = sum d
 //
-// A thread takes a range of rows in groups of about 128: hidden becomes blocked rows with a column of ones (gemm.h), logits and d exist for
+// A thread takes a range of rows in groups of up to 104: hidden becomes blocked rows with a column of ones (gemm.h), logits and d exist for
 // the group only, in L2, and the gradients of W and b are a product over the group's rows (outer.h). Memory traffic: hidden in, grad_hidden
 // out, nothing else; 6 N C flops a row.
 #include <math.h>
@@ -18,7 +18,7 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-constexpr int kRows = 13 * 8;  // rows of a group: whole tiles
+constexpr int kRows = 13 * 8;  // most rows of a group: whole tiles
 constexpr int64_t kStreamAbove = 8 << 20;  // bytes
 
 ORTHOKERN_INLINE float max_lanes(V<float> v) {
@@ -53,6 +53,7 @@ struct ReadoutCall {
   Packed<T> weight_t;     // [C, N]: W
   Scratch<double> loss;   // [tasks]
   Scratch<T>* sums;       // [tasks]: [round_up(C)][ldc], or null
+  int rows;               // of a group: fewer where they are long, so that states and their gradients stay in L2
   bool stream;
   bool failed;
 };
@@ -63,17 +64,17 @@ void readout_task(void* context, int task) {
   ReadoutCall<T>& call = *static_cast<ReadoutCall<T>*>(context);
   const LinearCrossEntropyArgs& args = *call.args;
   const FlushDenormals flush;
-  const int N = call.N, C = call.C;
+  const int N = call.N, C = call.C, rows = call.rows;
   const int h_blocks = round_up(call.depth, L) / L, c_blocks = round_up(C, L) / L;
   const T* hidden = static_cast<const T*>(args.hidden);
   T* grad_hidden = static_cast<T*>(args.grad_hidden);
   const T scale = args.mean ? T(1) / static_cast<T>(args.rows) : T(1);
   const V<T> zero = V<T>{};
   const V<T> lowest = splat<T>(T(-3e38));
-  // h [depth/L][kRows][L], logits and d [C/L][kRows][L], out [N/L][kRows][L]; a group's rows are `block` apart from block to block.
+  // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; a group's rows are `block` apart from block to block.
   Scratch<T> h, d, out;
-  if (!h.allocate(static_cast<size_t>(h_blocks) * kRows * L) || !d.allocate(static_cast<size_t>(round_up(C, 2 * L)) * kRows) ||
-      !out.allocate(static_cast<size_t>(round_up(N, 2 * L)) * kRows)) {
+  if (!h.allocate(static_cast<size_t>(h_blocks) * rows * L) || !d.allocate(static_cast<size_t>(round_up(C, 2 * L)) * rows) ||
+      !out.allocate(static_cast<size_t>(round_up(N, 2 * L)) * rows)) {
     call.failed = true;
     return;
   }
@@ -81,15 +82,15 @@ void readout_task(void* context, int task) {
   for (int i = 0; i < L; i++) missing[i] = (c_blocks - 1) * L + i < C ? 0 : -1;
   double loss = 0;
   const int64_t begin = args.rows * task / call.tasks, end = args.rows * (task + 1) / call.tasks;
-  for (int64_t row = begin; row < end; row += kRows) {
-    const int R = static_cast<int>(end - row < kRows ? end - row : kRows);
+  for (int64_t row = begin; row < end; row += rows) {
+    const int R = static_cast<int>(end - row < rows ? end - row : rows);
     const ptrdiff_t block = static_cast<ptrdiff_t>(R) * L;
     for (int r = 0; r < R; r++) {
       const T* from = hidden + (row + r) * N;
       for (int n = 0; n < N; n += L) {
         const V<T> v = N - n >= L ? load(from + n) : load_part(from + n, N - n);
         store(h + (n / L) * block + r * L, v);
-        __builtin_prefetch(from + n + static_cast<ptrdiff_t>(kRows) * N, 0, 2);
+        __builtin_prefetch(from + n + static_cast<ptrdiff_t>(rows) * N, 0, 2);
       }
       if (call.depth > N) {
         if (N % L == 0) store(h + (N / L) * block + r * L, zero);
@@ -97,7 +98,7 @@ void readout_task(void* context, int task) {
       }
     }
     const Segment<T> states = {h, block, call.depth};
-    multiply<T>(&states, 1, call.weight, R, d, block, [](int, int) {});
+    multiply<T>(&states, 1, call.weight, R, d, block);
     for (int r = 0; r < R; r++) {
       const int64_t target = args.target[row + r];
       T* at = d + r * L;
@@ -125,16 +126,18 @@ void readout_task(void* context, int task) {
     }
     if (!call.sums) continue;
     const Segment<T> errors = {d, block, C};
-    multiply<T>(&errors, 1, call.weight_t, R, out, block, [&](int first, int last) {
-      for (int b = first; b < last && b * L < N; b++)
-        for (int r = 0; r < R; r++) {
-          T* to = grad_hidden + (row + r) * N + b * L;
-          const V<T> v = load(out + b * block + r * L);
-          if (call.stream) store_stream(to, v);
-          else if (N - b * L >= L) store(to, v);
-          else store_part(to, v, N - b * L);
-        }
-    });
+    multiply<T>(&errors, 1, call.weight_t, R, out, block);
+    // A row from end to end: a column block at a time would touch another page with every store.
+    for (int r = 0; r < R; r++) {
+      T* to = grad_hidden + (row + r) * N;
+      const T* from = out + r * L;
+      const int whole = N / L;
+      if (call.stream)
+        for (int b = 0; b < whole; b++) store_stream(to + b * L, load(from + b * block));
+      else
+        for (int b = 0; b < whole; b++) store(to + b * L, load(from + b * block));
+      if (whole * L < N) store_part(to + whole * L, load(from + whole * block), N - whole * L);
+    }
     outer_add<T>(d, c_blocks, h, h_blocks, block, R, call.sums[task], static_cast<ptrdiff_t>(h_blocks) * L);
   }
   if (call.stream) stream_fence();
@@ -148,7 +151,8 @@ bool run(const LinearCrossEntropyArgs& args) {
   call.args = &args;
   call.N = static_cast<int>(args.N), call.C = static_cast<int>(args.C);
   call.depth = call.N + (args.bias ? 1 : 0);
-  const int64_t useful = args.rows / kRows + 1;
+  call.rows = call.N <= 256 ? kRows : call.N <= 512 ? kRows / 2 : kRows / 4;
+  const int64_t useful = args.rows / call.rows + 1;
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
   call.sums = nullptr;
   call.failed = false;

@@ -122,12 +122,22 @@ struct ScanRows {
       for (int r = 0; r < R; r++) to[(plan.D / L) * to_block + r * L + plan.D % L] = 1;
   }
 
-  // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null.
+  // Rows [R] of the batch at step t of a row-major [T, B, N], fetched ahead for the columns after a product's first panel; the first panel's are
+  // fetched for step `then` (none if it is outside [0, T)), a product earlier.
+  void fetch_rows(Errands<T>* errands, const T* from, int64_t t, int64_t then) const {
+    const ptrdiff_t step = static_cast<ptrdiff_t>(plan.B) * plan.N;
+    const T* rows = from + row0 * static_cast<ptrdiff_t>(plan.N);
+    if (plan.blocks() > 2) errands->fetch(rows + t * step + 2 * L, plan.N, L, R, plan.blocks() - 2);
+    if (then >= 0 && then < args.T) errands->fetch(rows + then * step, plan.N, L, R, plan.blocks() < 2 ? plan.blocks() : 2);
+  }
+
+  // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`, h_t itself is left in the
+  // state: the errands of the next step's product write it.
   template <int A>
   void step(int64_t t, T* h_out, T* pre_out, bool stream) {
     const int N = plan.N;
     const T** e = nullptr;
-    bool ahead = false;
+    Errands<T> early, late;  // of the factored map's first product, and of the last
     if (args.tokens) {
       const int64_t* id = args.tokens + t * plan.B + row0;
       for (int r = 0; r < R; r++) e_rows[r] = plan.table + id[r] * plan.padded();
@@ -135,35 +145,35 @@ struct ScanRows {
     } else if (plan.X == 0) {
       for (int r = 0; r < R; r++) e_rows[r] = static_cast<const T*>(args.x) + (t * plan.B + row0 + r) * N;
       e = e_rows;
-      ahead = t + 1 < args.T;
+      fetch_rows(&late, static_cast<const T*>(args.x), t, t + 1);
     } else {
       read_features(t, x, block);
+      if (t + 1 < args.T) late.fetch(static_cast<const T*>(args.x) + ((t + 1) * plan.B + row0) * plan.D, plan.D, L, R, (plan.D + L - 1) / L);
     }
-    const ptrdiff_t e_next = static_cast<ptrdiff_t>(plan.B) * N;
+    if (h_out && stream && t > 0) (plan.factored ? early : late).copy(state, L, block, h_out - static_cast<ptrdiff_t>(plan.B) * N, N, L, R, plan.blocks());
+    if (h_out && !stream) late.fetch(h_out, N, L, R, plan.blocks());
     Segment<T> segments[2];
     T* out = next;
     if (plan.factored) {
       const Segment<T> from = {state, block, N};
-      multiply<T>(&from, 1, plan.first, R, z, block, [](int, int) {});
+      multiply<T>(&from, 1, plan.first, R, z, block, &early, [](int, int) {});
       segments[0] = {z, block, plan.K};
       out = state;  // the old state has served
     } else {
       segments[0] = {state, block, N};
     }
     segments[1] = {x, block, plan.X};
-    multiply<T>(segments, plan.X ? 2 : 1, plan.second, R, out, block, [&](int first_block, int last_block) {
+    multiply<T>(segments, plan.X ? 2 : 1, plan.second, R, out, block, &late, [&](int first_block, int last_block) {
       for (int b = first_block; b < last_block && b < plan.blocks(); b++) {
         const int count = lanes(b);
         const V<T> param = load(plan.param + b * L);
         T* at = out + b * block;
-        T* h_to = h_out + b * L;
+        T* h_to = stream ? nullptr : h_out + b * L;
         if (count == L && !pre_out) {  // nearly always: no branch inside the loops
-          if (e && ahead)
-            for (int r = 0; r < R; r++) __builtin_prefetch(e[r] + b * L + e_next, 0, 2);
-          if (e)
-            for (int r = 0; r < R; r++) store(at + r * L, load(at + r * L) + load(e[r] + b * L));
-          if (stream) finish_rows<A, true>(at, param, h_to);
-          else finish_rows<A, false>(at, param, h_to);
+          if (e && stream) finish_rows<A, true, false>(at, b, param, h_to);
+          else if (e) finish_rows<A, true, true>(at, b, param, h_to);
+          else if (stream) finish_rows<A, false, false>(at, b, param, h_to);
+          else finish_rows<A, false, true>(at, b, param, h_to);
           continue;
         }
         for (int r = 0; r < R; r++) {
@@ -171,22 +181,32 @@ struct ScanRows {
           if (e) a += args.tokens || count == L ? load(e[r] + b * L) : load_part(e[r] + b * L, count);
           const V<T> h = activate<T, A>(a, param);
           store(at + r * L, h);
-          store_part(h_to + static_cast<ptrdiff_t>(r) * N, h, count);
+          if (!stream) store_part(h_to + static_cast<ptrdiff_t>(r) * N, h, count);
           if (pre_out) store_part(pre_out + static_cast<ptrdiff_t>(r) * N + b * L, a, count);
         }
       }
     });
     if (!plan.factored) swap_states();
   }
-  // One block of the step's result: a, blocked [R][L], becomes h there and in rows N apart.
-  template <int A, bool STREAM>
-  ORTHOKERN_INLINE void finish_rows(T* a, V<T> param, T* h_out) {
-    for (int r = 0; r < R; r++, a += L, h_out += plan.N) {
-      const V<T> h = activate<T, A>(load(a), param);
+  // One block of the step's result: a, blocked [R][L], becomes h there and, with STORE, in rows N apart.
+  template <int A, bool INPUT, bool STORE>
+  ORTHOKERN_INLINE void finish_rows(T* a, int b, V<T> param, T* h_out) {
+    const T* const* e = e_rows;
+    for (int r = 0; r < R; r++, a += L) {
+      V<T> x_t = load(a);
+      if (INPUT) x_t += load(e[r] + b * L);
+      const V<T> h = activate<T, A>(x_t, param);
       store(a, h);
-      if (STREAM) store_stream(h_out, h);
-      else store(h_out, h);
+      if (STORE) {
+        store(h_out, h);
+        h_out += plan.N;
+      }
     }
+  }
+  // The last state of a streamed sequence, which no further product writes.
+  void write_last(T* h_out) const {
+    for (int b = 0; b < plan.blocks(); b++)
+      for (int r = 0; r < R; r++) store_stream(h_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, load(state + b * block + r * L));
   }
   void swap_states() { state.swap(next); }
 };
@@ -206,7 +226,10 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
     const int64_t at = (t * plan.B + row0) * N;
     rows.template step<A>(t, hs + at, pre ? pre + at : nullptr, plan.stream);
   }
-  if (plan.stream) stream_fence();
+  if (plan.stream) {
+    rows.write_last(hs + ((args.T - 1) * plan.B + row0) * N);
+    stream_fence();
+  }
   return true;
 }
 
@@ -248,15 +271,19 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
   T* q = rows.next;  // map^T(delta_{t+1}), blocked
 
   // One time step back through the map: q <- map^T(delta at `slot`).
-  auto back = [&](int slot, const auto& after) {
+  auto back = [&](int slot, Errands<T>* early, Errands<T>* late, const auto& after) {
     const Segment<T> from = {delta + static_cast<ptrdiff_t>(slot) * R * L, ring_block, plan.N};
     if (plan.factored) {
-      multiply<T>(&from, 1, plan.first_t, R, rows.z, rows.block, [](int, int) {});
+      multiply<T>(&from, 1, plan.first_t, R, rows.z, rows.block, early, [](int, int) {});
       const Segment<T> middle = {rows.z, rows.block, plan.K};
-      multiply<T>(&middle, 1, plan.second_t, R, q, rows.block, after);
+      multiply<T>(&middle, 1, plan.second_t, R, q, rows.block, late, after);
     } else {
-      multiply<T>(&from, 1, plan.second_t, R, q, rows.block, after);
+      multiply<T>(&from, 1, plan.second_t, R, q, rows.block, late, after);
     }
+  };
+  // delta at `slot`, of step t, on its way to grad_x past the caches.
+  auto write_delta = [&](Errands<T>* errands, int slot, int64_t t) {
+    errands->copy(delta + static_cast<ptrdiff_t>(slot) * R * L, L, ring_block, grad_x + (t * B + row0) * N, N, L, R, blocks);
   };
 
   for (int64_t t = args.T - 1; t >= 0; t--) {
@@ -283,9 +310,7 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
     T* d_now = delta + static_cast<ptrdiff_t>(slot) * R * L;
     if (t == args.T - 1) rows.read_rows(state_rows(t), N, N, h_now, ring_block);
     const int64_t* ids = args.tokens ? args.tokens + t * B + row0 : nullptr;
-    const bool ahead = t > 0;
     const T* h_before = state_rows(t - 1);
-    const ptrdiff_t step = static_cast<ptrdiff_t>(B) * N;
     V<T> square = V<T>{};
 
     auto finish = [&](int first_block, int last_block) {
@@ -293,44 +318,60 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
         const int count = rows.lanes(b);
         const V<T> param = load(plan.param + b * L);
         V<T> param_grad = V<T>{};
-        for (int r = 0; r < R; r++) {
-          const ptrdiff_t column = r * N + b * L;
-          V<T> g = count == L ? load(g_rows + column) : load_part(g_rows + column, count);
-          if (ahead) {
-            __builtin_prefetch(g_rows + column - step, 0, 2);
-            __builtin_prefetch(h_before + column, 0, 2);
+        T* d_to = d_now + b * ring_block;
+        const T* h_at = h_now + b * ring_block;
+        const T* q_at = q + b * rows.block;
+        const T* g_at = g_rows + b * L;
+        T* x_to = delta_out && !plan.stream ? grad_x + here + b * L : nullptr;
+        if (count == L && !pre_wanted && t + 1 < args.T) {  // nearly always: no branch inside the loop
+          for (int r = 0; r < R; r++) {
+            const V<T> g = load(g_at + r * N) + load(q_at + r * L);
+            square += g * g;
+            const V<T> h = load(h_at + r * L);
+            store(d_to + r * L, activate_grad<T, A>(h, h, g, param, &param_grad));
           }
-          if (t + 1 < args.T) g += load(q + b * rows.block + r * L);
-          square += g * g;
-          const V<T> h = load(h_now + b * ring_block + r * L);
-          V<T> a = h;
-          if (pre_wanted) a = count == L ? load(a_rows + column) : load_part(a_rows + column, count);
-          const V<T> d = activate_grad<T, A>(h, a, g, param, &param_grad);
-          store(d_now + b * ring_block + r * L, d);
-          if (delta_out) {
-            T* to = grad_x + here + column;
-            if (count < L) store_part(to, d, count);
-            else if (plan.stream) store_stream(to, d);
-            else store(to, d);
-          }
-          if (ids && params) {
-            T* to = sums->table_part + ids[r] * padded + b * L;
-            store(to, load(to) + d);
+        } else {
+          for (int r = 0; r < R; r++) {
+            V<T> g = load_part(g_at + r * N, count);
+            if (t + 1 < args.T) g += load(q_at + r * L);
+            square += g * g;
+            const V<T> h = load(h_at + r * L);
+            const V<T> a = pre_wanted ? load_part(a_rows + r * N + b * L, count) : h;
+            store(d_to + r * L, activate_grad<T, A>(h, a, g, param, &param_grad));
           }
         }
+        if (x_to)
+          for (int r = 0; r < R; r++) {
+            if (count == L) store(x_to + r * N, load(d_to + r * L));
+            else store_part(x_to + r * N, load(d_to + r * L), count);
+          }
+        if (ids && params)
+          for (int r = 0; r < R; r++) {
+            T* to = sums->table_part + ids[r] * padded + b * L;
+            store(to, load(to) + load(d_to + r * L));
+          }
         if (A == kPrelu || A == kModrelu) {
           double* to = sums->param + b * L;
           for (int i = 0; i < L; i++) to[i] += param_grad[i];
         }
       }
     };
-    if (t + 1 < args.T) back(later, finish);
-    else finish(0, blocks);
+    if (t + 1 < args.T) {
+      Errands<T> early, late;
+      if (delta_out && plan.stream) write_delta(plan.factored ? &early : &late, later, t + 1);
+      rows.fetch_rows(&late, grad_hs, t, t - 1);
+      if (pre_wanted && !every) rows.fetch_rows(&late, saved_pre, t, t - 1);
+      late.fetch(h_before, N, L, R, blocks);
+      if (delta_out && !plan.stream) late.fetch(grad_x + here, N, L, R, blocks);
+      back(later, &early, &late, finish);
+    } else {
+      finish(0, blocks);
+    }
     sums->norm[t] += sum_lanes<T>(square);
 
     if (dx_out) {
       const Segment<T> from = {d_now, ring_block, plan.N};
-      multiply<T>(&from, 1, plan.input_t, R, dx, rows.block, [](int, int) {});
+      multiply<T>(&from, 1, plan.input_t, R, dx, rows.block);
       rows.write_rows(dx, rows.block, plan.D, grad_x + (t * B + row0) * plan.D, plan.D);
     }
     rows.read_rows(h_before, N, N, inputs + static_cast<ptrdiff_t>(slot) * R * L, ring_block);
@@ -348,7 +389,9 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
       }
     }
   }
-  back(0, [](int, int) {});
+  Errands<T> early, late;
+  if (delta_out && plan.stream) write_delta(&late, 0, 0);
+  back(0, &early, &late, [](int, int) {});
   rows.write_rows(q, rows.block, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
   if (plan.stream && delta_out) stream_fence();
   return true;

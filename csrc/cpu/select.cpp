@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "buffer.h"
 #include "cpu/parallel.h"
 
 namespace orthokern {
@@ -100,6 +101,17 @@ void work(void* data) {
 }
 
 }  // namespace
+
+void* large_scratch(size_t* bytes) {
+  try {
+    const BufferPool::Block block = BufferPool::scratch().take(*bytes);
+    *bytes = block.bytes;
+    return block.memory;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+void free_large_scratch(void* memory, size_t bytes) { BufferPool::scratch().give({memory, bytes}); }
 
 // torch keeps a pool of OpenMP threads that spin for a while after each of its operators: threads of our own would fight them for the cores.
 // GOMP_parallel is the entry to that same pool (GNU's, LLVM's and Intel's runtimes all export it), found among the libraries that torch has

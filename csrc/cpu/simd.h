@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu/parallel.h"
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #elif defined(__SSE2__)
@@ -73,11 +75,22 @@ ORTHOKERN_INLINE void store(T* p, V<T> v) {
 template <class T>
 ORTHOKERN_INLINE V<T> load_part(const T* p, int n) {
   V<T> v = V<T>{};
+#if defined(__AVX512F__)
+  const unsigned lanes = (1u << n) - 1;
+  if (sizeof(T) == 4) return (V<T>)_mm512_maskz_loadu_ps((__mmask16)lanes, p);
+  return (V<T>)_mm512_maskz_loadu_pd((__mmask8)lanes, p);
+#endif
   for (int i = 0; i < n; i++) v[i] = p[i];
   return v;
 }
 template <class T>
 ORTHOKERN_INLINE void store_part(T* p, V<T> v, int n) {
+#if defined(__AVX512F__)
+  const unsigned lanes = (1u << n) - 1;
+  if (sizeof(T) == 4) _mm512_mask_storeu_ps(p, (__mmask16)lanes, (__m512)v);
+  else _mm512_mask_storeu_pd(p, (__mmask8)lanes, (__m512d)v);
+  return;
+#endif
   for (int i = 0; i < n; i++) p[i] = v[i];
 }
 // A store that bypasses the caches, for results that are next read long after; p is aligned to the vector.
@@ -167,34 +180,51 @@ class FlushDenormals {
 #endif
 };
 
-// Zeroed scratch memory on a cache-line boundary, freed with the object.
+// Zeroed scratch memory on a cache-line boundary, freed with the object. Large scratch is kept from call to call and lies on huge pages: the
+// weights of N = 500 are read from end to end every step, more pages of 4 KiB than the translation buffers hold.
 template <class T>
 class Scratch {
  public:
-  Scratch() : p_(nullptr) {}
-  explicit Scratch(size_t n) : p_(nullptr) { allocate(n); }
-  ~Scratch() { free(p_); }
+  Scratch() : p_(nullptr), bytes_(0) {}
+  explicit Scratch(size_t n) : p_(nullptr), bytes_(0) { allocate(n); }
+  ~Scratch() { release(); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  bool allocate(size_t n) {
-    const size_t bytes = ((n ? n : 1) * sizeof(T) + 63) / 64 * 64;
-    void* raw = nullptr;
-    if (posix_memalign(&raw, 64, bytes)) return false;
-    free(p_);
-    p_ = static_cast<T*>(raw);
-    memset(raw, 0, bytes);
+  bool allocate(size_t n, bool zero = true) {
+    release();
+    size_t bytes = ((n ? n : 1) * sizeof(T) + 63) / 64 * 64;
+    if (bytes >= kLargeScratch / 2) {
+      p_ = static_cast<T*>(large_scratch(&bytes));
+    } else {
+      void* raw = nullptr;
+      if (!posix_memalign(&raw, 64, bytes)) p_ = static_cast<T*>(raw);
+    }
+    if (!p_) return false;
+    bytes_ = bytes;
+    if (zero) memset(const_cast<void*>(static_cast<const void*>(p_)), 0, (n * sizeof(T) + 63) / 64 * 64);
     return true;
   }
   void swap(Scratch& other) {
     T* p = p_;
     p_ = other.p_;
     other.p_ = p;
+    const size_t bytes = bytes_;
+    bytes_ = other.bytes_;
+    other.bytes_ = bytes;
   }
   operator T*() const { return p_; }
   T* get() const { return p_; }
 
  private:
+  void release() {
+    if (bytes_ >= kLargeScratch) free_large_scratch(const_cast<void*>(static_cast<const void*>(p_)), bytes_);
+    else free(const_cast<void*>(static_cast<const void*>(p_)));
+    p_ = nullptr;
+    bytes_ = 0;
+  }
+
   T* p_;
+  size_t bytes_;
 };
 
 }  // namespace ORTHOKERN_ISA

@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "cuda/ops.h"
+#include "cuda/scan_bindings.h"
 
 namespace orthokern {
 namespace cuda {
@@ -43,6 +44,7 @@ inline CayleyArgs cayley_args(const pybind11::dict& d) {
 
 inline void bind(pybind11::module_& m) {
   using Dict = const pybind11::dict&;
+  bind_scans(m);
   m.def("activation_fwd", [](Dict d) { run(activation_fwd, activation_args(d)); });
   m.def("activation_bwd", [](Dict d) { run(activation_bwd, activation_args(d)); });
   m.def("activation_workspace", [](Dict d) { return activation_workspace(activation_args(d)); }, "Bytes.");

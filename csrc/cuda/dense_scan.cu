@@ -1,0 +1,24 @@
+// dense_scan on CUDA: h_t = phi(W h_{t-1} + e_t), and its adjoint recurrence. scan.h says what a caller passes,
+// scan_resident.h, scan_cluster.h and scan_steps.h how a step is carried out.
+#include "cuda/scan_carry.h"
+#include "cuda/scan_launch.h"
+
+namespace orthokern {
+namespace cuda {
+
+ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wish) { return plan_scan<false>(args, backward, wish); }
+void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
+  run_scan<false>(args, backward, plan, stream);
+}
+void run_scan_carry(int device, const double* power, const float* ends, float* starts, int64_t count, int64_t B, int64_t N, void* stream) {
+  use_device(device);
+  const size_t bytes = 2 * static_cast<size_t>(N) * sizeof(double);
+  if (bytes > device_limits().shared_per_block)
+    throw Error("algorithm='chunked' serves N up to " + std::to_string(device_limits().shared_per_block / 16) + " here, and N is " +
+                std::to_string(N) + ": use algorithm='sequential'");
+  launch(scan_carry_kernel, {dim3(static_cast<unsigned>(B)), dim3(kCarryThreads), static_cast<cudaStream_t>(stream), bytes}, power, ends, starts,
+         static_cast<int>(count), static_cast<int>(B), static_cast<int>(N));
+}
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,85 @@
+// What the bindings hand to the CUDA scans: plain addresses and sizes, no torch. float32, contiguous, row-major.
+// B batch, T time, N hidden, K rank, D number of token ids.
+//
+// Forward and backward are one recurrence with another ending of a step. In step i of a sequence
+//
+//   forward    t = i          a = map(state) + x_t,   state = h_t = phi(a)                  map = U diag(s) V^T or W
+//   backward   t = T - 1 - i  a = map(state) + g_t,   state = delta_t = phi'(.) * a         map = V diag(s) U^T or W^T
+//
+// so a caller of the backward passes the factors exchanged, and the last state is delta_1: dL/dh_0 is one product more.
+//
+// A sequence may be cut into `chunk` steps at a time: the T steps of the B rows are then Q = B * ceil(T / chunk) virtual sequences that
+// run side by side, q = c * B + b for rows b from step c * chunk on, each from a state of its own. Without chunks, chunk = T and Q = B.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace orthokern {
+namespace cuda {
+
+enum class ScanPath {
+  kResident = 0,  // one block owns sequences, the factors stay in its registers (scan_resident.h)
+  kCluster = 1,   // a cluster of blocks owns sequences, the factors are spread over it (scan_cluster.h)
+  kSteps = 2,     // a launch for every product (scan_steps.h)
+};
+
+// How a scan is carried out. Made by plan_scan from sizes and the device, without looking at any data.
+struct ScanPlan {
+  int path;
+  int group;         // sequences of a block or cluster
+  int blocks;        // of the whole grid, for one launch
+  int norm_columns;  // partial sums of squares that each step leaves in `norms`
+  int sums_rows;     // rows of `sums`
+  int cluster;       // blocks of a cluster
+  int chunks1, chunks2;    // columns of the first and the second map, in units of 128
+  int shared_chunks;       // of those that are not in registers, how many stay in shared memory
+  int64_t packed1, packed2;  // floats of workspace for the packed maps
+  int64_t work;              // floats of other workspace
+  int64_t shared_bytes;
+};
+
+struct ScanArgs {
+  int device;
+  int64_t T, B, N, K, D;  // K = 0: a dense map
+  int64_t chunk, sequences;
+  int activation;        // enum Activation
+  int act_param_stride;  // 0: one parameter, 1: one for each unit
+
+  const float* x;         // [T, B, N]: e forward, the gradient of hs backward; null with tokens
+  const int64_t* tokens;  // [T, B] or null; an id outside [0, D) makes the sequence NaN
+  const float* table;     // [D, N] or null: what a token adds to a
+  const float* gate;      // backward: [T, B, N], hs or pre, whichever phi' is computed from; null for identity
+  const float* start;     // [Q, N] states before the first step, or null for zeros
+  const float* map1;      // [N, K] V forward, U backward; dense: null
+  const float* scale;     // [K] s; dense: null
+  const float* map2;      // [N, K] U forward, V backward; dense: W [N, N]
+  const float* act_param;  // [1] or [N] or null
+
+  float* out;    // [T, B, N] states, or null
+  float* pre;    // forward: [T, B, N] the a, or null
+  float* end;    // [Q, N] states after the last step, or null; a sequence that is cut short by T leaves none
+  float* sums;   // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
+  float* norms;  // backward: [T, norm_columns] partial sums of squares of a, or null
+  float* packed1;  // workspace, see ScanPlan
+  float* packed2;
+  float* work;
+};
+
+// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small sizes.
+struct ScanWish {
+  int path = -1, cluster = 0, group = 0;
+  int shared_chunks = -1;
+};
+
+ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish);
+ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wish);
+// `stream` is a cudaStream_t of args.device.
+void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
+void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
+
+// The states at the borders of chunks, see scan_carry.h: starts [count + 1, B, N] from power^T [N, N], float64, and ends [count, B, N].
+void run_scan_carry(int device, const double* power, const float* ends, float* starts, int64_t count, int64_t B, int64_t N, void* stream);
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,211 @@
+// The choice of a path and its launches, for factored_scan.cu and dense_scan.cu.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/scan_cluster.h"
+#include "cuda/scan_resident.h"
+#include "cuda/scan_steps.h"
+
+namespace orthokern {
+namespace cuda {
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t kLargestGroup = 16;  // sequences of a resident block
+
+// Warps of the resident kernel: 16 rows each. Two maps of 12 warps do not fit into the registers.
+template <bool kFactored>
+int resident_warps(int64_t n) {
+  for (int warps : {2, 4, 8, 12})
+    if (n <= 16 * warps && (!kFactored || warps <= 8)) return warps;
+  return 0;
+}
+
+// Call f with a compile-time bool or int.
+template <class F>
+void with_direction(bool backward, F f) {
+  if (backward)
+    f(std::integral_constant<bool, true>());
+  else
+    f(std::integral_constant<bool, false>());
+}
+template <int... kValues, class F>
+void with_value(int value, F f) {
+  (void)((value == kValues && (f(std::integral_constant<int, kValues>()), true)) || ...);
+}
+
+template <bool kFactored, class F>
+void with_resident_kernel(bool backward, int warps, int group, F f) {
+  with_direction(backward, [&](auto direction) {
+    auto choose = [&](auto c) {
+      constexpr bool kBackward = decltype(direction)::value;
+      constexpr int C = decltype(c)::value;
+      if (group == 1)
+        f(resident_scan_kernel<kFactored, kBackward, C, 1>);
+      else
+        f(resident_scan_kernel<kFactored, kBackward, C, 2>);
+    };
+    if constexpr (kFactored)
+      with_value<2, 4, 8>(warps, choose);
+    else
+      with_value<2, 4, 8, 12>(warps, choose);
+  });
+}
+template <bool kFactored, class F>
+void with_cluster_kernel(bool backward, int group, F f) {
+  with_direction(backward, [&](auto direction) {
+    with_value<1, 2, 4, 8>(group, [&](auto g) { f(cluster_scan_kernel<kFactored, decltype(direction)::value, decltype(g)::value>); });
+  });
+}
+
+template <bool kFactored>
+int64_t resident_bytes(bool backward, int warps, int group, bool tokens) {
+  return backward ? ResidentMemory<kFactored, true>(16 * warps, group, 32 * warps, tokens).total
+                  : ResidentMemory<kFactored, false>(16 * warps, group, 32 * warps, tokens).total;
+}
+
+template <bool kFactored>
+bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
+  const int warps = resident_warps<kFactored>(a.N);
+  if (!warps) return false;
+  // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of one.
+  // Where one wave of blocks is not enough, all waves are full.
+  const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
+  int64_t group = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
+  if (group > 1) group = (group + 1) / 2 * 2;
+  while (group > 1 && resident_bytes<kFactored>(backward, warps, static_cast<int>(group), a.tokens) > static_cast<int64_t>(limits.shared_per_block))
+    group = group > 2 ? group - 2 : 1;
+  plan.path = static_cast<int>(ScanPath::kResident);
+  plan.group = static_cast<int>(group);
+  plan.blocks = static_cast<int>(divide_up(a.sequences, group));
+  plan.norm_columns = plan.blocks;
+  plan.sums_rows = plan.blocks * (group == 1 ? 1 : 2);
+  plan.shared_bytes = resident_bytes<kFactored>(backward, warps, plan.group, a.tokens);
+  return plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
+}
+
+template <bool kFactored>
+bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
+  if (limits.major < 9) return false;
+  const int quads = static_cast<int>(divide_up(a.N, 4));
+  // The fewest blocks whose warps can hold the rows: blocks of a cluster talk to each other in every step.
+  int size = wish.cluster;
+  for (int s = 2; !size && s <= 16; s *= 2)
+    if (quads <= kClusterRows / 4 * s) size = s;
+  if (!size || quads < size || quads > kClusterRows / 4 * size) return false;
+  plan.path = static_cast<int>(ScanPath::kCluster);
+  plan.cluster = size;
+  plan.chunks1 = static_cast<int>(divide_up(a.N, kChunk));
+  plan.chunks2 = kFactored ? static_cast<int>(divide_up(a.K, kChunk)) : 0;
+  const int columns1 = plan.chunks1 * kChunk, columns2 = plan.chunks2 * kChunk;
+  int clusters = 0;  // that the device holds at one time
+  for (int group : {1, 2, 4, 8}) {
+    if (wish.group && group != wish.group) continue;
+    int in_registers = 0;
+    with_value<1, 2, 4, 8>(group, [&](auto g) { in_registers = std::min(plan.chunks1, kInRegisters<decltype(g)::value>); });
+    const int rest = plan.chunks1 - in_registers + plan.chunks2;
+    int shared_chunks = wish.shared_chunks < 0 ? rest : std::min(wish.shared_chunks, rest);
+    auto bytes = [&] { return ClusterMemory(group, columns1, columns2, shared_chunks, shared_chunks < rest).total; };
+    while (shared_chunks > 0 && bytes() > static_cast<int64_t>(limits.shared_per_block)) shared_chunks--;
+    if (bytes() > static_cast<int64_t>(limits.shared_per_block)) break;
+    Launch shape{dim3(size), dim3(kClusterThreads), nullptr, static_cast<size_t>(bytes()), size};
+    with_cluster_kernel<kFactored>(backward, group, [&](auto kernel) { clusters = max_active_clusters(kernel, shape); });
+    clusters = std::min(clusters, limits.multiprocessors / size);  // a block has the registers of a multiprocessor to itself
+    if (!clusters) break;
+    plan.group = group;
+    plan.shared_chunks = shared_chunks;
+    plan.shared_bytes = bytes();
+    if (divide_up(a.sequences, group) <= clusters) break;  // all sequences run at one time
+  }
+  if (!plan.group) return false;
+  const int64_t used = divide_up(a.sequences, plan.group);
+  plan.blocks = static_cast<int>(used * size);
+  plan.norm_columns = plan.blocks * kClusterWarps;
+  plan.sums_rows = static_cast<int>(used * plan.group);
+  plan.packed1 = static_cast<int64_t>(size) * plan.chunks1 * kChunkFloats;
+  plan.packed2 = static_cast<int64_t>(size) * plan.chunks2 * kChunkFloats;
+  return true;
+}
+
+inline void plan_steps(const ScanArgs& a, ScanPlan& plan) {
+  plan.path = static_cast<int>(ScanPath::kSteps);
+  plan.group = kTile;
+  plan.blocks = static_cast<int>(divide_up(a.N, kTile) * divide_up(a.sequences, kTile));
+  plan.norm_columns = plan.blocks;
+  plan.sums_rows = static_cast<int>(a.sequences);
+  plan.work = (2 * a.N + a.K) * a.sequences;
+}
+
+template <bool kFactored>
+ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanWish& wish) {
+  use_device(a.device);
+  const DeviceLimits limits = device_limits();
+  auto allowed = [&](ScanPath path) { return wish.path < 0 || wish.path == static_cast<int>(path); };
+  ScanPlan plan{};
+  if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, wish, limits, plan)) return plan;
+  plan = {};
+  if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, wish, limits, plan)) return plan;
+  plan = {};
+  if (!allowed(ScanPath::kSteps)) throw Error("the path that was asked for does not serve this size on this device");
+  plan_steps(a, plan);
+  return plan;
+}
+
+inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, int chunks,
+                        const ScanPlan& plan, float* packed, cudaStream_t stream) {
+  const int64_t elements = static_cast<int64_t>(plan.cluster) * chunks * kChunkFloats;
+  launch(pack_chunks_kernel, {dim3(static_cast<unsigned>(divide_up(elements, 256))), dim3(256), stream}, map, row_stride, column_stride,
+         static_cast<int>(rows), static_cast<int>(columns), chunks, plan.cluster, packed);
+}
+
+template <bool kFactored, bool kBackward>
+void run_steps(const ScanArgs& a, cudaStream_t stream) {
+  float* state[2] = {a.work, a.work + a.sequences * a.N};
+  float* const y = a.work + 2 * a.sequences * a.N;
+  const unsigned columns = static_cast<unsigned>(divide_up(a.sequences, kTile));
+  const int64_t length = std::min(a.chunk, a.T);
+  fill_zero(state[0], static_cast<size_t>(a.sequences * a.N) * sizeof(float), stream);
+  for (int64_t i = 0; i < length; i++) {
+    const float* from = i == 0 && a.start ? a.start : state[i % 2];
+    const Launch last{dim3(static_cast<unsigned>(divide_up(a.N, kTile)), columns), dim3(kStepThreads), stream};
+    StepProduct product{a.map2, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, static_cast<int>(a.N),
+                        static_cast<int>(a.N)};
+    if (kFactored) {
+      const Launch first{dim3(static_cast<unsigned>(divide_up(a.K, kTile)), columns), dim3(kStepThreads), stream};
+      launch(step_product_kernel<kBackward>, first, a,
+             StepProduct{a.map1, 1, a.K, from, y, a.scale, static_cast<int>(a.K), static_cast<int>(a.N)}, static_cast<int>(i));
+      product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = static_cast<int>(a.K);
+    }
+    launch(step_product_kernel<kBackward>, last, a, product, static_cast<int>(i));
+  }
+}
+
+template <bool kFactored>
+void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stream_address) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
+  if (!a.T || !a.sequences) return;
+  use_device(a.device);
+  if (plan.path == static_cast<int>(ScanPath::kResident)) {
+    const int warps = resident_warps<kFactored>(a.N);
+    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
+                    static_cast<size_t>(plan.shared_bytes)};
+    with_resident_kernel<kFactored>(backward, warps, plan.group, [&](auto kernel) { launch(kernel, at, a, plan.group); });
+  } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
+    if (kFactored) {
+      pack_chunks(a.map1, 1, a.K, a.K, a.N, plan.chunks1, plan, a.packed1, stream);
+      pack_chunks(a.map2, a.K, 1, a.N, a.K, plan.chunks2, plan, a.packed2, stream);
+    } else {
+      pack_chunks(a.map2, backward ? 1 : a.N, backward ? a.N : 1, a.N, a.N, plan.chunks1, plan, a.packed1, stream);
+    }
+    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream, static_cast<size_t>(plan.shared_bytes),
+                    plan.cluster};
+    with_cluster_kernel<kFactored>(backward, plan.group, [&](auto kernel) { launch(kernel, at, a, plan); });
+  } else {
+    with_direction(backward, [&](auto direction) { run_steps<kFactored, decltype(direction)::value>(a, stream); });
+  }
+}
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,126 @@
+// The scan for any size: a launch for every product, one or two a step, with the ending of the step inside. No state stays on the chip, so
+// a step costs a read of the maps from the L2 cache or from memory and the gap between two kernels (a microsecond or two): the path for
+// what the others cannot hold, and for sizes at which a product fills the GPU.
+//
+// A block computes a tile of kTile rows by kTile sequences, a thread 2 rows by 2 sequences of it; map and vectors pass through shared
+// memory kTile columns at a time, the next ones on their way in registers.
+#pragma once
+
+#include "cuda/scan_units.h"
+
+namespace orthokern {
+namespace cuda {
+
+constexpr int kTile = 32, kTilePitch = kTile + 1, kStepThreads = 256;
+static_assert(kTile * kTile == 4 * kStepThreads, "a thread has 2 x 2 elements of a tile, and loads 4 of each operand");
+
+struct StepProduct {
+  const float* map;  // element (row, column) at row * row_stride + column * column_stride
+  int64_t row_stride, column_stride;
+  const float* from;  // [Q, columns]
+  float* to;          // [Q, rows]
+  const float* scale;  // [rows]: the product ends with to = scale * sum; null: it ends a step
+  int rows, columns;
+};
+
+template <bool kBackward>
+__global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanArgs a, const StepProduct p, const int i) {
+  ORTHOKERN_SHARED(float, map_tile, [kTile][kTilePitch]);   // [column][row]
+  ORTHOKERN_SHARED(float, from_tile, [kTile][kTilePitch]);  // [column][sequence]
+  ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
+  const int thread = threadIdx.x, row0 = blockIdx.x * kTile;
+  const int64_t q0 = static_cast<int64_t>(blockIdx.y) * kTile;
+  const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map
+
+  float next_map[4], next_from[4];
+  auto load = [&](int c0) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int fast = thread % kTile, slow = thread / kTile + k * (kStepThreads / kTile);
+      const int row = row0 + (along_rows ? fast : slow), column = c0 + (along_rows ? slow : fast);
+      next_map[k] = row < p.rows && column < p.columns ? p.map[row * p.row_stride + column * p.column_stride] : 0.f;
+      const int64_t q = q0 + slow;
+      next_from[k] = q < a.sequences && c0 + fast < p.columns ? p.from[q * p.columns + c0 + fast] : 0.f;
+    }
+  };
+  float sums[2][2] = {};  // [row][sequence]
+  const int r = thread % 16 * 2, s = thread / 16 * 2;
+  load(0);
+  for (int c0 = 0; c0 < p.columns; c0 += kTile) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int fast = thread % kTile, slow = thread / kTile + k * (kStepThreads / kTile);
+      map_tile[along_rows ? slow : fast][along_rows ? fast : slow] = next_map[k];
+      from_tile[fast][slow] = next_from[k];
+    }
+    __syncthreads();
+    if (c0 + kTile < p.columns) load(c0 + kTile);
+#pragma unroll
+    for (int c = 0; c < kTile; c++)
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) sums[m][n] = fmaf(map_tile[c][r + m], from_tile[c][s + n], sums[m][n]);
+    __syncthreads();
+  }
+
+  float square = 0;
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const int64_t q = q0 + s + n;
+    const int row = row0 + r;
+    if (q >= a.sequences || row >= p.rows) continue;
+    if (p.scale) {
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+        if (row + m < p.rows) p.to[q * p.rows + row + m] = sums[m][n] * p.scale[row + m];
+      continue;
+    }
+    const Sequence where = sequence<kBackward>(a, q);
+    if (i >= where.steps) continue;
+    const int64_t offset = where.first + i * step_stride<kBackward>(a);
+    const int64_t id = a.tokens ? *token_of(a, offset) : 0;
+    float before[2], gate[2] = {0, 0};
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      before[m] = 0;
+      if (row + m >= p.rows) continue;
+      const float input = !a.tokens ? a.x[offset + row + m] : id >= 0 && id < a.D ? a.table[id * a.N + row + m] : NAN;
+      before[m] = sums[m][n] + input;
+      if (kBackward && a.gate) gate[m] = a.gate[offset + row + m];
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      if (row + m >= p.rows) continue;
+      const float parameter = parameter_of(a, row + m);
+      float after;
+      if constexpr (kBackward) {
+        after = activate_grad(a.activation, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter);
+        square = fmaf(before[m], before[m], square);
+        if (a.sums) {  // nobody else has this element, and launches follow one another
+          const int64_t at = q * p.rows + row + m, size = a.sequences * p.rows;
+          RunningSum total{a.sums[at], a.sums[size + at]};
+          total.add(parameter_grad(a.activation, before[m], gate[m]));
+          a.sums[at] = total.sum, a.sums[size + at] = total.error;
+        }
+      } else {
+        after = activate(a.activation, before[m], before[1 - m], m == 1, parameter);
+        if (a.pre) a.pre[offset + row + m] = before[m];
+      }
+      p.to[q * p.rows + row + m] = after;
+      if (a.out) a.out[offset + row + m] = after;
+      if (a.end && i + 1 == a.chunk) a.end[q * p.rows + row + m] = after;
+    }
+  }
+  if (!kBackward || !a.norms || p.scale) return;
+  square = warp_sum(square);
+  if (thread % 32 == 0) warp_squares[thread / 32] = square;
+  __syncthreads();
+  if (thread > 0) return;
+  float sum = 0;
+  for (int w = 0; w < kStepThreads / 32; w++) sum += warp_squares[w];
+  a.norms[(a.T - 1 - i) * gridDim.x * gridDim.y + blockIdx.y * gridDim.x + blockIdx.x] = sum;
+}
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,107 @@
+// What the scan kernels share: activations of one unit, sums over the lanes of a warp, where the steps of a sequence lie in memory.
+#pragma once
+
+#include <math.h>
+
+#include "common/activations.h"
+#include "cuda/ptx.h"
+#include "cuda/scan.h"
+
+namespace orthokern {
+namespace cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// phi(a). `partner` is a of the other unit of the pair (oplu), `second` whether this is the second of the two.
+__device__ __forceinline__ float activate(int activation, float a, float partner, bool second, float parameter) {
+  switch (activation) {  // the same in all lanes
+    case kTanh: return tanhf(a);
+    case kRelu: return act::relu(a, 0.f);
+    case kPrelu: return act::prelu(a, parameter, 0.f);
+    case kModrelu: return act::modrelu(a, parameter, 0.f);
+    case kOplu: return (second ? a > partner : partner > a) ? partner : a;
+    default: return a;
+  }
+}
+
+// phi'(.) * g. `gate` is what the forward saved of this unit: a for prelu and oplu, else h.
+__device__ __forceinline__ float activate_grad(int activation, float g, float gate, float partner_g, float partner_gate, bool second,
+                                               float parameter) {
+  switch (activation) {
+    case kTanh: return act::tanh_grad(gate, g, 1.f);
+    case kRelu: return act::relu_grad(gate, g, 0.f);
+    case kPrelu: return act::prelu_grad(gate, g, parameter, 0.f);
+    case kModrelu: return act::modrelu_grad(gate, g, 0.f);
+    case kOplu: return (second ? gate > partner_gate : partner_gate > gate) ? partner_g : g;
+    default: return g;
+  }
+}
+__device__ __forceinline__ float parameter_grad(int activation, float g, float gate) {
+  return activation == kPrelu ? act::prelu_slope_grad(gate, g, 0.f) : act::modrelu_bias_grad(gate, g, 0.f);
+}
+
+// A sum over many steps that carries its own rounding error along (Kahan): thousands of terms lose no more than a few do.
+struct RunningSum {
+  float sum, error;
+  __device__ __forceinline__ void add(float value) {
+    const float corrected = value - error;
+    const float next = sum + corrected;
+    error = (next - sum) - corrected;
+    sum = next;
+  }
+};
+
+// Sum v[i] over groups of kLanes lanes, for every i. The sums end up spread over the lanes: what is left in v[0 ... m) of a lane are the
+// sums of the m indices from lane * kValues / kLanes on (m = max(1, kValues / kLanes); with fewer values than lanes, neighbours hold the
+// same one). Halving the values while halving the distance takes kValues - 1 exchanges, one butterfly for each value would take
+// kValues * log2(kLanes). The order of the sum does not depend on kValues.
+template <int kLanes, int kValues>
+__device__ __forceinline__ void reduce_scatter(float (&v)[kValues], int lane) {
+  int count = kValues;
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    if (count > 1) {
+      count /= 2;
+      const bool upper = (lane & mask) != 0;
+#pragma unroll
+      for (int i = 0; i < kValues / 2; i++) {
+        if (i >= count) continue;
+        const float kept = upper ? v[i + count] : v[i];
+        const float sent = upper ? v[i] : v[i + count];
+        v[i] = kept + __shfl_xor_sync(kAllLanes, sent, mask);
+      }
+    } else {
+      v[0] += __shfl_xor_sync(kAllLanes, v[0], mask);
+    }
+  }
+}
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(kAllLanes, v, mask);
+  return v;
+}
+
+// Where the steps of virtual sequence q lie: element (step i, unit n) of a [T, B, N] tensor is first + i * stride + n.
+struct Sequence {
+  int64_t first;
+  int steps;  // those before the end of time; 0 for q beyond the last sequence
+};
+template <bool kBackward>
+__device__ __forceinline__ Sequence sequence(const ScanArgs& a, int64_t q) {
+  if (q >= a.sequences) return {0, 0};
+  const int64_t c = q / a.B, b = q - c * a.B, begin = c * a.chunk, left = a.T - begin;
+  return {((kBackward ? a.T - 1 - begin : begin) * a.B + b) * a.N, static_cast<int>(left < a.chunk ? left : a.chunk)};
+}
+template <bool kBackward>
+__device__ __forceinline__ int64_t step_stride(const ScanArgs& a) {
+  return kBackward ? -a.B * a.N : a.B * a.N;
+}
+// The row of `tokens` of the same step: ids lie [T, B], N elements of the others apart.
+__device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t row_offset) { return a.tokens + row_offset / a.N; }
+
+__device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t n) {
+  return a.act_param ? a.act_param[n * a.act_param_stride] : 0.f;
+}
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,363 @@
+"""The CUDA scans on the host harness: every path against the reference, at sizes that reach every branch.
+
+The harness runs the kernel sources themselves on the CPU (tests/cuda_host). The planner's wishes, which only tests set,
+choose the path where the size would choose another one.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_host import build
+from helpers import ScanProblem, assert_matches_reference, scan_problem
+from torch import Tensor
+
+from orthokern import _native_cuda
+from orthokern.ops.activations import NAMES
+
+OPS = ("factored_scan", "dense_scan")
+RESIDENT, CLUSTER, STEPS = 0, 1, 2
+PATHS = {
+    "resident": {"path": RESIDENT, "group": 1},
+    "resident-pairs": {"path": RESIDENT, "group": 2},
+    "resident-4": {"path": RESIDENT, "group": 4},
+    "cluster-1": {"path": CLUSTER, "cluster": 2, "group": 1},
+    "cluster-2": {"path": CLUSTER, "cluster": 2, "group": 2},
+    "cluster-4": {"path": CLUSTER, "cluster": 4, "group": 4},
+    "cluster-8": {"path": CLUSTER, "cluster": 2, "group": 8},
+    "streamed": {"path": CLUSTER, "cluster": 4, "group": 4, "shared_chunks": 0},
+    "steps": {"path": STEPS},
+}
+KINDS = ("dense", "features", "tokens")
+
+
+@pytest.fixture(scope="session")
+def module(request: pytest.FixtureRequest) -> Any:
+    assert request.config.cache is not None
+    return build.load(request.config.cache.mkdir("cuda_host"))
+
+
+@pytest.fixture(autouse=True)
+def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if "nvcc_arch" in request.fixturenames:
+        yield None
+        return
+    module = request.getfixturevalue("module")
+    torch.set_num_threads(1)
+    build.use(module, monkeypatch)
+    yield module
+    module.set_schedule(*build.ORDERS["forward"])
+    module.set_chip()
+
+
+@pytest.fixture
+def wish(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def choose(path: str | dict[str, int]) -> None:
+        monkeypatch.setattr(_native_cuda, "_wishes", PATHS[path] if isinstance(path, str) else path)
+
+    return choose
+
+
+def run(
+    problem: ScanProblem,
+    backend: str = "cuda",
+    *,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+    algorithm: str = "auto",
+) -> dict[str, Tensor]:
+    """Forward and backward ops of a problem: hs, ckpt, pre and every gradient, by name."""
+    fwd, bwd = (getattr(torch.ops.orthokern, f"{problem.op}_{way}") for way in ("fwd", "bwd"))
+    options = (problem.activation, checkpoint_every)
+    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, "ieee", algorithm)
+    grads = bwd(
+        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), *options, need_x, need_params,
+        backend, "ieee", algorithm,
+    )  # fmt: skip
+    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+
+
+def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
+    """Parity of everything that comes out of one problem; returns it."""
+    inexact = problem.to(torch.float32)
+    untouched = inexact.map(torch.clone)
+    exact = inexact.to(torch.float64)
+    expected, plain, actual = run(exact, "reference"), run(inexact, "reference"), run(inexact, **options)
+    for name in actual:
+        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
+            continue
+        gradient = name.startswith("grad_")
+        assert_matches_reference(actual[name], expected[name], plain[name], name=name, gradient=gradient)
+    for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
+        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))  # type: ignore[arg-type]
+    return actual
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = ()) -> None:
+    for name, tensor in one.items():
+        if name not in skip:
+            assert torch.equal(tensor, other[name]), f"{name} differs: {(tensor - other[name]).abs().max():.3e}"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_parity_of_every_path(op: str, activation: str, path: str, wish: Any) -> None:
+    wish(path)
+    index = NAMES.index(activation) + list(PATHS).index(path)
+    n = 34 if activation == "oplu" else 33
+    rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
+    check(
+        scan_problem(
+            op,
+            B=5,
+            T=4,
+            N=n,
+            activation=activation,
+            inputs=KINDS[index % 3],
+            param_size="1N"[index % 2],
+            gap=1e-6,
+            **rank,
+        )
+    )
+
+
+@pytest.mark.parametrize("inputs", KINDS)
+@pytest.mark.parametrize("N", [1, 2, 16, 65, 128, 130])
+@pytest.mark.parametrize("op", OPS)
+def test_parity_of_the_path_that_is_chosen(op: str, N: int, inputs: str) -> None:
+    for steps in (1, 20):  # more steps than inputs are fetched ahead, and than squares are summed at a time
+        check(scan_problem(op, B=3, T=steps, N=N, inputs=inputs))
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "wishes"),
+    [
+        (300, 290, {"cluster": 8, "group": 8, "shared_chunks": 0}),
+        (300, 300, {"cluster": 8, "group": 4, "shared_chunks": 2}),
+        (513, 513, {"cluster": 16, "group": 8, "shared_chunks": 1}),
+        (600, 130, {"cluster": 16, "group": 1}),
+        (250, 250, {}),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_parity_of_large_clusters(op: str, N: int, K: int, wishes: dict[str, int], wish: Any) -> None:
+    wish({"path": CLUSTER, **wishes})
+    check(scan_problem(op, B=3, T=3, N=N, **({"K": K} if op == "factored_scan" else {})))
+
+
+@pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "cluster-8", "streamed", "steps"])
+@pytest.mark.parametrize("op", OPS)
+def test_no_schedule_changes_a_bit(op: str, path: str, wish: Any, harness: Any) -> None:
+    """What depends on the order in which threads run is a race."""
+    wish(path)
+    problem = scan_problem(op, B=9, T=5, N=150 if path == "streamed" else 34, activation="prelu", inputs="tokens").to(
+        torch.float32
+    )
+    results = []
+    for order in build.ORDERS.values():
+        harness.set_schedule(*order)
+        results.append(run(problem))
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_group_and_cluster_change_no_bit_of_a_sequence(op: str, wish: Any) -> None:
+    problem = scan_problem(op, B=5, T=6, N=40).to(torch.float32)
+    for paths in (("resident", "resident-pairs", "resident-4"), ("cluster-1", "cluster-2", "cluster-8", "streamed")):
+        states = []
+        for path in paths:
+            wish(path)
+            states.append(run(problem)["hs"])
+        assert all(torch.equal(states[0], other) for other in states[1:])
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("inputs", KINDS)
+def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native_cuda, "_WINDOW_ELEMENTS", 5 * 17 * 6)  # windows of 5 or 6 steps
+    for op in OPS:
+        problem = scan_problem(
+            op, B=5, T=23, N=18 if activation == "oplu" else 17, activation=activation, inputs=inputs
+        )
+        plain = check(problem)
+        for every in (1, 2, 7, 16, 100):
+            recomputed = run(problem.to(torch.float32), checkpoint_every=every)
+            assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
+            before = torch.cat([problem.h0.float().unsqueeze(0), plain["hs"]])[0:23:every]
+            assert torch.equal(recomputed["ckpt"], before)
+
+
+@pytest.mark.parametrize("T", [2, 5, 16, 17, 50])
+@pytest.mark.parametrize("inputs", KINDS)
+@pytest.mark.parametrize("path", ["resident", "resident-4", "steps"])
+@pytest.mark.parametrize("op", OPS)
+def test_chunks_of_time(op: str, path: str, inputs: str, T: int, wish: Any) -> None:
+    wish(path)
+    problem = scan_problem(op, B=3, T=T, N=17, activation="identity", inputs=inputs)
+    plain = check(problem, algorithm="chunked")
+    recomputed = run(problem.to(torch.float32), algorithm="chunked", checkpoint_every=4)
+    assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
+
+
+def test_chunks_of_time_with_a_cluster(wish: Any) -> None:
+    wish({"path": CLUSTER, "cluster": 4, "group": 4})
+    check(scan_problem("factored_scan", B=3, T=11, N=50, activation="identity"), algorithm="chunked")
+
+
+def test_auto_takes_chunks_of_a_long_sequence() -> None:
+    problem = scan_problem("factored_scan", B=2, T=260, N=9, activation="identity", inputs="tokens")
+    actual = check(problem)
+    assert_same_bits(actual, run(problem.to(torch.float32), algorithm="chunked"))
+
+
+def test_chunk_length_comes_from_sizes_alone() -> None:
+    def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto") -> int:
+        return _native_cuda._chunk_length(_native_cuda._Map(torch.empty(N, N)), T, B, activation, algorithm)
+
+    assert length(10_000, 50, 128) == 100
+    assert length(1_000_000, 50, 128) == 128
+    assert length(10_000, 50, 128, "tanh") == 0
+    assert length(10_000, 50, 128, algorithm="sequential") == 0
+    assert length(100, 50, 128) == 0  # too short to pay
+    assert length(10_000, 1000, 128) == 0  # the sequences fill the GPU
+    assert length(100, 1000, 128, algorithm="chunked") == 10
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, wish: Any) -> None:
+    wish(path)
+    problem = scan_problem(op, B=5, T=12, N=20, inputs="tokens", D=6).to(torch.float32)
+    forward = getattr(
+        _native_cuda, f"{op}_fwd"
+    )  # the op checks the ids of CPU tensors, and nobody those of CUDA tensors
+    expected = forward(*problem.inputs(), activation="tanh")[0]
+    problem.x[3, 1], problem.x[10, 4] = 6, -1
+    actual = forward(*problem.inputs(), activation="tanh")[0]
+    good = torch.ones(12, 5, dtype=torch.bool)
+    good[3:, 1] = good[10:, 4] = False
+    assert torch.equal(actual[good], expected[good])
+    assert bool(actual[~good].isnan().all())
+    getattr(_native_cuda, f"{op}_bwd")(
+        problem.grad_hs, actual, torch.empty(0), *problem.inputs(), activation="tanh"
+    )  # reads and writes nothing out of bounds
+
+
+@pytest.mark.parametrize("D", [5, 70])
+def test_gradient_of_the_table(D: int) -> None:
+    """Few ids: a product with their one-hot form. Many: sorted."""
+    check(scan_problem("dense_scan", B=4, T=9, N=12, inputs="tokens", D=D))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_only_what_is_needed(op: str) -> None:
+    problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs="features").to(torch.float32)
+    everything = run(problem)
+    for need_x, need_params in ((False, True), (True, False), (False, False)):
+        some = run(problem, need_x=need_x, need_params=need_params)
+        for name, tensor in some.items():
+            wanted = {"grad_x": need_x, "grad_h0": True, "grad_norm": True, "hs": True, "pre": True}.get(
+                name, need_params
+            )
+            if name != "ckpt":
+                assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
+
+
+# ------------------------------------------------------------------------------------------------------------- planner
+
+
+def plan(
+    op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
+) -> dict[str, int]:
+    rank = N if K is None else K
+    map = _native_cuda._Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
+    if op == "dense_scan":
+        map = _native_cuda._Map(torch.empty(N, N))
+    return _native_cuda._Scan(
+        map, backward=backward, batch=B, activation="tanh", act_param=None, tokens=tokens
+    ).plan  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_path_by_size(op: str, harness: Any) -> None:
+    largest = 128 if op == "factored_scan" else 192
+    assert plan(op, largest, 50)["path"] == RESIDENT
+    assert plan(op, largest + 1, 50)["path"] == CLUSTER
+    assert plan(op, 1024, 50)["path"] == CLUSTER
+    assert plan(op, 1025, 50)["path"] == STEPS
+    harness.set_chip(major=8, minor=0, multiprocessors=108, shared_per_block=163 << 10)
+    assert plan(op, largest, 50)["path"] == RESIDENT
+    assert plan(op, largest + 1, 50)["path"] == STEPS
+    harness.set_chip(largest_cluster=8)
+    assert plan(op, 512, 50)["path"] == CLUSTER
+    assert plan(op, 513, 50)["path"] == STEPS
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sequences_are_spread_over_the_gpu(op: str) -> None:
+    assert [plan(op, 128, B)["group"] for B in (1, 132, 133, 264, 265, 1000)] == [1, 1, 2, 2, 4, 8]
+    few, many = plan(op, 500, 1), plan(op, 500, 50)
+    assert (few["cluster"], few["group"], few["blocks"]) == (8, 1, 8)
+    assert many["cluster"] == 8 and many["blocks"] <= 132  # all of them run at one time
+    assert plan(op, 1000, 50)["cluster"] == 16
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_shared_memory_stays_within_the_limit(shared: int, harness: Any) -> None:
+    harness.set_chip(shared_per_block=shared)
+    for op in OPS:
+        for N in (1, 64, 100, 128, 150, 192, 200, 256, 257, 500, 512, 700, 1000, 1024):
+            for B in (1, 50, 200, 3000):
+                for backward in (False, True):
+                    made = plan(op, N, B, backward=backward, tokens=not backward)
+                    assert made["shared_bytes"] <= shared, (op, N, B, made)
+
+
+def test_a_path_that_cannot_serve_says_so(wish: Any) -> None:
+    wish({"path": RESIDENT})
+    with pytest.raises(RuntimeError, match="does not serve this size") as caught:
+        plan("factored_scan", 300, 5)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------------ resources
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nvcc_arch", ["80", "90", "100"])
+@pytest.mark.parametrize("op", OPS)
+def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp_path: Path) -> None:
+    """No kernel spills: the maps are in registers, and a spilled weight would be read from memory in every step."""
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc not found")
+    csrc = Path(__file__).resolve().parents[1] / "csrc"
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{csrc}", "-c"]
+    done = subprocess.run(
+        [*command, str(csrc / "cuda" / f"{op}.cu"), "-o", str(tmp_path / "out.o")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    entries = done.stderr.split("Compiling entry function")[1:]
+    assert len(entries) > 20
+    for entry in entries:
+        name = entry.split("'")[1]
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+        used = re.search(r"Used (\d+) registers", entry)
+        assert spills is not None and used is not None, entry
+        assert spills.groups() == ("0", "0"), f"{name} spills {spills.groups()} bytes"
+        shape = re.search(r"resident_scan_kernelILb[01]ELb[01]ELi(\d+)E", name)
+        threads = 32 * int(shape.group(1)) if shape else 256
+        warps = -(-threads // 128) * 4  # registers are given to the four parts of a multiprocessor, evenly
+        assert int(used.group(1)) <= min(255, 65536 // (32 * warps)), name
+        static = re.search(r"(\d+) bytes smem", entry)
+        assert static is None or int(static.group(1)) <= 9 << 10, name
