@@ -4,12 +4,12 @@
 // Square, K = N, with c = lr/2:
 //     skew       X = c (G M^T - M G^T), the upper half of the tiles, mirrored
 //     begin      Y = X M, D = Y, out = M - 2 D       (a step that turns M as a whole: Y = M, Note [Large steps])
-//     iterate    Y <- -X Y, D += Y, out = M - 2 D    twice or more, Note [Series]; nothing once it has converged
+//     iterate    Y <- -X Y, D += Y, out = M - 2 D    up to three times, Note [Series]; nothing once it has converged
 //     eliminate  D = (I + X)^-1 Y                    Note [Elimination]; nothing if the series has converged
 //     finish     out = M - 2 D                       (large: 2 D - M)
 //
 // Thin, K < N: nothing of size N x N, and systems of K x K. With H = M^T G, the part G' = G - M H of G that is orthogonal to M, and E = G'^T G':
-//     A M a = (M B - G') ... on span(M, G'), A is skew with blocks B = H - H^T, -E and I, and (I + c A)^-1 M = M a - c G' a with
+//     A M = M B + G' and A G' = -M E with B = H - H^T, so the ansatz (I + c A)^-1 M = M a - c G' a leads to
 //     (I + F) a = I,  F = c B + c^2 E,    hence    M_new = M - 2 (M F + c G') a    (large: 2 (M - c G') a - M).
 // This uses M^T M = I, but for H, where the deviation would be amplified: H = (2 I - M^T M) M^T G, exact to second order. Elsewhere a step
 // carries a deviation on without enlarging it.
