@@ -152,7 +152,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         The new bases [..., N, K]. It is an optimizer's step: differentiable on ``backend="reference"`` only.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr.
+        InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
         BackendUnavailable: the backend asked for cannot serve.
     """
     check.is_tensor("m", m)
@@ -173,7 +173,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     elif isinstance(lr, bool) or not isinstance(lr, (int, float, torch.SymInt, torch.SymFloat)):
         raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
     if not torch.compiler.is_compiling():
-        finite = bool(lr.isfinite().all()) if isinstance(lr, Tensor) else abs(lr) < float("inf")
+        # what lies on a GPU is not looked at: that would wait for the device
+        finite = (lr.is_cuda or bool(lr.isfinite().all())) if isinstance(lr, Tensor) else abs(lr) < float("inf")
         if not finite:
             raise InputError(f"lr is {lr}: accepted are finite numbers")
         if dispatch.requested(backend) == "reference":  # the op checks its own

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
+from orthokern.errors import InputError
 from orthokern.nn import OPLU, RNN, FactorizedRNN, LinearCrossEntropy, ModReLU
 
 NONLINEARITIES = ["identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu"]
@@ -521,3 +522,21 @@ def test_no_warning_without_reason() -> None:
         RNN(3, 4)
     with pytest.warns(UserWarning, match="num_layers is 1"):
         RNN(3, 4, dropout=0.1)
+
+
+@pytest.mark.parametrize("module", [RNN, FactorizedRNN])
+def test_autocast_leaves_the_recurrence_in_float32(module: Any) -> None:
+    torch.manual_seed(0)
+    net = module(6, 8, num_layers=2)
+    x = torch.randn(5, 3, 6).bfloat16()
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, [5, 4, 2])
+    expected, expected_packed = net(x.float())[0], net(packed.to(torch.float32))[0].data
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, h_n = net(x, torch.zeros(2, 3, 8, dtype=torch.bfloat16))
+        output_packed = net(packed)[0].data
+        compiled = torch.compile(net, backend="eager", fullgraph=True)(x)[0]
+    assert output.dtype == h_n.dtype == torch.float32
+    assert torch.equal(output, expected) and torch.equal(output_packed, expected_packed)
+    assert torch.equal(compiled, expected)
+    with pytest.raises(InputError, match="input has dtype torch.bfloat16"):
+        net(x)

@@ -108,6 +108,14 @@ class _Packed:
         return torch.cat(pieces)
 
 
+def _widened(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor or packed sequence of 16-bit floats in ``dtype``; anything else as it is."""
+    floats = value.data if isinstance(value, PackedSequence) else value
+    if isinstance(floats, Tensor) and floats.dtype in (torch.bfloat16, torch.float16):
+        return value.to(dtype)
+    return value
+
+
 class _Recurrent(nn.Module):
     """Layers, directions, layouts, initial states; a subclass has the recurrent matrix and runs one scan with it."""
 
@@ -260,7 +268,8 @@ class _Recurrent(nn.Module):
             input: float [T,B,D] ([B,T,D] if batch_first), float [T,D] for one sequence without a batch, or token
                 ids, int64 or int32, in [0, input_size): [T,B] ([B,T] if batch_first) or [T]. Ids select columns of
                 the input weight, as a one-hot input would; the one-hot tensor is never made. Or a PackedSequence of
-                any of these. Floats have the dtype of the parameters.
+                any of these. Floats have the dtype of the parameters; under autocast, 16-bit floats are widened to it:
+                a recurrence over thousands of steps keeps its states in float32.
             hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
                 for one sequence; never batch_first. None: the learned states if the module has them, else zeros.
                 With an hx, learned states take no part.
@@ -273,6 +282,10 @@ class _Recurrent(nn.Module):
         Raises:
             InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
         """
+        dtype, device = self._tensor("weight_ih_l0").dtype, self._tensor("weight_ih_l0").device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.forward(_widened(input, dtype), _widened(hx, dtype))
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx)
         tokens = self._check_input(input)
