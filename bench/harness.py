@@ -368,6 +368,7 @@ def conditions() -> dict[str, Any]:
     return {
         "machine": {
             "cpu": cpu_model(),
+            **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
             "architecture": platform.machine(),
             "cores": cores(),
             "system": platform.system(),
@@ -407,7 +408,7 @@ def write_results(folder: Path, rows: Sequence[dict[str, Any]], timings: Sequenc
     """
     folder.mkdir(parents=True, exist_ok=True)
     here = conditions()
-    stem = f"{datetime.date.today().isoformat()}-{slug(here['machine']['cpu'])}"
+    stem = f"{datetime.date.today().isoformat()}-{slug(here['machine'].get('gpu', here['machine']['cpu']))}"
     path, copy = folder / f"{stem}.json", 1
     old: dict[str, Any] = {"rows": [], "timings": []}
     while path.exists():

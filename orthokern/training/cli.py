@@ -147,7 +147,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group.add_argument(
         "--seed", type=integer(0), metavar="N", help="seed of the model, the data and the held-out data (default 0)"
     )
-    group.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default cpu)")
+    group.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     group.add_argument(
         "--backend",
         type=one_of("backend", ("auto", *BACKENDS)),
@@ -177,7 +177,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
 
 RUN_DEFAULTS: Settings = {
     "seed": 0,
-    "device": "cpu",
+    "device": "cuda" if torch.cuda.is_available() else "cpu",
     "backend": "auto",
     "threads": None,
     "checkpoint_every": 50,
