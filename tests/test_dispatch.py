@@ -60,7 +60,7 @@ def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -
     assert message.startswith("backend 'cpu' cannot serve factored_scan (float32 on cpu): ")
     for part in (
         "cuda: no CUDA kernel in this release",
-        "triton: no Triton kernel in this release",
+        "triton: ",  # its reason depends on the machine
         "cpu: the native module was not built (no compiler)",
         "reference: can serve this call",
     ):

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, dense, given, no_second_derivative
+from orthokern.ops._common import NO_CUDA, apart, dense, given, no_second_derivative
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": NO_TRITON,
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
     "cuda": NO_CUDA,
 }
 dispatch.register("activations", SUPPORT)

@@ -10,13 +10,13 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops._common import NO_CUDA, NO_TRITON, dense
+from orthokern.ops._common import NO_CUDA, dense
 
 SUPPORT = {
     # no half precision: a basis in it is not orthogonal to begin with, and there is no LU for it
     "reference": Support(dtypes=(torch.float64, torch.float32)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": NO_TRITON,
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), limits={"K": 1024}, capability=(8, 0)),
     "cuda": NO_CUDA,
 }
 dispatch.register("cayley", SUPPORT)
