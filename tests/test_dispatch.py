@@ -59,8 +59,8 @@ def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -
     assert "\n" not in message
     assert message.startswith("backend 'cpu' cannot serve factored_scan (float32 on cpu): ")
     for part in (
-        "cuda: ",  # the reason depends on the build and on the machine
-        "triton: no Triton kernel in this release",
+        "cuda: ",  # these reasons depend on the build and on the machine
+        "triton: ",
         "cpu: the native module was not built (no compiler)",
         "reference: can serve this call",
     ):

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_TRITON, apart, dense, given, no_second_derivative
+from orthokern.ops._common import apart, dense, given, no_second_derivative
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": NO_TRITON,
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32)),
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
 }
 dispatch.register("activations", SUPPORT)
 

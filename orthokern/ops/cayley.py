@@ -10,14 +10,14 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops._common import NO_TRITON, dense
+from orthokern.ops._common import dense
 
 SUPPORT = {
     # no half precision: a basis in it is not orthogonal to begin with, and there is no LU for it
     "reference": Support(dtypes=(torch.float64, torch.float32)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": NO_TRITON,
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32)),
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), limits={"K": 1024}, capability=(8, 0)),
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
 }
 dispatch.register("cayley", SUPPORT)
 

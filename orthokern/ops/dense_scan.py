@@ -10,14 +10,22 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
-from orthokern.ops._common import NO_TRITON, apart, check_tokens, dense, given, no_second_derivative
+from orthokern.ops._common import apart, check_tokens, dense, given, no_second_derivative
 from orthokern.ops.activations import NEEDS_INPUT
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": NO_TRITON,
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float32,), algorithms=("sequential", "chunked")),
+    "triton": Support(
+        devices=("cuda",),
+        dtypes=(torch.float64, torch.float32),
+        limits={"N": 512},
+        algorithms=("sequential", "chunked"),
+        capability=(8, 0),
+    ),
+    "cuda": Support(
+        devices=("cuda",), dtypes=(torch.float32,), algorithms=("sequential", "chunked"), capability=(8, 0)
+    ),
 }
 dispatch.register("dense_scan", SUPPORT)
 

@@ -147,7 +147,9 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group.add_argument(
         "--seed", type=integer(0), metavar="N", help="seed of the model, the data and the held-out data (default 0)"
     )
-    group.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    group.add_argument(
+        "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)"
+    )
     group.add_argument(
         "--backend",
         type=one_of("backend", ("auto", *BACKENDS)),

@@ -1,0 +1,395 @@
+"""The Triton kernels against the reference, under Triton's interpreter, on a CPU.
+
+``tests/test_triton_kernels.py`` runs this file in a process of its own. The functions of the leaf are called directly:
+the dispatcher has no CUDA device to serve here. Sizes are tiny, because the interpreter needs a millisecond for what a
+GPU does in a microsecond; sizes that the compiled code cares about are in ``tests/test_triton_kernels.py``.
+"""
+
+from __future__ import annotations
+
+import interpreter  # noqa: F401  (first: it decides that kernels are interpreted)
+
+# isort: split
+import dataclasses
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from helpers import SHORT, ScanProblem, assert_matches_reference, scan_problem
+from torch import Tensor
+
+from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.triton_kernels import _gradients, _inputs, _scan
+
+DTYPES = (torch.float32, torch.float64)
+OPS = ("dense_scan", "factored_scan")
+INPUTS = ("dense", "features", "tokens")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # the interpreter's NumPy
+
+
+def leaf(op: str, backend: str) -> types.ModuleType:
+    package = "triton_kernels" if backend == "triton" else "reference"
+    return importlib.import_module(f"orthokern.{package}.{op}")
+
+
+def contiguous(problem: ScanProblem) -> ScanProblem:
+    """What the ops hand to a leaf."""
+    return problem.map(lambda t: t.contiguous())
+
+
+def run(
+    problem: ScanProblem,
+    fwd: str = "triton",
+    bwd: str = "triton",
+    *,
+    checkpoint_every: int = 0,
+    need_x: bool = True,
+    need_params: bool = True,
+    **options: str,
+) -> dict[str, Tensor]:
+    """Forward and backward of the leaves: hs, ckpt, pre and every gradient, by name."""
+    forward, backward = (getattr(leaf(problem.op, b), f"{problem.op}_{d}") for b, d in ((fwd, "fwd"), (bwd, "bwd")))
+    options |= {"activation": problem.activation}
+    hs, ckpt, pre = forward(*problem.inputs(), checkpoint_every=checkpoint_every, **options)
+    x, *others = problem.inputs()
+    x_needed = problem.weight is not None or checkpoint_every > 0
+    grads = backward(
+        problem.grad_hs, ckpt if checkpoint_every else hs, pre, x if x_needed else None, *others,
+        checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params, **options,
+    )  # fmt: skip
+    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+
+
+def check(problem: ScanProblem, dtype: torch.dtype, **options: Any) -> None:
+    """Parity of everything that comes out of one problem."""
+    inexact = contiguous(problem.to(dtype))
+    exact = inexact.to(torch.float64)
+    expected, plain = run(exact, "reference", "reference"), run(inexact, "reference", "reference")
+    actual = run(inexact, **options)
+    scales = {}
+    if exact.act_param is not None and exact.act_param.numel() == 1:
+        # one number, the sum of what N units would get each: these are what its error is relative to
+        each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
+        scales["grad_act_param"] = float(run(each_unit, "reference", "reference")["grad_act_param"].norm())
+    for name in actual:
+        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
+            continue
+        gradient = name.startswith("grad_")
+        assert_matches_reference(
+            actual[name], expected[name], plain[name], name=name, gradient=gradient, scale=scales.get(name)
+        )
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = ("ckpt", "pre")) -> None:
+    for name, tensor in one.items():
+        if name not in skip:
+            assert torch.equal(tensor, other[name]), name
+
+
+# ---------------------------------------------------------------------------------------------------------------- scans
+
+# every size once with every activation, kinds of input and dtypes in turn
+SIZES = [(1, 1, 1), (3, 7, 3), (1, 2, 5), (3, 2, 17), (2, 3, 33)]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", NAMES)
+def test_parity(op: str, activation: str) -> None:
+    turn = NAMES.index(activation) + OPS.index(op)
+    for index, (B, T, N) in enumerate(SIZES):
+        dtype = DTYPES[(turn + index) % 2]
+        problem = scan_problem(
+            op, B=B, T=T, N=N + N % 2 if activation == "oplu" else N, activation=activation,
+            inputs=INPUTS[(turn + index) % 3], param_size="1" if index % 2 else "N", seed=index,
+        )  # fmt: skip
+        check(problem, dtype)
+
+
+def test_rank_below_n() -> None:
+    for K in (1, 5):
+        check(scan_problem("factored_scan", B=2, T=3, N=9, K=K, activation="tanh", inputs="tokens"), torch.float32)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("way", ["panels", "narrow panels", "dot"])
+def test_the_other_ways_to_multiply(op: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes take "rows"; here they are made to take the others."""
+    if way != "dot":
+        monkeypatch.setattr(_scan, "ROWS_WARPS", ())
+        if way == "narrow panels":  # as from N = 257 on: of 16 columns, of 8 in float64
+            monkeypatch.setattr(_scan, "PANEL_WORDS", tl.constexpr(1024))
+        options, dtypes = {}, DTYPES
+    else:
+        # the interpreter multiplies in float32 whatever precision a tensor core would have
+        monkeypatch.setattr(_scan, "DOT_ROWS", 1)
+        options, dtypes = {"precision": "3xtf32"}, (torch.float32,)
+    for activation, inputs in (("prelu", "features"), ("oplu", "tokens"), ("tanh", "dense")):
+        for dtype in dtypes:
+            problem = scan_problem(op, B=3, T=3, N=34, activation=activation, inputs=inputs)
+            sizes = (34, 34, 3)
+            plan = _scan.plan(
+                *sizes, factored=op == "factored_scan", dtype=dtype, precision="tf32x3" if options else "ieee"
+            )
+            assert plan.way == way.removeprefix("narrow ")
+            check(problem, dtype, **options)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_lower_precision_is_near(op: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scan, "DOT_ROWS", 1)
+    problem = contiguous(scan_problem(op, B=3, T=3, N=5, activation="tanh", inputs="features").to(torch.float32))
+    expected, actual = run(problem, "reference", "reference"), run(problem, precision=precision)
+    if precision == "bf16":
+        assert not torch.allclose(actual["hs"], expected["hs"], rtol=1e-5, atol=1e-5), "the products are float32"
+    for name in ("hs", *problem.grad_names()):
+        if not expected[name].numel():
+            continue
+        error = (actual[name] - expected[name]).norm() / expected[name].norm()
+        # bfloat16 keeps 8 bits: 0.4 % a factor
+        assert error < 0.03, f"{name}: relative error {error:.2e}"
+        assert actual[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_checkpoints_give_the_same_bits(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gradients, "BLOCK_ROWS", 4)  # blocks of 2 steps, so that segments and blocks cross
+    for activation, inputs in (("tanh", "features"), ("prelu", "tokens"), ("oplu", "dense")):
+        problem = contiguous(scan_problem(op, B=2, T=5, N=4, activation=activation, inputs=inputs).to(torch.float32))
+        plain = run(problem)
+        for every in (1, 3, 100):
+            recomputed = run(problem, checkpoint_every=every)
+            same_bits(plain, recomputed)
+            before = torch.cat([problem.h0.unsqueeze(0), plain["hs"]])[0:5:every]
+            assert torch.equal(recomputed["ckpt"], before)
+            assert recomputed["pre"].numel() == 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_blocks_of_the_gradient_product(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gradients, "BLOCK_ROWS", 4)
+    check(scan_problem(op, B=2, T=7, N=3, activation="modrelu", inputs="tokens"), torch.float64)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("checkpoint_every", [0, 2])
+def test_forward_of_one_backward_of_the_other(op: str, checkpoint_every: int) -> None:
+    for activation in ("tanh", "prelu", "oplu"):
+        problem = contiguous(scan_problem(op, B=2, T=3, N=6, activation=activation, inputs="features"))
+        expected = run(problem, "reference", "reference")
+        for fwd, bwd in (("triton", "reference"), ("reference", "triton")):
+            actual = run(problem, fwd, bwd, checkpoint_every=checkpoint_every)
+            for name in problem.grad_names():
+                assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_chunks(op: str) -> None:
+    for B, T, inputs in ((2, 10, "dense"), (1, 5, "tokens"), (1, 3, "features"), (1, 1, "dense")):
+        problem = scan_problem(op, B=B, T=T, N=5, activation="identity", inputs=inputs)
+        for dtype in DTYPES:
+            check(problem, dtype, algorithm="chunked")
+    problem = contiguous(scan_problem(op, B=1, T=8, N=5, activation="identity", inputs="tokens").to(torch.float32))
+    plain = run(problem, algorithm="chunked")
+    same_bits(plain, run(problem, algorithm="chunked", checkpoint_every=3))
+
+
+def test_chunk_length_and_choice() -> None:
+    assert [_scan.chunk_length(T) for T in (1, 2, 10, 10000, 10**6)] == [1, 1, 3, 100, _scan.CHUNK_LIMIT]
+    cpu = torch.device("cpu")
+    for activation in NAMES:
+        assert _scan.wants_chunks("chunked", activation, 5, 1, cpu, False) == (activation == "identity")
+        assert not _scan.wants_chunks("sequential", activation, 10**6, 1, cpu, True)
+    # one processor is full already
+    assert not _scan.wants_chunks("auto", "identity", 10000, 1, cpu, False)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_wrong_token_makes_its_sequence_nan(op: str) -> None:
+    problem = contiguous(scan_problem(op, B=3, T=3, N=4, activation="identity", inputs="tokens", D=5))
+    good = run(problem)
+    problem.x = problem.x.clone()
+    problem.x[1, 0], problem.x[1, 2] = 5, -1
+    hs = run(problem)["hs"]
+    assert torch.equal(hs[:, 1], good["hs"][:, 1])
+    assert torch.equal(hs[0], good["hs"][0])
+    assert hs[1:, [0, 2]].isnan().all()
+
+
+def test_token_gradient_skips_what_is_no_token() -> None:
+    for D, R in ((3, 50), (1, 7), (70, 20)):
+        ids = torch.randint(-1, D + 1, (R,))
+        delta = torch.randn(R, 5, dtype=torch.float64)
+        delta[(ids < 0) | (ids >= D)] = float("nan")
+        inside = (ids >= 0) & (ids < D)
+        expected = torch.zeros(D, 5, dtype=torch.float64).index_add(0, ids[inside], delta[inside])
+        torch.testing.assert_close(_inputs.token_gradient(delta, ids, D), expected)
+
+
+def test_features_of_a_part_have_the_same_bits() -> None:
+    x, weight, bias = torch.randn(9, 3, 70), torch.randn(5, 70), torch.randn(5)
+    whole = _inputs.features_term(x, weight, bias, "ieee")
+    assert torch.equal(_inputs.features_term(x[4:7].contiguous(), weight, bias, "ieee"), whole[4:7])
+    torch.testing.assert_close(whole, x @ weight.mT + bias)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_not_needed_is_empty_and_nothing_is_written_to(op: str) -> None:
+    for inputs in INPUTS:
+        problem = contiguous(scan_problem(op, B=2, T=2, N=4, activation="modrelu", inputs=inputs))
+        copy = problem.map(torch.clone)
+        full, no_x, no_params = run(problem), run(problem, need_x=False), run(problem, need_params=False)
+        for name in problem.grad_names():
+            kept = name in ("grad_x", "grad_h0", "grad_norm")
+            assert no_x[name].numel() == 0 if name == "grad_x" else torch.equal(no_x[name], full[name])
+            assert torch.equal(no_params[name], full[name]) if kept else no_params[name].numel() == 0
+        for before, after in zip((*copy.inputs(), copy.grad_hs), (*problem.inputs(), problem.grad_hs), strict=True):
+            assert before is None or torch.equal(before, after)
+        same_bits(full, run(problem))
+
+
+# ---------------------------------------------------------------------------------------------------- the other two ops
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("activation", NAMES)
+def test_activation_parity(activation: str, dtype: torch.dtype) -> None:
+    ours, reference = leaf("activations", "triton"), leaf("activations", "reference")
+    for shape in ((2,), (1, 2), (7, 64), (3, 5, 34), (0, 4), (3, 300), (300, 6)):
+        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
+            x, grad_y = (3 * torch.randn(shape, dtype=dtype) for _ in range(2))
+            if x.numel() > 2:
+                x.view(-1)[0] = 0.0  # a kink, hit exactly
+            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
+            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
+            results = [
+                [f.activation_fwd(*args[1:], activation=activation), *f.activation_bwd(*args, activation=activation)]
+                for f, args in ((ours, (grad_y, x, param)), (reference, exact), (reference, (grad_y, x, param)))
+            ]
+            for name, *three in zip(("y", "grad_x", "grad_act_param"), *results, strict=True):
+                assert_matches_reference(*three, name=f"{name} of {shape}", gradient=name != "y")
+
+
+def test_many_rows_for_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that loop over several tiles of rows."""
+    ours, reference = leaf("activations", "triton"), leaf("activations", "reference")
+    monkeypatch.setattr(ours, "MAX_PARTIALS", 3)
+    monkeypatch.setattr(ours, "TILE", 16)
+    x, grad_y, param = torch.randn(61, 4).double(), torch.randn(61, 4).double(), torch.randn(4).double()
+    for one, other in zip(
+        ours.activation_bwd(grad_y, x, param, activation="prelu"),
+        reference.activation_bwd(grad_y, x, param, activation="prelu"),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_special_values(activation: str) -> None:
+    inf, nan = float("inf"), float("nan")
+    for dtype in DTYPES:
+        tiny = torch.finfo(dtype).tiny
+        values = [0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, -1e-6, nan, 1.0]
+        x = torch.tensor(values, dtype=dtype)
+        param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None
+        actual, expected = (
+            leaf("activations", b).activation_fwd(x, param, activation=activation) for b in ("triton", "")
+        )
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def test_tanh_is_accurate_everywhere() -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-30, 1, 2001), -torch.logspace(-30, 1, 2001)])
+    for dtype in DTYPES:
+        y = leaf("activations", "triton").activation_fwd(x.to(dtype), None, activation="tanh").double()
+        exact = torch.tanh(x.to(dtype).double())
+        error = ((y - exact) / exact.abs().clamp(min=1e-300)).abs()[exact != 0]
+        assert error.max() <= 4 * torch.finfo(dtype).eps, f"{dtype}: relative error {error.max():.3e}"
+
+
+SHAPES = [(1, 1), (2, 2), (5, 3), (33, 33), (12, 11), (40, 7), (17, 1), (3, 9, 9), (2, 3, 12, 5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_cayley_parity(dtype: torch.dtype) -> None:
+    ours, reference = leaf("cayley", "triton").cayley, leaf("cayley", "reference").cayley
+    for shape in SHAPES:
+        m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype).contiguous()
+        g = torch.randn(*shape, dtype=dtype)
+        for lr in (-1.0, torch.rand(shape[:-2], dtype=dtype)):
+            actual = ours(m, g, lr)
+            assert_matches_reference(
+                actual, reference(m.double(), g.double(), lr), reference(m, g, lr), name=f"{shape}, lr={lr}"
+            )
+            gram = actual.double().mT @ actual.double() - torch.eye(shape[-1], dtype=torch.float64)
+            assert gram.abs().max() < 64 * torch.finfo(dtype).eps * max(1.0, shape[-2] ** 0.5)
+
+
+def test_cayley_of_a_large_gradient() -> None:
+    """Elimination without pivots loses |lr/2 A|^2 of the digits here."""
+    m = torch.linalg.qr(torch.randn(2, 20, 20, dtype=torch.float64))[0].contiguous()
+    for scale in (1e2, 1e6):
+        new = leaf("cayley", "triton").cayley(m, scale * torch.randn(2, 20, 20, dtype=torch.float64), 1.0)
+        assert (new.mT @ new - torch.eye(20, dtype=torch.float64)).abs().max() < 1e-12
+
+
+def test_cayley_in_panels_of_the_compiled_size() -> None:
+    m, g = torch.linalg.qr(torch.randn(70, 70, dtype=torch.float64))[0].contiguous(), torch.randn(70, 70).double()
+    actual, expected = (leaf("cayley", b).cayley(m, g, 0.1) for b in ("triton", "reference"))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_cayley_in_several_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaf("cayley", "triton"), "PANEL_WORDS", 64)
+    m = torch.linalg.qr(torch.randn(2, 21, 21, dtype=torch.float64))[0].contiguous()
+    g = torch.randn(2, 21, 21, dtype=torch.float64)
+    actual, expected = (leaf("cayley", b).cayley(m, g, 0.3) for b in ("triton", "reference"))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_cayley_of_a_nan_stays_in_its_matrix() -> None:
+    m = torch.eye(5, dtype=torch.float64).repeat(2, 1, 1)
+    g = torch.randn(2, 5, 5, dtype=torch.float64)
+    good = leaf("cayley", "triton").cayley(m, g, 0.1)
+    g[1, 2, 3] = float("nan")
+    actual = leaf("cayley", "triton").cayley(m, g, 0.1)
+    assert torch.equal(actual[0], good[0])
+    assert actual[1].isnan().any()
+
+
+# ------------------------------------------------------------------------------------------------------------ the host
+
+
+WAITS = ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function of the leaf asks a tensor for its values."""
+    problems = [contiguous(scan_problem(op, B=1, T=2, N=4, activation="prelu", inputs="tokens")) for op in OPS]
+    linear = contiguous(scan_problem("factored_scan", B=1, T=2, N=4, activation="identity", inputs="features"))
+
+    def refusal(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def refuse(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            assert not caller.startswith("orthokern.triton_kernels"), f"{caller} calls Tensor.{name}"
+            return original(self, *args, **kwargs)
+
+        return refuse
+
+    for name in WAITS:
+        monkeypatch.setattr(torch.Tensor, name, refusal(name))
+    for problem in problems:
+        run(problem, checkpoint_every=1)
+    run(linear, algorithm="chunked")
+    leaf("cayley", "triton").cayley(torch.eye(4), torch.randn(4, 4), torch.tensor(0.1))
+    leaf("activations", "triton").activation_bwd(
+        torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0.1]), activation="modrelu"
+    )

@@ -1,0 +1,56 @@
+"""Triton's interpreter, for the process that imports this before any kernel: kernels then run in NumPy, on CPU tensors.
+
+Whether a kernel is compiled or interpreted is decided when it is decorated, so both cannot happen in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+told = os.environ.get("TRITON_INTERPRET") == "1"
+assert told or "triton.language" not in sys.modules, "Triton was imported before it was told to interpret"
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np  # noqa: E402
+import triton.language as tl  # noqa: E402
+import triton.runtime.interpreter as interpreter  # noqa: E402
+
+_patch_tensor = interpreter._patch_lang_tensor
+_call = interpreter.InterpretedFunction.__call__
+
+
+def _patch(tensor: Any, scope: Any, *others: Any) -> None:
+    """As Triton does, but a number is one element of an array, which NumPy 2.4 no longer converts to an index."""
+    _patch_tensor(tensor, scope, *others)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a device function of ours without patching triton.language once more: the kernel's launch has done so.
+
+    Triton patches it at every call, which is a third of the time that these tests take.
+    """
+    if self.fn.__module__.startswith("triton."):
+        return _call(self, *args, **kwargs)
+    return self.rewrite()(*args, **kwargs)
+
+
+def _float32(operand: Any) -> Any:
+    """An operand of a product; bfloat16, which NumPy lacks and the interpreter keeps as 16-bit integers, as float32."""
+    if operand.dtype.scalar != tl.bfloat16:
+        return operand
+    wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(wide, tl.float32)
+
+
+def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+    return _dot(self, _float32(a), _float32(b), *others)
+
+
+_dot = interpreter.InterpreterBuilder.create_dot
+interpreter.InterpreterBuilder.create_dot = _create_dot
+if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 and later; before, patches are kept anyway
+    interpreter._patch_lang_tensor = _patch
+    interpreter.InterpretedFunction.__call__ = _call_device_function

@@ -1,0 +1,251 @@
+"""A scan's forward and backward around the kernels: what is stored, what is recomputed, which sums give the gradients.
+
+Note [Blocks of the gradient product]
+    M = sum_t delta_t h_{t-1}^T is a matrix product over all T B rows, taken in blocks of whole steps with about
+    BLOCK_ROWS rows, last block first, and the first step of each apart (its h_{t-1} lies elsewhere). The blocks depend
+    on T and B alone. So a backward that recomputes states from checkpoints, a window of time after another, adds up the
+    same products in the same order as one that has all states: the gradients have the same bits, and the buffers a
+    fixed size. These products are torch's: float32 is IEEE float32 there unless the user has set
+    torch.backends.cuda.matmul.allow_tf32 (or its successors), which then holds for these too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern.triton_kernels._inputs import features_term, token_gradient
+from orthokern.triton_kernels._scan import (
+    NEEDS_INPUT,
+    TRITON_PRECISION,
+    Map,
+    backward_in_chunks,
+    forward_in_chunks,
+    launch_backward,
+    launch_forward,
+    wants_chunks,
+)
+
+BLOCK_ROWS = 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels of an op, and those that run it in chunks of time."""
+
+    fwd: Any
+    bwd: Any
+    chunk_fwd: Any
+    chunk_bwd: Any
+
+
+def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: str) -> tuple[Tensor, Tensor | None]:
+    """What the forward kernel reads: (the input term [T, B, N], None), or (ids int64 [T, B], a table [D, N])."""
+    if weight is None:
+        return x, None
+    if x.is_floating_point():
+        return features_term(x, weight, bias, precision), None
+    table = weight.mT.contiguous() if bias is None else weight.mT + bias
+    return x, table.contiguous()
+
+
+def run_forward(
+    kernels: Kernels,
+    map_: Map,
+    x: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int,
+    precision: str,
+    algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hs, ckpt, pre); see the ops."""
+    T, (B, N) = x.shape[0], h0.shape
+    precision = TRITON_PRECISION[precision]
+    hs = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
+    empty = h0.new_empty(0)
+    source, table = input_of(x, weight, bias, precision)
+    pre = empty
+    if wants_chunks(algorithm, activation, T, B, h0.device, map_.factored):
+        forward_in_chunks(kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs)
+    else:
+        keep_pre = activation in NEEDS_INPUT and not checkpoint_every
+        if keep_pre:
+            pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
+        launch_forward(
+            kernels.fwd, map_, source, table, h0, act_param, T=T, B=B, chunk=T, activation=activation,
+            precision=precision, hs=hs, pre=pre if keep_pre else None,
+        )  # fmt: skip
+    if not checkpoint_every:
+        return hs, empty, pre
+    # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
+    ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : T - 1 : checkpoint_every]])
+    return hs, ckpt, pre
+
+
+class States:
+    """States and pre-activations of a scan by ranges of steps, from what the forward saved or by running it again.
+
+    Args:
+        run: run(start, stop, h [B, N], hs, pre) fills hs [stop - start, B, N] and, unless None, pre.
+    """
+
+    def __init__(
+        self, states: Tensor, pre: Tensor, h0: Tensor, T: int, checkpoint_every: int, run: Callable[..., None]
+    ) -> None:
+        self.checkpoint_every, self.saved, self.h0, self.run = checkpoint_every, states, h0, run
+        self.start = self.stop = T
+        self.keep_pre = False
+        # with checkpoints, the window at hand [1 + steps, B, N]: the state that enters it, and those of its steps
+        self.entered: Tensor | None = None
+        self.pre: Tensor | None = pre if pre.numel() else None
+
+    def get(self, low: int, high: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """(hs, pre, h_{low-1}, h_{low} ... h_{high-2}) of steps [low, high)."""
+        if not self.checkpoint_every:
+            pre = None if self.pre is None else self.pre[low:high]
+            before = self.h0 if low == 0 else self.saved[low - 1]
+            return self.saved[low:high], pre, before, self.saved[low : high - 1]
+        if self.entered is None or low < self.start:
+            self.recompute(low, high)
+        assert self.entered is not None
+        i, j = low - self.start, high - self.start
+        pre = None if self.pre is None else self.pre[i:j]
+        return self.entered[i + 1 : j + 1], pre, self.entered[i], self.entered[i + 1 : j]
+
+    def recompute(self, low: int, high: int) -> None:
+        """Run the forward again from the checkpoint at or before low to high."""
+        segment = low // self.checkpoint_every
+        self.start, self.stop = segment * self.checkpoint_every, high
+        steps = self.stop - self.start
+        self.entered = self.saved.new_empty(steps + 1, *self.h0.shape)
+        self.entered[0] = self.saved[segment]
+        self.pre = self.saved.new_empty(steps, *self.h0.shape) if self.keep_pre else None
+        self.run(self.start, self.stop, self.saved[segment], self.entered[1:], self.pre)
+
+
+def run_backward(
+    kernels: Kernels,
+    map_: Map,
+    transposed: Map,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor,
+    x: Tensor | None,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int,
+    need_x: bool,
+    need_params: bool,
+    precision: str,
+    algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The adjoint scan of Note [Factored scan backward] and the sums over its result.
+
+    Returns:
+        (grad_x, M, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm) with M = sum_t delta_t h_{t-1}^T [N, N].
+        What does not apply or is not needed is empty.
+    """
+    T, B, N = grad_hs.shape
+    precision = TRITON_PRECISION[precision]
+    chunked = wants_chunks(algorithm, activation, T, B, h0.device, map_.factored)
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=h0.dtype, device=h0.device)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=h0.dtype, device=h0.device)
+
+    def run(start: int, stop: int, h: Tensor, hs: Tensor, pre: Tensor | None) -> None:
+        assert x is not None
+        source, table = input_of(x[start:stop], weight, bias, precision)
+        if chunked:
+            forward_in_chunks(kernels.chunk_fwd, map_, source, table, h, T=stop - start, precision=precision, hs=hs)
+        else:
+            launch_forward(
+                kernels.fwd, map_, source, table, h, act_param, T=stop - start, B=B, chunk=stop - start,
+                activation=activation, precision=precision, hs=hs, pre=pre,
+            )  # fmt: skip
+
+    features = x is not None and x.is_floating_point() and weight is not None
+    # the whole of delta is the result where x is the input term; with checkpoints and no such result, a block at a time
+    whole = not checkpoint_every or chunked or (weight is None and need_x)
+    steps = max(1, BLOCK_ROWS // B)
+    delta_all = new(T, B, N) if whole else None
+    square, carry, left = new(T, B), zeros(B, N), new(B, N)
+    by_row = zeros(B, N) if act_param is not None and need_params else None
+    # chunks depend on T, so to get the same bits all steps have to run again, from the first checkpoint
+    source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
+    source.keep_pre = activation in NEEDS_INPUT
+
+    empty = h0.new_empty(0)
+    m = zeros(N, N) if need_params else empty
+    grad_bias = zeros(N) if need_params and bias is not None else empty
+    grad_weight = empty
+    if need_params and weight is not None:
+        D = weight.shape[1]
+        grad_weight = zeros(N, D) if features else zeros(D, N)
+    grad_x = new(*x.shape) if features and need_x and x is not None else empty
+
+    scan = {"activation": activation, "precision": precision, "by_row": by_row}
+    if chunked:
+        assert delta_all is not None
+        backward_in_chunks(
+            kernels.chunk_bwd, transposed, grad_hs, precision=precision, delta=delta_all, left=left, square=square
+        )
+    elif not checkpoint_every:
+        launch_backward(
+            kernels.bwd, transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,
+            left=left, square=square, **scan,
+        )  # fmt: skip
+
+    for low in reversed(range(0, T, steps)):
+        high = min(low + steps, T)
+        one_block = checkpoint_every and not chunked
+        if need_params or one_block:
+            hs_block, pre_block, before, between = source.get(low, high)
+        delta = delta_all[low:high] if delta_all is not None else new(high - low, B, N)
+        if one_block:
+            launch_backward(
+                kernels.bwd, transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
+                chunk=high - low, delta=delta, left=left, square=square[low:high], **scan,
+            )  # fmt: skip
+            carry, left = left, carry
+        rows = delta.view(-1, N)
+        if need_params:
+            m.addmm_(delta[1:].reshape(-1, N).mT, between.reshape(-1, N))
+            m.addmm_(delta[0].mT, before)
+            if bias is not None:
+                grad_bias += rows.sum(0)
+            if weight is not None:
+                assert x is not None
+                if features:
+                    grad_weight.addmm_(rows.mT, x[low:high].reshape(rows.shape[0], -1))
+                else:
+                    grad_weight += token_gradient(rows, x[low:high].reshape(-1), weight.shape[1])
+        if grad_x.numel():
+            assert weight is not None
+            torch.mm(rows, weight, out=grad_x[low:high].view(rows.shape[0], -1))
+    if checkpoint_every and not chunked:
+        left = carry  # exchanged after the last block
+    if need_x and weight is None and delta_all is not None:
+        grad_x = delta_all
+    if grad_weight.numel() and not features:
+        grad_weight = grad_weight.mT.contiguous()
+
+    grad_act_param = empty
+    if by_row is not None and act_param is not None:
+        grad_act_param = by_row.sum(0) if act_param.numel() > 1 else by_row.sum().view(1)
+    return grad_x, m, left, grad_weight, grad_bias, grad_act_param, square.sum(1).sqrt()
