@@ -139,14 +139,14 @@ def absence(op: str, backend: str) -> str | None:
             return "the native module is not part of this installation"
         if not module.AVAILABLE:
             return str(module.REASON)
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
     if backend == "cuda":
         module = leaf(op, "cuda")
         if not module.AVAILABLE:
             return str(module.REASON)
     if backend in ("triton", "cuda") and not torch.cuda.is_available():
         return "no CUDA device"
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
     return None
 
 

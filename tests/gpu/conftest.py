@@ -11,14 +11,6 @@ HERE = Path(__file__).parent
 _ran = 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     global _ran
     if report.when == "call" and not report.skipped and "tests/gpu/" in report.nodeid:

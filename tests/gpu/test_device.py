@@ -21,6 +21,9 @@ from torch import Tensor
 from orthokern import dispatch, functional, nn, optim
 from orthokern.ops.activations import NAMES, PARAMETER
 
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ("factored_scan", "dense_scan")
 BACKENDS = ("cuda", "triton")
