@@ -1,7 +1,7 @@
 """The scans, the Cayley step and the copy task on a CUDA device: `pytest bench/bench_gpu.py --benchmark-only`.
 
 Times are medians of CUDA events around whole calls through the public functions, after warm-up, with the results of the
-last call at hand. Peers run in the same session in turns with ours, in float32 without TF32. Skipped without a device.
+last call at hand. Peers run in turns with ours, in float32 without TF32. Skipped without a device.
 """
 
 from __future__ import annotations

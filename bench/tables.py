@@ -4,8 +4,9 @@ python bench/tables.py bench/results/FILE.json            write the README's sec
 python bench/tables.py --check                            exit with 1 unless they agree with the file that they name
 python bench/tables.py bench/results/FILE.json --print    print the tables and change nothing
 
-A section of the README stands between <!-- bench:NAME --> and <!-- /bench:NAME -->; NAME is speed, table5 or accuracy.
-Nothing in it is written by hand, and no row is left out because it is a bad one.
+A section of the README stands between <!-- bench:NAME --> and <!-- /bench:NAME -->; NAME is speed, table5, accuracy,
+or support, which comes from the operators' SUPPORT tables and not from the file. Nothing in it is written by hand, and
+no row is left out because it is a bad one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("speed", "table5", "accuracy")
+SECTIONS = ("speed", "table5", "accuracy", "support")
 MARKS = {"goal": " ✓✓", "bar": " ✓", "no": " ✗", None: ""}
 LEGEND = "✓✓ reaches the goal, ✓ the bar, ✗ misses the bar; a number without a mark has none."
 
@@ -434,6 +435,29 @@ def conditions_line(results: Results, shown: str) -> str:
     return f"{'; '.join(parts)}. All numbers: [{shown}]({shown})."
 
 
+def support() -> str:
+    """Which backend serves which operator, by the SUPPORT tables: what there are kernels for, built here or not."""
+    from orthokern import dispatch, ops
+
+    cells = []
+    for op in ops.NAMES:
+        row = [f"`{op}`"]
+        for backend in dispatch.BACKENDS:
+            served = getattr(ops, op).SUPPORT[backend]
+            if served.missing is not None:
+                row.append("–")
+                continue
+            parts = [
+                ", ".join(map(dispatch.dtype_name, served.dtypes)) + f" on {' and '.join(served.devices or ('any',))}"
+            ]
+            parts += [f"{letter} up to {most}" for letter, most in served.limits.items()]
+            parts += ["chunks of time"] if "chunked" in served.algorithms else []
+            parts += ["compute capability {}.{} on".format(*served.capability)] if served.capability else []
+            row.append("; ".join(parts))
+        cells.append(row)
+    return Table("Operators by backend: dtypes on device; limits", ["", *dispatch.BACKENDS], cells).markdown()
+
+
 def sections(results: Results, shown: str) -> dict[str, str]:
     """The README's sections. `shown` is the results file's path as the README gives it."""
     makers: dict[str, tuple[Callable[[Results], list[Table]], ...]] = {
@@ -453,6 +477,7 @@ def sections(results: Results, shown: str) -> dict[str, str]:
             plot = shown.removesuffix(".json") + "-scaling.png"
             parts.append(f"![cost as T, B and N grow, beside torch.nn.RNN]({plot})")
         found[name] = "\n\n".join(parts)
+    found["support"] = support()
     return found
 
 

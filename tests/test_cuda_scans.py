@@ -335,7 +335,7 @@ def test_a_path_that_cannot_serve_says_so(wish: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nvcc_arch", ["80", "90", "100"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", (*OPS, "cayley", "activations"))
 def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp_path: Path) -> None:
     """No kernel spills: the maps are in registers, and a spilled weight would be read from memory in every step."""
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -348,7 +348,7 @@ def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp
     )
     assert done.returncode == 0, done.stderr
     entries = done.stderr.split("Compiling entry function")[1:]
-    assert len(entries) > 20
+    assert len(entries) > (20 if op in OPS else 5)
     for entry in entries:
         name = entry.split("'")[1]
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
@@ -360,4 +360,4 @@ def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp
         warps = -(-threads // 128) * 4  # registers are given to the four parts of a multiprocessor, evenly
         assert int(used.group(1)) <= min(255, 65536 // (32 * warps)), name
         static = re.search(r"(\d+) bytes smem", entry)
-        assert static is None or int(static.group(1)) <= 9 << 10, name
+        assert static is None or int(static.group(1)) <= (9 if op in OPS else 48) << 10, name
