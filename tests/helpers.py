@@ -249,3 +249,36 @@ def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, obj
             case["N"] = size["N"] + 1
         case |= {"activation": activation, "inputs": kind, "param_size": "1" if (index + size["T"]) % 2 else "N"}
         yield f"{''.join(f'{k}{case[k]}' for k in size)}-{activation}-{kind}", case
+
+
+def run_scan(
+    problem: ScanProblem,
+    backend: str,
+    *,
+    checkpoint_every: int = 0,
+    bwd_backend: str | None = None,
+    need_x: bool = True,
+    need_params: bool = True,
+    precision: str = "ieee",
+    algorithm: str = "auto",
+) -> dict[str, Tensor]:
+    """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name."""
+    namespace = torch.ops.orthokern
+    fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
+    options = (problem.activation, checkpoint_every)
+    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, precision, algorithm)
+    x, *others = problem.inputs()
+    x_needed = problem.weight is not None or checkpoint_every > 0
+    states = ckpt if checkpoint_every else hs
+    grads = bwd(
+        problem.grad_hs, states, pre, x if x_needed else None, *others, *options, need_x, need_params,
+        bwd_backend or backend, precision, algorithm,
+    )  # fmt: skip
+    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = ()) -> None:
+    """Two results of ``run_scan`` are equal, but for the names in ``skip``."""
+    for name, tensor in one.items():
+        if name not in skip:
+            assert torch.equal(tensor, other[name]), f"{name} differs: {(tensor - other[name]).abs().max():.3e}"

@@ -6,6 +6,7 @@ choose the path where the size would choose another one.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_host import build
-from helpers import ScanProblem, assert_matches_reference, scan_problem
+from helpers import ScanProblem, assert_matches_reference, assert_same_bits, run_scan, scan_problem
 from torch import Tensor
 
 from orthokern import _native_cuda
@@ -65,24 +66,7 @@ def wish(monkeypatch: pytest.MonkeyPatch) -> Any:
     return choose
 
 
-def run(
-    problem: ScanProblem,
-    backend: str = "cuda",
-    *,
-    checkpoint_every: int = 0,
-    need_x: bool = True,
-    need_params: bool = True,
-    algorithm: str = "auto",
-) -> dict[str, Tensor]:
-    """Forward and backward ops of a problem: hs, ckpt, pre and every gradient, by name."""
-    fwd, bwd = (getattr(torch.ops.orthokern, f"{problem.op}_{way}") for way in ("fwd", "bwd"))
-    options = (problem.activation, checkpoint_every)
-    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, "ieee", algorithm)
-    grads = bwd(
-        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), *options, need_x, need_params,
-        backend, "ieee", algorithm,
-    )  # fmt: skip
-    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+run = functools.partial(run_scan, backend="cuda")
 
 
 def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
@@ -90,7 +74,7 @@ def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
     inexact = problem.to(torch.float32)
     untouched = inexact.map(torch.clone)
     exact = inexact.to(torch.float64)
-    expected, plain, actual = run(exact, "reference"), run(inexact, "reference"), run(inexact, **options)
+    expected, plain, actual = run_scan(exact, "reference"), run_scan(inexact, "reference"), run(inexact, **options)
     for name in actual:
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue
@@ -99,12 +83,6 @@ def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
     for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
         assert (before is None) == (after is None) and (before is None or torch.equal(before, after))  # type: ignore[arg-type]
     return actual
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = ()) -> None:
-    for name, tensor in one.items():
-        if name not in skip:
-            assert torch.equal(tensor, other[name]), f"{name} differs: {(tensor - other[name]).abs().max():.3e}"
 
 
 @pytest.mark.parametrize("path", PATHS)

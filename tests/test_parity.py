@@ -15,8 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SHORT, ScanProblem, assert_matches_reference, scan_cases, scan_problem, strided
-from torch import Tensor
+from helpers import (
+    SHORT,
+    ScanProblem,
+    assert_matches_reference,
+    assert_same_bits,
+    run_scan,
+    scan_cases,
+    scan_problem,
+    strided,
+)
 
 from orthokern import dispatch
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -70,36 +78,6 @@ def test_continuous_integration_runs_the_cpu_backend() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- scans
-
-
-def run_scan(
-    problem: ScanProblem,
-    backend: str,
-    *,
-    checkpoint_every: int = 0,
-    bwd_backend: str | None = None,
-    need_x: bool = True,
-    need_params: bool = True,
-) -> dict[str, Tensor]:
-    """Forward and backward ops of a problem: hs, ckpt, pre and every gradient, by name."""
-    namespace = torch.ops.orthokern
-    fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
-    options = (problem.activation, checkpoint_every)
-    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend)
-    x, *others = problem.inputs()
-    x_needed = problem.weight is not None or checkpoint_every > 0
-    states = ckpt if checkpoint_every else hs
-    grads = bwd(
-        problem.grad_hs, states, pre, x if x_needed else None, *others, *options, need_x, need_params,
-        bwd_backend or backend,
-    )  # fmt: skip
-    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = ()) -> None:
-    for name, tensor in one.items():
-        if name not in skip:
-            assert torch.equal(tensor, other[name]), f"{name} differs: {(tensor - other[name]).abs().max():.3e}"
 
 
 def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SHORT, ScanProblem, assert_matches_reference, scan_problem
-from torch import Tensor
+from helpers import SHORT, ScanProblem, assert_matches_reference, assert_same_bits, run_scan, scan_problem
 
 from orthokern import dispatch, functional, nn, optim
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -50,36 +49,16 @@ def on(problem: ScanProblem, device: str) -> ScanProblem:
     return moved
 
 
-def run(
-    problem: ScanProblem,
-    backend: str,
-    *,
-    checkpoint_every: int = 0,
-    bwd_backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-) -> dict[str, Tensor]:
-    """Forward and backward ops of a problem where its tensors are: hs, ckpt, pre and every gradient, by name."""
-    fwd, bwd = (getattr(torch.ops.orthokern, f"{problem.op}_{way}") for way in ("fwd", "bwd"))
-    options = (problem.activation, checkpoint_every)
-    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, precision, algorithm)
-    grads = bwd(
-        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), *options, True, True,
-        bwd_backend or backend, precision, algorithm,
-    )  # fmt: skip
-    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
-
-
 def check(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any) -> None:
     """Parity of everything that comes out of one problem, with the reference on the CPU."""
     inexact = problem.to(dtype)
     exact = inexact.to(torch.float64)
-    expected, plain = run(exact, "reference"), run(inexact, "reference")
-    actual = run(on(inexact, "cuda"), backend, **options)
+    expected, plain = run_scan(exact, "reference"), run_scan(inexact, "reference")
+    actual = run_scan(on(inexact, "cuda"), backend, **options)
     scales: dict[str, float] = {}
     if exact.act_param is not None and exact.act_param.numel() == 1:
         each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(run(each_unit, "reference")["grad_act_param"].norm())
+        scales["grad_act_param"] = float(run_scan(each_unit, "reference")["grad_act_param"].norm())
     for name, tensor in actual.items():
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue
@@ -129,11 +108,10 @@ def test_chunks_of_time(op: str, inputs: str, backend: str) -> None:
 def test_checkpoints_give_the_same_bits(op: str, activation: str, backend: str) -> None:
     need(op, backend, N=34, K=34)
     problem = on(scan_problem(op, B=5, T=9, N=34, activation=activation, inputs="tokens").to(torch.float32), "cuda")
-    plain = run(problem, backend)
+    plain = run_scan(problem, backend)
     for every in (1, 4, 100):
-        recomputed = run(problem, backend, checkpoint_every=every)
-        for name in problem.grad_names():
-            assert torch.equal(plain[name], recomputed[name]), name
+        recomputed = run_scan(problem, backend, checkpoint_every=every)
+        assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -142,10 +120,10 @@ def test_forward_of_one_backward_of_the_other(op: str, activation: str) -> None:
     for name in BACKENDS:
         need(op, name, N=18, K=18)
     problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
-    expected, plain = run(problem, "reference"), run(problem.to(torch.float32), "reference")
+    expected, plain = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "reference")
     there = on(problem.to(torch.float32), "cuda")
     for fwd, bwd in (("cuda", "triton"), ("triton", "cuda"), ("reference", "cuda"), ("triton", "reference")):
-        actual = run(there, fwd, bwd_backend=bwd)
+        actual = run_scan(there, fwd, bwd_backend=bwd)
         for name in problem.grad_names():
             assert_matches_reference(actual[name].cpu(), expected[name], plain[name], name=f"{fwd}, {bwd}: {name}")
 
@@ -157,18 +135,17 @@ def test_the_same_bits_twice_and_beside_other_work(op: str, backend: str) -> Non
     problem = on(
         scan_problem(op, B=50, T=40, N=66, activation="modrelu", inputs="tokens", gap=-1.0).to(torch.float32), "cuda"
     )
-    first = run(problem, backend)
+    first = run_scan(problem, backend)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
     results = []
     for stream in streams * 3:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            results.append(run(problem, backend))
+            results.append(run_scan(problem, backend))
     torch.cuda.synchronize()
     for other in results:
-        for name, tensor in first.items():
-            assert torch.equal(tensor, other[name]), name
+        assert_same_bits(first, other)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -182,27 +159,25 @@ def test_capture_in_a_graph(op: str, activation: str, N: int, backend: str) -> N
         problem.matrices = (torch.linalg.qr(problem.matrices[0])[0],)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        run(problem, backend)
+        run_scan(problem, backend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(problem, backend)
+        captured = run_scan(problem, backend)
     problem.x.copy_(torch.randn_like(problem.x))
     graph.replay()
     torch.cuda.synchronize()
-    expected = run(problem, backend)
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, captured[name]), name
+    assert_same_bits(run_scan(problem, backend), captured)
 
 
 def test_nothing_waits_for_the_device(backend: str) -> None:
     """Under torch's own alarm for synchronising calls."""
     need("factored_scan", backend, N=32, K=32)
     problem = on(scan_problem("factored_scan", B=3, T=5, N=32, inputs="tokens").to(torch.float32), "cuda")
-    run(problem, backend)
+    run_scan(problem, backend)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(problem, backend)
+        run_scan(problem, backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -211,7 +186,7 @@ def test_a_wrong_token_is_nan_in_its_own_sequence(backend: str) -> None:
     need("factored_scan", backend, N=32, K=32)
     problem = on(scan_problem("factored_scan", B=3, T=5, N=32, inputs="tokens", D=7).to(torch.float32), "cuda")
     problem.x[2, 1] = 7
-    hs = run(problem, backend)["hs"]
+    hs = run_scan(problem, backend)["hs"]
     assert hs[2:, 1].isnan().all()
     assert not hs[:, [0, 2]].isnan().any() and not hs[:2].isnan().any()
 
@@ -221,7 +196,7 @@ def test_a_wrong_token_is_nan_in_its_own_sequence(backend: str) -> None:
 def test_another_device_than_the_current(op: str, backend: str) -> None:
     need(op, backend, N=32, K=32)
     problem = scan_problem(op, B=3, T=5, N=32, inputs="features").to(torch.float32)
-    here, there = run(on(problem, "cuda:0"), backend), run(on(problem, "cuda:1"), backend)
+    here, there = run_scan(on(problem, "cuda:0"), backend), run_scan(on(problem, "cuda:1"), backend)
     for name, tensor in here.items():
         assert torch.equal(tensor.cpu(), there[name].cpu()), name
 
@@ -231,8 +206,8 @@ def test_another_device_than_the_current(op: str, backend: str) -> None:
 def test_lower_precision_is_as_bad_as_it_says_and_no_worse(op: str, precision: str, backend: str) -> None:
     need(op, backend, N=64, K=64)
     problem = scan_problem(op, B=20, T=20, N=64)
-    expected = run(problem, "reference")["hs"]
-    hs = run(on(problem.to(torch.float32), "cuda"), backend, precision=precision)["hs"].cpu().double()
+    expected = run_scan(problem, "reference")["hs"]
+    hs = run_scan(on(problem.to(torch.float32), "cuda"), backend, precision=precision)["hs"].cpu().double()
     error = float((hs - expected).norm() / expected.norm())
     # the unit roundoff of the factors, with room for some steps of a near-isometry; 3xtf32 nearly reaches float32
     assert error < {"3xtf32": 1e-5, "tf32": 2e-2, "bf16": 2e-1}[precision]
