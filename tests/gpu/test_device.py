@@ -277,7 +277,7 @@ def test_training_learns_on_the_device() -> None:
     """A module, the geodesic optimizer and the loss, all on the device: bases stay orthonormal, the loss falls."""
     torch.manual_seed(0)
     module, readout = nn.FactorizedRNN(4, 32, nonlinearity="identity").cuda(), torch.nn.Linear(32, 4).cuda()
-    optimizer = optim.optimizer_for(torch.nn.ModuleList([module, readout]), torch.optim.RMSprop, lr=1e-2)
+    optimizer = optim.optimizer_for(torch.nn.ModuleList([module, readout]), lr=1e-2, geodesic_lr=1e-3)
     ids = torch.randint(0, 4, (12, 64), device="cuda")
     losses = []
     for _ in range(60):
