@@ -109,6 +109,14 @@ def requested(backend: str | None) -> str:
     return backend
 
 
+def plain_reference(backend: str | None) -> bool:
+    """Whether a call runs the reference as plain torch code, which can be differentiated twice.
+
+    Not under torch.compile, which cannot look through the loading of a leaf: there the op runs it, like any other leaf.
+    """
+    return requested(backend) == "reference" and not torch.compiler.is_compiling()
+
+
 def native() -> Any | None:
     """The module of the native CPU and CUDA leaves, or None in a source tree without it. Never raises."""
     try:

@@ -129,6 +129,21 @@ def test_compiled_scans(op: str, activation: str, inputs: str) -> None:
             torch.testing.assert_close(a, e, rtol=0, atol=0)
 
 
+def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by the call or by the process; plain torch code of T steps would be unrolled, and needs an import."""
+    problem = scan_problem("factored_scan", B=3, T=5, N=4, inputs="tokens")
+    m, g = torch.linalg.qr(torch.randn(4, 4))[0], torch.randn(4, 4)
+    expected = gradients(problem, call_functional, backend="reference")
+    for default, options in (("auto", {"backend": "reference"}), ("reference", {})):
+        monkeypatch.setattr(dispatch, "_process_default", default)
+        for a, e in zip(gradients(problem, compiled(call_functional), **options), expected, strict=True):
+            torch.testing.assert_close(a, e)
+        stepped = compiled(lambda m, g, o=options: functional.cayley(m, g, 0.1, **o))(m, g)
+        torch.testing.assert_close(stepped, functional.cayley(m, g, 0.1))
+        activated = compiled(lambda x, o=options: functional.activation(x, "tanh", **o))(g)
+        torch.testing.assert_close(activated, g.tanh())
+
+
 def test_compiled_with_any_length() -> None:
     """One graph for all lengths and batches."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -60,7 +60,7 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
     """
     if activation == "identity":
         return x
-    if dispatch.requested(backend) == "reference":
+    if dispatch.plain_reference(backend):
         y: Tensor = dispatch.leaf("activations", "reference").activation_fwd(x, act_param, activation=activation)
         return y
     y = torch.ops.orthokern.activation_fwd(x, act_param, activation, backend)

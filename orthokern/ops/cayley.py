@@ -53,7 +53,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         step plus one rounding of M. NaN or infinity in m or g gives NaN in that matrix; on a CPU
         ``orthokern.functional`` refuses it first.
     """
-    if dispatch.requested(backend) == "reference":
+    if dispatch.plain_reference(backend):
         stepped: Tensor = dispatch.leaf("cayley", "reference").cayley(m, g, lr)
         return stepped
     rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=m.device)

@@ -86,10 +86,9 @@ def dense_scan(
         As factored_scan: accumulation in the dtype of w, fixed order of sums, the same bits for the same inputs,
         machine and thread count; rounding grows with T as the product of the Jacobians does.
     """
-    if dispatch.requested(backend) == "reference":
+    if dispatch.plain_reference(backend):
         reference = dispatch.resolve("dense_scan", "reference", device=w.device, dtype=w.dtype, algorithm=algorithm)
-        if not torch.compiler.is_compiling():
-            check_tokens(x, weight)
+        check_tokens(x, weight)
         hs: Tensor = reference.dense_scan_fwd(x, w, h0, weight, bias, act_param, activation=activation)[0]
         return hs
     hs, _, _ = torch.ops.orthokern.dense_scan_fwd(

@@ -91,10 +91,9 @@ def factored_scan(
         Jacobians does: not at all where s is near 1 and the activation is near linear. Gradients of modrelu, relu,
         prelu and oplu jump where a unit sits on its threshold, so two precisions may differ there by whole terms.
     """
-    if dispatch.requested(backend) == "reference":
+    if dispatch.plain_reference(backend):
         reference = dispatch.resolve("factored_scan", "reference", device=u.device, dtype=u.dtype, algorithm=algorithm)
-        if not torch.compiler.is_compiling():
-            check_tokens(x, weight)
+        check_tokens(x, weight)
         hs: Tensor = reference.factored_scan_fwd(x, u, s, v, h0, weight, bias, act_param, activation=activation)[0]
         return hs
     hs, _, _ = torch.ops.orthokern.factored_scan_fwd(

@@ -58,9 +58,8 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order.
     """
-    if dispatch.requested(backend) == "reference":
-        if not torch.compiler.is_compiling():
-            check_range("target", target, weight.shape[0], "class ids")
+    if dispatch.plain_reference(backend):
+        check_range("target", target, weight.shape[0], "class ids")
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         loss: Tensor = reference.linear_cross_entropy_fwd(
             hidden, weight, bias, target, reduction=reduction, need_grad=False
