@@ -1,9 +1,9 @@
 """The CPU leaf: native kernels behind the signatures of :mod:`orthokern.reference`.
 
-The one file that passes an address to a CPU kernel; ``_native_cuda.py`` is its like for CUDA. Each function checks what
-the kernels rely on (dtype, device, contiguity), makes the results, and calls ``orthokern._C``. Shapes and the meaning of
-arguments are documented once, in ``orthokern/ops/<op>.py``; B batch, T time, N hidden, K rank, D input features or token
-ids, C classes.
+The one file that passes an address to a CPU kernel; ``_native_cuda.py`` is its like for CUDA. Each function checks
+what the kernels rely on (dtype, device, contiguity), makes the results, and calls ``orthokern._C``. Shapes and the
+meaning of arguments are documented once, in ``orthokern/ops/<op>.py``; B batch, T time, N hidden, K rank, D input
+features or token ids, C classes.
 
 Importing never fails: :data:`AVAILABLE` says whether the module was built and :data:`REASON` why not.
 """
