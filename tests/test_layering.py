@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C"},
     {"reference", "_native", "_native_cuda", "triton_kernels"},  # the leaves
-    {"dispatch"},
+    {"dispatch", "commandline"},
     {"ops"},
     {"functional"},
     {"init", "penalties", "optim", "data"},

@@ -1,0 +1,126 @@
+"""What every command line of the project is made of: types for options, and a parser with one-line errors."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from orthokern.errors import InputError, nearest, unknown_name
+
+__all__ = ["Parser", "Settings", "device", "integer", "one_of", "real"]
+
+Settings = dict[str, Any]
+
+
+# ---- values of options -----------------------------------------------------------------------------------------------
+
+
+def integer(minimum: int) -> Callable[[str], int]:
+    """An argparse type: an integer of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {minimum}")
+        return value
+
+    return parse
+
+
+def real(
+    minimum: float = -math.inf, *, exclusive: bool = False, maximum: float = math.inf, none: bool = False
+) -> Callable[[str], float | None]:
+    """An argparse type: a finite number in a range; with `none`, also the word none."""
+    at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
+    accepted = (
+        "a number"
+        + at_least
+        + (f" and at most {maximum:g}" if maximum < math.inf else "")
+        + (" or none" if none else "")
+    )
+
+    def parse(text: str) -> float | None:
+        if none and text.lower() == "none":
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < minimum or value > maximum or (exclusive and value == minimum):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {accepted}")
+        return value
+
+    return parse
+
+
+def one_of(argument: str, choices: Iterable[str]) -> Callable[[str], str]:
+    """An argparse type: one of some names; an unknown one is told the nearest."""
+    names = tuple(choices)
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(str(unknown_name(argument, text, names)))
+        return text
+
+    return parse
+
+
+def device(text: str) -> str:
+    """An argparse type: a torch device that this machine has."""
+    try:
+        chosen = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; accepted: cpu, cuda, cuda:0, ...") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r}: this project runs on cpu and cuda devices")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{text!r}: torch finds no CUDA device here")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"{text!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    return text
+
+
+# ---- the parser ------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are InputErrors of one line, and which knows what an unknown option may have
+    meant.
+
+    Options have no default: the settings that a run resumes and the presets come between what a user gave and the
+    defaults.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            **keywords,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(" ".join(re.sub(r"^argument ", "", message).split()))
+
+    def parse(self, arguments: list[str] | None) -> Settings:
+        """The options that were given, by name.
+
+        Raises:
+            InputError: an unknown option or a value that isn't accepted.
+        """
+        known, unknown = self.parse_known_args(arguments)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            name = unknown[0].split("=")[0]
+            guess = nearest(name, options) if name.startswith("-") else None
+            raise InputError(
+                f"unknown {'option' if name.startswith('-') else 'argument'} {name}"
+                + (f": did you mean {guess}?" if guess else "; see --help")
+            )
+        return vars(known)
