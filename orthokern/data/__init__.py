@@ -1,9 +1,10 @@
 """Synthetic sequence tasks and readers of standard file formats.
 
 Generators take a `torch.Generator` and return plain tensors, time first ([T, B]), so that the same seed gives the same
-data on every device.
+data on every device. Readers check what they read: a file that is missing, damaged or of another kind is one line.
 """
 
 from orthokern.data.copy import CopyTask
+from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
 
-__all__ = ["CopyTask"]
+__all__ = ["CopyTask", "Labelled", "Mnist", "load_mnist", "pixel_permutation"]
