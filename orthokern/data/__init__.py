@@ -4,7 +4,8 @@ Generators take a `torch.Generator` and return plain tensors, time first ([T, B]
 data on every device. Readers check what they read: a file that is missing, damaged or of another kind is one line.
 """
 
+from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
 from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
 
-__all__ = ["CopyTask", "Labelled", "Mnist", "load_mnist", "pixel_permutation"]
+__all__ = ["AddingTask", "CopyTask", "Labelled", "Mnist", "load_mnist", "pixel_permutation"]

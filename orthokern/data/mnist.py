@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from orthokern.data._checks import integer
 from orthokern.data._files import data_folder, read_first
 from orthokern.errors import InputError
 
@@ -84,8 +85,7 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
         InputError: a file that is missing, not readable, cut off, damaged, of another kind or size, or in the place of
             another; a label outside 0 to 9; files that disagree about the number of images; an impossible `validation`.
     """
-    if isinstance(validation, bool) or not isinstance(validation, int) or validation < 0:
-        raise InputError(f"validation must be an integer of at least 0, got {validation!r}")
+    integer("validation", validation, minimum=0)
     path = data_folder(folder)
     train, test = _read_part(path, "train"), _read_part(path, "t10k")
     if len(train) < len(test) or (len(train) == len(test) and torch.equal(train.images, test.images)):
