@@ -90,6 +90,7 @@ def dense_scan(
         reference = dispatch.resolve("dense_scan", "reference", device=w.device, dtype=w.dtype, algorithm=algorithm)
         check_tokens(x, weight)
         hs: Tensor = reference.dense_scan_fwd(x, w, h0, weight, bias, act_param, activation=activation)[0]
+        _taps.record_states("dense_scan", hs)
         return hs
     hs, _, _ = torch.ops.orthokern.dense_scan_fwd(
         x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm
@@ -124,6 +125,7 @@ def _fwd(
         dense(x), dense(w), dense(h0), dense(weight), dense(bias), dense(act_param),
         activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
     )  # fmt: skip
+    _taps.record_states("dense_scan", outputs[0])
     return apart(outputs)
 
 

@@ -95,6 +95,7 @@ def factored_scan(
         reference = dispatch.resolve("factored_scan", "reference", device=u.device, dtype=u.dtype, algorithm=algorithm)
         check_tokens(x, weight)
         hs: Tensor = reference.factored_scan_fwd(x, u, s, v, h0, weight, bias, act_param, activation=activation)[0]
+        _taps.record_states("factored_scan", hs)
         return hs
     hs, _, _ = torch.ops.orthokern.factored_scan_fwd(
         x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm
@@ -133,6 +134,7 @@ def _fwd(
         dense(x), dense(u), dense(s), dense(v), dense(h0), dense(weight), dense(bias), dense(act_param),
         activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
     )  # fmt: skip
+    _taps.record_states("factored_scan", outputs[0])
     return apart(outputs)
 
 
