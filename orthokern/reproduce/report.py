@@ -40,7 +40,7 @@ def _seconds_per_1000(record: RunRecord) -> float | None:
 
 
 def _epochs_to_99(record: RunRecord) -> float | None:
-    """Epochs of 100 batches until the accuracy of the training batches, all of them fresh, was 99 % ten times running."""
+    """Epochs of 100 batches until the accuracy of ten training batches running, which are fresh, was 99 %."""
     streak = 0
     for r in record.records:
         streak = streak + 1 if isinstance(r.get("accuracy"), float) and r["accuracy"] >= 0.99 else 0
