@@ -23,9 +23,7 @@ from orthokern.ops._common import (
 from orthokern.ops.activations import NEEDS_INPUT
 
 SUPPORT = {
-    "reference": Support(
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES
-    ),
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=SCAN_FEATURES),
     "triton": Support(
         devices=("cuda",),

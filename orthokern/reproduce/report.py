@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -88,6 +87,13 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
     row["epochs"] = last.get("epoch")
     row["seconds"] = last.get("seconds")
     row["settings"] = record.settings
+    machine, threads = (
+        record.config.get("machine", {}).get("processor", "an unknown processor"),
+        record.config.get("threads"),
+    )
+    row["machine"] = (
+        f"{machine}, {threads} threads" if record.settings.get("device") == "cpu" else f"a GPU beside {machine}"
+    )
     if result.get("diverged"):
         row["state"] = "diverged"
     elif result:
@@ -135,16 +141,9 @@ def markdown(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan)
     for run in experiment.runs:
         options = (*run.options, *(run.quick if plan.quick else ()), *plan.longer)
         text.append(f"- {', '.join(run.labels.values())}: `python -m orthokern.tasks.{run.task} {' '.join(options)}`")
-    text += ["", f"orthokern {__version__}, torch {torch.__version__}, {_machine()}, {time.strftime('%Y-%m-%d')}."]
+    machines = ", ".join(sorted({row["machine"] for row in rows if "machine" in row})) or "nothing trained yet"
+    text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
     return "\n".join(text) + "\n"
-
-
-def _machine() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    from orthokern.training.rundir import processor
-
-    return f"{processor()}, {torch.get_num_threads()} threads on {platform.system()}"
 
 
 # ---- everything ------------------------------------------------------------------------------------------------------
@@ -186,9 +185,11 @@ def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> P
     from orthokern.diagnostics import plots
 
     if experiment.figure == "gradients":
-        return plots.compare_gradients(records, path, title=experiment.title)
-    if experiment.figure == "spectrum":
-        return plots.compare_spectra(records, path, title=experiment.title)
-    return plots.compare_curves(
-        records, path, quantity=experiment.quantity, panel=experiment.panel, title=experiment.title
-    )
+        figure = plots.compare_gradients(records, legend=experiment.legend, title=experiment.title)
+    elif experiment.figure == "spectrum":
+        figure = plots.compare_spectra(records, legend=experiment.legend, title=experiment.title)
+    else:
+        figure = plots.compare_curves(
+            records, experiment.quantity, panel=experiment.panel, legend=experiment.legend, title=experiment.title
+        )
+    return None if figure is None else plots.save(figure, path)

@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 import torch
 
-from orthokern.diagnostics.runs import last_record
 from orthokern.errors import InputError
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.training.cli import EXIT_BAD_INPUT
@@ -88,6 +87,19 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
     return bool(result.get("iteration", 0) >= (settings.get("iterations") or 0))
 
 
+def _last_record(path: Path) -> dict[str, Any] | None:
+    """The last whole record of a metrics.jsonl that somebody is writing, or None."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 65536))
+            lines = file.read().split(b"\n")[:-1]
+        record = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
 class _Board:
     """Says how the runs stand: one line that is written over on a terminal, a line a minute elsewhere."""
 
@@ -134,7 +146,7 @@ class _Child:
             self.process = subprocess.Popen(plan.command(run), stdout=log, stderr=subprocess.STDOUT)
 
     def progress(self) -> str:
-        record = last_record(self.folder / "metrics.jsonl")
+        record = _last_record(self.folder / "metrics.jsonl")
         if record is None:
             return "starting"
         at = f"epoch {record['epoch']:.2f}" if "epoch" in record else f"iteration {record.get('iteration')}"

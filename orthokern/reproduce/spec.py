@@ -62,6 +62,7 @@ class Experiment:
         figure: how the runs are drawn: "curves", "gradients", "spectrum" or None.
         quantity: for "curves": what is drawn.
         panel: for "curves": the setting that has a panel of its own for each of its values, or None.
+        legend: the settings that legends and panels' titles tell; None for those in which the runs differ.
         data: the data set's folder under --data, or None.
         epochs: whether its tasks take --epochs (else --iterations).
         alone: whether the runs are timed, so that no two may run at once.
@@ -76,6 +77,7 @@ class Experiment:
     figure: str | None = None
     quantity: str = "held_out_accuracy"
     panel: str | None = None
+    legend: tuple[str, ...] | None = None
     data: str | None = None
     epochs: bool = True
     alone: bool = False
