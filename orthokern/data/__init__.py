@@ -7,5 +7,19 @@ data on every device. Readers check what they read: a file that is missing, dama
 from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
 from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
+from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
 
-__all__ = ["AddingTask", "CopyTask", "Labelled", "Mnist", "load_mnist", "pixel_permutation"]
+__all__ = [
+    "AddingTask",
+    "CopyTask",
+    "Labelled",
+    "Mnist",
+    "Ptb",
+    "SentenceBatch",
+    "SentenceBatches",
+    "Sentences",
+    "load_mnist",
+    "load_ptb",
+    "pixel_permutation",
+    "read_sentences",
+]
