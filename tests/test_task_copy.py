@@ -74,12 +74,15 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "metrics.jsonl",
         "checkpoint.pt",
         "best.pt",
+        "result.json",
         "learning.png",
         "spectrum.png",
         "gradients.png",
+        "states.png",
+        "angles.png",
     }
     assert {p.name for p in folder.iterdir()} == names
-    for name in ("learning.png", "spectrum.png", "gradients.png"):
+    for name in (name for name in names if name.endswith(".png")):
         content = (folder / name).read_bytes()
         assert content.startswith(b"\x89PNG") and len(content) > 10_000
     looked = [r for r in metrics if "spectrum" in r]

@@ -102,7 +102,7 @@ class Adding(RecurrentTask):
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         self.data.fill(self._inputs, self._targets, self.generator)
-        return self._inputs, self._targets
+        return self._inputs[:, self.rows], self._targets[self.rows]
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """When a training batch, which is fresh too, is as good as the goal; and every so often for the record."""

@@ -160,7 +160,7 @@ class CopyExperiment(RecurrentTask):
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         self.data.fill(self._tokens, self._targets, self.generator)
-        return self._tokens, self._targets
+        return self._tokens[:, self.rows], self._targets[:, self.rows]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)

@@ -22,11 +22,13 @@ NETWORK_DEFAULTS: Settings = {
     "model": "factorized",
     "hidden": 128,
     "nonlinearity": "tanh",
+    "gain": 1.0,
     "margin": 0.1,
     "init": "orthogonal",
     "rank": None,
     "apply": "factored",
     "learned_h0": False,
+    "message_clip": None,
     "forget_bias": 1.0,
 }
 
@@ -51,6 +53,12 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         type=one_of("nonlinearity", NONLINEARITIES),
         metavar="NAME",
         help=f"{', '.join(NONLINEARITIES)} {default('nonlinearity')}; an lstm has its own",
+    )
+    group.add_argument(
+        "--gain",
+        type=real(0.0, exclusive=True),
+        metavar="X",
+        help=f"what the pre-activation is multiplied by (not for an lstm) {default('gain')}",
     )
     group.add_argument(
         "--margin",
@@ -80,6 +88,13 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         "--learned-h0", action="store_true", help="learn the initial state, zero at first (not for an lstm)"
     )
     group.add_argument(
+        "--message-clip",
+        type=real(0.0, exclusive=True, none=True),
+        metavar="X",
+        help="clip every element of the back-propagated message at every time step; none (not for an lstm) "
+        + default("message_clip"),
+    )
+    group.add_argument(
         "--forget-bias",
         type=real(),
         metavar="X",
@@ -102,8 +117,11 @@ def check_network(settings: Settings) -> None:
             f"--init glorot with --margin {settings['margin']:g}: a Glorot matrix has singular values from 0 to 2, "
             "give --margin none"
         )
-    if settings["model"] == "lstm" and settings["learned_h0"]:
-        raise InputError("--learned-h0: an lstm starts from zeros; leave the option out, or choose another --model")
+    if settings["model"] == "lstm":
+        for key in ("learned_h0", "message_clip", "gain"):
+            if settings[key] != NETWORK_DEFAULTS[key]:
+                option = "--" + key.replace("_", "-")
+                raise InputError(f"{option}: not for an lstm; leave the option out, or choose another --model")
 
 
 def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> nn.Module:
@@ -120,6 +138,12 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
     """
     device = torch.device(settings["device"])
     hidden, backend = settings["hidden"], settings["backend"]
+    common: dict[str, Any] = {
+        "learned_h0": settings["learned_h0"],
+        "gain": settings["gain"],
+        "message_clip": settings["message_clip"] or 0.0,
+        "backend": backend,
+    }
     rnn: nn.Module
     if settings["model"] == "lstm":
         rnn = nn.LSTM(inputs, hidden, bias=bias)
@@ -131,8 +155,7 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
             nonlinearity=settings["nonlinearity"],
             bias=bias,
             init=settings["init"],
-            learned_h0=settings["learned_h0"],
-            backend=backend,
+            **common,
         )
     else:
         rnn = FactorizedRNN(
@@ -144,8 +167,7 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
             rank=settings["rank"],
             apply=settings["apply"],
             init=settings["init"],
-            learned_h0=settings["learned_h0"],
-            backend=backend,
+            **common,
         )
     return rnn.to(device)
 

@@ -97,6 +97,7 @@ class PixelMnist(RecurrentTask):
     name = "pixel_mnist"
     baseline = math.log(10.0)
     time_steps = 784
+    iterations_per_epoch: int
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, classes=10)
@@ -108,7 +109,7 @@ class PixelMnist(RecurrentTask):
         if settings["batch"] > count:
             raise InputError(f"--batch {settings['batch']}: there are {count} training images")
         self.iterations_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
-        if settings["iterations"] is None:
+        if settings["epochs"] is not None:
             settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
         self.position = 0  # in batches
         self._order: tuple[int, Tensor] | None = None
@@ -133,7 +134,7 @@ class PixelMnist(RecurrentTask):
             self._order = (epoch, order.to(self.device))
         size = self.settings["batch"]
         self.position += 1
-        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size])
+        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size][self.rows])
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """After every epoch."""

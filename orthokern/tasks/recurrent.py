@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from orthokern.commandline import Settings, integer
-from orthokern.diagnostics import summarize_spectrum
-from orthokern.nn import FactorizedRNN
+from orthokern.diagnostics import diagnose_recurrence
+from orthokern.nn import RNN, FactorizedRNN
 from orthokern.tasks.network import NETWORK_DEFAULTS, check_backend, check_network
 from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, penalty
 from orthokern.training import Task, cli
+from orthokern.training.distributed import current_shard
 
 __all__ = ["STARTS", "RecurrentTask", "add_epochs", "complete", "epoch_order", "start_recurrence", "stream_seed"]
 
@@ -87,6 +88,7 @@ class RecurrentTask(Task):
         """Args: settings: complete; classes: of the readout (0: not a classification)."""
         self.settings = settings
         self.device = torch.device(settings["device"])
+        self.rows = current_shard().rows(settings["batch"])  # of a joint batch, this process's
         check_backend(settings, classes)
 
     def build(self, model: nn.Module) -> None:
@@ -97,7 +99,7 @@ class RecurrentTask(Task):
         self.optimizer, self.scheduler = build_optimizer(self.rnn, self.readout, self.settings)
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = self.model(*batch)
+        loss, numbers = self.module(*batch)
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 
@@ -106,12 +108,7 @@ class RecurrentTask(Task):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
 
     def diagnose(self) -> dict[str, Any]:
-        if not isinstance(self.rnn, FactorizedRNN):
-            return {}
-        return {
-            "spectrum": summarize_spectrum(self.rnn.singular_values()),
-            "orthogonality_error": self.rnn.orthogonality_error(),
-        }
+        return diagnose_recurrence(self.rnn) if isinstance(self.rnn, (RNN, FactorizedRNN)) else {}
 
     def title(self) -> str:
         """What the plots' titles say of the settings."""
@@ -130,5 +127,7 @@ class RecurrentTask(Task):
             plots.plot_learning(records, folder / "learning.png", baseline=self.baseline, goal=self.goal, title=title),
             plots.plot_spectrum(records, folder / "spectrum.png", margin=margin, title=title),
             plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
+            plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
+            plots.plot_angles(records, folder / "angles.png", title=title),
         ]
         return [path for path in drawn if path is not None]
