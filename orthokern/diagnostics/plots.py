@@ -336,19 +336,18 @@ def _heat_maps(
     """Panels with one colour scale for all: `limits` of the smallest and largest value."""
     if not panels:
         return None
-    low, high = limits(
-        min(float(panel.found.values.min()) for panel in panels),
-        max(float(panel.found.values.max()) for panel in panels),
-    )
+    smallest = min(float(panel.found.values.min()) for panel in panels)
+    low, high = limits(smallest, max(float(panel.found.values.max()) for panel in panels))
     figure, axes = _panels([panel.title for panel in panels], title, 4.2)
     for axis, panel in zip(axes, panels, strict=True):
         image = _draw_heat_map(axis, panel.found, panel.x, low, high, ylabel)
-    figure.colorbar(image, ax=axes, label=bar)
+    figure.colorbar(image, ax=axes, label=bar, extend="min" if smallest < low else "neither")
     return figure
 
 
 def _below_one(low: float, high: float) -> tuple[float, float]:
-    return min(-1.0, math.floor(low)), 0.0
+    """At most six decades: one run whose gradient vanishes would leave no colours for the others."""
+    return min(-1.0, max(-6.0, math.floor(low))), 0.0
 
 
 def _whole_decades(low: float, high: float) -> tuple[float, float]:

@@ -6,6 +6,7 @@ them. `eigenvalues` of `diagnose_recurrence` switches the dearest of them off.
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -163,9 +164,27 @@ def _recurrences(module: Recurrence) -> Iterator[tuple[str, int, bool]]:
             yield f"l{layer}{'_reverse' if reverse else ''}", layer, reverse
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """LAPACK hands these small matrices to its threads in thousands of small pieces: it is no faster with several, and
+    many times slower where a core is busy with something else."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _singular_values(w: Tensor) -> Tensor:
     """[N] float64, or NaN where LAPACK would refuse w."""
-    return torch.linalg.svdvals(w) if bool(w.isfinite().all()) else w.new_full((len(w),), math.nan)
+    if not bool(w.isfinite().all()):
+        return w.new_full((len(w),), math.nan)
+    with _one_thread():
+        return torch.linalg.svdvals(w)
 
 
 def _eigenvalues(w: Tensor) -> Tensor:
@@ -175,7 +194,8 @@ def _eigenvalues(w: Tensor) -> Tensor:
     exact = w.detach().double().cpu()
     if not bool(exact.isfinite().all()):
         return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128)
-    return torch.linalg.eigvals(exact)
+    with _one_thread():
+        return torch.linalg.eigvals(exact)
 
 
 def _largest(eigenvalues: Tensor) -> float:
