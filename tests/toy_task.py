@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import optimizer_for
 from orthokern.training import Task, cli
@@ -30,16 +31,20 @@ DEFAULTS: cli.Settings = {
     "hidden": 12,
     "dropout": 0.0,
     "strike": None,
+    "mistake": None,
+    "dump": None,
     "preset": None,
 }
 
 
 class Model(nn.Module):
-    def __init__(self, hidden: int, dropout: float) -> None:
+    def __init__(self, hidden: int, dropout: float, idle: bool) -> None:
         super().__init__()
         self.rnn = FactorizedRNN(3, hidden, nonlinearity="tanh", margin=0.1, dtype=torch.float64)
         self.dropout = nn.Dropout(dropout)
         self.readout = nn.Linear(hidden, 1, dtype=torch.float64)
+        if idle:
+            self.idle = nn.Parameter(torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Predictions [T, B] for x [T, B, 3]."""
@@ -57,7 +62,7 @@ class Toy(Task):
         shard = current_shard()
         self.rank = shard.rank
         self.rows = shard.rows(settings["batch"])
-        self.model: Model = Model(settings["hidden"], settings["dropout"])
+        self.model: Model = Model(settings["hidden"], settings["dropout"], settings["mistake"] == "idle")
         self.optimizer = optimizer_for(self.model, lr=3e-3, geodesic_lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda i: 1 / (1 + 0.02 * i))
         self.generator = torch.Generator().manual_seed(settings["seed"])
@@ -69,13 +74,17 @@ class Toy(Task):
             at, rank, number = self.settings["strike"].split(",")
             if self.batches == int(at) and self.rank == int(rank):
                 os.kill(os.getpid(), signal.Signals[number])
+        if self.settings["mistake"] == "drift" and self.batches == 7 and self.rank == 1:
+            self.model.rnn.get_parameter("u_l0").data[0, 0] += 1e-15
+        if self.settings["mistake"] == "data" and self.batches == 7 and self.rank == 1:
+            raise InputError("data.gz is truncated")
         x = torch.randn(self.time_steps, self.settings["batch"], 3, generator=self.generator, dtype=torch.float64)
         target = x.sum(2).cumsum(0) / torch.arange(1, self.time_steps + 1)[:, None]
         return x[:, self.rows], target[:, self.rows]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x, target = batch
-        error = (self.module(x) - target).square()
+        error = ((self.model if self.settings["mistake"] == "model" else self.module)(x) - target).square()
         decay = 1e-3 * self.model.readout.weight.square().sum()  # a parameter used past the forward pass
         return error.mean() + decay, {"last_error": error[-1].mean().detach()}
 
@@ -106,6 +115,8 @@ class Toy(Task):
         self.batches = state["batches"]
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        if self.settings["dump"] is not None:
+            torch.save(self.model.state_dict(), f"{self.settings['dump']}.{self.rank}")
         return f"done at {iteration}"
 
 
@@ -115,6 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=cli.integer(1))
     parser.add_argument("--dropout", type=cli.real(0.0))
     parser.add_argument("--strike", help="ITERATION,RANK,SIGNAL: what this rank sends itself")
+    parser.add_argument("--mistake", help="drift, data, model or idle: what the task does wrong")
+    parser.add_argument("--dump", help="at the end, each rank writes its parameters to this file, '.' and its number")
     cli.add_run_options(parser, DEFAULTS)
     return cli.run("toy", parser, DEFAULTS, {}, dict, Toy, arguments)
 
