@@ -122,8 +122,8 @@ def wait(pid: int, timeout: float) -> int | None:
 
 
 def serve() -> None:
-    import toy_task
     import torch
+    import toy_task
 
     torch.set_num_threads(1)
     task = toy_task.Toy(toy_task.DEFAULTS)  # loads what is loaded on first use: optimizers, native kernels
