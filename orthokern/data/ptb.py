@@ -121,7 +121,9 @@ class Sentences:
             lengths=lengths,
         )
 
-    def batches(self, batch: int, generator: torch.Generator, *, bucket: int = 16) -> SentenceBatches:
+    def batches(
+        self, batch: int, generator: torch.Generator, *, bucket: int = 16, part: tuple[int, int] = (0, 1)
+    ) -> SentenceBatches:
         """An endless stream of batches for training, see SentenceBatches.
 
         Args:
@@ -131,11 +133,13 @@ class Sentences:
                 into batches. 1 gives batches of sentences drawn at random, as Vorontsov et al. 2017 have them; more
                 gives batches of sentences of like length. Of the steps of a batch of 50 sentences of up to 300
                 characters times its longest sentence, 1 leaves 54 % empty and 16 leaves 8 %.
+            part: (rank, world): of every batch only the sentences rank, rank + world, ..., for one of `world` processes
+                that share the batches.
 
         Raises:
-            InputError: batch or bucket below 1.
+            InputError: batch or bucket below 1; an epoch's last batch has fewer sentences than there are processes.
         """
-        return SentenceBatches(self, batch, generator, bucket)
+        return SentenceBatches(self, batch, generator, bucket, part)
 
     def ordered(self, batch: int) -> Iterator[SentenceBatch]:
         """Every sentence once, the longest first, for evaluation: the batches hold the least padding there can be.
@@ -163,15 +167,32 @@ class SentenceBatches:
         epoch: number of the epoch of the batch that was given last, from 0; -1 before the first.
         position: how many batches of that epoch have been given.
         per_epoch: batches in an epoch.
+        joint_targets: number of targets of the batch that was given last, all processes' parts together.
     """
 
-    def __init__(self, sentences: Sentences, batch: int, generator: torch.Generator, bucket: int = 16) -> None:
+    def __init__(
+        self,
+        sentences: Sentences,
+        batch: int,
+        generator: torch.Generator,
+        bucket: int = 16,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        rank, world = part
+        last = len(sentences) % batch or batch
+        if last < world:
+            raise InputError(
+                f"the last batch of an epoch has {last} of {len(sentences)} sentences, fewer than {world} processes; "
+                f"choose another batch than {batch}"
+            )
+        self.part = slice(rank, None, world)
         self.sentences = sentences
         self.batch = integer("batch", batch)
         self.bucket = integer("bucket", bucket)
         self.generator = generator
         self.per_epoch = -(-len(sentences) // batch)
         self.epoch, self.position = -1, self.per_epoch
+        self.joint_targets = 0
         self._lengths = sentences.lengths
         self._drawn_from = generator.get_state()  # state of the generator at the beginning of the epoch
         self._order: list[Tensor] = []  # indices [B] of the epoch's batches
@@ -185,7 +206,8 @@ class SentenceBatches:
             self._draw()
         indices = self._order[self.position]
         self.position += 1
-        return self.sentences.batch(indices)
+        self.joint_targets = int(self._lengths[indices].sum())
+        return self.sentences.batch(indices[self.part])
 
     def _draw(self) -> None:
         self._drawn_from = self.generator.get_state()
