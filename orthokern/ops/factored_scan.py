@@ -23,9 +23,7 @@ from orthokern.ops._common import (
 from orthokern.ops.activations import NEEDS_INPUT
 
 SUPPORT = {
-    "reference": Support(
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES
-    ),
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=SCAN_FEATURES),
     "triton": Support(
         devices=("cuda",),
@@ -292,7 +290,8 @@ def _bwd_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, *ctx.choices, lengths, ctx.message_clip = inputs
+    x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, *choices = inputs
+    *ctx.choices, lengths, ctx.message_clip = choices
     hs, ckpt, pre = output
     ctx.mark_non_differentiable(ckpt, pre)
     ctx.set_materialize_grads(False)
