@@ -11,6 +11,7 @@ from torch import nn
 from orthokern import dispatch, init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
+from orthokern.functional import SPECTRUM_MAPS
 from orthokern.nn import RNN, FactorizedRNN
 from orthokern.nn.rnn import APPLY, NONLINEARITIES
 
@@ -24,6 +25,7 @@ NETWORK_DEFAULTS: Settings = {
     "nonlinearity": "tanh",
     "gain": 1.0,
     "margin": 0.1,
+    "spectrum_map": "sigmoid",
     "init": "orthogonal",
     "rank": None,
     "apply": "factored",
@@ -65,6 +67,12 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         type=real(0.0, none=True),
         metavar="X",
         help=f"factorized: singular values stay in 1 ± X; none for no bound {default('margin')}",
+    )
+    group.add_argument(
+        "--spectrum-map",
+        type=one_of("spectrum-map", SPECTRUM_MAPS),
+        metavar="NAME",
+        help=f"factorized: what keeps them there: {' or '.join(SPECTRUM_MAPS)} {default('spectrum_map')}",
     )
     group.add_argument(
         "--init",
@@ -117,6 +125,10 @@ def check_network(settings: Settings) -> None:
             f"--init glorot with --margin {settings['margin']:g}: a Glorot matrix has singular values from 0 to 2, "
             "give --margin none"
         )
+    if settings["model"] != "factorized" and settings.get("spectrum_prior"):
+        raise InputError(f"--spectrum-prior: for --model factorized, not {settings['model']}; see --soft-orthogonality")
+    if settings["model"] == "lstm" and settings.get("soft_orthogonality"):
+        raise InputError("--soft-orthogonality: not for an lstm, which has four recurrent matrices")
     if settings["model"] == "lstm":
         for key in ("learned_h0", "message_clip", "gain"):
             if settings[key] != NETWORK_DEFAULTS[key]:
@@ -164,6 +176,7 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
             nonlinearity=settings["nonlinearity"],
             bias=bias,
             margin=settings["margin"],
+            spectrum_map=settings["spectrum_map"],
             rank=settings["rank"],
             apply=settings["apply"],
             init=settings["init"],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import CombinedOptimizer, GeodesicSGD, split_parameters
-from orthokern.penalties import composite_weight_decay
+from orthokern.penalties import composite_weight_decay, orthogonal_penalty, spectrum_prior
 
 __all__ = [
     "OPTIMIZER_DEFAULTS",
@@ -42,6 +42,8 @@ OPTIMIZER_DEFAULTS: Settings = {
     "clip": None,
     "basis_clip": None,
     "weight_decay": 0.0,
+    "soft_orthogonality": 0.0,
+    "spectrum_prior": 0.0,
 }
 
 
@@ -126,6 +128,18 @@ def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: 
         metavar="X",
         help=f"X ||W||^2 of each weight matrix is added to the loss {default('weight_decay')}",
     )
+    group.add_argument(
+        "--soft-orthogonality",
+        type=real(0.0),
+        metavar="X",
+        help=f"X ||W^T W - I||^2 of the recurrent matrix is added to the loss {default('soft_orthogonality')}",
+    )
+    group.add_argument(
+        "--spectrum-prior",
+        type=real(0.0),
+        metavar="X",
+        help=f"factorized: X sum (s - 1)^2 of the singular values is added to the loss {default('spectrum_prior')}",
+    )
 
 
 def schedule_factor(settings: Settings) -> Callable[[int], float]:
@@ -171,7 +185,8 @@ def build_optimizer(
         margin = split["spectrum"][0][1]
         rate = settings["lr"] if settings["spectrum_lr"] is None else settings["spectrum_lr"]
         if margin is not None:
-            rate = rate / (2.0 * margin) if margin > 0.0 else 0.0
+            slope = 2.0 if settings["spectrum_map"] == "sigmoid" else 4.0  # as optimizer_for
+            rate = rate / (slope * margin) if margin > 0.0 else 0.0
         groups.append({"params": [p for p, _ in split["spectrum"]], "lr": rate, "role": "spectrum"})
     if split["geodesic"]:
         parts["geodesic"] = GeodesicSGD(
@@ -194,7 +209,8 @@ def _euclidean(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: Settings) -> Tensor | None:
-    """What the settings add to the loss: weight decay on the matrices, for factorized ones on the composite.
+    """What the settings add to the loss: weight decay on the matrices, for factorized ones on the composite; and what
+    draws the recurrent matrix to an orthogonal one (Vorontsov et al. 2017, section 3.2).
 
     Args:
         rnn: the recurrence.
@@ -216,4 +232,8 @@ def penalty(rnn: nn.Module, readout: nn.Module, settings: Settings) -> Tensor | 
         if isinstance(rnn, FactorizedRNN):
             squares = squares + composite_weight_decay(rnn)
         terms.append(settings["weight_decay"] * squares)
+    if settings["soft_orthogonality"]:
+        terms.append(settings["soft_orthogonality"] * orthogonal_penalty(rnn))
+    if settings["spectrum_prior"]:
+        terms.append(settings["spectrum_prior"] * spectrum_prior(rnn))
     return torch.stack(terms).sum() if terms else None
