@@ -37,6 +37,8 @@ ScanArgs scan_args(const py::dict& d) {
   a.activation = static_cast<int>(number(d, "activation"));
   a.threads = static_cast<int>(number(d, "threads"));
   a.checkpoint_every = number(d, "checkpoint_every");
+  a.message_clip = d.contains("message_clip") ? d["message_clip"].cast<double>() : 0.0;
+  a.lengths = address<int64_t>(d, "lengths");
   a.x = address<void>(d, "x");
   a.tokens = address<int64_t>(d, "tokens");
   a.u = address<void>(d, "u"), a.s = address<void>(d, "s"), a.v = address<void>(d, "v");

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def _ready(tensor: Tensor | None, dtype: torch.dtype, name: str) -> Tensor | Non
     return tensor.contiguous()
 
 
-def _call(function: Any, sizes: dict[str, int], tensors: dict[str, Tensor | None]) -> None:
+def _call(function: Any, sizes: Mapping[str, float], tensors: dict[str, Tensor | None]) -> None:
     arguments = dict(sizes)
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -95,6 +96,7 @@ def _scan_inputs(
     bias: Tensor | None,
     act_param: Tensor | None,
     activation: str,
+    lengths: Tensor | None,
 ) -> tuple[dict[str, int], dict[str, Tensor | None]]:
     dtype = h0.dtype
     tokens = x is not None and not x.is_floating_point()
@@ -105,6 +107,7 @@ def _scan_inputs(
     ready["weight"] = _ready(weight, dtype, "weight")
     ready["bias"] = _ready(bias, dtype, "bias")
     ready["act_param"] = _ready(act_param, dtype, "act_param")
+    ready["lengths"] = _ready(lengths, torch.int64, "lengths")
     sizes = {
         "B": b,
         "T": steps,
@@ -128,8 +131,9 @@ def _scan_fwd(
     act_param: Tensor | None,
     activation: str,
     checkpoint_every: int,
+    lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, ready = _scan_inputs(x, x.shape[0], maps, h0, weight, bias, act_param, activation)
+    sizes, ready = _scan_inputs(x, x.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
     t, b, n = sizes["T"], sizes["B"], sizes["N"]
     hs = _new(t, b, n, dtype=h0.dtype)
     every = checkpoint_every
@@ -154,12 +158,14 @@ def _scan_bwd(
     checkpoint_every: int,
     need_x: bool,
     need_params: bool,
+    lengths: Tensor | None,
+    message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm.
 
     x may be None where it was the whole input term.
     """
-    sizes, ready = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation)
+    sizes, ready = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
     n, dtype = sizes["N"], h0.dtype
 
     def result(wanted: bool, *shape: int) -> Tensor:
@@ -187,7 +193,7 @@ def _scan_bwd(
     needs_pre = activation in _NEEDS_PRE and not checkpoint_every
     _call(
         function,
-        {**sizes, "checkpoint_every": checkpoint_every},
+        {**sizes, "checkpoint_every": checkpoint_every, "message_clip": message_clip},
         {
             **ready,
             "grad_hs": _ready(grad_hs, dtype, "grad_hs"),
@@ -213,10 +219,12 @@ def factored_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`."""
     maps = {"u": u, "s": s, "v": v}
-    return _scan_fwd(_C.factored_scan_fwd, x, maps, h0, weight, bias, act_param, activation, checkpoint_every)
+    return _scan_fwd(_C.factored_scan_fwd, x, maps, h0, weight, bias, act_param, activation, checkpoint_every, lengths)
 
 
 def factored_scan_bwd(
@@ -238,6 +246,8 @@ def factored_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`."""
     maps = {"u": u, "s": s, "v": v}
@@ -256,6 +266,8 @@ def factored_scan_bwd(
         checkpoint_every,
         need_x,
         need_params,
+        lengths,
+        message_clip,
     )
     if not need_params:
         return grad_x, m, torch.empty_like(m), torch.empty_like(m), grad_h0, others[0], others[1], others[2], others[3]
@@ -276,9 +288,11 @@ def dense_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`."""
-    return _scan_fwd(_C.dense_scan_fwd, x, {"u": w}, h0, weight, bias, act_param, activation, checkpoint_every)
+    return _scan_fwd(_C.dense_scan_fwd, x, {"u": w}, h0, weight, bias, act_param, activation, checkpoint_every, lengths)
 
 
 def dense_scan_bwd(
@@ -298,6 +312,8 @@ def dense_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`."""
     return _scan_bwd(
@@ -315,6 +331,8 @@ def dense_scan_bwd(
         checkpoint_every,
         need_x,
         need_params,
+        lengths,
+        message_clip,
     )
 
 

@@ -571,8 +571,10 @@ def factored_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
     return _scan_fwd(_Map(u, s, v), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm)
 
 
@@ -595,8 +597,10 @@ def factored_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
     grad_x, m, grad_h0, *others = _scan_bwd(
         _Map(u, s, v), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
         need_params, algorithm,
@@ -621,8 +625,10 @@ def dense_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
     return _scan_fwd(_Map(w), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm)
 
 
@@ -643,8 +649,10 @@ def dense_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
     return _scan_bwd(
         _Map(w), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
         need_params, algorithm,

@@ -35,6 +35,7 @@ class Support:
         dtypes: floating dtypes of the tensors.
         limits: largest value of a fact of the call, by its letter, e.g. ``{"N": 512}``.
         algorithms: what ``algorithm=`` may ask of the kernel; "auto" is always served.
+        features: optional arguments of the op that it serves, by name; a call that uses another one is refused.
         capability: the least compute capability of a CUDA device, or None for any.
         missing: why there is no kernel at all; None where there is one.
     """
@@ -43,11 +44,17 @@ class Support:
     dtypes: tuple[torch.dtype, ...] = ()
     limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     algorithms: tuple[str, ...] = ("sequential",)
+    features: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
     missing: str | None = None
 
     def reasons(
-        self, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int], algorithm: str = "auto"
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        facts: Mapping[str, int],
+        algorithm: str = "auto",
+        features: tuple[str, ...] = (),
     ) -> list[str]:
         """Why a call is not served; empty when it is."""
         if self.missing is not None:
@@ -62,6 +69,9 @@ class Support:
                 found.append(f"{letter}={facts[letter]} > {largest}")
         if algorithm not in ("auto", *self.algorithms):
             found.append(f"algorithm is {algorithm}, it serves {', '.join(self.algorithms)}")
+        lacking = [name for name in features if name not in self.features]
+        if lacking:
+            found.append(f"it does not serve {', '.join(lacking)}")
         if self.capability is not None and device.type == "cuda":
             has = torch.cuda.get_device_capability(device)
             if has < self.capability:
@@ -159,11 +169,22 @@ def absence(op: str, backend: str) -> str | None:
 
 
 def reasons(
-    op: str, backend: str, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int], algorithm: str = "auto"
+    op: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    facts: Mapping[str, int],
+    algorithm: str = "auto",
+    features: tuple[str, ...] = (),
 ) -> list[str]:
     """Why a backend cannot serve one call; empty when it can."""
     gone = absence(op, backend)
-    return [gone] if gone is not None else _tables[op][backend].reasons(device, dtype, facts, algorithm)
+    return [gone] if gone is not None else _tables[op][backend].reasons(device, dtype, facts, algorithm, features)
+
+
+def has_feature(op: str, backend: str, feature: str) -> bool:
+    """Whether a backend serves an optional argument of an op."""
+    return feature in _tables[op][backend].features
 
 
 def resolve(
@@ -173,36 +194,56 @@ def resolve(
     device: torch.device,
     dtype: torch.dtype,
     algorithm: str = "auto",
+    features: tuple[str, ...] = (),
     **facts: int,
 ) -> Any:
-    """Choose the leaf that serves a call.
+    """The leaf that serves a call: that of the backend which ``choose`` names, with the same arguments and errors.
+
+    Returns:
+        The namespace with the leaf's functions (see ``leaf``).
+    """
+    key = (op, backend, device, dtype, algorithm, features, *facts.values())
+    found = _chosen.get(key)
+    if found is None:
+        name = choose(op, backend, device=device, dtype=dtype, algorithm=algorithm, features=features, **facts)
+        found = _chosen[key] = leaf(op, name)
+    return found
+
+
+def choose(
+    op: str,
+    backend: str | None = None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    algorithm: str = "auto",
+    features: tuple[str, ...] = (),
+    **facts: int,
+) -> str:
+    """Choose the backend that serves a call.
 
     Args:
         op: the stem, e.g. "factored_scan".
         backend: a name, "auto" or None (the process default, ORTHOKERN_BACKEND or auto).
         device, dtype: of the op's floating tensors.
         algorithm: what the caller asks for, see ``Support``.
+        features: the optional arguments that the call uses, see ``Support``.
         facts: sizes that SUPPORT tables may limit, by their letters, e.g. ``N=128, K=7``.
 
     Returns:
-        The namespace with the leaf's functions (see ``leaf``).
+        Its name.
 
     Raises:
         BackendUnavailable: an explicit backend that cannot serve, or none that can; lists every backend's reason.
         InputError: for an unknown backend name.
     """
-    key = (op, backend, device, dtype, algorithm, *facts.values())
-    found = _chosen.get(key)
-    if found is not None:
-        return found
     name = requested(backend)
     for candidate in AUTO_ORDER if name == "auto" else (name,):
-        if not reasons(op, candidate, device, dtype, facts, algorithm):
-            found = _chosen[key] = leaf(op, candidate)
-            return found
+        if not reasons(op, candidate, device, dtype, facts, algorithm, features):
+            return candidate
     lines = []
     for candidate in AUTO_ORDER:
-        why = reasons(op, candidate, device, dtype, facts, algorithm)
+        why = reasons(op, candidate, device, dtype, facts, algorithm, features)
         lines.append(f"{candidate}: {' and '.join(why) if why else 'can serve this call'}")
     asked = "no backend" if name == "auto" else f"backend {name!r} cannot serve"
     verb = " serves" if name == "auto" else ""
@@ -244,7 +285,8 @@ def explain() -> str:
                 row = table[name]
                 where = "any device" if row.devices is None else ", ".join(row.devices)
                 limits = "".join(f", {letter} up to {largest}" for letter, largest in row.limits.items())
-                text = f"{name}: {where}; {', '.join(map(dtype_name, row.dtypes))}{limits}"
+                more = f"; {', '.join(row.features)}" if row.features else ""
+                text = f"{name}: {where}; {', '.join(map(dtype_name, row.dtypes))}{limits}{more}"
             why.setdefault(text, []).append(op)
         lines.append("  ".join([f"{op:<{width}}", *cells]).rstrip())
     lines.append("")

@@ -21,6 +21,7 @@ from orthokern.ops.activations import NAMES as ACTIVATIONS
 __all__ = [
     "ACTIVATIONS",
     "PRECISIONS",
+    "SPECTRUM_MAPS",
     "activation",
     "cayley",
     "dense_scan",
@@ -31,6 +32,8 @@ __all__ = [
     "prelu",
     "spectrum",
 ]
+
+SPECTRUM_MAPS = ("sigmoid", "tanh")
 
 
 def factored_scan(
@@ -48,6 +51,8 @@ def factored_scan(
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> Tensor:
     """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is never formed.
 
@@ -65,12 +70,18 @@ def factored_scan(
         precision: the least precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
             products) is the default, and what the cpu and reference backends always compute.
         algorithm: "sequential", "chunked" (parallel over chunks of time; activation identity only) or "auto".
+        lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. No work is done on
+            padding where the batch is sorted by falling length (in another order, on some of it). What stands there in
+            x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
+        message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
+            of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
+            Vorontsov et al. 2017 as their released code has it. 0 does not clip.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T. Differentiable in x, u, s, v, h0, weight, bias, act_param.
+        hs [T, B, N], the states h_1 ... h_T, zeros from lengths[b] steps on. Differentiable in x, u, s, v, h0, weight, bias, act_param.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names or token ids.
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
         BackendUnavailable: the backend asked for cannot serve.
     """
     check.is_tensor("u", u)
@@ -86,10 +97,12 @@ def factored_scan(
     check.same_kind("s", s, "u", u)
     x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
     check.scan_choices(precision, algorithm, activation)
+    check.scan_lengths(lengths, x)
+    check.scan_clip(message_clip)
     return ops.factored_scan.factored_scan(
         x, u, s, v, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
-        algorithm=algorithm,
+        algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
 
 
@@ -106,6 +119,8 @@ def dense_scan(
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> Tensor:
     """h_t = phi(W h_{t-1} + e_t) over a sequence.
 
@@ -113,14 +128,14 @@ def dense_scan(
 
     Args:
         w: [N, N], applied to column vectors as torch's weight_hh. Its dtype is the one of all floating tensors.
-        x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm: as in
-            ``factored_scan``.
+        x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm, lengths,
+            message_clip: as in ``factored_scan``.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T. Differentiable in x, w, h0, weight, bias, act_param.
+        hs [T, B, N], the states h_1 ... h_T, zeros from lengths[b] steps on. Differentiable in x, w, h0, weight, bias, act_param.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names or token ids.
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
         BackendUnavailable: the backend asked for cannot serve.
     """
     check.is_tensor("w", w)
@@ -129,10 +144,12 @@ def dense_scan(
     check.is_float("w", w)
     x, h0 = check.scan_inputs(x, w.shape[0], h0, weight, bias, activation, act_param, checkpoint_every, "w", w)
     check.scan_choices(precision, algorithm, activation)
+    check.scan_lengths(lengths, x)
+    check.scan_clip(message_clip)
     return ops.dense_scan.dense_scan(
         x, w, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
-        algorithm=algorithm,
+        algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
 
 
@@ -274,23 +291,29 @@ def linear_cross_entropy(
     )
 
 
-def spectrum(p: Tensor, margin: float | None) -> Tensor:
-    """s = 2 m (sigmoid(p) - 1/2) + 1, in [1 - m, 1 + m] (Vorontsov et al. 2017, eq. 10); p itself for margin None.
+def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
+    """s in [1 - m, 1 + m] from a parameter that is free (Vorontsov et al. 2017, eq. 10); p itself for margin None.
+
+    "sigmoid": s = 2 m (sigmoid(p) - 1/2) + 1, as in the paper, with ds/dp = m / 2 at p = 0.
+    "tanh": s = m tanh(p) + 1, with ds/dp = m at p = 0: the same map of a p twice as large.
 
     Args:
         p: [K], floating; p = 0 gives s = 1.
         margin: m, 0 or more; 0 fixes s at 1 with zero gradient.
+        kind: one of SPECTRUM_MAPS; of no effect for margin None.
 
     Returns:
         s [K], differentiable in p to any order.
 
     Raises:
-        InputError: a margin that is negative or not a finite number.
+        InputError: a margin that is negative or not a finite number, or an unknown kind.
     """
     check.is_float("p", check.is_tensor("p", p))
+    if kind not in SPECTRUM_MAPS:
+        raise unknown_name("kind", kind, SPECTRUM_MAPS)
     if margin is None:
         return p
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
         raise InputError(f"margin is {check.describe(margin)}: accepted is a finite number, 0 or more, or None")
     # 2 sigmoid(p) - 1 = tanh(p / 2), without the cancellation near p = 0
-    return margin * torch.tanh(p / 2) + 1
+    return margin * torch.tanh(p / 2 if kind == "sigmoid" else p) + 1

@@ -105,6 +105,8 @@ def dense_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.dense_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
     return run_forward(
@@ -130,6 +132,8 @@ def dense_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.dense_scan`` for arguments and returns."""
     return run_backward(

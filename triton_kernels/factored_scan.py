@@ -112,6 +112,8 @@ def factored_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.factored_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
     return run_forward(
@@ -139,6 +141,8 @@ def factored_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.factored_scan`` for arguments and returns."""
     grad_x, m, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm = run_backward(

@@ -17,6 +17,8 @@ struct ScanArgs {
   int activation;            // enum Activation
   int threads;
   int64_t checkpoint_every;  // 0: every state is kept
+  double message_clip;       // backward: bound of |delta_t|, 0: none
+  const int64_t* lengths;    // [B] in [1, T], steps of each sequence; null: T for all
 
   const void* x;          // [T, B, N] if weight is null, else [T, B, D]; null with tokens
   const int64_t* tokens;  // [T, B] in [0, D), or null

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, unknown_name
 
-__all__ = ["check_backend", "flag", "number", "parameter_dtype", "positive_int"]
+__all__ = ["check_backend", "finite", "flag", "number", "parameter_dtype", "positive_int"]
 
 
 def positive_int(name: str, value: Any, minimum: int = 1) -> int:
@@ -38,6 +39,15 @@ def number(name: str, value: Any, accepted: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise InputError(f"{name} must be {accepted}, got {value!r}") from None
+
+
+def finite(name: str, value: Any, *, above_zero: bool) -> float:
+    """A finite number, 0 or more; with `above_zero` more than 0."""
+    accepted = "a finite number above 0" if above_zero else "a finite number, 0 or more"
+    found = number(name, value, accepted)
+    if not (math.isfinite(found) and (found > 0.0 if above_zero else found >= 0.0)):
+        raise InputError(f"{name} must be {accepted}, got {value!r}")
+    return found
 
 
 def parameter_dtype(value: torch.dtype | None, *, half: bool) -> torch.dtype:

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern import functional
+from orthokern import dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_backend, flag, number, parameter_dtype, positive_int
+from orthokern.nn._checks import check_backend, finite, flag, number, parameter_dtype, positive_int
 
 __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 
 NONLINEARITIES = ("identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu")
 APPLY = ("factored", "composed")
 
-Scan = Callable[[Tensor, "Tensor | None"], Tensor]  # (x [T,B,D] or ids [T,B], h0 [B,N] or None) -> states [T,B,N]
+# (x [T,B,D] or ids [T,B], h0 [B,N] or None, lengths [B] or None) -> states [T,B,N]
+Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
 class _Layout(Protocol):
@@ -49,9 +50,9 @@ class _Dense:
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         if not reverse:
-            hs = scan(data, h0)
+            hs = scan(data, h0, None)
             return hs, hs[-1]
-        hs = scan(data.flip(0), h0)
+        hs = scan(data.flip(0), h0, None)
         return hs.flip(0), hs[-1]
 
 
@@ -59,36 +60,41 @@ class _Packed:
     """data [P,D] or ids [P], the packed form of B sequences sorted by falling length (PackedSequence.data).
 
     One scan over the rectangle [T,B]: row p of data goes to place[p] = t*B + b, and data[mirror] is each sequence
-    reversed. The states after a sequence's end are computed and never read, so their cotangents are exact zeros and
-    add exact zeros to every gradient, as long as the states are finite: 0 * inf is not 0. An overflow on padding is the
-    one way for padding to reach a result, so it is looked for, and such a batch is run again without padding, one
-    scan per stretch of steps in which the same sequences are alive.
+    reversed. With `by_lengths` the scan is given the lengths and does nothing on padding.
+
+    Otherwise (a backend that knows no lengths) the states after a sequence's end are computed and never read, so their
+    cotangents are exact zeros and add exact zeros to every gradient, as long as the states are finite: 0 * inf is not
+    0. An overflow on padding is the one way for padding to reach a result, so it is looked for, and such a batch is run
+    again without padding, one scan per stretch of steps in which the same sequences are alive.
     """
 
-    def __init__(self, batch_sizes: Tensor, device: torch.device) -> None:
+    def __init__(self, batch_sizes: Tensor, device: torch.device, by_lengths: bool) -> None:
         sizes = batch_sizes.to("cpu", torch.int64)
         self.sizes: list[int] = sizes.tolist()
         self.steps, self.batch = len(self.sizes), self.sizes[0]
-        self.ragged = self.sizes[-1] != self.batch
+        ragged = self.sizes[-1] != self.batch
         step = torch.repeat_interleave(torch.arange(self.steps, device="cpu"), sizes)
         first = torch.cumsum(sizes, 0) - sizes  # position in data of the first row of step t
         row = torch.arange(len(step), device="cpu") - first[step]
         lengths = (sizes.unsqueeze(1) > torch.arange(self.batch, device="cpu")).sum(0)
         last = lengths[row] - 1
         place = step * self.batch + row
-        padding = torch.ones(self.steps * self.batch, dtype=torch.bool, device="cpu").index_fill_(0, place, False)
+        self.lengths = lengths.to(device) if by_lengths and ragged else None
+        self.overflow = ragged and not by_lengths  # whether it may happen, and has to be looked for
+        if self.overflow:
+            padding = torch.ones(self.steps * self.batch, dtype=torch.bool, device="cpu").index_fill_(0, place, False)
+            self.padding = padding.to(device)
         self.place = place.to(device)
         self.mirror = (first[last - step] + row).to(device)
         end = first[lengths - 1] + torch.arange(self.batch, device="cpu")
         self.end = end.to(device)  # where each sequence's last row is in data
-        self.padding = padding.to(device)
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         ordered = data.index_select(0, self.mirror) if reverse else data
         x = ordered.new_zeros((self.steps * self.batch, *data.shape[1:])).index_copy(0, self.place, ordered)
         x = x.unflatten(0, (self.steps, self.batch))
-        states = scan(x, h0).flatten(0, 1)
-        if self.ragged and states.requires_grad and not states.detach()[self.padding].isfinite().all():
+        states = scan(x, h0, self.lengths).flatten(0, 1)
+        if self.overflow and states.requires_grad and not states.detach()[self.padding].isfinite().all():
             states = self._by_stretches(scan, x, h0)
         else:
             states = states.index_select(0, self.place)
@@ -102,7 +108,7 @@ class _Packed:
             stop = start
             while stop < self.steps and self.sizes[stop] == alive:
                 stop += 1
-            hs = scan(x[start:stop, :alive], None if h is None else h[:alive])
+            hs = scan(x[start:stop, :alive], None if h is None else h[:alive], None)
             pieces.append(hs.flatten(0, 1))
             start, h = stop, hs[-1]
         return torch.cat(pieces)
@@ -135,6 +141,8 @@ class _Recurrent(nn.Module):
         checkpoint_every: int,
         backend: str | None,
         precision: str,
+        message_clip: float,
+        gain: float,
     ) -> None:
         super().__init__()
         self.input_size = positive_int("input_size", input_size)
@@ -164,6 +172,8 @@ class _Recurrent(nn.Module):
         if precision not in functional.PRECISIONS:
             raise unknown_name("precision", precision, functional.PRECISIONS)
         self.precision = precision
+        self.message_clip = finite("message_clip", message_clip, above_zero=False)
+        self.gain = finite("gain", gain, above_zero=True)
 
     # -- parameters
 
@@ -235,17 +245,38 @@ class _Recurrent(nn.Module):
 
     # -- forward
 
-    def _scan(self, x: Tensor, h0: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]) -> Tensor:
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
         raise NotImplementedError
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         """What `_scan` needs of the recurrent matrix, made once per forward however many scans follow."""
         raise NotImplementedError
 
-    def _scan_options(self, suffix: str) -> dict[str, Any]:
+    def _op(self) -> tuple[str, dict[str, int]]:
+        """The op that `_scan` runs, and the sizes that a backend may limit."""
+        raise NotImplementedError
+
+    def _gained(self, tensor: Tensor) -> Tensor:
+        """One of the terms that make up a pre-activation, times the gain."""
+        return tensor if self.gain == 1.0 else tensor * self.gain
+
+    def _serves_lengths(self) -> bool:
+        """Whether the backend that runs this module's scans takes lengths. `auto` is not to look for another one that
+        does: a GPU's kernel over padding is faster than the reference without it."""
+        op, sizes = self._op()
+        weight = self._tensor("weight_ih_l0")
+        features = ("message_clip",) if self.message_clip > 0 else ()
+        chosen = dispatch.choose(op, self.backend, device=weight.device, dtype=weight.dtype, features=features, **sizes)
+        return dispatch.has_feature(op, chosen, "lengths")
+
+    def _scan_options(self, suffix: str, lengths: Tensor | None) -> dict[str, Any]:
         """What both scans take besides matrices and bias."""
         return {
-            "weight": self._tensor(f"weight_ih_{suffix}"),
+            "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
+            "lengths": lengths,
+            "message_clip": self.message_clip,
             "activation": self.nonlinearity,
             "act_param": self._act_param(suffix),
             "checkpoint_every": self.checkpoint_every,
@@ -308,7 +339,7 @@ class _Recurrent(nn.Module):
 
     def _forward_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
         self._check_input(input.data, packed=True)
-        layout = _Packed(input.batch_sizes, input.data.device)
+        layout = _Packed(input.batch_sizes, input.data.device, self._serves_lengths())
         if hx is not None:
             self._check_hx(hx, layout.batch, input.data.device)
             if input.sorted_indices is not None:  # the caller's order -> order by falling length
@@ -334,9 +365,13 @@ class _Recurrent(nn.Module):
                 matrix = self._matrix(suffix)
 
                 def scan(
-                    x: Tensor, h: Tensor | None, suffix: str = suffix, matrix: tuple[Tensor, ...] = matrix
+                    x: Tensor,
+                    h: Tensor | None,
+                    lengths: Tensor | None,
+                    suffix: str = suffix,
+                    matrix: tuple[Tensor, ...] = matrix,
                 ) -> Tensor:
-                    return self._scan(x, h, suffix, matrix)
+                    return self._scan(x, h, lengths, suffix, matrix)
 
                 output, end = layout.run(scan, data, h0, reverse)
                 outputs.append(output)
@@ -409,6 +444,7 @@ class _Recurrent(nn.Module):
             "bidirectional": False,
         }
         defaults |= {"learned_h0": False, "checkpoint_every": 0, "backend": None, "precision": "ieee"}
+        defaults |= {"message_clip": 0.0, "gain": 1.0}
         for name, default in defaults.items():
             value = getattr(self, name)
             if value != default:
@@ -419,7 +455,7 @@ class _Recurrent(nn.Module):
 
 
 class RNN(_Recurrent):
-    """torch.nn.RNN on orthokern's scan: h_t = phi(W_hh h_{t-1} + b_hh + W_ih x_t + b_ih).
+    """torch.nn.RNN on orthokern's scan: h_t = phi(gain (W_hh h_{t-1} + b_hh + W_ih x_t + b_ih)), with a gain of 1.
 
     Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.RNN, and so are the first
     parameters for the same seed. Its state_dict loads here, and ours there unless the module has parameters that
@@ -447,6 +483,12 @@ class RNN(_Recurrent):
         backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
         precision: of float32 products on a GPU: "ieee" (exact), or at your wish "3xtf32", "tf32" or "bf16"; states and
             sums stay float32. The CPU computes exact products whatever it says.
+        message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
+            of the backward, before it goes on; 0 does not. See orthokern.functional.factored_scan.
+        gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). No parameter changes
+            its meaning: recurrent_matrix() and state_dict() are without it.
+
+    A PackedSequence costs nothing for its padding on the cpu and reference backends.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
     bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for.
@@ -473,6 +515,8 @@ class RNN(_Recurrent):
         checkpoint_every: int = 0,
         backend: str | None = None,
         precision: str = "ieee",
+        message_clip: float = 0.0,
+        gain: float = 1.0,
     ) -> None:
         super().__init__(
             input_size,
@@ -488,6 +532,8 @@ class RNN(_Recurrent):
             checkpoint_every=checkpoint_every,
             backend=backend,
             precision=precision,
+            message_clip=message_clip,
+            gain=gain,
         )
         if init is not None and init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
@@ -529,22 +575,31 @@ class RNN(_Recurrent):
         return [[self._tensor(name) for name in self._dense_names(suffix)] for suffix in self._suffixes()]
 
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W_hh [N,N] of one recurrence (the parameter itself)."""
+        """W_hh [N,N] of one recurrence (the parameter itself, without the gain)."""
         return self._tensor(f"weight_hh_{self._suffix(layer, reverse)}")
+
+    def recurrent_matrices(self) -> list[Tensor]:
+        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._tensor(f"weight_hh_{suffix}") for suffix in self._suffixes()]
 
     def parameter_roles(self) -> dict[str, str]:
         """Parameter name -> "other": a dense recurrence has neither orthonormal bases nor a spectrum."""
         return {name: "other" for name, _ in self.named_parameters(recurse=False)}
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        weight = self._tensor(f"weight_hh_{suffix}")
+        weight = self._gained(self._tensor(f"weight_hh_{suffix}"))
         if not self.bias:
             return (weight,)
-        return weight, self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}")
+        return weight, self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
 
-    def _scan(self, x: Tensor, h0: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]) -> Tensor:
+    def _op(self) -> tuple[str, dict[str, int]]:
+        return "dense_scan", {"N": self.hidden_size}
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
         bias = matrix[1] if self.bias else None
-        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix))
+        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
 
     def extra_repr(self) -> str:
         return self._repr_common() + ("" if self.init is None else f", init={self.init!r}")
@@ -553,7 +608,7 @@ class RNN(_Recurrent):
 class FactorizedRNN(_Recurrent):
     """An RNN whose recurrent matrix is W = U diag(s) V^T with orthonormal U and V [N,K] and a spectrum s held near 1.
 
-    h_t = phi(U (s * (V^T h_{t-1})) + W_ih x_t + b), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
+    h_t = phi(gain (U (s * (V^T h_{t-1})) + W_ih x_t + b)), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
     Vorontsov, Trabelsi, Kadoury and Pal, "On orthogonality and learning recurrent networks with long term
     dependencies", 2017. A drop-in for torch.nn.RNN in constructor names, layouts and (output, h_n). U and V stay
     orthonormal only under an optimizer that keeps them so: orthokern.optim.optimizer_for(model) splits the parameters
@@ -565,6 +620,8 @@ class FactorizedRNN(_Recurrent):
         dtype: float32 or float64; 16-bit types are refused, orthogonality does not survive in them.
         margin: m >= 0, how far s may go from 1; 0 fixes s = 1 (p is kept and its gradient is zero). None: s itself
             is the parameter, free.
+        spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. Of no effect
+            for margin 0 or None.
         rank: K <= N, columns of U and V; None for N.
         apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
             sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
@@ -573,7 +630,7 @@ class FactorizedRNN(_Recurrent):
             W is the named orthogonal matrix, s = 1, for K = N. "glorot": the (truncated) singular value
             decomposition of a Glorot-normal matrix, for margin=None. See orthokern.init. Input weights U(-1/sqrt(N),
             1/sqrt(N)) as torch's, bias 0.
-        negative_slope, learned_h0, checkpoint_every, backend, precision: as in orthokern.nn.RNN.
+        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (one: the second of torch
     adds nothing), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
@@ -598,6 +655,7 @@ class FactorizedRNN(_Recurrent):
         dtype: torch.dtype | None = None,
         *,
         margin: float | None = 0.1,
+        spectrum_map: str = "sigmoid",
         rank: int | None = None,
         apply: str = "factored",
         init: str = "orthogonal",
@@ -606,6 +664,8 @@ class FactorizedRNN(_Recurrent):
         checkpoint_every: int = 0,
         backend: str | None = None,
         precision: str = "ieee",
+        message_clip: float = 0.0,
+        gain: float = 1.0,
     ) -> None:
         super().__init__(
             input_size,
@@ -621,6 +681,8 @@ class FactorizedRNN(_Recurrent):
             checkpoint_every=checkpoint_every,
             backend=backend,
             precision=precision,
+            message_clip=message_clip,
+            gain=gain,
         )
         if margin is not None:
             accepted = "a finite number >= 0, or None for a free spectrum"
@@ -628,6 +690,9 @@ class FactorizedRNN(_Recurrent):
             if not (math.isfinite(margin) and margin >= 0.0):
                 raise InputError(f"margin must be {accepted}, got {margin}")
         self.margin = margin
+        if spectrum_map not in functional.SPECTRUM_MAPS:
+            raise unknown_name("spectrum_map", spectrum_map, functional.SPECTRUM_MAPS)
+        self.spectrum_map = spectrum_map
         self.rank = self.hidden_size if rank is None else positive_int("rank", rank)
         if self.rank > self.hidden_size:
             raise InputError(f"rank must be at most hidden_size = {self.hidden_size}, got {self.rank}")
@@ -673,16 +738,16 @@ class FactorizedRNN(_Recurrent):
             self._reset_common(suffix, generator)
 
     def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """s [K] of one recurrence, in the order of the columns of U and V, as the scan uses it; differentiable with
+        """s [K] of one recurrence, in the order of the columns of U and V, without the gain; differentiable with
         respect to the parameter."""
-        return functional.spectrum(self._tensor(f"spectrum_{self._suffix(layer, reverse)}"), self.margin)
+        return self._spectrum(self._suffix(layer, reverse))
 
     def spectra(self) -> list[Tensor]:
         """`spectrum` of every recurrence, in the order l0, l0_reverse, l1, ..."""
-        return [functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin) for suffix in self._suffixes()]
+        return [self._spectrum(suffix) for suffix in self._suffixes()]
 
     def singular_values(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """Singular values |s| [K] of W, detached, in the order of the columns of U and V (not sorted), so that each
+        """Singular values |s| [K] of W (without the gain), detached, in the order of the columns of U and V (not sorted), so that each
         can be followed in time.
 
         They are |s| because U and V are orthonormal. s itself (see `spectrum`) can be negative only for margin > 1
@@ -691,7 +756,7 @@ class FactorizedRNN(_Recurrent):
         return self.spectrum(layer, reverse).detach().abs()
 
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W = U diag(s) V^T [N,N] of one recurrence, composed for inspection; differentiable. Forward forms it only
+        """W = U diag(s) V^T [N,N] of one recurrence (without the gain), composed for inspection; differentiable. Forward forms it only
         with apply="composed"."""
         suffix = self._suffix(layer, reverse)
         return (self._tensor(f"u_{suffix}") * self.spectrum(layer, reverse)) @ self._tensor(f"v_{suffix}").mT
@@ -715,20 +780,32 @@ class FactorizedRNN(_Recurrent):
             roles[name] = "geodesic" if kind in ("u", "v") else "spectrum" if kind == "spectrum" else "other"
         return roles
 
+    def _spectrum(self, suffix: str) -> Tensor:
+        return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
+
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
-        s = functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin)
+        s = self._gained(self._spectrum(suffix))
         return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
 
-    def _scan(self, x: Tensor, h0: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]) -> Tensor:
-        bias = self._tensor(f"bias_{suffix}") if self.bias else None
+    def _op(self) -> tuple[str, dict[str, int]]:
         if self.apply_mode == "composed":
-            return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix))
+            return "dense_scan", {"N": self.hidden_size}
+        return "factored_scan", {"N": self.hidden_size, "K": self.rank}
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        if self.apply_mode == "composed":
+            return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
         u, s, v = matrix
-        return functional.factored_scan(x, u, s, v, h0, bias=bias, **self._scan_options(suffix))
+        return functional.factored_scan(x, u, s, v, h0, bias=bias, **self._scan_options(suffix, lengths))
 
     def extra_repr(self) -> str:
         text = f"{self._repr_common()}, margin={self.margin}"
+        if self.spectrum_map != "sigmoid":
+            text += f", spectrum_map={self.spectrum_map!r}"
         if self.rank != self.hidden_size:
             text += f", rank={self.rank}"
         if self.apply_mode != "factored":

@@ -100,6 +100,26 @@ def activation_parameter(activation: str, act_param: Tensor | None, N: int, like
     same_kind("act_param", act_param, like_name, like)
 
 
+def scan_lengths(lengths: object, x: Tensor) -> None:
+    """lengths must be int64 [B] on the device of x [T, B, ...], or None; their values are checked in the op."""
+    if lengths is None:
+        return
+    tensor = is_tensor("lengths", lengths)
+    if tensor.dtype != torch.int64:
+        raise InputError(f"lengths has dtype {dtype_name(tensor.dtype)}: accepted is int64")
+    has_shape("lengths", tensor, (x.shape[1],), "[B]")
+    same_device("lengths", tensor, "x", x)
+
+
+def scan_clip(message_clip: object) -> None:
+    """message_clip must be a finite number, 0 or more."""
+    number = isinstance(message_clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(message_clip, bool)
+    if not number or not 0 <= message_clip < float("inf"):  # type: ignore[operator]
+        raise InputError(
+            f"message_clip is {describe(message_clip)}: accepted is a finite number, 0 (no clipping) or more"
+        )
+
+
 def scan_choices(precision: object, algorithm: object, activation: str) -> None:
     """precision and algorithm must be known names, and chunks of time need a linear recurrence."""
     if precision not in PRECISIONS:

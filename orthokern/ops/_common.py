@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from orthokern.dispatch import Support
@@ -12,6 +13,16 @@ from orthokern.errors import InputError
 
 NO_TRITON = Support(missing="no Triton kernel in this release")
 NO_CUDA = Support(missing="no CUDA kernel in this release")
+
+
+# Optional arguments of the scans that a backend may lack, see Support.features.
+SCAN_FEATURES = ("lengths", "message_clip")
+
+
+def scan_features(lengths: Tensor | None, message_clip: float) -> tuple[str, ...]:
+    """Those of SCAN_FEATURES that a call uses."""
+    used = (lengths is not None, message_clip > 0)
+    return tuple(name for name, use in zip(SCAN_FEATURES, used, strict=True) if use)
 
 
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
@@ -26,12 +37,27 @@ def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
         raise InputError(f"{argument} holds {worst}: {what} must be in [0, {size})")
 
 
-def check_tokens(x: Tensor | None, weight: Tensor | None) -> None:
-    """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D].
+def check_lengths(lengths: Tensor | None, T: int) -> None:
+    """Raise InputError unless all of a scan's lengths (int64 [B], or None) are in [1, T].
+
+    As check_range: the CPU kernels count by these numbers. Not on a GPU: the answer would have to travel to the host.
+    """
+    if lengths is None or lengths.is_cuda:
+        return
+    low, high = lengths.aminmax()
+    least, most = int(low), int(high)
+    if least < 1 or most > T:
+        raise InputError(f"lengths holds {least if least < 1 else most}: lengths must be in [1, T] = [1, {T}]")
+
+
+def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None) -> None:
+    """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D]; padding may hold anything.
 
     Not on a GPU: the answer would have to travel to the host. The kernels there turn a wrong id into NaN.
     """
     if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
+        if lengths is not None:
+            x = x.masked_fill(torch.arange(x.shape[0]).unsqueeze(1) >= lengths, 0)
         check_range("x", x, weight.shape[1], "token ids")
 
 

@@ -10,12 +10,21 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
-from orthokern.ops._common import apart, check_tokens, dense, given, no_second_derivative
+from orthokern.ops._common import (
+    SCAN_FEATURES,
+    apart,
+    check_lengths,
+    check_tokens,
+    dense,
+    given,
+    no_second_derivative,
+    scan_features,
+)
 from orthokern.ops.activations import NEEDS_INPUT
 
 SUPPORT = {
-    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=SCAN_FEATURES),
     "triton": Support(
         devices=("cuda",),
         dtypes=(torch.float64, torch.float32),
@@ -43,6 +52,8 @@ def dense_scan(
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> Tensor:
     """A dense recurrent layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -50,6 +61,7 @@ def dense_scan(
         e_t = x_t                        without weight
             = weight x_t + bias          for features, and for token ids with x_t their one-hot form (never made)
         a_t = W h_{t-1} + e_t,    h_t = phi(a_t),    t = 1 ... T.
+        With lengths, a_t = h_t = 0 for t > lengths[b].
         Backward: Note [Dense scan backward] in ``orthokern/reference/dense_scan.py``.
 
     Args:
@@ -68,6 +80,12 @@ def dense_scan(
             the faster products computes IEEE ones, as cpu and reference always do; so does float64.
         algorithm: "sequential", step after step; "chunked", over chunks of time in parallel through powers of the map
             (activation identity only; forms W); "auto", the backend's choice of what it has.
+        lengths: int64 [B], in [1, T] (checked on a CPU), the steps that each sequence has; None: T for all. States on
+            padding are zeros. What stands there in x (NaN, wrong token ids) and in the cotangent is never looked at,
+            and gradients there are zeros.
+        message_clip: c > 0 clips delta_t, the gradient of a_t, to [-c, c] element by element in every step of the
+            backward, before it goes on to anything; 0 does not. See Note [Message clip] in
+            ``orthokern/reference/_scan.py``.
         Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
 
     Returns:
@@ -76,7 +94,8 @@ def dense_scan(
     Saved:
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
         x; pre [T, B, N], the a_t, for prelu, leaky_relu and oplu without checkpoints; x if weight is given; all
-        parameters and h0. The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
+        parameters, h0 and lengths; all zero on padding, but for the ckpt that enters right at a sequence's end. The
+        backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
         Forward 2 T B N^2 flops (+ 2 T B N D for features), backward scan the same, gradient of w 2 T B N^2,
@@ -88,12 +107,17 @@ def dense_scan(
     """
     if dispatch.plain_reference(backend):
         reference = dispatch.resolve("dense_scan", "reference", device=w.device, dtype=w.dtype, algorithm=algorithm)
-        check_tokens(x, weight)
-        hs: Tensor = reference.dense_scan_fwd(x, w, h0, weight, bias, act_param, activation=activation)[0]
+        check_lengths(lengths, x.shape[0])
+        check_tokens(x, weight, lengths)
+        hs: Tensor = reference.dense_scan_fwd(
+            x, w, h0, weight, bias, act_param, activation=activation, lengths=lengths, message_clip=message_clip
+        )[0]
+        _taps.record_states("dense_scan", hs)
         return hs
     hs, _, _ = torch.ops.orthokern.dense_scan_fwd(
-        x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm
-    )
+        x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm, lengths,
+        message_clip,
+    )  # fmt: skip
     return hs
 
 
@@ -101,7 +125,8 @@ def dense_scan(
     "orthokern::dense_scan_fwd",
     mutates_args=(),
     schema="(Tensor x, Tensor w, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
-    'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto") '
+    'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto", '
+    "Tensor? lengths=None, float message_clip=0.0) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def _fwd(
@@ -116,14 +141,22 @@ def _fwd(
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """(hs, ckpt, pre); what does not apply is empty."""
-    leaf = dispatch.resolve("dense_scan", backend, device=w.device, dtype=w.dtype, algorithm=algorithm, N=w.shape[0])
-    check_tokens(x, weight)
+    leaf = dispatch.resolve(
+        "dense_scan", backend, device=w.device, dtype=w.dtype, algorithm=algorithm,
+        features=scan_features(lengths, message_clip), N=w.shape[0],
+    )  # fmt: skip
+    check_lengths(lengths, x.shape[0])
+    check_tokens(x, weight, lengths)
     outputs = leaf.dense_scan_fwd(
         dense(x), dense(w), dense(h0), dense(weight), dense(bias), dense(act_param),
         activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
+        lengths=dense(lengths), message_clip=message_clip,
     )  # fmt: skip
+    _taps.record_states("dense_scan", outputs[0])
     return apart(outputs)
 
 
@@ -140,6 +173,8 @@ def _fwd_fake(
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, (B, N) = x.shape[0], h0.shape
     segments = (T + checkpoint_every - 1) // checkpoint_every if checkpoint_every else 0
@@ -156,7 +191,8 @@ def _fwd_fake(
     mutates_args=(),
     schema="(Tensor grad_hs, Tensor states, Tensor pre, Tensor? x, Tensor w, Tensor h0, "
     "Tensor? weight, Tensor? bias, Tensor? act_param, str activation, int checkpoint_every=0, bool need_x=True, "
-    'bool need_params=True, str? backend=None, str precision="ieee", str algorithm="auto") '
+    'bool need_params=True, str? backend=None, str precision="ieee", str algorithm="auto", '
+    "Tensor? lengths=None, float message_clip=0.0) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
@@ -176,18 +212,25 @@ def _bwd(
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """(grad_x, grad_w, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm).
 
     states is hs, or ckpt when checkpoint_every > 0; x may be None where it is not needed (no weight, no checkpoints).
     What does not apply or is not needed is empty. grad_norm: [T].
     """
-    leaf = dispatch.resolve("dense_scan", backend, device=w.device, dtype=w.dtype, algorithm=algorithm, N=w.shape[0])
-    check_tokens(x, weight)
+    leaf = dispatch.resolve(
+        "dense_scan", backend, device=w.device, dtype=w.dtype, algorithm=algorithm,
+        features=scan_features(lengths, message_clip), N=w.shape[0],
+    )  # fmt: skip
+    check_lengths(lengths, grad_hs.shape[0])
+    check_tokens(x, weight, lengths)
     grads = leaf.dense_scan_bwd(
         dense(grad_hs), dense(states), dense(pre), dense(x), dense(w), dense(h0), dense(weight),
         dense(bias), dense(act_param), activation=activation, checkpoint_every=checkpoint_every, need_x=need_x,
-        need_params=need_params, precision=precision, algorithm=algorithm,
+        need_params=need_params, precision=precision, algorithm=algorithm, lengths=dense(lengths),
+        message_clip=message_clip,
     )  # fmt: skip
     if _taps.SINKS:
         _taps.record("dense_scan", grads[-1])
@@ -212,6 +255,8 @@ def _bwd_fake(
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, ...]:
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
@@ -232,7 +277,7 @@ def _bwd_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w, h0, weight, bias, act_param, activation, checkpoint_every, *ctx.choices = inputs
+    x, w, h0, weight, bias, act_param, activation, checkpoint_every, *ctx.choices, lengths, ctx.message_clip = inputs
     hs, ckpt, pre = output
     ctx.mark_non_differentiable(ckpt, pre)
     ctx.set_materialize_grads(False)
@@ -240,20 +285,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     # a precomputed input term is only read again to recompute states, and may be as large as all of them
     x_needed = weight is not None or checkpoint_every > 0
     states = ckpt if checkpoint_every else hs
-    ctx.save_for_backward(states, pre, x if x_needed else None, w, h0, weight, bias, act_param)
+    ctx.save_for_backward(states, pre, x if x_needed else None, w, h0, weight, bias, act_param, lengths)
 
 
 def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
-        return (None,) * 11
-    states, pre, x, w, h0, weight, bias, act_param = ctx.saved_tensors
+        return (None,) * 13
+    states, pre, x, w, h0, weight, bias, act_param, lengths = ctx.saved_tensors
     needs = ctx.needs_input_grad
     need_params = needs[1] or any(needs[3:6])
     grads = torch.ops.orthokern.dense_scan_bwd(
         grad_hs, states, pre, x, w, h0, weight, bias, act_param,
-        ctx.activation, ctx.checkpoint_every, needs[0], need_params, *ctx.choices,
+        ctx.activation, ctx.checkpoint_every, needs[0], need_params, *ctx.choices, lengths,
+        ctx.message_clip,
     )  # fmt: skip
-    return (*(given(grad, need) for grad, need in zip(grads[:6], needs[:6], strict=True)), *(None,) * 5)
+    return (*(given(grad, need) for grad, need in zip(grads[:6], needs[:6], strict=True)), *(None,) * 7)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

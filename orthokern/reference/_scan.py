@@ -1,4 +1,17 @@
-"""What the two scans share: everything but the product with W (factored or dense) and its parameters' gradients."""
+"""What the two scans share: everything but the product with W (factored or dense) and its parameters' gradients.
+
+Note [Sequences of different lengths]
+    With lengths, a_t and h_t of a sequence are zero once it has ended, so the loss cannot depend on anything there:
+    ghat_t = delta_t = 0 on padding. The gradients are those of each sequence on its own. What stands on padding in x
+    and in the cotangents is replaced by zeros before anything is computed of it, because 0 times NaN is not 0.
+
+Note [Message clip]
+    With message_clip c > 0 the backward sends clip(phi'(a_t) ghat_t, -c, c), element by element, where it would send
+    delta_t = phi'(a_t) ghat_t: to the step before, to the parameters of a_t, and to x. This is autograd's gradient of
+    the same scan with an identity at every a_t whose backward clips. The gradient of the activation's own parameter
+    comes from ghat_t, which has not passed that place. (The "gradient clipping" of Vorontsov et al. 2017, section 4,
+    in their released code.)
+"""
 
 from __future__ import annotations
 
@@ -23,17 +36,48 @@ def input_term(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return e if bias is None else e + bias
 
 
+def running(T: int, lengths: Tensor | None) -> Tensor | None:
+    """Which steps belong to their sequence: bool [T, B], or None for all."""
+    if lengths is None:
+        return None
+    return torch.arange(T, device=lengths.device).unsqueeze(1) < lengths
+
+
+def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
+    """values [T, B], [T, B, N] or [B, N], with zeros wherever alive ([T, B] or [B]) is False."""
+    if alive is None:
+        return values
+    return torch.where(alive.view(*alive.shape, *(1,) * (values.ndim - alive.ndim)), values, torch.zeros_like(values))
+
+
 def run_forward(
-    step: Step, e: Tensor, h: Tensor, act_param: Tensor | None, activation: str, checkpoint_every: int
+    step: Step,
+    x: Tensor,
+    h: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act_param: Tensor | None,
+    *,
+    activation: str,
+    checkpoint_every: int = 0,
+    alive: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h_t = phi(step(h_{t-1}) + e_t) over e [T, B, N] from h [B, N]: (hs, ckpt, pre), see the ops' docstrings."""
+    """h_t = phi(step(h_{t-1}) + e_t) over x (see ``input_term``) from h [B, N]: (hs, ckpt, pre), see the ops' docstrings.
+
+    alive: bool [T, B] or None, see ``running``.
+    """
+    e = input_term(without_padding(x, alive), weight, bias)
     # unbind, not e[t]: the backward of T separate selections writes T zero-filled tensors of e's size
     states, entering, pre = [], [], []
     for t, e_t in enumerate(e.unbind(0)):
         if checkpoint_every and t % checkpoint_every == 0:
             entering.append(h)
-        a = step(h) + e_t
-        h = activation_fwd(a, act_param, activation=activation)
+        here = None if alive is None else alive[t]
+        a = without_padding(step(h) + e_t, here)
+        if message_clip > 0 and a.requires_grad:
+            a.register_hook(lambda gradient: gradient.clamp(-message_clip, message_clip))
+        h = without_padding(activation_fwd(a, act_param, activation=activation), here)
         states.append(h)
         pre.append(a)
     keep_pre = not checkpoint_every and activation in NEEDS_INPUT
@@ -72,6 +116,8 @@ def run_backward(
     checkpoint_every: int,
     need_x: bool,
     need_params: bool,
+    lengths: Tensor | None,
+    message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The adjoint recurrence of Note [Factored scan backward], for any W given by its two products.
 
@@ -81,6 +127,9 @@ def run_backward(
     """
     T, B, N = grad_hs.shape
     empty = grad_hs.new_empty(0)
+    alive = running(T, lengths)
+    grad_hs = without_padding(grad_hs, alive)
+    x = None if x is None else without_padding(x, alive)
     m = grad_hs.new_zeros(N, N)
     grad_weight = torch.zeros_like(weight) if weight is not None and need_params else empty
     grad_bias = torch.zeros_like(bias) if bias is not None and need_params else empty
@@ -93,8 +142,10 @@ def run_backward(
         if checkpoint_every:
             assert x is not None
             entering = states[start // checkpoint_every]
-            e = input_term(x[start:stop], weight, bias)
-            hs, _, pre_segment = run_forward(step, e, entering, act_param, activation, 0)
+            hs, _, pre_segment = run_forward(
+                step, x[start:stop], entering, weight, bias, act_param,
+                activation=activation, alive=None if alive is None else alive[start:stop],
+            )  # fmt: skip
         else:
             entering, hs, pre_segment = h0, states, pre
         pre_rows = pre_segment.unbind(0) if pre_segment.numel() else (None,) * (stop - start)
@@ -109,12 +160,15 @@ def run_backward(
             if elementwise is not None and need_params:
                 assert act_param is not None
                 grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
+            if message_clip > 0:
+                delta = delta.clamp(-message_clip, message_clip)
             carry = step_transposed(delta)
             deltas.append(delta)
         delta_segment = torch.stack(deltas[::-1])
 
         if need_params:
             before = torch.cat([entering.unsqueeze(0), hs[:-1]])  # h_{t-1}
+            before = without_padding(before, None if alive is None else alive[start:stop])
             m = m + delta_segment.flatten(0, 1).mT @ before.flatten(0, 1)
             if weight is not None:
                 assert x is not None

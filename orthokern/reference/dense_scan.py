@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from orthokern.reference._scan import input_term, run_backward, run_forward
+from orthokern.reference._scan import run_backward, run_forward, running
 
 
 def dense_scan_fwd(
@@ -23,14 +23,18 @@ def dense_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.dense_scan`` for the arguments. Returns (hs, ckpt, pre). Differentiable by autograd."""
 
     def step(h: Tensor) -> Tensor:
         return h @ w.mT
 
-    e = input_term(x, weight, bias)
-    return run_forward(step, e, h0, act_param, activation, checkpoint_every)
+    return run_forward(
+        step, x, h0, weight, bias, act_param, activation=activation, checkpoint_every=checkpoint_every,
+        alive=running(x.shape[0], lengths), message_clip=message_clip,
+    )  # fmt: skip
 
 
 def dense_scan_bwd(
@@ -50,6 +54,8 @@ def dense_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.dense_scan`` for arguments and returns, Note [Dense scan backward] for the formulas."""
 
@@ -62,4 +68,5 @@ def dense_scan_bwd(
     return run_backward(
         step, step_transposed, grad_hs, states, pre, x, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
+        lengths=lengths, message_clip=message_clip,
     )  # fmt: skip

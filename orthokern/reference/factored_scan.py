@@ -14,6 +14,8 @@ Note [Factored scan backward]
 
         dL/dU = M V S,     dL/dV = M^T U S,     dL/ds = diag(U^T M V).
 
+    Lengths and the clipping of delta_t: Note [Sequences of different lengths] and Note [Message clip] in ``_scan.py``.
+
     In row form (a row per sequence): h V S U^T + e, ghat = g + ((delta U) s) V^T, M = delta^T h.
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from orthokern.reference._scan import input_term, run_backward, run_forward
+from orthokern.reference._scan import run_backward, run_forward, running
 
 
 def factored_scan_fwd(
@@ -38,14 +40,18 @@ def factored_scan_fwd(
     checkpoint_every: int = 0,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.factored_scan`` for the arguments. Returns (hs, ckpt, pre). Differentiable by autograd."""
 
     def step(h: Tensor) -> Tensor:
         return ((h @ v) * s) @ u.mT
 
-    e = input_term(x, weight, bias)
-    return run_forward(step, e, h0, act_param, activation, checkpoint_every)
+    return run_forward(
+        step, x, h0, weight, bias, act_param, activation=activation, checkpoint_every=checkpoint_every,
+        alive=running(x.shape[0], lengths), message_clip=message_clip,
+    )  # fmt: skip
 
 
 def factored_scan_bwd(
@@ -67,6 +73,8 @@ def factored_scan_bwd(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.factored_scan`` for arguments and returns, Note [Factored scan backward] for the formulas."""
 
@@ -79,6 +87,7 @@ def factored_scan_bwd(
     grads = run_backward(
         step, step_transposed, grad_hs, states, pre, x, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
+        lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
     grad_x, m, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm = grads
     if need_params:

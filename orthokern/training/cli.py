@@ -121,6 +121,8 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
     Raises:
         CheckpointError: the command line differs from the run to resume in a setting that a resumed run can't change.
     """
+    if "iterations" in given and "epochs" in defaults:  # the later word on how long
+        given = {"epochs": None, **given}
     if stored is not None:
         for key in sorted(given):
             if key not in FREE_SETTINGS and key in stored and given[key] != stored[key]:

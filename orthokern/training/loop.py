@@ -1,6 +1,8 @@
 """The training loop that every task shares, in one process or several."""
 
+import copy
 import hashlib
+import json
 import math
 import signal
 import time
@@ -34,7 +36,7 @@ from orthokern.training.task import Task
 # Settings that a resumed run may change: none of them changes what an iteration computes. (Another number of threads or
 # processes may change rounding, and another number of processes what dropout draws.)
 FREE_SETTINGS = frozenset(
-    {"iterations", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
+    {"iterations", "epochs", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
 )
 
 EXIT_OK, EXIT_DIVERGED = 0, 3
@@ -407,7 +409,7 @@ def _train(state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Pro
     progress.close()
     _plot(state, settings)
     if ended:
-        message = task.summary(state.reached, state.iteration, seconds, state.evaluation)
+        message = task.summary(state.reached, state.iteration, seconds, state.evaluation) + _finish(state, seconds)
         if failure is not None:
             progress.line(f"warning: the final checkpoint could not be written: {failure}; {state.last_good()}")
         return Outcome(EXIT_OK, state.reached, state.iteration, seconds, state.evaluation, message)
@@ -568,6 +570,46 @@ def _evaluate(state: _Run) -> dict[str, float]:
         state.best = {"score": score, "iteration": state.iteration}
         state.save_best()
     return {f"held_out_{name}": value for name, value in evaluation.items()}
+
+
+def _finish(state: _Run, seconds: float) -> str:
+    """Tests with the best parameters and writes result.json, on rank 0; returns what to say of the test."""
+    task = state.task
+
+    def finish() -> str:
+        last = copy.deepcopy(task.model.state_dict())
+        if state.best is not None and state.run.best.exists():
+            task.model.load_state_dict(load_checkpoint(state.run.best)["model"])
+        task.model.eval()
+        module, task.module = task.module, task.model
+        try:
+            with torch.no_grad():
+                test = task.test()
+        finally:
+            task.model.load_state_dict(last)
+            task.model.train()
+            task.module = module
+        result = {
+            "task": task.name,
+            "reached": state.reached,
+            "iteration": state.iteration,
+            "seconds": seconds,
+            "parameters": sum(p.numel() for p in task.model.parameters()),
+            "last": state.evaluation,
+            "best": state.best,
+            "test": test,
+        }
+        try:
+            write_atomically(state.run.result, json.dumps(result, indent=2).encode() + b"\n")
+        except OSError as error:
+            state.progress.line(f"warning: {state.run.result} not written: {error.strerror or error}")
+        if not test:
+            return ""
+        told = ", ".join(f"{name} {value:.4g}" for name, value in test.items())
+        at = f" with the parameters of iteration {state.best['iteration']}" if state.best is not None else ""
+        return f"; on the test data{at}: {told}"
+
+    return distributed.on_first(finish)
 
 
 def _parameters_are_finite(task: Task) -> bool:

@@ -43,6 +43,11 @@ class RunFolder:
         return self.path / "best.pt"
 
     @property
+    def result(self) -> Path:
+        """How the run ended: written when the goal is reached or all iterations are done."""
+        return self.path / "result.json"
+
+    @property
     def profile(self) -> Path:
         """Where an iteration's time goes, if --profile asked."""
         return self.path / "profile.json"

@@ -96,6 +96,11 @@ class Task(ABC):
     def score(self, evaluation: dict[str, float]) -> float:
         """The evaluation as one number, higher is better: the best one so far is kept as best.pt."""
 
+    def test(self) -> dict[str, float]:
+        """Forward-only numbers on the test data, which no decision of the run may depend on: called once, when the run
+        is over, with the parameters of the best evaluation. Default: none, the task has no test data."""
+        return {}
+
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         """Whether the run may end here. Default: never."""
         return False
