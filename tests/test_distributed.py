@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,6 @@ from orthokern.training import LoopSettings, RunFolder, load_checkpoint, read_me
 from orthokern.training.distributed import Shard, agree, current_shard, gather, on_first, together
 
 OPTIONS = ["--iterations", 24, "--threads", 1, "--no-plots"]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    with ForkServer(tmp_path_factory.mktemp("runs")) as started:
-        yield started
 
 
 def ended(runs: list[Run], code: int) -> list[Run]:
@@ -55,25 +49,25 @@ def close(a: Any, b: Any) -> bool:
 # ---- the same run --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world, accumulate", [(2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize("world, accumulate", [(2, 1), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_processes_train_as_one_with_the_joint_batch(
-    server: ForkServer, tmp_path: Path, world: int, accumulate: int
+    fork_server: ForkServer, tmp_path: Path, world: int, accumulate: int
 ) -> None:
     options = [*OPTIONS, "--accumulate", accumulate, "--last-step-gradient"]
-    one = server.start("--out", tmp_path / "one", "--dump", tmp_path / "one", *options)
+    one = fork_server.start("--out", tmp_path / "one", "--dump", tmp_path / "one", *options)
     assert one.wait() == 0, one.err
-    runs = ended(server.start_ranks(world, "--out", tmp_path / "all", "--dump", tmp_path / "rank", *options), 0)
+    runs = ended(fork_server.start_ranks(world, "--out", tmp_path / "all", "--dump", tmp_path / "rank", *options), 0)
     a, b = records(tmp_path / "one"), records(tmp_path / "all")
     assert len(a) == len(b) == 24
     assert all(map(close, a, b))
-    assert {"grad_norm_through_time", "last_grad_norm_through_time"} <= a[0].keys()
+    assert {"grad_norm_through_time", "state_norm_through_time", "last_grad_norm_through_time"} <= a[0].keys()
     assert a[-1]["loss"] < 0.8 * a[0]["loss"]
     ranks = [torch.load(tmp_path / f"rank.{rank}") for rank in range(world)]
     assert all(same(ranks[0], other) for other in ranks[1:])  # bit for bit, bases included
     assert all(torch.allclose(p, ranks[0][k], rtol=0, atol=1e-12) for k, p in torch.load(tmp_path / "one.0").items())
     # Rank 0 alone writes and talks.
     assert sorted(p.name for p in (tmp_path / "all").iterdir()) == [
-        "best.pt", "checkpoint.pt", "config.json", "metrics.jsonl",
+        "best.pt", "checkpoint.pt", "config.json", "metrics.jsonl", "result.json",
     ]  # fmt: skip
     assert "done at 24" in runs[0].out
     assert [run.out for run in runs[1:]] == [""] * (world - 1)
@@ -81,13 +75,13 @@ def test_processes_train_as_one_with_the_joint_batch(
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_signal_on_one_rank_stops_all_and_a_resumed_run_equals_one_never_stopped(
-    server: ForkServer, tmp_path: Path, world: int
+    fork_server: ForkServer, tmp_path: Path, world: int
 ) -> None:
     """Dropout draws differently on every rank, and goes on there."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     options = [*OPTIONS, "--dropout", 0.3, "--batch", 4 * world]
-    ended(server.start_ranks(world, "--out", whole, *options), 0)
-    runs = ended(server.start_ranks(world, "--out", stopped, *options, strike="11,1,SIGTERM"), 143)
+    ended(fork_server.start_ranks(world, "--out", whole, *options), 0)
+    runs = ended(fork_server.start_ranks(world, "--out", stopped, *options, strike="11,1,SIGTERM"), 143)
     told = f"stopped by SIGTERM after iteration 11, saved; continue with --resume {stopped}\n"
     assert [run.err for run in runs] == [told] + [""] * (world - 1)
     payload = load_checkpoint(stopped / "checkpoint.pt")
@@ -95,18 +89,18 @@ def test_a_signal_on_one_rank_stops_all_and_a_resumed_run_equals_one_never_stopp
     others = payload["rng_of_other_ranks"]
     assert len(others) == world - 1
     assert all(not torch.equal(payload["rng"]["torch"], other["torch"]) for other in others)
-    ended(server.start_ranks(world, "--resume", stopped), 0)
+    ended(fork_server.start_ranks(world, "--resume", stopped), 0)
     assert records(stopped) == records(whole)
     for name in ("checkpoint.pt", "best.pt"):
         assert same(load_checkpoint(whole / name), load_checkpoint(stopped / name))
 
 
-def test_another_number_of_processes_may_go_on(server: ForkServer, tmp_path: Path) -> None:
+def test_another_number_of_processes_may_go_on(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended(server.start_ranks(2, "--out", folder, *OPTIONS), 0)
+    ended(fork_server.start_ranks(2, "--out", folder, *OPTIONS), 0)
     shutil.copytree(folder, tmp_path / "one")
-    ended(server.start_ranks(4, "--resume", folder, "--iterations", 30), 0)
-    assert server.start("--resume", tmp_path / "one", "--iterations", 30).wait() == 0
+    ended(fork_server.start_ranks(4, "--resume", folder, "--iterations", 30), 0)
+    assert fork_server.start("--resume", tmp_path / "one", "--iterations", 30).wait() == 0
     assert len(records(folder)) == 30
     assert all(map(close, records(folder), records(tmp_path / "one")))
 
@@ -115,30 +109,31 @@ def test_another_number_of_processes_may_go_on(server: ForkServer, tmp_path: Pat
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_ends_the_others_with_one_line(server: ForkServer, tmp_path: Path, lost: int) -> None:
+def test_a_killed_rank_ends_the_others_with_one_line(fork_server: ForkServer, tmp_path: Path, lost: int) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    ended(server.start_ranks(2, "--out", whole, *OPTIONS), 0)
-    runs = server.start_ranks(2, "--out", killed, *OPTIONS, strike=f"11,{lost},SIGKILL")
+    ended(fork_server.start_ranks(2, "--out", whole, *OPTIONS), 0)
+    runs = fork_server.start_ranks(2, "--out", killed, *OPTIONS, strike=f"11,{lost},SIGKILL")
     assert runs[lost].wait() == -signal.SIGKILL
     assert runs[1 - lost].wait() == 2
     assert runs[1 - lost].err == (
         f"error: rank {1 - lost}: another process of this run was killed or lost; "
         f"last good checkpoint: iteration 8, {killed / 'checkpoint.pt'}; continue with --resume {killed}\n"
     )
-    ended(server.start_ranks(2, "--resume", killed), 0)
+    ended(fork_server.start_ranks(2, "--resume", killed), 0)
     assert records(killed) == records(whole)
 
 
-def test_a_killed_rank_among_many(server: ForkServer, tmp_path: Path) -> None:
-    runs = server.start_ranks(4, "--out", tmp_path / "run", *OPTIONS, strike="3,2,SIGKILL")
+@pytest.mark.slow
+def test_a_killed_rank_among_many(fork_server: ForkServer, tmp_path: Path) -> None:
+    runs = fork_server.start_ranks(4, "--out", tmp_path / "run", *OPTIONS, strike="3,2,SIGKILL")
     assert [run.wait() for run in runs] == [2, 2, -signal.SIGKILL, 2]
     for run in (runs[0], runs[1], runs[3]):
         assert re.fullmatch(r"error: rank \d: another process .* no checkpoint was written yet; .*\n", run.err), run.err
 
 
-def test_a_rank_that_hangs(server: ForkServer, tmp_path: Path) -> None:
+def test_a_rank_that_hangs(fork_server: ForkServer, tmp_path: Path) -> None:
     options = [*OPTIONS, "--process-timeout", 1]
-    runs = server.start_ranks(2, "--out", tmp_path / "run", *options, strike="11,1,SIGSTOP")
+    runs = fork_server.start_ranks(2, "--out", tmp_path / "run", *options, strike="11,1,SIGSTOP")
     assert runs[0].wait() == 2
     assert re.fullmatch(
         r"error: rank 0: another process gave no answer for 1 s; last good checkpoint: iteration 8, .*; "
@@ -149,15 +144,15 @@ def test_a_rank_that_hangs(server: ForkServer, tmp_path: Path) -> None:
     assert runs[1].wait() == -signal.SIGKILL
 
 
-def test_an_error_on_one_rank(server: ForkServer, tmp_path: Path) -> None:
-    runs = ended(server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "data"), 2)
+def test_an_error_on_one_rank(fork_server: ForkServer, tmp_path: Path) -> None:
+    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "data"), 2)
     assert runs[1].err == "error: rank 1: data.gz is truncated\n"
     assert runs[0].err.startswith("error: rank 0: another process of this run was killed or lost; last good checkpoint")
 
 
-def test_ranks_that_drift_apart_are_noticed(server: ForkServer, tmp_path: Path) -> None:
+def test_ranks_that_drift_apart_are_noticed(fork_server: ForkServer, tmp_path: Path) -> None:
     """One bit of one basis."""
-    runs = ended(server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "drift"), 2)
+    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "drift"), 2)
     assert "iteration 8: the parameters of rank 1 differ from those of rank 0" in runs[0].err
     assert runs[0].err.count("\n") == 1 and runs[1].err == ""
 
@@ -174,9 +169,9 @@ def test_ranks_that_drift_apart_are_noticed(server: ForkServer, tmp_path: Path) 
         (["--iterations", 0], "--iterations: '0' is not an integer of at least 1"),
     ],
 )
-def test_one_line_for_all_ranks(server: ForkServer, tmp_path: Path, options: list[Any], message: str) -> None:
+def test_one_line_for_all_ranks(fork_server: ForkServer, tmp_path: Path, options: list[Any], message: str) -> None:
     where = [] if "--out" in options or "--resume" in options else ["--out", tmp_path / "run"]
-    runs = ended(server.start_ranks(2, *where, *options), 2)
+    runs = ended(fork_server.start_ranks(2, *where, *options), 2)
     assert runs[0].err.startswith("error: ") and runs[0].err.count("\n") == 1 and message in runs[0].err
     assert runs[1].err == ""
     assert not (tmp_path / "run").exists()
@@ -189,8 +184,8 @@ def test_one_line_for_all_ranks(server: ForkServer, tmp_path: Path, options: lis
         ("idle", "no gradient for idle; in several processes every parameter needs one"),
     ],
 )
-def test_mistakes_of_a_task_are_told(server: ForkServer, tmp_path: Path, mistake: str, message: str) -> None:
-    runs = server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", mistake)
+def test_mistakes_of_a_task_are_told(fork_server: ForkServer, tmp_path: Path, mistake: str, message: str) -> None:
+    runs = fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", mistake)
     assert all(run.wait() in (1, 2) for run in runs)  # the first to see it has a traceback, and the other lost it
     assert any(f"RuntimeError: task 'toy': {message}" in run.err for run in runs)
 
@@ -227,30 +222,49 @@ def test_processes_that_are_not_joined(tmp_path: Path, monkeypatch: pytest.Monke
 # ---- torchrun ------------------------------------------------------------------------------------
 
 
-def torchrun(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
+    return subprocess.Popen(
         [str(word) for word in (*command, TESTS / "toy_task.py", *arguments)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
     )
 
 
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
-    done = torchrun("--out", tmp_path / "run", *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("done at 24\n")
+    process = torchrun("--out", tmp_path / "run", *OPTIONS)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.endswith("done at 24\n")
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 24
 
 
 @pytest.mark.slow
 def test_torchrun_with_a_killed_rank(tmp_path: Path) -> None:
-    done = torchrun("--out", tmp_path / "run", *OPTIONS, TOY_STRIKE="11,1,SIGKILL")
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 and "last good checkpoint: iteration 8" in lines[0], done.stderr
-    assert 'toy_task.py", line' not in done.stderr  # no traceback of ours
+    process = torchrun("--out", tmp_path / "run", *OPTIONS, TOY_STRIKE="11,1,SIGKILL")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and "last good checkpoint: iteration 8" in lines[0], err
+    assert 'toy_task.py", line' not in err  # no traceback of ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    """It hands the signal to its processes, and gives them half a minute."""
+    folder = tmp_path / "run"
+    process = torchrun("--out", folder, "--iterations", 100_000, "--threads", 1, "--no-plots")
+    deadline = time.monotonic() + 60
+    while len(read_metrics(folder / "metrics.jsonl")) < 10:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    told = re.search(rf"^stopped by {number.name} after iteration (\d+), saved; continue with --resume", err, re.M)
+    assert told, err
+    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == int(told[1])

@@ -70,7 +70,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
         for key in ("loss", "last_error"):
             assert x[key] == pytest.approx(y[key], rel=1e-12)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-6)  # computed in float32
-        for key in ("grad_norm_through_time", "last_grad_norm_through_time"):
+        for key in ("grad_norm_through_time", "last_grad_norm_through_time", "state_norm_through_time"):
             assert (key in x) == (x["iteration"] % 5 == 1)
             assert x.get(key, []) == pytest.approx(y.get(key, []), rel=1e-5)  # kept to six digits
     for p, q in zip(small.model.parameters(), large.model.parameters(), strict=True):
@@ -82,6 +82,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
 def test_accumulation_is_a_setting_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*OPTIONS, "--out", tmp_path / "run", "--accumulate", 2) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["settings"]["accumulate"] == 2
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["task_state"]["batches"] == 40
     assert run("--resume", tmp_path / "run", "--accumulate", 3) == 2
     assert "--accumulate 3: the run to resume has --accumulate 2" in capsys.readouterr().err
     assert run("--out", tmp_path / "other", "--accumulate", 0) == 2
@@ -103,7 +104,7 @@ def plain(toy: Toy, x: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def norms(tensors: list[Any]) -> list[float]:
-    return [float(torch.linalg.vector_norm(t)) for t in tensors]
+    return [torch.linalg.vector_norm(t).item() for t in tensors]
 
 
 def test_norms_through_time(tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_norms_through_time(tmp_path: Path) -> None:
     x, target = torch.cat([x for x, _ in parts], 1), torch.cat([y for _, y in parts], 1)
     states, said = plain(fresh, x)
     (said - target).square().mean().backward()
+    assert record["state_norm_through_time"] == pytest.approx(norms(states), rel=1e-5)
     assert record["grad_norm_through_time"] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
     states, said = plain(fresh, x)
     (said[-1] - target[-1]).square().mean().backward()

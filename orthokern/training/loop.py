@@ -492,9 +492,8 @@ def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Pro
     if taken.grad_norms:
         # Of the batch's own loss, not of its part in the mean.
         profiles["grad_norm_through_time"] = taken.grad_norms[0] * settings.accumulate
-    state_norms = getattr(taken, "state_norms", [])
-    if state_norms:
-        profiles["state_norm_through_time"] = state_norms[-1]
+    if taken.state_norms:
+        profiles["state_norm_through_time"] = taken.state_norms[-1]
     if settings.last_step_gradient:
         last = _last_step_gradient(task, batch)
         if last is not None:
