@@ -79,12 +79,14 @@ class ForkServer:
         pid = self.ask({"arguments": [str(word) for word in arguments], "env": env or {}, "log": str(log)})
         return Run(self, pid, log)
 
-    def start_ranks(self, world: int, *arguments: object) -> list[Run]:
+    def start_ranks(self, world: int, *arguments: object, strike: str | None = None) -> list[Run]:
         """As many processes as torchrun would start, with the variables that it sets."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+        if strike is not None:
+            env["TOY_STRIKE"] = strike
         return [
             self.start(*arguments, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
         ]

@@ -37,32 +37,31 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
+def test_killed_at_random_moments(kills: int, fork_server: ForkServer, tmp_path: Path) -> None:
     draw = random.Random(kills)
     moments = []  # the checkpoint that each kill left
-    with ForkServer(tmp_path) as server:
-        whole, folder = tmp_path / "whole", tmp_path / "killed"
-        assert server.start("--out", whole, *OPTIONS).wait() == 0
-        finished = 0
-        while len(moments) < kills or finished == 0:
-            if (folder / "config.json").exists():
-                run = server.start("--resume", folder)
-            else:  # killed before there was a run, or a new one
-                shutil.rmtree(folder, ignore_errors=True)
-                run = server.start("--out", folder, *OPTIONS)
-            if len(moments) < kills:
-                time.sleep(draw.uniform(0.0, LONGEST_DELAY))
-                os.kill(run.pid, signal.SIGKILL)
-            code = run.wait()
-            assert code in (0, -signal.SIGKILL), run.err
-            path = folder / "checkpoint.pt"
-            if code:
-                moments.append(load_checkpoint(path)["iteration"] if path.exists() else 0)
-                continue
-            assert len(records(whole)) == 100
-            assert records(folder) == records(whole)
-            for name in ("checkpoint.pt", "best.pt"):
-                assert same(load_checkpoint(folder / name), load_checkpoint(whole / name))
-            finished += 1
-            shutil.rmtree(folder)
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    assert fork_server.start("--out", whole, *OPTIONS).wait() == 0
+    finished = 0
+    while len(moments) < kills or finished == 0:
+        if (folder / "config.json").exists():
+            run = fork_server.start("--resume", folder)
+        else:  # killed before there was a run, or a new one
+            shutil.rmtree(folder, ignore_errors=True)
+            run = fork_server.start("--out", folder, *OPTIONS)
+        if len(moments) < kills:
+            time.sleep(draw.uniform(0.0, LONGEST_DELAY))
+            os.kill(run.pid, signal.SIGKILL)
+        code = run.wait()
+        assert code in (0, -signal.SIGKILL), run.err
+        path = folder / "checkpoint.pt"
+        if code:
+            moments.append(load_checkpoint(path)["iteration"] if path.exists() else 0)
+            continue
+        assert len(records(whole)) == 100
+        assert records(folder) == records(whole)
+        for name in ("checkpoint.pt", "best.pt"):
+            assert same(load_checkpoint(folder / name), load_checkpoint(whole / name))
+        finished += 1
+        shutil.rmtree(folder)
     assert len(set(moments)) > len(moments) / 3, f"the kills all came at the same moments: {moments}"

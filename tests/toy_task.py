@@ -2,7 +2,7 @@
 dropout from the global generator, data from the task's own. `python tests/toy_task.py --out DIR` trains it.
 
 The network reads noise and says, at every step, the mean of what it has read. float64: then two ways to round differ by
-so little that any real difference shows.
+so little that any real difference shows. TOY_STRIKE=BATCH,RANK,SIGNAL in the environment: what this rank sends itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ DEFAULTS: cli.Settings = {
     "batch": 8,
     "hidden": 12,
     "dropout": 0.0,
-    "strike": None,
     "mistake": None,
     "dump": None,
     "preset": None,
@@ -70,8 +69,8 @@ class Toy(Task):
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         self.batches += 1
-        if self.settings["strike"] is not None:
-            at, rank, number = self.settings["strike"].split(",")
+        if "TOY_STRIKE" in os.environ:
+            at, rank, number = os.environ["TOY_STRIKE"].split(",")
             if self.batches == int(at) and self.rank == int(rank):
                 os.kill(os.getpid(), signal.Signals[number])
         if self.settings["mistake"] == "drift" and self.batches == 7 and self.rank == 1:
@@ -125,7 +124,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=cli.integer(1))
     parser.add_argument("--hidden", type=cli.integer(1))
     parser.add_argument("--dropout", type=cli.real(0.0))
-    parser.add_argument("--strike", help="ITERATION,RANK,SIGNAL: what this rank sends itself")
     parser.add_argument("--mistake", help="drift, data, model or idle: what the task does wrong")
     parser.add_argument("--dump", help="at the end, each rank writes its parameters to this file, '.' and its number")
     cli.add_run_options(parser, DEFAULTS)

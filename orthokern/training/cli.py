@@ -216,6 +216,7 @@ def _run(
     distributed.together(lambda: distributed.use_device(settings["device"]))
     seed_all(settings["seed"])
     task = distributed.together(lambda: build(settings))
+    settings["iterations_per_epoch"] = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
         seed_all(settings["seed"] + shard.rank)
     if run_folder is None:

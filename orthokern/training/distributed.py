@@ -199,7 +199,7 @@ def _leave_alone(shard: Shard, watch: _Watch, error: BaseException, timeout: flo
     if isinstance(error, (InputError, BackendUnavailable)):
         _end(f"error: rank {shard.rank}: {error}", EXIT_LOST)
     if isinstance(error, RuntimeError):
-        watch.join(2.0)  # if the reason is a lost process, the thread ends this one before the wait is over
+        watch.join(1.0)  # if the reason is a lost process, the thread ends this one before the wait is over
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             watch.lost(f"another process gave no answer for {timeout:g} s")
     sys.excepthook(type(error), error, error.__traceback__)

@@ -490,10 +490,10 @@ def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Pro
     """The last layer's norms through time, of one batch."""
     profiles = {}
     if taken.grad_norms:
-        profiles["grad_norm_through_time"] = taken.grad_norms[0]
-    state_norms = getattr(taken, "state_norms", [])
-    if state_norms:
-        profiles["state_norm_through_time"] = state_norms[-1]
+        # Of the batch's own loss, not of its part in the mean.
+        profiles["grad_norm_through_time"] = taken.grad_norms[0] * settings.accumulate
+    if taken.state_norms:
+        profiles["state_norm_through_time"] = taken.state_norms[-1]
     if settings.last_step_gradient:
         last = _last_step_gradient(task, batch)
         if last is not None:
