@@ -125,6 +125,19 @@ def test_an_epoch_has_every_sentence_once(tmp_path: Path, batch: int, bucket: in
     assert torch.equal(in_order, sentences.lengths.sort(descending=True).values)
 
 
+def test_parts_make_the_whole(tmp_path: Path) -> None:
+    """Two processes share each batch: together they have its sentences, and each knows the joint number of targets."""
+    sentences = read_sentences(written(tmp_path, word_file(random_lines(23))))
+    whole, *parts = (sentences.batches(5, seeded(), bucket=2, part=part) for part in ((0, 1), (0, 2), (1, 2)))
+    for _ in range(10):
+        chunk, shares = next(whole), [next(part) for part in parts]
+        together = torch.cat([share.lengths for share in shares]).sort(descending=True).values
+        assert torch.equal(together, chunk.lengths)
+        assert all(part.joint_targets == len(chunk.targets) for part in parts)
+    with pytest.raises(InputError, match="the last batch of an epoch has 3 of 23 sentences, fewer than 4 processes"):
+        sentences.batches(5, seeded(), part=(0, 4))
+
+
 def test_buckets_save_padding(tmp_path: Path) -> None:
     sentences = read_sentences(written(tmp_path, word_file(random_lines(2000))))
 

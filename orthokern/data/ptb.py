@@ -178,6 +178,8 @@ class SentenceBatches:
         bucket: int = 16,
         part: tuple[int, int] = (0, 1),
     ) -> None:
+        self.batch = integer("batch", batch)
+        self.bucket = integer("bucket", bucket)
         rank, world = part
         last = len(sentences) % batch or batch
         if last < world:
@@ -187,8 +189,6 @@ class SentenceBatches:
             )
         self.part = slice(rank, None, world)
         self.sentences = sentences
-        self.batch = integer("batch", batch)
-        self.bucket = integer("bucket", bucket)
         self.generator = generator
         self.per_epoch = -(-len(sentences) // batch)
         self.epoch, self.position = -1, self.per_epoch
