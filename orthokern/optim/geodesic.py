@@ -1,4 +1,4 @@
-"""Gradient descent along the Stiefel manifold: the Cayley step as a torch optimizer."""
+"""Gradient descent along the Stiefel manifold: the Cayley step as torch optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
 
-__all__ = ["GeodesicSGD"]
+__all__ = ["GeodesicRMSprop", "GeodesicSGD"]
 
 # A basis this far from orthonormal is not one that drifted, it never was one.
 _NOT_A_BASIS = 1e-2
@@ -75,22 +75,37 @@ class GeodesicSGD(Optimizer):
         drift_tolerance: float = 2e-6,
         backend: str | None = None,
     ) -> None:
+        self._begin(params, lr, max_grad_norm, maximize, correct_every, drift_tolerance, backend, legacy=legacy)
+
+    def _begin(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        max_grad_norm: float | None,
+        maximize: bool,
+        correct_every: int,
+        drift_tolerance: float,
+        backend: str | None,
+        **more: Any,
+    ) -> None:
+        """torch's constructor; `more` are a class's own options."""
         defaults = {
             "lr": lr,
             "max_grad_norm": max_grad_norm,
             "maximize": maximize,
-            "legacy": legacy,
+            "legacy": False,
             "correct_every": correct_every,
             "drift_tolerance": drift_tolerance,
             "backend": backend,
             "steps": 0,
             "last_grad_norm": math.nan,
             "last_drift": math.nan,
+            **more,
         }
         params = list(params)
         if not params:
             raise InputError("params is empty; accepted: at least one matrix with orthonormal columns")
-        super().__init__(params, defaults)
+        Optimizer.__init__(self, params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of bases; its checks are those of the constructor, and a refused group is not added."""
@@ -132,8 +147,89 @@ class GeodesicSGD(Optimizer):
             if todo.batches:
                 group["last_grad_norm"] = todo.norm
                 group["steps"] += 1
-                _step_group(group, todo)
+                self._step_group(group, todo)
         return loss
+
+    def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
+        rate = -float(group["lr"]) if group["maximize"] else float(group["lr"])
+        shrink = 1.0
+        if group["max_grad_norm"] is not None and todo.norm > group["max_grad_norm"]:
+            shrink = group["max_grad_norm"] / todo.norm
+        measure = group["correct_every"] > 0 and group["steps"] % group["correct_every"] == 0
+        drifts = []
+        for bases, g in todo.batches:
+            m = _stack(bases)
+            g, factor = self._direction(group, bases, g, shrink)
+            step = rate * factor
+            m = _legacy_step(m, g, step) if group["legacy"] else cayley.step(m, g, step, group["backend"])
+            if measure:
+                m, drift = _correct(m, group["drift_tolerance"])
+                drifts.append(drift)
+            _unstack(m, bases)
+        if drifts:
+            group["last_drift"] = max(drifts)
+
+    def _direction(self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float) -> tuple[Tensor, float]:
+        """What takes the gradient's place in the step, [P,N,K], and a factor of the rate.
+
+        Args: bases: the parameters of g [P,N,K], their gradients; shrink: what clips them, at most 1.
+        """
+        return g, shrink
+
+
+class GeodesicRMSprop(GeodesicSGD):
+    """RMSprop for matrices with orthonormal columns: GeodesicSGD with every gradient entry divided by its running size.
+
+        v <- alpha v + (1 - alpha) G^2,   G~ = G / (sqrt(v) + eps),   A = G~ M^T - M G~^T,   M <- Cayley step along A
+
+    as Wisdom, Powers, Hershey, Le Roux and Atlas 2016 train their full-capacity unitary RNN. A is skew whatever takes
+    G's place, so M stays orthonormal; as with RMSprop itself, the step is no longer that of steepest descent, and its
+    size no longer depends on the size of the gradient: every entry of G~ is about 1, and a step turns M by about
+    lr sqrt(N) (spectral norm of A). Rates that suit RMSprop for the other parameters, or a tenth of them, suit here.
+
+    Args:
+        params, lr, max_grad_norm (clips G before v sees it), maximize, correct_every, drift_tolerance, backend: as in
+            GeodesicSGD.
+        alpha: how much of v stays in a step, in [0, 1).
+        eps: added to sqrt(v), above 0.
+
+    State per parameter: "square_avg", v, of the parameter's shape.
+
+    Raises:
+        InputError: as GeodesicSGD, and for alpha or eps out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        *,
+        alpha: float = 0.9,
+        eps: float = 1e-8,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+        correct_every: int = 100,
+        drift_tolerance: float = 2e-6,
+        backend: str | None = None,
+    ) -> None:
+        self._begin(params, lr, max_grad_norm, maximize, correct_every, drift_tolerance, backend, alpha=alpha, eps=eps)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of bases, as in GeodesicSGD; it may override alpha and eps."""
+        super().add_param_group(param_group)
+        try:
+            _check_rms(self.param_groups[-1])
+        except InputError:
+            self.param_groups.pop()
+            raise
+
+    def _direction(self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float) -> tuple[Tensor, float]:
+        if shrink != 1.0:
+            g = g * shrink
+        averages = [self.state[p].setdefault("square_avg", torch.zeros_like(p)) for p in bases]
+        v = _stack(averages).mul(group["alpha"]).addcmul_(g, g, value=1.0 - group["alpha"])
+        _unstack(v, averages)
+        return g / (v.sqrt() + group["eps"]), 1.0
 
 
 class _Work:
@@ -160,31 +256,19 @@ class _Work:
         self.norm = math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in self.batches))
 
 
-def _step_group(group: dict[str, Any], todo: _Work) -> None:
-    rate = -float(group["lr"]) if group["maximize"] else float(group["lr"])
-    if group["max_grad_norm"] is not None and todo.norm > group["max_grad_norm"]:
-        rate *= group["max_grad_norm"] / todo.norm
-    measure = group["correct_every"] > 0 and group["steps"] % group["correct_every"] == 0
-    drifts = []
-    for bases, g in todo.batches:
-        m = _stack(bases)
-        m = _legacy_step(m, g, rate) if group["legacy"] else cayley.step(m, g, rate, group["backend"])
-        if measure:
-            m, drift = _correct(m, group["drift_tolerance"])
-            drifts.append(drift)
-        start = 0
-        for p in bases:
-            stop = start + p.numel() // (m.shape[1] * m.shape[2])
-            p.copy_(m[start:stop].view_as(p))
-            start = stop
-    if drifts:
-        group["last_drift"] = max(drifts)
-
-
 def _stack(matrices: list[Tensor]) -> Tensor:
     """[..., N, K] each -> [P, N, K], contiguous; a single matrix that is so already is not copied."""
     flat = [m.reshape(-1, *m.shape[-2:]) if m.dim() != 3 else m for m in matrices]
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def _unstack(stacked: Tensor, matrices: list[Tensor]) -> None:
+    """[P, N, K] -> [..., N, K] each, in place: the inverse of `_stack`."""
+    start = 0
+    for m in matrices:
+        stop = start + m.numel() // (stacked.shape[1] * stacked.shape[2])
+        m.copy_(stacked[start:stop].view_as(m))
+        start = stop
 
 
 def _label(group: dict[str, Any], index: int) -> str:
@@ -229,6 +313,14 @@ def _check_options(group: dict[str, Any]) -> None:
         finite("max_grad_norm", 0.0, strict=True)
     if not isinstance(group["correct_every"], int) or group["correct_every"] < 0:
         raise InputError(f"correct_every must be an integer, 0 (never) or more, got {group['correct_every']!r}")
+
+
+def _check_rms(group: dict[str, Any]) -> None:
+    alpha, eps = group["alpha"], group["eps"]
+    if not isinstance(alpha, (int, float)) or not 0.0 <= alpha < 1.0:
+        raise InputError(f"alpha must be a number in [0, 1), got {alpha!r}")
+    if not isinstance(eps, (int, float)) or not 0.0 < eps < math.inf:
+        raise InputError(f"eps must be a finite number above 0, got {eps!r}")
 
 
 def _check_bases(group: dict[str, Any]) -> None:

@@ -12,12 +12,13 @@ from orthokern import dispatch, init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
-from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
 from orthokern.nn.rnn import APPLY, NONLINEARITIES
 
 __all__ = ["MODELS", "NETWORK_DEFAULTS", "add_network_options", "build_recurrence", "check_backend", "check_network"]
 
-MODELS = ("factorized", "rnn", "lstm")
+MODELS = ("factorized", "rnn", "lstm", "peephole-lstm")
+LSTMS = ("lstm", "peephole-lstm")
 
 NETWORK_DEFAULTS: Settings = {
     "model": "factorized",
@@ -47,7 +48,8 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         "--model",
         type=one_of("model", MODELS),
         metavar="NAME",
-        help="factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch's " + default("model"),
+        help="factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch's; peephole-lstm: gates see the cell "
+        + default("model"),
     )
     group.add_argument("--hidden", type=integer(1), metavar="N", help=f"hidden units {default('hidden')}")
     group.add_argument(
@@ -106,7 +108,7 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         "--forget-bias",
         type=real(),
         metavar="X",
-        help=f"lstm: the forget gate's bias at the start {default('forget_bias')}",
+        help=f"both lstms: the forget gate's bias at the start {default('forget_bias')}",
     )
 
 
@@ -125,11 +127,12 @@ def check_network(settings: Settings) -> None:
             f"--init glorot with --margin {settings['margin']:g}: a Glorot matrix has singular values from 0 to 2, "
             "give --margin none"
         )
+    lstm = settings["model"] in LSTMS
     if settings["model"] != "factorized" and settings.get("spectrum_prior"):
         raise InputError(f"--spectrum-prior: for --model factorized, not {settings['model']}; see --soft-orthogonality")
-    if settings["model"] == "lstm" and settings.get("soft_orthogonality"):
+    if lstm and settings.get("soft_orthogonality"):
         raise InputError("--soft-orthogonality: not for an lstm, which has four recurrent matrices")
-    if settings["model"] == "lstm":
+    if lstm:
         for key in ("learned_h0", "message_clip", "gain"):
             if settings[key] != NETWORK_DEFAULTS[key]:
                 option = "--" + key.replace("_", "-")
@@ -160,6 +163,8 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
     if settings["model"] == "lstm":
         rnn = nn.LSTM(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
+    elif settings["model"] == "peephole-lstm":
+        rnn = PeepholeLSTM(inputs, hidden, bias=bias, init=settings["init"], forget_bias=settings["forget_bias"])
     elif settings["model"] == "rnn":
         rnn = RNN(
             inputs,
@@ -209,6 +214,7 @@ def check_backend(settings: Settings, classes: int) -> None:
         "factorized": ("factored_scan" if settings["apply"] == "factored" else "dense_scan", "cayley"),
         "rnn": ("dense_scan",),
         "lstm": (),
+        "peephole-lstm": (),
     }[settings["model"]]
     for op in (*ops, "linear_cross_entropy") if classes else ops:
         dispatch.resolve(

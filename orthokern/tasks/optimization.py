@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.nn import FactorizedRNN
-from orthokern.optim import CombinedOptimizer, GeodesicSGD, split_parameters
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, split_parameters
 from orthokern.penalties import composite_weight_decay, orthogonal_penalty, spectrum_prior
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 OPTIMIZERS = ("rmsprop", "adam", "sgd")
+GEODESICS = ("sgd", "rmsprop")
 SCHEDULES = ("constant", "inverse", "exponential", "cosine")
 
 OPTIMIZER_DEFAULTS: Settings = {
@@ -32,6 +33,7 @@ OPTIMIZER_DEFAULTS: Settings = {
     "lr": 1e-3,
     "input_lr": None,
     "spectrum_lr": None,
+    "geodesic": "sgd",
     "geodesic_lr": 1e-6,
     "alpha": 0.9,
     "eps": 1e-8,
@@ -87,6 +89,13 @@ def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: 
         type=real(0.0),
         metavar="X",
         help="factorized: rate of the spectrum, divided by 2 margin " + default("spectrum_lr", "as --lr"),
+    )
+    group.add_argument(
+        "--geodesic",
+        type=one_of("geodesic", GEODESICS),
+        metavar="NAME",
+        help="factorized: how U and V move: sgd: along their gradients, as the paper; rmsprop: every entry "
+        f"of them divided by its running size {default('geodesic')}",
     )
     group.add_argument(
         "--geodesic-lr",
@@ -189,12 +198,16 @@ def build_optimizer(
             rate = rate / (slope * margin) if margin > 0.0 else 0.0
         groups.append({"params": [p for p, _ in split["spectrum"]], "lr": rate, "role": "spectrum"})
     if split["geodesic"]:
-        parts["geodesic"] = GeodesicSGD(
-            [{"params": split["geodesic"], "role": "geodesic"}],
-            lr=settings["geodesic_lr"],
-            max_grad_norm=settings["basis_clip"],
-            backend=settings["backend"],
-        )
+        bases = [{"params": split["geodesic"], "role": "geodesic"}]
+        common = {
+            "lr": settings["geodesic_lr"],
+            "max_grad_norm": settings["basis_clip"],
+            "backend": settings["backend"],
+        }
+        if settings["geodesic"] == "rmsprop":
+            parts["geodesic"] = GeodesicRMSprop(bases, alpha=settings["alpha"], eps=settings["eps"], **common)
+        else:
+            parts["geodesic"] = GeodesicSGD(bases, **common)
     parts["euclidean"] = _euclidean(groups, settings)
     optimizer = CombinedOptimizer(parts)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(settings))

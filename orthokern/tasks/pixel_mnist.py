@@ -56,8 +56,8 @@ PRESETS: dict[str, Settings] = {
         "weight_decay": 1e-4,
         "epochs": 120,
     },
-    # The same section: orthogonal, forget bias 1, 150 epochs, clipping at 1.
-    "paper-lstm": {"model": "lstm", "lr": 1e-4, "eps": 1e-3, "clip": 1.0, "weight_decay": 1e-4, "epochs": 150},
+    # The same section: peepholes, orthogonal, forget bias 1, 150 epochs, clipping at 1.
+    "paper-lstm": {"model": "peephole-lstm", "lr": 1e-4, "eps": 1e-3, "clip": 1.0, "weight_decay": 1e-4, "epochs": 150},
 }
 PRESET_HELP = {
     "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
@@ -200,7 +200,7 @@ examples:
   python -m orthokern.tasks.pixel_mnist --data mnist --permuted           in an order drawn once
   python -m orthokern.tasks.pixel_mnist --data mnist --preset paper --margin 0.1 --epochs 20
   python -m orthokern.tasks.pixel_mnist --data mnist --nonlinearity oplu --margin 0
-  python -m orthokern.tasks.pixel_mnist --data mnist --model lstm --preset paper-lstm
+  python -m orthokern.tasks.pixel_mnist --data mnist --preset paper-lstm
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
 --resume goes on).

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from orthokern.commandline import Settings, integer
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.nn import RNN, FactorizedRNN
-from orthokern.tasks.network import NETWORK_DEFAULTS, check_backend, check_network
+from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
 from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, penalty
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
@@ -54,8 +54,8 @@ def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
 
 @torch.no_grad()
 def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
-    """Draws the input weights anew if "start" says "small": U(-0.01, 0.01), biases 0. An LSTM keeps torch's."""
-    if settings["start"] != "small" or settings["model"] == "lstm":
+    """Draws the input weights anew if "start" says "small": U(-0.01, 0.01), biases 0. LSTMs keep theirs."""
+    if settings["start"] != "small" or settings["model"] in LSTMS:
         return
     weight = rnn.get_parameter("weight_ih_l0")
     weight.copy_(torch.empty(weight.shape).uniform_(-0.01, 0.01))
