@@ -52,7 +52,7 @@ def factored_scan(
     precision: str = "ieee",
     algorithm: str = "auto",
     lengths: Tensor | None = None,
-    message_clip: float = 0.0,
+    message_clip: float = 0,  # not 0.0, of which torch.compile(dynamic=True) makes a symbol
 ) -> Tensor:
     """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is never formed.
 
@@ -78,7 +78,8 @@ def factored_scan(
             Vorontsov et al. 2017 as their released code has it. 0 does not clip.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T, zeros from lengths[b] steps on. Differentiable in x, u, s, v, h0, weight, bias, act_param.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
+        Differentiable in x, u, s, v, h0, weight, bias, act_param.
 
     Raises:
         InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
@@ -120,7 +121,7 @@ def dense_scan(
     precision: str = "ieee",
     algorithm: str = "auto",
     lengths: Tensor | None = None,
-    message_clip: float = 0.0,
+    message_clip: float = 0,
 ) -> Tensor:
     """h_t = phi(W h_{t-1} + e_t) over a sequence.
 
@@ -132,7 +133,8 @@ def dense_scan(
             message_clip: as in ``factored_scan``.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T, zeros from lengths[b] steps on. Differentiable in x, w, h0, weight, bias, act_param.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
+        Differentiable in x, w, h0, weight, bias, act_param.
 
     Raises:
         InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.

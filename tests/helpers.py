@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,20 +262,54 @@ def run_scan(
     need_params: bool = True,
     precision: str = "ieee",
     algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
 ) -> dict[str, Tensor]:
     """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
     options = (problem.activation, checkpoint_every)
-    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, precision, algorithm)
+    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, precision, algorithm, lengths, message_clip)
     x, *others = problem.inputs()
     x_needed = problem.weight is not None or checkpoint_every > 0
     states = ckpt if checkpoint_every else hs
     grads = bwd(
         problem.grad_hs, states, pre, x if x_needed else None, *others, *options, need_x, need_params,
-        bwd_backend or backend, precision, algorithm,
+        bwd_backend or backend, precision, algorithm, lengths, message_clip,
     )  # fmt: skip
     return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+
+
+def some_lengths(B: int, T: int, order: str, seed: int = 0) -> Tensor:
+    """int64 [B] in [1, T], the longest T: "falling", "rising", in "any" order, or "full" (all T)."""
+    lengths = torch.randint(1, T + 1, (B,), generator=torch.Generator().manual_seed(seed))
+    lengths[B // 2] = T
+    if order == "full":
+        return torch.full_like(lengths, T)
+    return lengths if order == "any" else lengths.sort(descending=order == "falling").values
+
+
+def with_poisoned_padding(problem: ScanProblem, lengths: Tensor) -> ScanProblem:
+    """A copy whose padding holds what must not be looked at: NaN, and token ids far out of range."""
+    copy = problem.map(torch.clone)
+    padding = torch.arange(problem.grad_hs.shape[0]).unsqueeze(1) >= lengths
+    copy.x = problem.x.clone()
+    copy.x[padding] = float("nan") if copy.x.is_floating_point() else 10**9
+    copy.grad_hs[padding] = float("nan")
+    return copy
+
+
+class ClipGradient(torch.autograd.Function):
+    """The identity, whose backward clips the gradient to [-c, c]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, c: float) -> Tensor:
+        ctx.c = c
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.minimum(torch.maximum(grad, grad.new_tensor(-ctx.c)), grad.new_tensor(ctx.c)), None
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = ()) -> None:

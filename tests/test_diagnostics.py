@@ -251,11 +251,22 @@ def test_a_run_that_training_wrote_is_read_back(tmp_path: Path) -> None:
     run = load_run(folder.path)
     assert (run.task, run.settings, run.name) == ("copy", {"T": 3, "margin": None, "seed": 1}, "run")
     assert run.config == folder.config and run.records == metrics.read_metrics(folder.metrics)
-    assert run.quantities() == ["loss", "spectrum.mean"]
+    assert run.quantities == ["loss", "spectrum.mean"]
     iterations, losses = run.series("loss")
     assert iterations.tolist() == [2.0] and losses.tolist() == [0.5], "a loss that is no number is no point of a curve"
     assert run.series("spectrum.mean")[1].tolist() == [1.0] and run.series("accuracy")[0].shape == (0,)
     assert metrics.read_metrics is runs.read_metrics
+
+
+def test_the_result_of_a_run_that_ended_is_in_the_table(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    assert load_run(folder).result == {} and "test acc" not in comparison.table([load_run(folder)])
+    (folder / "result.json").write_text('{"iteration": 5, "test": {"accuracy": 0.914, "loss": 0.25, "bpc": null}}')
+    run = load_run(folder)
+    assert run.tested == {"accuracy": 0.914, "loss": 0.25}
+    header, _, row = comparison.table([run]).splitlines()
+    cells = dict(zip([c.strip() for c in header.split("|")], [c.strip() for c in row.split("|")], strict=True))
+    assert cells["test accuracy (%)"] == "91.40" and cells["test loss"] == "0.25"
 
 
 def test_a_run_that_is_going_on_is_read(tmp_path: Path) -> None:
@@ -280,6 +291,7 @@ def test_of_an_iteration_that_was_done_twice_the_later_record_counts(tmp_path: P
         (lambda run: (run / "config.json").unlink(), "run is not a run folder: no config.json there"),
         (lambda run: (run / "config.json").write_text('{"task": "co'), "config.json is damaged: not JSON"),
         (lambda run: (run / "config.json").write_text('{"task": "copy"}'), "config.json is not the configuration of"),
+        (lambda run: (run / "result.json").write_text("{"), "result.json is damaged: not JSON"),
         (lambda run: (run / "config.json").write_bytes(b"\xff\x00"), "config.json is damaged: not JSON"),
         (
             lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1}\nnoise\n{"iteration": 2}\n'),
@@ -319,6 +331,8 @@ def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:
     assert load_run(write_run(tmp_path / "config", [], config={"time_steps": 7})).time_steps == 7
     told = load_run(write_run(tmp_path / "records", [{"iteration": 1, "time_steps": 5}, {"iteration": 2}]))
     assert told.time_steps == 5
+    twice = record(1, steps=784, fade=0, spread=0.1)
+    assert load_run(write_run(tmp_path / "accumulated", [twice], accumulate=4)).time_steps == 196
     varying = [{"iteration": i, "time_steps": i, "state_norm_through_time": [1.0] * i} for i in (1, 2)]
     run = load_run(write_run(tmp_path / "varying", varying))
     assert run.time_steps is None and run.profile_length("state_norm_through_time") is None
@@ -468,9 +482,11 @@ def test_curves_by_epoch_with_their_baseline(drawing: Any) -> None:
     (axis,) = figure.axes
     assert axis.get_xlabel() == "epoch" and axis.get_lines()[0].get_xdata()[-1] == pytest.approx(10.0)
     assert shown(axis)["baseline 0.1667"][0] == pytest.approx(1 / 6)
+    counted = [r | {"epoch": round(r["iteration"] / 817, 4)} for r in records]
+    assert made("c", records=counted).iterations_per_epoch == 817, "from records that count both"
     figure = plots.compare_curves(told, "loss", x="iteration", baseline=0.3)
     assert figure is not None and "baseline 0.3" in shown(figure.axes[0])
-    with pytest.raises(InputError, match="hold no iterations_per_epoch"):
+    with pytest.raises(InputError, match="neither records nor settings tell"):
         plots.compare_curves([*told, made("c", records=records)], "loss", x="epoch")
     with pytest.raises(InputError, match="unknown panel 'margine': did you mean 'margin'"):
         plots.compare_curves(told, "loss", panel="margine")
@@ -617,7 +633,7 @@ def test_the_table_needs_no_matplotlib_and_a_picture_says_that_it_does(
         (["--figure", "curves", "--quantity", "acuracy"], "unknown --quantity 'acuracy': did you mean 'accuracy'"),
         (["--panel", "margn"], "unknown --panel 'margn': did you mean 'margin'"),
         (["--legend", "margin,sed"], "unknown --legend 'sed': did you mean 'seed'"),
-        (["--x", "epoch"], "the settings hold no iterations_per_epoch"),
+        (["--x", "epoch"], "neither records nor settings tell"),
         (["--figure", "spectrum", "--recurrence", "l1"], "holds what the figure 'spectrum' shows"),
         (["--out", "{run}/config.json"], "config.json cannot be written"),
         (["--figure", "none", "--table", "{run}/no/table.md"], "table.md cannot be written"),

@@ -107,6 +107,27 @@ def test_limits_are_compared_with_facts(monkeypatch: pytest.MonkeyPatch) -> None
     assert "cpu: cpu; float32, N up to 512, K up to 64 (factored_scan)" in dispatch.explain()
 
 
+def test_an_argument_that_a_backend_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = native_stub(monkeypatch, True)
+    row = Support(devices=("cpu",), dtypes=(torch.float32,), features=("message_clip",))
+    monkeypatch.setitem(dispatch._tables, "dense_scan", {**ops.dense_scan.SUPPORT, "cpu": row})
+
+    def resolve(backend: str, *features: str) -> Any:
+        return dispatch.resolve("dense_scan", backend, device=CPU, dtype=torch.float32, features=features)
+
+    assert resolve("auto") is stub and resolve("cpu", "message_clip") is stub
+    assert resolve("auto", "lengths").__name__ == "orthokern.reference.dense_scan"
+    with pytest.raises(BackendUnavailable, match="cpu: it does not serve lengths; reference: can serve this call"):
+        resolve("cpu", "lengths", "message_clip")
+    x, lengths = torch.zeros(2, 1, 3), torch.tensor([1])
+    with pytest.raises(BackendUnavailable, match="cpu: it does not serve lengths;"):
+        functional.dense_scan(x, torch.eye(3), lengths=lengths, backend="cpu")
+    functional.dense_scan(x, torch.eye(3), lengths=lengths)  # auto goes on to the reference
+    assert dispatch.choose("dense_scan", device=CPU, dtype=torch.float32) == "cpu"
+    assert not dispatch.has_feature("dense_scan", "cpu", "lengths")
+    assert "cpu: cpu; float32; message_clip (dense_scan)" in dispatch.explain()
+
+
 def test_an_algorithm_that_a_backend_has_not() -> None:
     x, u = torch.zeros(2, 1, 3), torch.eye(3)
     for backend in ("reference", "auto"):

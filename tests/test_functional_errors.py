@@ -86,6 +86,21 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
     ({"checkpoint_every": 2.0}, "checkpoint_every is 2.0: accepted is an integer, 0 or more"),
     ({"checkpoint_every": True}, "checkpoint_every is True: accepted is an integer, 0 or more"),
+    # lengths and clip
+    ({"lengths": [4, 2, 1]}, "lengths must be a torch.Tensor, got list"),
+    ({"lengths": torch.tensor([4, 2, 1]).int()}, "lengths has dtype int32: accepted is int64"),
+    ({"lengths": torch.tensor([4.0, 2.0, 1.0])}, "lengths has dtype float32: accepted is int64"),
+    ({"lengths": torch.tensor([4, 2])}, "lengths has shape [2]: accepted is [B] = [3]"),
+    ({"lengths": torch.tensor([[4, 2, 1]])}, "lengths has shape [1, 3]: accepted is [B] = [3]"),
+    ({"lengths": torch.zeros(B, device="meta").long()}, "lengths is on meta: accepted is the device of x, cpu"),
+    ({"lengths": torch.tensor([4, 0, 1])}, "lengths holds 0: lengths must be in [1, T] = [1, 4]"),
+    ({"lengths": torch.tensor([4, 5, 1])}, "lengths holds 5: lengths must be in [1, T] = [1, 4]"),
+    ({"x": torch.full((T, B), D), "lengths": torch.tensor([4, 2, 1])}, "x holds 7: token ids must be in [0, 7)"),
+    ({"message_clip": -1.0}, "message_clip is -1.0: accepted is a finite number, 0 (no clipping) or more"),
+    ({"message_clip": float("nan")}, "message_clip is nan: accepted is a finite number"),
+    ({"message_clip": float("inf")}, "message_clip is inf: accepted is a finite number"),
+    ({"message_clip": None}, "message_clip is None: accepted is a finite number"),
+    ({"message_clip": True}, "message_clip is True: accepted is a finite number"),
     # precision and algorithm
     ({"precision": "tf23"}, "unknown precision 'tf23': did you mean 'tf32'? accepted: ieee, 3xtf32, tf32, bf16"),
     ({"algorithm": "chunk"}, "unknown algorithm 'chunk': did you mean 'chunked'? accepted: auto, sequential, chunked"),
@@ -262,6 +277,8 @@ def test_ops_refuse_values_without_the_public_function() -> None:
     x = torch.full((T, B), D)
     with pytest.raises(InputError, match=re.escape("x holds 7: token ids must be in [0, 7)")):
         torch.ops.orthokern.dense_scan_fwd(x, *zeros, None, None, "tanh")
+    with pytest.raises(InputError, match=re.escape("lengths holds 5: lengths must be in [1, T] = [1, 4]")):
+        torch.ops.orthokern.dense_scan_fwd(x, *zeros, None, None, "tanh", lengths=torch.tensor([1, 5, 2]))
     with pytest.raises(InputError, match="target holds 9"):
         torch.ops.orthokern.linear_cross_entropy_fwd(torch.zeros(2, N), torch.zeros(9, N), None, torch.tensor([0, 9]))
 

@@ -13,13 +13,23 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from helpers import ClipGradient
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
+from orthokern import dispatch, functional
 from orthokern.errors import InputError
 from orthokern.nn import OPLU, RNN, FactorizedRNN, LinearCrossEntropy, ModReLU
 
 NONLINEARITIES = ["identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu"]
+
+
+@pytest.fixture(params=["lengths", "rectangle"])
+def packed_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A PackedSequence on a backend that takes lengths, and on one that does not."""
+    if request.param == "rectangle":
+        monkeypatch.setattr(dispatch, "has_feature", lambda op, backend, feature: False)
+    return str(request.param)
 
 
 def pair(*args: Any, **kwargs: Any) -> tuple[torch.nn.RNN, RNN]:
@@ -103,7 +113,7 @@ def test_rnn_float32_rounds_as_torch_does(nonlinearity: str) -> None:
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 @pytest.mark.parametrize("case", ["plain", "bidirectional", "all", "no bias"])
-def test_rnn_packed_is_torchs_rnn(case: str, enforce_sorted: bool) -> None:
+def test_rnn_packed_is_torchs_rnn(case: str, enforce_sorted: bool, packed_path: str) -> None:
     theirs, ours = pair(3, 5, **CASES[case], dtype=torch.float64)
     lengths = [7, 4, 4, 1] if enforce_sorted else [4, 1, 7, 4]
     x = pack_padded_sequence(
@@ -129,7 +139,7 @@ def test_rnn_packed_any_lengths(lengths: list[int], bidirectional: bool) -> None
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_overflow_on_padding_reaches_nothing(bidirectional: bool) -> None:
+def test_overflow_on_padding_reaches_nothing(bidirectional: bool, packed_path: str) -> None:
     # sequence 1 ends at a state of 1, and after its end W takes that to 1e200, then to infinity and NaN; sequence 0 is
     # held at zero by its input. Nothing of that is part of the function.
     theirs, ours = pair(2, 2, 1, "relu", bidirectional=bidirectional, dtype=torch.float64)
@@ -149,7 +159,28 @@ def test_overflow_on_padding_reaches_nothing(bidirectional: bool) -> None:
     assert_same(seen, run(theirs, x, None))
 
 
-def test_padding_content_is_never_read() -> None:
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+def test_packed_scans_get_their_lengths(make: Any, packed_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor | None] = []
+    for name in ("factored_scan", "dense_scan"):
+        scan = getattr(functional, name)
+
+        def watched(*args: Any, scan: Any = scan, **kwargs: Any) -> Tensor:
+            seen.append(kwargs["lengths"])
+            result: Tensor = scan(*args, **kwargs)
+            return result
+
+        monkeypatch.setattr(functional, name, watched)
+    module = make(2, 4, bidirectional=True)
+    module(pack_sequence([torch.randn(n, 2) for n in (2, 5, 1)], enforce_sorted=False))
+    for lengths in seen:
+        assert (lengths is None) == (packed_path == "rectangle")
+        assert lengths is None or lengths.tolist() == [5, 2, 1]
+    module(pack_sequence([torch.randn(3, 2)] * 2))
+    assert len(seen) == 4 and seen[2] is None and seen[3] is None  # nothing to skip
+
+
+def test_padding_content_is_never_read(packed_path: str) -> None:
     module = FactorizedRNN(2, 4, 2, bidirectional=True, dtype=torch.float64)
     x = torch.randn(6, 3, 2, dtype=torch.float64)
     lengths = torch.tensor([6, 2, 3])
@@ -161,7 +192,7 @@ def test_padding_content_is_never_read() -> None:
         assert torch.equal(results[0][name], results[1][name]), name
 
 
-def test_packed_equals_one_by_one() -> None:
+def test_packed_equals_one_by_one(packed_path: str) -> None:
     module = FactorizedRNN(2, 4, bidirectional=True, learned_h0=True, dtype=torch.float64)
     with torch.no_grad():
         module.h0_l0.normal_()
@@ -208,7 +239,9 @@ def plain(module: RNN | FactorizedRNN, x: Tensor, h: Tensor) -> Tensor:
         w, bias = module.u_l0 @ torch.diag(s) @ module.v_l0.T, module.bias_l0
     states = []
     for x_t in x.unbind(0):
-        a = h @ w.T + x_t @ module.weight_ih_l0.T + bias
+        a = module.gain * (h @ w.T + x_t @ module.weight_ih_l0.T + bias)
+        if module.message_clip:
+            a = ClipGradient.apply(a, module.message_clip)
         if module.nonlinearity == "tanh":
             h = torch.tanh(a)
         elif module.nonlinearity == "relu":
@@ -253,6 +286,38 @@ def test_factorized_against_a_plain_loop(nonlinearity: str, apply: str) -> None:
             module.bias_l0.normal_()
         x, h0 = torch.randn(9, 4, 3, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
         assert_same(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)), 1e-10)
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "prelu", "modrelu"])
+@pytest.mark.parametrize(("gain", "message_clip"), [(1.05, 0.0), (1.0, 0.2), (0.7, 0.2)])
+def test_gain_and_clip_against_a_plain_loop(nonlinearity: str, gain: float, message_clip: float) -> None:
+    x, h0 = torch.randn(9, 4, 3, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    options: dict[str, Any] = {"nonlinearity": nonlinearity, "gain": gain, "message_clip": message_clip}
+    modules = [
+        RNN(3, 6, init="orthogonal", dtype=torch.float64, **options),
+        FactorizedRNN(3, 6, margin=0.3, dtype=torch.float64, **options),
+        FactorizedRNN(3, 6, margin=None, rank=4, apply="composed", dtype=torch.float64, **options),
+    ]
+    for module in modules:
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if name.startswith(("bias", "spectrum")):
+                    p.add_(torch.randn_like(p))
+        ours = gradients(module, module(x, h0[None])[0])
+        assert_same(ours, gradients(module, plain(module, x, h0)), 1e-10)
+        module.gain, module.message_clip = 1.0, 0.0
+        without = gradients(module, module(x, h0[None])[0])
+        assert not torch.allclose(ours["weight_ih_l0"], without["weight_ih_l0"])
+
+
+def test_matrices_are_told_without_the_gain() -> None:
+    torch.manual_seed(0)
+    plain_module = FactorizedRNN(3, 6, margin=0.3)
+    module = FactorizedRNN(3, 6, margin=0.3, gain=1.05)
+    module.load_state_dict(plain_module.state_dict())
+    assert torch.equal(module.recurrent_matrix(), plain_module.recurrent_matrix())
+    assert torch.equal(module.singular_values(), torch.ones(6)) and torch.equal(module.spectrum(), torch.ones(6))
+    assert torch.equal(RNN(3, 4, gain=2.0, init="identity").recurrent_matrix(), torch.eye(4))
 
 
 @pytest.mark.parametrize("case", ["plain", "all", "all no bias"])
@@ -349,6 +414,7 @@ def test_repr() -> None:
     assert repr(RNN(3, 4)) == "RNN(3, 4)"
     shown = repr(RNN(3, 4, 2, "relu", batch_first=True, init="henaff", backend="reference"))
     assert shown == "RNN(3, 4, num_layers=2, nonlinearity='relu', batch_first=True, backend='reference', init='henaff')"
+    assert repr(RNN(3, 4, gain=1.05, message_clip=100)) == "RNN(3, 4, message_clip=100.0, gain=1.05)"
     assert repr(FactorizedRNN(3, 4)) == "FactorizedRNN(3, 4, margin=0.1)"
     shown = repr(FactorizedRNN(3, 4, margin=None, rank=2, apply="composed", init="glorot", nonlinearity="leaky_relu"))
     assert shown == (

@@ -51,6 +51,12 @@ BOTH = [
     ({"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),
     ({"dtype": torch.complex64}, ["dtype", "torch.complex64"]),
     ({"learned_h0": 1}, ["learned_h0", "1"]),
+    ({"message_clip": -1.0}, ["message_clip", "-1.0", "0 or more"]),
+    ({"message_clip": INF}, ["message_clip", "inf", "finite"]),
+    ({"message_clip": None}, ["message_clip", "None"]),
+    ({"gain": 0.0}, ["gain", "0.0", "above 0"]),
+    ({"gain": NAN}, ["gain", "nan"]),
+    ({"gain": "1"}, ["gain", "'1'"]),
 ]
 FACTORIZED = [
     ({"margin": -0.1}, ["margin", "-0.1", ">= 0", "None"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers import ScanProblem, scan_problem
+from helpers import ScanProblem, scan_problem, some_lengths, with_poisoned_padding
 from torch import Tensor
 
 from orthokern import InputError, dispatch, functional, ops
@@ -78,6 +79,19 @@ def test_opcheck_scans(op: str, backend: str, activation: str, inputs: str, chec
     torch.library.opcheck(bwd, (*arguments, *options))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_scans_with_lengths_and_clip(op: str) -> None:
+    for inputs, every in (("features", 0), ("tokens", 2)):
+        problem = scan_problem(op, B=3, T=5, N=4, D=6, activation="prelu", inputs=inputs)
+        fwd, bwd = getattr(NAMESPACE, f"{op}_fwd").default, getattr(NAMESPACE, f"{op}_bwd").default
+        more = {"lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
+        torch.library.opcheck(fwd, (*leaf_tensors(problem), "prelu", every), more)
+        hs, ckpt, pre = fwd(*problem.inputs(), "prelu", every, **more)
+        torch.library.opcheck(
+            bwd, (problem.grad_hs, ckpt if every else hs, pre, *problem.inputs(), "prelu", every), more
+        )
+
+
 @pytest.mark.parametrize("backend", served("activations"))
 @pytest.mark.parametrize("activation", ["identity", "tanh", "prelu", "modrelu", "oplu"])
 def test_opcheck_activations(backend: str, activation: str) -> None:
@@ -122,9 +136,10 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 @pytest.mark.parametrize(("activation", "inputs"), [("tanh", "dense"), ("prelu", "tokens"), ("modrelu", "features")])
 def test_compiled_scans(op: str, activation: str, inputs: str) -> None:
     problem = scan_problem(op, B=3, T=5, N=4, activation=activation, inputs=inputs)
-    for every in (0, 2):
-        expected = gradients(problem, call_functional, checkpoint_every=every)
-        actual = gradients(problem, compiled(call_functional), checkpoint_every=every)
+    some = {"lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
+    for options in ({"checkpoint_every": 0}, {"checkpoint_every": 2}, some, {"checkpoint_every": 2, **some}):
+        expected = gradients(problem, call_functional, **options)
+        actual = gradients(problem, compiled(call_functional), **options)
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, e, rtol=0, atol=0)
 
@@ -187,6 +202,9 @@ def test_compiled_code_checks_values_too() -> None:
     problem.x[1, 1] = 5
     with pytest.raises(InputError, match=r"x holds 5: token ids must be in \[0, 5\)"):
         run(problem, list(problem.inputs()))
+    problem.x[1, 1] = 4
+    with pytest.raises(InputError, match=r"lengths holds 9: lengths must be in \[1, T\] = \[1, 3\]"):
+        run(problem, list(problem.inputs()), lengths=torch.tensor([3, 9]))
     with pytest.raises(InputError, match="m holds 16 NaN or infinite values of 16"):
         compiled(functional.cayley)(torch.full((4, 4), torch.nan), torch.zeros(4, 4), 0.1)
 
@@ -210,10 +228,14 @@ def test_public_function_differentiates_as_the_reference(op: str, inputs: str) -
     problem = scan_problem(
         op, B=3, T=6, N=4, K=3 if op == "factored_scan" else None, activation="modrelu", inputs=inputs
     )
-    expected = gradients(problem, call_functional, backend="reference")
-    for every in (0, 4):
-        for a, e in zip(gradients(problem, call_functional, checkpoint_every=every), expected, strict=True):
-            torch.testing.assert_close(a, e)
+    lengths = some_lengths(3, 6, "any")
+    for options in ({}, {"lengths": lengths}, {"message_clip": 0.2}, {"lengths": lengths, "message_clip": 0.2}):
+        given = with_poisoned_padding(problem, lengths) if "lengths" in options else problem
+        expected = gradients(given, call_functional, backend="reference", **options)
+        for every in (0, 4):
+            actual = gradients(given, call_functional, checkpoint_every=every, **options)
+            for a, e in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -417,6 +439,25 @@ def test_tap_collects_the_norms_of_every_scan() -> None:
         compiled(two_layers)(x, u).backward()
     for a, b in zip(from_compiled.grad_norms, taken.grad_norms, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tap_ignores_padding(op: str) -> None:
+    """The norm at t is that of the sequences that have a step t, each on its own."""
+    problem = scan_problem(op, B=4, T=6, N=4, inputs="features")
+    lengths = some_lengths(4, 6, "any")
+    with tap() as taken:
+        gradients(with_poisoned_padding(problem, lengths), call_functional, lengths=lengths)
+    squares = torch.zeros(6, dtype=torch.float64)
+    for b, length in enumerate(lengths.tolist()):
+        alone = dataclasses.replace(
+            problem, x=problem.x[:length, b : b + 1], h0=problem.h0[b : b + 1],
+            grad_hs=problem.grad_hs[:length, b : b + 1],
+        )  # fmt: skip
+        with tap() as one:
+            gradients(alone, call_functional)
+        squares[:length] += one.grad_norms[0].square()
+    torch.testing.assert_close(taken.grad_norms[0], squares.sqrt())
 
 
 def test_tap_closes_after_an_error() -> None:

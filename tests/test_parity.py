@@ -23,7 +23,9 @@ from helpers import (
     run_scan,
     scan_cases,
     scan_problem,
+    some_lengths,
     strided,
+    with_poisoned_padding,
 )
 
 from orthokern import dispatch
@@ -85,14 +87,15 @@ def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options
     torch.set_num_threads(2 if problem.h0.shape[0] > 3 else 1)
     inexact = problem.to(dtype)
     exact = inexact.to(torch.float64)  # of the very numbers that the kernel sees
-    expected = run_scan(exact, "reference")
-    plain = run_scan(inexact, "reference")
+    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
+    expected = run_scan(exact, "reference", **same)
+    plain = run_scan(inexact, "reference", **same)
     actual = run_scan(inexact, backend, **options)
     scales = {}
     if exact.act_param is not None and exact.act_param.numel() == 1:
         # one number, the sum of what N units would get each: these are what its error is relative to
         each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(run_scan(each_unit, "reference")["grad_act_param"].norm())
+        scales["grad_act_param"] = float(run_scan(each_unit, "reference", **same)["grad_act_param"].norm())
     for name in actual:
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue
@@ -289,6 +292,98 @@ def test_a_long_scan_stays_exact(op: str, backend: str) -> None:
         problem.matrices = (problem.matrices[0], torch.ones(16).double(), problem.matrices[2])
     check_scan(problem, torch.float32, backend)
     check_scan(problem, torch.float64, backend, checkpoint_every=37)
+
+
+# ------------------------------------------------------------------------------------------------- lengths and clipping
+
+ORDERS = ("falling", "any", "rising", "full")
+RAGGED = [
+    {"B": 3, "T": 7, "N": 63, "K": 7},
+    {"B": 1, "T": 5, "N": 17, "K": 17},
+    {"B": 26, "T": 9, "N": 34, "K": 34},
+    {"B": 230, "T": 5, "N": 20, "K": 9},  # several groups of rows
+]
+
+
+@pytest.mark.parametrize(("op", "case", "dtype", "backend"), scan_params(RAGGED, one_kind=True))
+def test_lengths_and_clip(op: str, case: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
+    problem = scan_problem(op, D=11, gap=1e-6 if dtype == torch.float32 else 1e-12, **case)
+    for index, order in enumerate(ORDERS):
+        lengths = some_lengths(case["B"], case["T"], order)
+        check_scan(
+            problem, dtype, backend, lengths=lengths, message_clip=(0.0, 0.3)[index % 2], checkpoint_every=index % 3
+        )
+    check_scan(problem, dtype, backend, message_clip=0.5)
+
+
+@each(*OPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("activation", NAMES)
+def test_padding_plays_no_part(op: str, backend: str, dtype: torch.dtype, activation: str) -> None:
+    """Not its contents, not the other lengths, not the checkpoints: the same bits, and zeros on padding."""
+    B, T = 9, 8
+    for inputs in ("dense", "features", "tokens"):
+        problem = scan_problem(op, B=B, T=T, N=34, activation=activation, inputs=inputs, D=11, gap=-1.0).to(dtype)
+        for order in ORDERS:
+            lengths = some_lengths(B, T, order)
+            padding = torch.arange(T).unsqueeze(1) >= lengths
+            options: dict[str, Any] = {"lengths": lengths, "message_clip": 0.5}
+            first = run_scan(problem, backend, **options)
+            for name in ("hs", "pre", "grad_x"):
+                assert not first[name].numel() or not first[name][padding].any(), name
+            poisoned = with_poisoned_padding(problem, lengths)
+            assert_same_bits(first, run_scan(poisoned, backend, **options))
+            for every in (1, 3, 20):
+                again = run_scan(poisoned, backend, checkpoint_every=every, **options)
+                assert_same_bits(first, again, skip=("ckpt", "pre"))
+                before = torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:every]
+                assert torch.equal(again["ckpt"], before)
+            if order == "full":
+                assert_same_bits(first, run_scan(problem, backend, message_clip=0.5))
+            b = B // 2
+            alone = dataclasses.replace(
+                problem, x=problem.x[:, b : b + 1], h0=problem.h0[b : b + 1], grad_hs=problem.grad_hs[:, b : b + 1]
+            )
+            alone_hs = run_scan(alone, backend, lengths=lengths[b : b + 1])["hs"]
+            assert torch.equal(alone_hs[:, 0], first["hs"][:, b])
+
+
+@each(*OPS)
+def test_lengths_in_two_threads(op: str, backend: str) -> None:
+    for B in (2, 3, 50):
+        problem = scan_problem(op, B=B, T=12, N=33, activation="prelu", inputs="tokens", gap=1e-6).to(torch.float32)
+        for order in ORDERS:
+            lengths = some_lengths(B, 12, order)
+            results = []
+            for threads in (1, 2, 2):
+                torch.set_num_threads(threads)
+                results.append(run_scan(problem, backend, lengths=lengths))
+            assert torch.equal(results[0]["hs"], results[1]["hs"])
+            assert_same_bits(results[1], results[2])
+            check_scan(problem, torch.float32, backend, lengths=lengths)
+
+
+@each(*OPS)
+@pytest.mark.parametrize("inputs", ["dense", "features"])
+def test_lengths_of_results_past_the_caches(op: str, backend: str, inputs: str) -> None:
+    """More than 8 MiB of states: other stores than those of small results."""
+    problem = scan_problem(op, B=250, T=140, N=64, inputs=inputs).to(torch.float32)
+    for order in ("falling", "any"):
+        lengths = some_lengths(250, 140, order)
+        check_scan(problem, torch.float32, backend, lengths=lengths)
+
+
+@each(*OPS)
+@pytest.mark.parametrize("checkpoint_every", [0, 3])
+def test_lengths_of_one_backend_in_the_other(op: str, backend: str, checkpoint_every: int) -> None:
+    for activation in ("tanh", "prelu", "oplu"):
+        problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
+        options: dict[str, Any] = {"lengths": some_lengths(4, 7, "any"), "message_clip": 0.3}
+        expected = run_scan(problem, "reference", **options)
+        for fwd, bwd in ((backend, "reference"), ("reference", backend)):
+            actual = run_scan(problem, fwd, checkpoint_every=checkpoint_every, bwd_backend=bwd, **options)
+            for name in problem.grad_names():
+                assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
 
 
 # --------------------------------------------------------------------------------------------------------------- cayley

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ScanProblem, scan_cases, scan_problem
+from helpers import ClipGradient, ScanProblem, scan_cases, scan_problem, some_lengths, with_poisoned_padding
 from torch import Tensor
 
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -43,14 +43,92 @@ def leaves(problem: ScanProblem) -> list[Tensor | None]:
     return [None if t is None else t.clone().requires_grad_() if t.is_floating_point() else t for t in problem.inputs()]
 
 
-def by_hand(problem: ScanProblem, checkpoint_every: int, **needs: bool) -> tuple[Tensor, ...]:
+def by_hand(
+    problem: ScanProblem,
+    checkpoint_every: int,
+    lengths: Tensor | None = None,
+    message_clip: float = 0.0,
+    **needs: bool,
+) -> tuple[Tensor, ...]:
     hs, ckpt, pre = forward_of(problem.op)(
-        *problem.inputs(), activation=problem.activation, checkpoint_every=checkpoint_every
+        *problem.inputs(), activation=problem.activation, checkpoint_every=checkpoint_every, lengths=lengths
     )
     return backward_of(problem.op)(
-        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(),
-        activation=problem.activation, checkpoint_every=checkpoint_every, **needs,
+        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), activation=problem.activation,
+        checkpoint_every=checkpoint_every, lengths=lengths, message_clip=message_clip, **needs,
     )  # fmt: skip
+
+
+def one_by_one(
+    problem: ScanProblem, inputs: list[Tensor | None], lengths: Tensor, message_clip: float
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """The scan in plain torch: every sequence on its own, for the steps it has, and an identity that clips at every
+    pre-activation. hs [T, B, N], and the states [1, N] of each sequence."""
+    x, *matrices, h0, weight, bias, act_param = inputs
+    assert x is not None and h0 is not None
+    w = matrices[0] if problem.op == "dense_scan" else matrices[0] @ torch.diag(matrices[1]) @ matrices[2].mT
+    T, N = x.shape[0], h0.shape[1]
+    sequences = []
+    for b, length in enumerate(lengths.tolist()):
+        h, states = h0[b : b + 1], []
+        for t in range(length):
+            e = x[t, b] if weight is None else weight @ x[t, b] if x.is_floating_point() else weight[:, x[t, b]]
+            a = h @ w.mT + (e if bias is None else e + bias)
+            if message_clip:
+                a = ClipGradient.apply(a, message_clip)
+            h = activations.activation_fwd(a, act_param, activation=problem.activation)
+            h.retain_grad()
+            states.append(h)
+        sequences.append(states)
+    rows = [torch.cat([*states, h0.new_zeros(T - len(states), N)]) for states in sequences]
+    return torch.stack(rows, 1), sequences
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("message_clip", [0.0, 0.3])
+def test_lengths_and_clip_are_those_of_single_sequences(op: str, activation: str, message_clip: float) -> None:
+    T, B = 6, 4
+    for kind, order in (("dense", "any"), ("features", "falling"), ("tokens", "rising")):
+        problem = scan_problem(op, B=B, T=T, N=6, D=4, activation=activation, inputs=kind, gap=1e-3)
+        lengths = some_lengths(B, T, order)
+        padding = torch.arange(T).unsqueeze(1) >= lengths
+        assert padding.any()
+        inputs = leaves(problem)
+        hs, sequences = one_by_one(problem, inputs, lengths, message_clip)
+        hs.backward(problem.grad_hs)
+        expected = [t.grad if t is not None and t.requires_grad else None for t in inputs]
+        norms = torch.zeros(T, dtype=torch.float64)
+        for states in sequences:
+            norms[: len(states)] += torch.stack([h.grad.square().sum() for h in states])  # type: ignore[union-attr]
+
+        poisoned = with_poisoned_padding(problem, lengths)
+        names = problem.grad_names()
+        unclipped = by_hand(problem, 0, lengths)
+        for every in (0, 1, 4, 9):
+            ours, _, pre = forward_of(op)(
+                *poisoned.inputs(), activation=activation, checkpoint_every=every, lengths=lengths
+            )
+            torch.testing.assert_close(ours, hs.detach(), rtol=1e-12, atol=1e-13)
+            assert not ours[padding].any() and (not pre.numel() or not pre[padding].any())
+            grads = by_hand(poisoned, every, lengths, message_clip)
+            for name, grad, want in zip(names, grads, [*expected, norms.sqrt()], strict=True):
+                if want is None:
+                    assert grad.numel() == 0, name
+                else:
+                    torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+            if grads[0].numel():
+                assert not grads[0][padding].any()
+        if message_clip:
+            assert any(not torch.allclose(a, b) for a, b in zip(grads, unclipped, strict=True)), "nothing was clipped"
+
+        # the forward as plain torch code, which an explicit backend="reference" differentiates
+        again = leaves(poisoned)
+        plain = forward_of(op)(*again, activation=activation, lengths=lengths, message_clip=message_clip)[0]
+        plain.backward(poisoned.grad_hs)
+        for name, tensor, want in zip(names, again, expected, strict=False):
+            if want is not None:
+                torch.testing.assert_close(tensor.grad, want, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(("op", "case"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -70,20 +148,22 @@ def test_hand_written_backward_is_autograd(op: str, case: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", NAMES)
-def test_gradcheck_of_the_pair(op: str, activation: str) -> None:
+@pytest.mark.parametrize("lengths", [None, [1, 3]], ids=["full", "lengths"])
+def test_gradcheck_of_the_pair(op: str, activation: str, lengths: list[int] | None) -> None:
     """Finite differences know nothing of either derivation."""
+    given = None if lengths is None else torch.tensor(lengths)
 
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            hs, _, pre = forward_of(op)(*inputs, activation=activation)
+            hs, _, pre = forward_of(op)(*inputs, activation=activation, lengths=given)
             ctx.save_for_backward(hs, pre, *inputs)
             return hs
 
         @staticmethod
         def backward(ctx: Any, grad_hs: Tensor) -> Any:
             hs, pre, *inputs = ctx.saved_tensors
-            grads = backward_of(op)(grad_hs, hs, pre, *inputs, activation=activation)
+            grads = backward_of(op)(grad_hs, hs, pre, *inputs, activation=activation, lengths=given)
             return tuple(grad if grad.numel() else None for grad in grads[:-1])
 
     for kind in ("features", "tokens"):
@@ -96,7 +176,9 @@ def test_gradcheck_of_the_pair(op: str, activation: str) -> None:
 def test_forward_has_second_derivatives(op: str, activation: str) -> None:
     problem = scan_problem(op, B=1, T=2, N=2, D=2, activation=activation, inputs="features", gap=1e-2)
     forward = forward_of(op)
-    assert torch.autograd.gradgradcheck(lambda *inputs: forward(*inputs, activation=activation)[0], leaves(problem))
+    for options in ({}, {"lengths": torch.tensor([1])}, {"message_clip": 5.0}):
+        run = lambda *inputs, o=options: forward(*inputs, activation=activation, **o)[0]  # noqa: E731
+        assert torch.autograd.gradgradcheck(run, leaves(problem))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -204,9 +204,13 @@ struct ScanRows {
       fetch_rows(&late, static_cast<const T*>(args.x), t, t + 1);
     } else {
       read_features(t, x, block);
-      if (t + 1 < args.T) late.fetch(static_cast<const T*>(args.x) + ((t + 1) * plan.B + row0) * plan.D, plan.D, L, active[t + 1], (plan.D + L - 1) / L);
+      const T* x_next = static_cast<const T*>(args.x) + ((t + 1) * plan.B + row0) * plan.D;
+      if (t + 1 < args.T) late.fetch(x_next, plan.D, L, active[t + 1], (plan.D + L - 1) / L);
     }
-    if (h_out && stream && t > 0) (plan.factored ? early : late).copy(state, L, block, h_out - static_cast<ptrdiff_t>(plan.B) * N, N, L, active[t - 1], plan.blocks());
+    if (h_out && stream && t > 0) {
+      T* h_before = h_out - static_cast<ptrdiff_t>(plan.B) * N;
+      (plan.factored ? early : late).copy(state, L, block, h_before, N, L, active[t - 1], plan.blocks());
+    }
     if (h_out && !stream) late.fetch(h_out, N, L, R_t, plan.blocks());
     Segment<T> segments[2];
     T* out = next;
@@ -319,8 +323,8 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
   if (!rows.allocate()) return false;
   // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with step t.
   Scratch<T> delta, inputs, dx, ending;
-  if (!rows.place_steps(slots * R) || !ending.allocate(static_cast<size_t>(padded) * R) || !delta.allocate(static_cast<size_t>(blocks) * ring_block) || !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
-      !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
+  if (!rows.place_steps(slots * R) || !ending.allocate(static_cast<size_t>(padded) * R) ||
+      !delta.allocate(static_cast<size_t>(blocks) * ring_block) || !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) || !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
     return false;
   // With checkpoints: the states (and pre-activations) of one segment, [every][R][N].
   Scratch<T> segment, segment_pre;
@@ -364,7 +368,8 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
   int used = 0;  // rows of the ring that the steps of this group take
   for (int64_t t = last; t >= 0; t--) {
     const int R_t = rows.active[t], going = rows.active[t + 1];  // rows of step t, and of these those of step t + 1
-    const ptrdiff_t here_place = static_cast<ptrdiff_t>(rows.place[t]) * L, later_place = t < last ? static_cast<ptrdiff_t>(rows.place[t + 1]) * L : 0;
+    const ptrdiff_t here_place = static_cast<ptrdiff_t>(rows.place[t]) * L;
+    const ptrdiff_t later_place = t < last ? static_cast<ptrdiff_t>(rows.place[t + 1]) * L : 0;
     if (t == last || rows.place[t + 1] == 0) used = rows.place[t] + R_t;
     const int64_t start = every ? t / every * every : 0;  // of the segment that t is in
     if (every && (t == last || (t + 1) % every == 0)) {

@@ -103,21 +103,22 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
     )
 
 
-def pixel_permutation(seed: int) -> Tensor:
+def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
     """An order in which to feed the pixels, for the permuted task: images[:, pixel_permutation(seed)].
 
     Args:
         seed: of a generator on the CPU, so that it gives the same order on every machine.
+        pixels: how many there are.
 
     Returns:
-        [784] int64, a permutation of 0 ... 783.
+        [pixels] int64, a permutation of 0 ... pixels - 1.
 
     Raises:
         InputError: a seed that is not an integer in [0, 2^63).
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise InputError(f"seed must be an integer in [0, 2^63), got {seed!r}")
-    return torch.randperm(PIXELS, generator=torch.Generator("cpu").manual_seed(seed))
+    return torch.randperm(pixels, generator=torch.Generator("cpu").manual_seed(seed))
 
 
 def _read_part(folder: Path, part: str) -> Labelled:

@@ -228,7 +228,7 @@ def _of_recurrence(given: Settings) -> tuple[str, str]:
 
 
 def _quantities(runs: Sequence[RunRecord], given: Settings) -> list[str]:
-    known = list(dict.fromkeys(quantity for run in runs for quantity in run.quantities()))
+    known = list(dict.fromkeys(quantity for run in runs for quantity in run.quantities))
     if "quantity" not in given:
         held_out = dict.fromkeys(name for run in runs for name in comparison.best_held_out(run))
         return [name for name in (*_QUANTITIES, *held_out) if name in known]

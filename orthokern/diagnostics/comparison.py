@@ -121,7 +121,7 @@ def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
     The best accuracy is the largest; the best of everything else (losses, errors, bits per character) the smallest.
     """
     found = {}
-    for quantity in run.quantities():
+    for quantity in run.quantities:
         if quantity.startswith("held_out_") and quantity not in _NO_RESULTS:
             iterations, values = run.series(quantity)
             index = int(np.argmax(values) if "accuracy" in quantity else np.argmin(values)) if len(values) else None
@@ -132,7 +132,8 @@ def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
 
 def table(runs: Sequence[RunRecord]) -> str:
     """A Markdown table with one row per run: task, settings in which the runs differ, iterations, wall time, the best
-    held-out numbers, and the last known spectrum, spectral radius and orthogonality error.
+    held-out numbers, those on the test data once the run has come to its end, and the last known spectrum, spectral
+    radius and orthogonality error.
 
     Columns that no run fills are left out; "–" stands for what a run doesn't have.
     """
@@ -154,6 +155,10 @@ def table(runs: Sequence[RunRecord]) -> str:
             else _ABSENT
             for held_out in best
         ]
+    tests = [run.tested for run in runs]
+    for name in dict.fromkeys(name for test in tests for name in test):
+        scale, form, unit = (100, "{:.2f}", " (%)") if "accuracy" in name else (1, "{:.4g}", "")
+        columns[f"test {name}{unit}"] = [form.format(scale * test[name]) if name in test else _ABSENT for test in tests]
     for part in ("mean", "std", "min", "max"):
         columns[f"s {part}"] = [_last(run, f"spectrum.{part}", "{:.5g}") for run in runs]
     columns["spectral radius"] = [_last(run, "spectral_radius", "{:.5g}") for run in runs]
@@ -162,8 +167,8 @@ def table(runs: Sequence[RunRecord]) -> str:
 
 
 def _last(run: RunRecord, quantity: str, form: str) -> str:
-    _, values = run.series(quantity)
-    return form.format(values[-1]) if len(values) else _ABSENT
+    value = run.last(quantity)
+    return _ABSENT if value is None else form.format(value)
 
 
 def _markdown(columns: dict[str, list[str]]) -> str:

@@ -228,7 +228,7 @@ class _Abscissa:
             return cls(x)
         per = run.iterations_per_epoch
         if per is None:
-            raise InputError(f"{run.path}: the settings hold no iterations_per_epoch, so epochs can't be counted")
+            raise InputError(f"{run.path}: neither records nor settings tell how many iterations make an epoch")
         return cls(x, per)
 
 
@@ -268,6 +268,8 @@ class _Spectra:
 def _spectra(records: Records, key: str) -> _Spectra | None:
     found = []
     for record in records:
+        if key not in record:
+            continue
         parts = [number_at(record, f"{key}.{name}") for name in ("mean", "std", "min", "max")]
         if None not in parts:
             found.append([record["iteration"], *parts])
@@ -554,7 +556,7 @@ def compare_curves(
         panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
         legend: settings that the legend tells; by default those in which the runs differ, see `labels`. Runs with the
             same text have the same colour.
-        x: "iteration" or "epoch" (of settings' "iterations_per_epoch"); None: epochs where every run has them.
+        x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
         baseline: draw a line at this value, of `quantity`'s unit; None: at that of the runs' configurations for a loss.
         title: the figure's title.
 

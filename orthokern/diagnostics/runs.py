@@ -6,7 +6,8 @@ A run that is still going on can be read at any time: its last line may be half 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -30,6 +31,7 @@ class RunRecord:
         settings: all settings of the run, by name.
         task: the task's name.
         records: what metrics.jsonl holds, by rising "iteration"; [] if the first iteration isn't done.
+        result: what result.json holds; {} while the run has not come to its end.
     """
 
     path: Path
@@ -37,6 +39,7 @@ class RunRecord:
     settings: dict[str, Any]
     task: str
     records: list[Record]
+    result: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -48,7 +51,7 @@ class RunRecord:
         """Time steps per sequence, or None if the run doesn't tell, or has sequences of several lengths.
 
         It is told by "time_steps" in records, configuration or settings, or by the ratio of the two times that a
-        record holds: per iteration, and per time step.
+        record holds, per iteration and per time step, and the number of batches that an iteration accumulates.
         """
         told = {record["time_steps"] for record in self.records if isinstance(record.get("time_steps"), int)}
         if told:
@@ -59,19 +62,23 @@ class RunRecord:
         for record in reversed(self.records):
             per_iteration, per_step = number_at(record, "ms_per_iteration"), number_at(record, "us_per_step")
             if per_iteration is not None and per_step:
-                return max(1, round(1e3 * per_iteration / per_step))
+                batches = number_at(self.settings, "accumulate") or 1.0
+                return max(1, round(1e3 * per_iteration / per_step / batches))
         return None
 
-    def profile_length(self, field: str) -> int | None:
-        """`time_steps`, if every record's list under `field` is as long as `profile_steps` of them is; else None."""
+    def profile_length(self, name: str) -> int | None:
+        """`time_steps`, if every record's list under `name` is as long as `profile_steps` of them is; else None."""
         length = self.time_steps
-        lists = {len(record[field]) for record in self.records if isinstance(record.get(field), list)}
+        lists = {len(record[name]) for record in self.records if isinstance(record.get(name), list)}
         return length if length is not None and lists == {len(profile_steps(length))} else None
 
     @property
     def iterations_per_epoch(self) -> float | None:
-        """Iterations that make an epoch, or None if the settings don't tell."""
+        """Iterations that make an epoch, or None if neither the settings tell nor the records, which may count both."""
         value = number_at(self.settings, "iterations_per_epoch")
+        if value is None:
+            last = next((record for record in reversed(self.records) if number_at(record, "epoch")), None)
+            value = None if last is None else max(1.0, round(last["iteration"] / last["epoch"]))
         return value if value is not None and value > 0 else None
 
     def series(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
@@ -82,11 +89,25 @@ class RunRecord:
         """
         return series(self.records, quantity)
 
+    @property
+    def tested(self) -> dict[str, float]:
+        """Finite numbers on the test data, with the best parameters; {} where there are none (yet)."""
+        test = self.result.get("test")
+        names = test if isinstance(test, dict) else {}
+        return {name: value for name in names if (value := number_at(names, name)) is not None}
+
+    def last(self, quantity: str) -> float | None:
+        """The last finite number under `quantity`, or None."""
+        return next((value for r in reversed(self.records) if (value := number_at(r, quantity)) is not None), None)
+
+    @cached_property
     def quantities(self) -> list[str]:
         """Everything that `series` finds numbers for, in the order of first appearance."""
         found: dict[str, None] = {}
         for record in self.records:
             for key, value in record.items():
+                if key in found:
+                    continue
                 if isinstance(value, dict):
                     found |= {f"{key}.{part}": None for part, number in value.items() if _is_number(number)}
                 elif key != "iteration" and _is_number(value):
@@ -114,7 +135,13 @@ def load_run(folder: Path | str) -> RunRecord:
         raise InputError(f"no such run folder: {path}")
     if not path.is_dir():
         raise InputError(f"{path} is a file; accepted: the folder of a run")
-    config = _read_config(path)
+    config = _read_object(path / "config.json")
+    if config is None:
+        inside = sum(1 for _ in path.glob("*/config.json"))
+        hint = f"; it holds {inside} run folder(s): give those, as {path}/*" if inside else ""
+        raise InputError(f"{path} is not a run folder: no config.json there{hint}")
+    if not isinstance(config.get("settings"), dict) or not isinstance(config.get("task"), str):
+        raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
     records: list[Record] = []
     metrics = path / "metrics.jsonl"
     try:
@@ -129,7 +156,8 @@ def load_run(folder: Path | str) -> RunRecord:
         pass
     except OSError as error:
         raise InputError(f"{metrics} cannot be read: {error.strerror or error}") from None
-    return RunRecord(path, config, config["settings"], config["task"], records)
+    result = _read_object(path / "result.json") or {}
+    return RunRecord(path, config, config["settings"], config["task"], records, result)
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -143,11 +171,13 @@ def read_metrics(path: Path) -> list[Record]:
 
 def series(records: list[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
     """See `RunRecord.series`."""
+    name = quantity.split(".", 1)[0]
     found = []
     for record in records:
-        value = number_at(record, quantity)
-        if value is not None:
-            found.append((record["iteration"], value))
+        if name in record:  # most records of a long run lack most fields
+            value = number_at(record, quantity)
+            if value is not None:
+                found.append((record["iteration"], value))
     pairs = np.asarray(found, dtype=float).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
@@ -156,35 +186,29 @@ def number_at(record: Record, quantity: str) -> float | None:
     """The finite number of a record under "field" or "field.part", or None."""
     value = record.get(quantity)
     if value is None and "." in quantity:
-        field, part = quantity.split(".", 1)
-        inner = record.get(field)
+        name, part = quantity.split(".", 1)
+        inner = record.get(name)
         value = inner.get(part) if isinstance(inner, dict) else None
     return float(value) if _is_number(value) and math.isfinite(value) else None
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) in (float, int)  # what JSON knows: bool is no number
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
+def _read_object(file: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, or None if there is no file."""
     try:
-        config = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except FileNotFoundError:
-        inside = sum(1 for _ in path.glob("*/config.json"))
-        hint = f"; it holds {inside} run folder(s): give those, as {path}/*" if inside else ""
-        raise InputError(f"{path} is not a run folder: no config.json there{hint}") from None
+        return None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise InputError(f"{file} is damaged: not JSON") from None
-    if (
-        not isinstance(config, dict)
-        or not isinstance(config.get("settings"), dict)
-        or not isinstance(config.get("task"), str)
-    ):
-        raise InputError(f"{file} is not the configuration of an orthokern run")
-    return config
+    if not isinstance(content, dict):
+        raise InputError(f"{file} is damaged: not a JSON object")
+    return content
 
 
 def _lines(path: Path, *, strict: bool) -> Iterator[tuple[int, Record]]:

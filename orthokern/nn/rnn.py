@@ -254,7 +254,7 @@ class _Recurrent(nn.Module):
         """What `_scan` needs of the recurrent matrix, made once per forward however many scans follow."""
         raise NotImplementedError
 
-    def _op(self) -> tuple[str, dict[str, int]]:
+    def _op(self) -> tuple[str, dict[str, Any]]:
         """The op that `_scan` runs, and the sizes that a backend may limit."""
         raise NotImplementedError
 
@@ -592,7 +592,7 @@ class RNN(_Recurrent):
             return (weight,)
         return weight, self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
 
-    def _op(self) -> tuple[str, dict[str, int]]:
+    def _op(self) -> tuple[str, dict[str, Any]]:
         return "dense_scan", {"N": self.hidden_size}
 
     def _scan(
@@ -747,8 +747,8 @@ class FactorizedRNN(_Recurrent):
         return [self._spectrum(suffix) for suffix in self._suffixes()]
 
     def singular_values(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """Singular values |s| [K] of W (without the gain), detached, in the order of the columns of U and V (not sorted), so that each
-        can be followed in time.
+        """Singular values |s| [K] of W (without the gain), detached, in the order of the columns of U and V (not
+        sorted), so that each can be followed in time.
 
         They are |s| because U and V are orthonormal. s itself (see `spectrum`) can be negative only for margin > 1
         or None.
@@ -756,8 +756,8 @@ class FactorizedRNN(_Recurrent):
         return self.spectrum(layer, reverse).detach().abs()
 
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W = U diag(s) V^T [N,N] of one recurrence (without the gain), composed for inspection; differentiable. Forward forms it only
-        with apply="composed"."""
+        """W = U diag(s) V^T [N,N] of one recurrence (without the gain), composed for inspection; differentiable.
+        Forward forms it only with apply="composed"."""
         suffix = self._suffix(layer, reverse)
         return (self._tensor(f"u_{suffix}") * self.spectrum(layer, reverse)) @ self._tensor(f"v_{suffix}").mT
 
@@ -788,7 +788,7 @@ class FactorizedRNN(_Recurrent):
         s = self._gained(self._spectrum(suffix))
         return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
 
-    def _op(self) -> tuple[str, dict[str, int]]:
+    def _op(self) -> tuple[str, dict[str, Any]]:
         if self.apply_mode == "composed":
             return "dense_scan", {"N": self.hidden_size}
         return "factored_scan", {"N": self.hidden_size, "K": self.rank}

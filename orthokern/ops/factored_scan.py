@@ -292,9 +292,8 @@ def _bwd_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, *ctx.choices, lengths, ctx.message_clip = (
-        inputs
-    )
+    x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, *choices = inputs
+    *ctx.choices, lengths, ctx.message_clip = choices
     hs, ckpt, pre = output
     ctx.mark_non_differentiable(ckpt, pre)
     ctx.set_materialize_grads(False)

@@ -16,6 +16,7 @@ Note [Message clip]
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,24 @@ def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
     return torch.where(alive.view(*alive.shape, *(1,) * (values.ndim - alive.ndim)), values, torch.zeros_like(values))
 
 
+class ClippedMessage(torch.autograd.Function):
+    """The identity; its backward clips the gradient to [-c, c], see Note [Message clip]."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, c: float) -> Tensor:
+        return a.view_as(a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        _, ctx.c = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.clamp(-ctx.c, ctx.c), None
+
+
 def run_forward(
     step: Step,
     x: Tensor,
@@ -63,7 +82,7 @@ def run_forward(
     alive: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h_t = phi(step(h_{t-1}) + e_t) over x (see ``input_term``) from h [B, N]: (hs, ckpt, pre), see the ops' docstrings.
+    """h_t = phi(step(h_{t-1}) + e_t), e of ``input_term``, from h [B, N]: (hs, ckpt, pre), see the ops' docstrings.
 
     alive: bool [T, B] or None, see ``running``.
     """
@@ -75,8 +94,8 @@ def run_forward(
             entering.append(h)
         here = None if alive is None else alive[t]
         a = without_padding(step(h) + e_t, here)
-        if message_clip > 0 and a.requires_grad:
-            a.register_hook(lambda gradient: gradient.clamp(-message_clip, message_clip))
+        if message_clip > 0:
+            a = ClippedMessage.apply(a, message_clip)
         h = without_padding(activation_fwd(a, act_param, activation=activation), here)
         states.append(h)
         pre.append(a)

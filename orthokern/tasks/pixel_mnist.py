@@ -30,6 +30,7 @@ DEFAULTS: Settings = {
     "permuted": False,
     "permutation_seed": 0,
     "validation": 10_000,
+    "pool": 1,
     "start": "torch",
     "lr": 1e-3,
     "geodesic_lr": 1e-3,
@@ -83,7 +84,7 @@ class PixelModel(nn.Module):
             self.readout.get_parameter("bias").zero_()
 
     def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """pixels [784, B, 1] float32 in [0, 1], labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy"."""
+        """pixels [T, B, 1] float32 in [0, 1], labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy"."""
         states, _ = self.rnn(pixels)
         last = states[-1]
         with torch.no_grad():
@@ -96,11 +97,11 @@ class PixelMnist(RecurrentTask):
 
     name = "pixel_mnist"
     baseline = math.log(10.0)
-    time_steps = 784
     iterations_per_epoch: int
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, classes=10)
+        self.time_steps = (28 // settings["pool"]) ** 2
         data = load_mnist(settings["data"], validation=settings["validation"])
         self.train_set = self._on_device(data.train.images, data.train.labels)
         self.validation_set = self._on_device(data.validation.images, data.validation.labels)
@@ -116,10 +117,14 @@ class PixelMnist(RecurrentTask):
         self.build(PixelModel(settings))
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """images [n, 784] uint8, labels [n] -> pixels [784, n] uint8, in the order in which they are read; labels."""
+        """images [n, 784] uint8, labels [n] -> pixels [T, n] uint8, in the order in which they are read; labels."""
+        pool = self.settings["pool"]
+        if pool > 1:
+            means = nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), pool)
+            images = means.round().to(torch.uint8).flatten(1)
         pixels = images.T
         if self.settings["permuted"]:
-            pixels = pixels[pixel_permutation(self.settings["permutation_seed"])]
+            pixels = pixels[pixel_permutation(self.settings["permutation_seed"], self.time_steps)]
         return pixels.contiguous().to(self.device), labels.to(self.device)
 
     @staticmethod
@@ -211,6 +216,12 @@ def _parser() -> Parser:
     group.add_argument(
         "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
     )
+    group.add_argument(
+        "--pool",
+        type=integer(1),
+        metavar="N",
+        help="average squares of N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14 (default 1)",
+    )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
     add_network_options(parser, DEFAULTS)
@@ -229,6 +240,8 @@ def complete(settings: Settings) -> Settings:
     if settings["data"] is None:
         raise InputError("--data is needed: the folder with the four MNIST files")
     settings["data"] = str(settings["data"])
+    if settings["pool"] not in (1, 2, 4, 7, 14):
+        raise InputError(f"--pool {settings['pool']}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
     return settings
 
 

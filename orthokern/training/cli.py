@@ -120,8 +120,11 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
 
     Raises:
         CheckpointError: the command line differs from the run to resume in a setting that a resumed run can't change.
+        InputError: both --epochs and --iterations were given.
     """
-    if "iterations" in given and "epochs" in defaults:  # the later word on how long
+    if "iterations" in given and "epochs" in defaults:
+        if "epochs" in given:
+            raise InputError(f"--epochs {given['epochs']} and --iterations {given['iterations']}: give one of the two")
         given = {"epochs": None, **given}
     if stored is not None:
         for key in sorted(given):
