@@ -31,7 +31,7 @@ def ended(runs: list[Run], code: int) -> list[Run]:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Equal to the rounding of float64 over a few dozen iterations: 1e-12 is a hundred times the largest difference
+    """Equal to the rounding of float64 over a few dozen iterations: 1e-12 is a thousand times the largest difference
     seen, and a millionth of what another order of the data makes. Profiles through time are kept to six digits, and the
     gradient's norm is float32."""
     if isinstance(a, dict):
