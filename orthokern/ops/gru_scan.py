@@ -16,7 +16,7 @@ VARIANTS = ("kanai", "torch")
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
-    "cpu": Support(missing="no CPU kernel in this release"),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     "triton": NO_TRITON,
     "cuda": NO_CUDA,
 }
