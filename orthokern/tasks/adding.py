@@ -89,6 +89,7 @@ class Adding(RecurrentTask):
     """The adding task for the training loop; settings as DEFAULTS, complete."""
 
     name = "adding"
+    loss_label = "mean squared error"
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
     def __init__(self, settings: Settings) -> None:

@@ -102,6 +102,7 @@ class CharLm(RecurrentTask):
     """Penn Treebank characters for the training loop; settings as DEFAULTS, complete."""
 
     name = "char_lm"
+    loss_label = "cross-entropy (nats per character)"
     baseline = None
     iterations_per_epoch: int
 
@@ -116,7 +117,7 @@ class CharLm(RecurrentTask):
         self.batches = self.data.train.batches(
             settings["batch"], generator, bucket=settings["bucket"], part=(shard.rank, shard.world)
         )
-        self.iterations_per_epoch = self.batches.per_epoch
+        self.iterations_per_epoch = max(1, self.batches.per_epoch // settings["accumulate"])
         if settings["epochs"] is not None:
             settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
         self.build(CharModel(settings))
@@ -127,6 +128,7 @@ class CharLm(RecurrentTask):
         """Inputs, targets, and the weight of this process's mean loss: 1, or where several share a batch, what makes
         the mean of their weighted means the mean over all targets."""
         batch = next(self.batches)
+        self.steps = len(batch.batch_sizes)
         weight = len(batch.targets) * current_shard().world / self.batches.joint_targets
         batch = batch.to(self.device)
         return batch.packed(), batch.targets, weight
@@ -158,6 +160,9 @@ class CharLm(RecurrentTask):
         return -evaluation["loss"]
 
     # ---- records
+
+    def diagnose(self) -> dict[str, Any]:
+        return {**super().diagnose(), "time_steps": self.steps}  # norms through time are of this many steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches.state_dict()}

@@ -12,7 +12,7 @@ from orthokern import dispatch, init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
-from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
+from orthokern.nn import FactorizedRNN, PeepholeLSTM
 from orthokern.nn.rnn import APPLY, NONLINEARITIES
 
 __all__ = ["MODELS", "NETWORK_DEFAULTS", "add_network_options", "build_recurrence", "check_backend", "check_network"]
@@ -164,16 +164,8 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
         rnn = nn.LSTM(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
     elif settings["model"] == "peephole-lstm":
-        rnn = PeepholeLSTM(inputs, hidden, bias=bias, init=settings["init"], forget_bias=settings["forget_bias"])
-    elif settings["model"] == "rnn":
-        rnn = RNN(
-            inputs,
-            hidden,
-            nonlinearity=settings["nonlinearity"],
-            bias=bias,
-            init=settings["init"],
-            **common,
-        )
+        rnn = PeepholeLSTM(inputs, hidden, bias=bias)
+        _initialize_lstm(rnn, settings)
     else:
         rnn = FactorizedRNN(
             inputs,
@@ -191,7 +183,7 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
 
 
 @torch.no_grad()
-def _initialize_lstm(lstm: nn.LSTM, settings: Settings) -> None:
+def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: Settings) -> None:
     """Every gate's recurrent matrix by `init`, the forget gate's bias at `forget_bias` (Vorontsov et al. 2017,
     section 3.1.2: orthogonal, and 1)."""
     n = lstm.hidden_size

@@ -109,7 +109,8 @@ class PixelMnist(RecurrentTask):
         count = len(self.train_set[1])
         if settings["batch"] > count:
             raise InputError(f"--batch {settings['batch']}: there are {count} training images")
-        self.iterations_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
+        self.batches_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
+        self.iterations_per_epoch = max(1, self.batches_per_epoch // settings["accumulate"])
         if settings["epochs"] is not None:
             settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
         self.position = 0  # in batches
@@ -133,7 +134,7 @@ class PixelMnist(RecurrentTask):
         return (pixels[:, chosen].float() / 255.0).unsqueeze(-1), labels[chosen]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        epoch, batch = divmod(self.position, self.iterations_per_epoch)
+        epoch, batch = divmod(self.position, self.batches_per_epoch)
         if self._order is None or self._order[0] != epoch:
             order = epoch_order(self.settings["seed"], epoch, len(self.train_set[1]))
             self._order = (epoch, order.to(self.device))
