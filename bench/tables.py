@@ -223,6 +223,24 @@ def memory(results: Results) -> list[Table]:
     return [Table(title, ["", "size", "ratio", "peak beyond inputs", "at most"], cells)]
 
 
+def diagnosed(results: Results) -> list[Table]:
+    rows = of(results, "diagnostics")
+    if not rows:
+        return []
+    cells = [
+        [
+            row["case"],
+            size_label(row["size"], ""),
+            f"{row['details']['ratio']:.2f}x",
+            f"{number(row['details']['ms']['median'])} / {number(row['details']['plain_ms']['median'])} ms",
+            f"{row['value']:.2f} %",
+        ]
+        for row in rows
+    ]
+    title = "An iteration with diagnostics over one without, and what diagnosing every tenth one adds"
+    return [Table(title, ["", "size", "ratio", "diagnosed / plain", "added"], cells)]
+
+
 def small_ops(results: Results) -> list[Table]:
     found = []
     for table, title in (
@@ -368,7 +386,7 @@ def timings_of(results: Results) -> list[Table]:
 
 def text_tables(results: Results) -> list[tuple[str, str]]:
     """(title, text) of every table for the terminal; Table 5 is the last."""
-    makers = (scaling, accuracy, memory, small_ops, others, copy_task, scan, loops, table5)
+    makers = (scaling, accuracy, memory, diagnosed, small_ops, others, copy_task, scan, loops, table5)
     found = timings_of(results)
     for maker in makers:
         found += maker(results)

@@ -21,6 +21,7 @@ from orthokern.ops.activations import NAMES as ACTIVATIONS
 __all__ = [
     "ACTIVATIONS",
     "PRECISIONS",
+    "SPECTRUM_MAPS",
     "activation",
     "cayley",
     "dense_scan",
@@ -31,6 +32,8 @@ __all__ = [
     "prelu",
     "spectrum",
 ]
+
+SPECTRUM_MAPS = ("sigmoid", "tanh")
 
 
 def factored_scan(
@@ -290,23 +293,29 @@ def linear_cross_entropy(
     )
 
 
-def spectrum(p: Tensor, margin: float | None) -> Tensor:
-    """s = 2 m (sigmoid(p) - 1/2) + 1, in [1 - m, 1 + m] (Vorontsov et al. 2017, eq. 10); p itself for margin None.
+def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
+    """s in [1 - m, 1 + m] from a parameter that is free (Vorontsov et al. 2017, eq. 10); p itself for margin None.
+
+    "sigmoid": s = 2 m (sigmoid(p) - 1/2) + 1, as in the paper, with ds/dp = m / 2 at p = 0.
+    "tanh": s = m tanh(p) + 1, with ds/dp = m at p = 0: the same map of a p twice as large.
 
     Args:
         p: [K], floating; p = 0 gives s = 1.
         margin: m, 0 or more; 0 fixes s at 1 with zero gradient.
+        kind: one of SPECTRUM_MAPS; of no effect for margin None.
 
     Returns:
         s [K], differentiable in p to any order.
 
     Raises:
-        InputError: a margin that is negative or not a finite number.
+        InputError: a margin that is negative or not a finite number, or an unknown kind.
     """
     check.is_float("p", check.is_tensor("p", p))
+    if kind not in SPECTRUM_MAPS:
+        raise unknown_name("kind", kind, SPECTRUM_MAPS)
     if margin is None:
         return p
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
         raise InputError(f"margin is {check.describe(margin)}: accepted is a finite number, 0 or more, or None")
     # 2 sigmoid(p) - 1 = tanh(p / 2), without the cancellation near p = 0
-    return margin * torch.tanh(p / 2) + 1
+    return margin * torch.tanh(p / 2 if kind == "sigmoid" else p) + 1

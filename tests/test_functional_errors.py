@@ -216,9 +216,15 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
         (f.spectrum, (torch.zeros(3), NAN), "margin is nan: accepted is a finite number, 0 or more, or None"),
         (f.spectrum, (torch.zeros(3), INF), "margin is inf: accepted is a finite number, 0 or more, or None"),
         (f.spectrum, (torch.zeros(3), True), "margin is True: accepted is a finite number, 0 or more, or None"),
+        (
+            f.spectrum,
+            (torch.zeros(3), 0.1, "tahn"),
+            "unknown kind 'tahn': did you mean 'tanh'? accepted: sigmoid, tanh",
+        ),
+        (f.spectrum, (torch.zeros(3), None, "sin"), "unknown kind 'sin': "),
         (f.spectrum, (torch.zeros(3).long(), 0.1), "p has dtype int64: accepted are floating dtypes"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple[Any, ...], message: str) -> None:
     assert refusal(function, *arguments).startswith(message)

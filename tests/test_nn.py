@@ -472,6 +472,28 @@ def test_margins() -> None:
     assert torch.equal(wide.singular_values(), torch.full((4,), 2.0))
 
 
+@pytest.mark.parametrize("apply", ["factored", "composed"])
+def test_maps_of_the_spectrum(apply: str) -> None:
+    """tanh(p) is the sigmoid map of 2 p, in the spectrum and in the forward; both have the paper's range."""
+    sigmoid, tanh = (
+        FactorizedRNN(2, 4, margin=0.3, spectrum_map=name, apply=apply, dtype=torch.float64)
+        for name in ("sigmoid", "tanh")
+    )
+    p = torch.tensor([-50.0, -0.7, 0.4, 50.0], dtype=torch.float64)
+    tanh.load_state_dict(sigmoid.state_dict())
+    with torch.no_grad():
+        sigmoid.spectrum_l0.copy_(2 * p)
+        tanh.spectrum_l0.copy_(p)
+    torch.testing.assert_close(sigmoid.spectrum(), 0.6 * (torch.sigmoid(2 * p) - 0.5) + 1)
+    torch.testing.assert_close(tanh.spectrum(), 1 + 0.3 * torch.tanh(p))
+    torch.testing.assert_close(tanh.spectrum(), sigmoid.spectrum())
+    x = torch.randn(5, 3, 2, dtype=torch.float64)
+    torch.testing.assert_close(tanh(x)[0], sigmoid(x)[0])
+    assert "spectrum_map='tanh'" in repr(tanh) and "spectrum_map" not in repr(sigmoid)
+    with pytest.raises(InputError, match="unknown spectrum_map 'tahn': did you mean 'tanh'"):
+        FactorizedRNN(2, 4, spectrum_map="tahn")
+
+
 def test_parameter_roles() -> None:
     roles = FactorizedRNN(2, 4, nonlinearity="modrelu", bidirectional=True, learned_h0=True).parameter_roles()
     geodesic = {"u_l0", "v_l0", "u_l0_reverse", "v_l0_reverse"}

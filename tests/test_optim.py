@@ -428,6 +428,29 @@ def test_rates_of_the_groups() -> None:
     assert default.param_groups[2]["lr"] == pytest.approx(1e-2)
 
 
+def test_the_map_of_the_spectrum_does_not_change_its_path() -> None:
+    """RMSprop's steps do not scale with the gradient: at half the rate, a p of half the size follows."""
+    targets = torch.tensor([0.97, 1.02, 1.08, 0.9], dtype=torch.float64)
+    paths = {}
+    for spectrum_map in ("sigmoid", "tanh"):
+        rnn = FactorizedRNN(2, 4, margin=0.1, spectrum_map=spectrum_map, dtype=torch.float64)
+        optimizer = optimizer_for(rnn, spectrum_lr=1e-3, eps=1e-14)
+        paths[spectrum_map] = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            (rnn.spectrum() - targets).square().sum().backward()
+            optimizer.step()
+            paths[spectrum_map].append(rnn.spectrum().detach())
+    torch.testing.assert_close(torch.stack(paths["tanh"]), torch.stack(paths["sigmoid"]), rtol=0, atol=1e-12)
+    assert float((paths["tanh"][-1] - 1).abs().max()) > 0.01
+    two = nn.ModuleList([FactorizedRNN(2, 4, spectrum_map=name) for name in ("sigmoid", "tanh")])
+    groups = [group for group in optimizer_for(two, spectrum_lr=1e-3).param_groups if group["role"] == "spectrum"]
+    assert [(g["spectrum_map"], g["margin"], g["lr"]) for g in groups] == [
+        ("sigmoid", 0.1, pytest.approx(1e-3 / 0.2)),
+        ("tanh", 0.1, pytest.approx(1e-3 / 0.4)),
+    ]
+
+
 def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     losses = []

@@ -1,4 +1,4 @@
-"""Weight decay on the composite matrix."""
+"""Weight decay on the composite matrix, the orthogonality penalty, and the prior on singular values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import torch
 from orthokern import InputError
 from orthokern.functional import cayley
 from orthokern.nn import RNN, FactorizedRNN
-from orthokern.penalties import composite_weight_decay
+from orthokern.penalties import composite_weight_decay, orthogonal_penalty, spectrum_prior
+
+
+def composed(rnn: FactorizedRNN) -> list[torch.Tensor]:
+    return [rnn.recurrent_matrix(layer, reverse) for layer in (0, 1) for reverse in (False, True)]
+
+
+def distance(w: torch.Tensor) -> torch.Tensor:
+    """||W^T W - I||_F^2 as written."""
+    return (w.mT @ w - torch.eye(w.shape[1], dtype=w.dtype)).square().sum()
 
 
 def model(**kwargs: object) -> FactorizedRNN:
@@ -24,8 +33,7 @@ def model(**kwargs: object) -> FactorizedRNN:
 def test_value_and_gradient_are_those_of_the_dense_matrix(kwargs: dict[str, object]) -> None:
     rnn = model(**kwargs)
     value = composite_weight_decay(rnn)
-    matrices = [rnn.recurrent_matrix(layer, reverse) for layer in (0, 1) for reverse in (False, True)]
-    dense = sum(w.square().sum() for w in matrices)
+    dense = sum(w.square().sum() for w in composed(rnn))
     torch.testing.assert_close(value, dense)
     spectra = [p for name, p in rnn.named_parameters() if name.startswith("spectrum")]
     for ours, theirs in zip(torch.autograd.grad(value, spectra), torch.autograd.grad(dense, spectra), strict=True):
@@ -59,3 +67,87 @@ def test_inside_a_model() -> None:
     )
     with pytest.raises(InputError, match="type RNN"):
         composite_weight_decay(RNN(3, 4))
+
+
+SPECTRA = [{"margin": 0.3}, {"margin": 0.3, "spectrum_map": "tanh"}, {"margin": None}, {"margin": 2.0, "rank": 4}]
+
+
+@pytest.mark.parametrize("kwargs", SPECTRA)
+def test_orthogonal_penalty_is_that_of_the_composed_matrix(kwargs: dict[str, object]) -> None:
+    rnn = model(**kwargs)
+    value, dense = orthogonal_penalty(rnn), torch.stack([distance(w) for w in composed(rnn)]).sum()
+    torch.testing.assert_close(value, dense)
+    spectra = [p for name, p in rnn.named_parameters() if name.startswith("spectrum")]
+    for ours, theirs in zip(torch.autograd.grad(value, spectra), torch.autograd.grad(dense, spectra), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    orthogonal_penalty(rnn).backward()
+    assert {name.split("_l")[0] for name, p in rnn.named_parameters() if p.grad is not None} == {"spectrum"}
+
+
+@pytest.mark.parametrize("rank", [6, 4])
+def test_the_bases_feel_no_orthogonal_penalty_along_the_manifold(rank: int) -> None:
+    """The note's claim: dL/dU = U D with D = 4 S^2 (S^2 - I) and dL/dV = V D, whose Cayley direction is zero."""
+    rnn = model(margin=None, rank=rank)
+    distance(rnn.recurrent_matrix()).backward()
+    s2 = rnn.spectrum_l0.detach().square()
+    for basis in (rnn.u_l0, rnn.v_l0):
+        m, g = basis.detach(), basis.grad
+        assert g is not None
+        torch.testing.assert_close(g, 4 * m * s2 * (s2 - 1))
+        assert float(g.abs().max()) > 0.1
+        torch.testing.assert_close(cayley(m, g, 0.5), m, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (7, 3), (3, 7)])
+def test_orthogonal_penalty_of_a_matrix(shape: tuple[int, int]) -> None:
+    """Also where the smaller Gram matrix is the other one."""
+    w = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(orthogonal_penalty(w), distance(w))
+    ours, theirs = (torch.autograd.grad(f(w), w)[0] for f in (orthogonal_penalty, distance))
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, 4 * w.detach() @ (w.detach().mT @ w.detach() - torch.eye(shape[1]).double()))
+    q = torch.linalg.qr(torch.randn(7, 3, dtype=torch.float64))[0]
+    assert float(orthogonal_penalty(q)) < 1e-25
+
+
+def test_penalties_of_plain_and_mixed_models() -> None:
+    plain = RNN(3, 4, 2, bidirectional=True, dtype=torch.float64)
+    weights = [plain.weight_hh_l0, plain.weight_hh_l0_reverse, plain.weight_hh_l1, plain.weight_hh_l1_reverse]
+    assert all(a is b for a, b in zip(plain.recurrent_matrices(), weights, strict=True))
+    torch.testing.assert_close(orthogonal_penalty(plain), torch.stack([distance(w) for w in weights]).sum())
+    singular = torch.stack([torch.linalg.svd(w)[1] for w in weights])
+    torch.testing.assert_close(spectrum_prior(plain), (singular - 1).square().sum())
+    factorized = model(margin=0.4)
+    both = torch.nn.ModuleDict({"a": plain, "b": torch.nn.Sequential(factorized), "c": torch.nn.Linear(2, 2)})
+    for penalty in (orthogonal_penalty, spectrum_prior):
+        torch.testing.assert_close(penalty(both), penalty(plain) + penalty(factorized))
+        with pytest.raises(InputError, match="^a module of type Linear has no recurrence; accepted: an RNN"):
+            penalty(both["c"])
+    with pytest.raises(InputError, match=r"W has shape \[3\] and dtype float32; accepted: a floating matrix"):
+        orthogonal_penalty(torch.zeros(3))
+
+
+@pytest.mark.parametrize("kwargs", SPECTRA)
+def test_spectrum_prior(kwargs: dict[str, object]) -> None:
+    rnn = model(**kwargs)
+    value = spectrum_prior(rnn)
+    torch.testing.assert_close(value, (torch.cat(rnn.spectra()) - 1).square().sum())
+    if kwargs == SPECTRA[0]:  # s is positive: the prior is on the singular values themselves
+        dense = sum((torch.linalg.svdvals(w) - 1).square().sum() for w in composed(rnn))
+        torch.testing.assert_close(value, dense)
+    value.backward()
+    assert {name.split("_l")[0] for name, p in rnn.named_parameters() if p.grad is not None} == {"spectrum"}
+
+
+def test_penalties_pull_to_one() -> None:
+    """Gradient descent on either penalty alone makes W orthogonal."""
+    for penalty in (orthogonal_penalty, spectrum_prior):
+        rnn = FactorizedRNN(3, 6, margin=None, dtype=torch.float64)
+        with torch.no_grad():
+            rnn.spectrum_l0.uniform_(0.4, 1.6)
+        optimizer = torch.optim.SGD(rnn.parameters(), lr=0.05)
+        for _ in range(300):
+            optimizer.zero_grad()
+            penalty(rnn).backward()
+            optimizer.step()
+        assert float((rnn.singular_values() - 1).abs().max()) < 1e-6

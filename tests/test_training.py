@@ -140,7 +140,13 @@ def whole(tmp_path: Path) -> Path:
 
 
 def test_a_run_writes_its_folder(whole: Path) -> None:
-    assert sorted(p.name for p in whole.iterdir()) == ["best.pt", "checkpoint.pt", "config.json", "metrics.jsonl"]
+    assert sorted(p.name for p in whole.iterdir()) == [
+        "best.pt",
+        "checkpoint.pt",
+        "config.json",
+        "metrics.jsonl",
+        "result.json",
+    ]
     config = json.loads((whole / "config.json").read_text())
     assert config["task"] == "regression" and config["settings"]["width"] == 5
     assert {"orthokern", "torch", "python"} <= config["versions"].keys()

@@ -1,9 +1,25 @@
 """Synthetic sequence tasks and readers of standard file formats.
 
 Generators take a `torch.Generator` and return plain tensors, time first ([T, B]), so that the same seed gives the same
-data on every device.
+data on every device. Readers check what they read: a file that is missing, damaged or of another kind is one line.
 """
 
+from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
+from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
+from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
 
-__all__ = ["CopyTask"]
+__all__ = [
+    "AddingTask",
+    "CopyTask",
+    "Labelled",
+    "Mnist",
+    "Ptb",
+    "SentenceBatch",
+    "SentenceBatches",
+    "Sentences",
+    "load_mnist",
+    "load_ptb",
+    "pixel_permutation",
+    "read_sentences",
+]

@@ -14,15 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-from orthokern.errors import InputError, unknown_name
+from orthokern.data._checks import integer
+from orthokern.errors import unknown_name
 
 LAYOUTS = ("arjovsky", "exprnn")
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value
 
 
 class CopyTask:
@@ -48,9 +43,9 @@ class CopyTask:
     """
 
     def __init__(self, T: int, symbols: int = 8, recall: int = 10, layout: str = "arjovsky") -> None:
-        self.T = _at_least_one("T", T)
-        self.symbols = _at_least_one("symbols", symbols)
-        self.recall = _at_least_one("recall", recall)
+        self.T = integer("T", T)
+        self.symbols = integer("symbols", symbols)
+        self.recall = integer("recall", recall)
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, LAYOUTS)
         self.layout = layout
@@ -74,7 +69,7 @@ class CopyTask:
         Raises:
             InputError: batch below 1.
         """
-        _at_least_one("batch", batch)
+        integer("batch", batch)
         tokens = torch.zeros(self.length, batch, dtype=torch.int64, device=device)
         tokens[self.marker_step] = self.marker
         return tokens, torch.zeros_like(tokens)

@@ -1,9 +1,29 @@
-"""What happens inside a recurrent network while it trains: its spectrum, and the gradient on its way back through time.
+"""What happens inside a recurrent network while it trains: its spectrum, and signal and gradient on their way through
+time; and what runs recorded of that, read, compared and drawn.
 
-`orthokern.diagnostics.plots` loads matplotlib when it draws; importing it, or anything here, does not.
+`python -m orthokern.diagnostics RUN ...` does the latter. `orthokern.diagnostics.plots` loads matplotlib when it draws;
+importing it, or anything here, does not.
 """
 
 from orthokern.diagnostics.gradients import profile_steps, tap, thin_profile
-from orthokern.diagnostics.spectrum import summarize_spectrum
+from orthokern.diagnostics.runs import RunRecord, load_run
+from orthokern.diagnostics.spectrum import (
+    angle_histogram,
+    diagnose_recurrence,
+    eigenvalue_angles,
+    spectral_radius,
+    summarize_spectrum,
+)
 
-__all__ = ["profile_steps", "summarize_spectrum", "tap", "thin_profile"]
+__all__ = [
+    "RunRecord",
+    "angle_histogram",
+    "diagnose_recurrence",
+    "eigenvalue_angles",
+    "load_run",
+    "profile_steps",
+    "spectral_radius",
+    "summarize_spectrum",
+    "tap",
+    "thin_profile",
+]

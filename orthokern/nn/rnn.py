@@ -578,6 +578,10 @@ class RNN(_Recurrent):
         """W_hh [N,N] of one recurrence (the parameter itself, without the gain)."""
         return self._tensor(f"weight_hh_{self._suffix(layer, reverse)}")
 
+    def recurrent_matrices(self) -> list[Tensor]:
+        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._tensor(f"weight_hh_{suffix}") for suffix in self._suffixes()]
+
     def parameter_roles(self) -> dict[str, str]:
         """Parameter name -> "other": a dense recurrence has neither orthonormal bases nor a spectrum."""
         return {name: "other" for name, _ in self.named_parameters(recurse=False)}
@@ -616,6 +620,8 @@ class FactorizedRNN(_Recurrent):
         dtype: float32 or float64; 16-bit types are refused, orthogonality does not survive in them.
         margin: m >= 0, how far s may go from 1; 0 fixes s = 1 (p is kept and its gradient is zero). None: s itself
             is the parameter, free.
+        spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. Of no effect
+            for margin 0 or None.
         rank: K <= N, columns of U and V; None for N.
         apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
             sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
@@ -649,6 +655,7 @@ class FactorizedRNN(_Recurrent):
         dtype: torch.dtype | None = None,
         *,
         margin: float | None = 0.1,
+        spectrum_map: str = "sigmoid",
         rank: int | None = None,
         apply: str = "factored",
         init: str = "orthogonal",
@@ -683,6 +690,9 @@ class FactorizedRNN(_Recurrent):
             if not (math.isfinite(margin) and margin >= 0.0):
                 raise InputError(f"margin must be {accepted}, got {margin}")
         self.margin = margin
+        if spectrum_map not in functional.SPECTRUM_MAPS:
+            raise unknown_name("spectrum_map", spectrum_map, functional.SPECTRUM_MAPS)
+        self.spectrum_map = spectrum_map
         self.rank = self.hidden_size if rank is None else positive_int("rank", rank)
         if self.rank > self.hidden_size:
             raise InputError(f"rank must be at most hidden_size = {self.hidden_size}, got {self.rank}")
@@ -730,11 +740,11 @@ class FactorizedRNN(_Recurrent):
     def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """s [K] of one recurrence, in the order of the columns of U and V, without the gain; differentiable with
         respect to the parameter."""
-        return functional.spectrum(self._tensor(f"spectrum_{self._suffix(layer, reverse)}"), self.margin)
+        return self._spectrum(self._suffix(layer, reverse))
 
     def spectra(self) -> list[Tensor]:
         """`spectrum` of every recurrence, in the order l0, l0_reverse, l1, ..."""
-        return [functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin) for suffix in self._suffixes()]
+        return [self._spectrum(suffix) for suffix in self._suffixes()]
 
     def singular_values(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """Singular values |s| [K] of W (without the gain), detached, in the order of the columns of U and V (not
@@ -770,9 +780,12 @@ class FactorizedRNN(_Recurrent):
             roles[name] = "geodesic" if kind in ("u", "v") else "spectrum" if kind == "spectrum" else "other"
         return roles
 
+    def _spectrum(self, suffix: str) -> Tensor:
+        return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
+
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
-        s = self._gained(functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin))
+        s = self._gained(self._spectrum(suffix))
         return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
 
     def _op(self) -> tuple[str, dict[str, Any]]:
@@ -791,6 +804,8 @@ class FactorizedRNN(_Recurrent):
 
     def extra_repr(self) -> str:
         text = f"{self._repr_common()}, margin={self.margin}"
+        if self.spectrum_map != "sigmoid":
+            text += f", spectrum_map={self.spectrum_map!r}"
         if self.rank != self.hidden_size:
             text += f", rank={self.rank}"
         if self.apply_mode != "factored":

@@ -1,35 +1,48 @@
-"""Low-level hook for the gradient norms that the scans' backward computes on the way.
+"""Low-level hook for the norms that show how signal and gradient travel through time: ‖h_t‖ and ‖dL/dh_t‖.
 
-``orthokern.diagnostics`` is the public place of ``tap``. The hook sits in the implementation of the backward ops, where
-tensors are real: it works the same under torch.compile.
+``orthokern.diagnostics`` is the public place of ``tap``. The hook sits in the implementation of the ops, where tensors
+are real: it works the same under torch.compile. The backward ops compute the gradient's norms on their way; the states'
+are one reduction over what the forward has just written, and only while a tap is open.
 """
 
 from __future__ import annotations
 
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 SINKS: list[tap] = []
 
 
 class tap:
-    """Collect the gradient norms of every scan whose backward runs inside the ``with`` block.
+    """Collect the norms of every scan whose forward or backward runs inside the ``with`` block.
 
     Example::
 
         with orthokern.diagnostics.tap() as t:
+            loss = criterion(model(x))
             loss.backward()
-        t.grad_norms  # one tensor [T] per scan, in the order in which the backwards ran (last layer first)
+        t.state_norms  # one tensor [T] per scan, in the order in which the forwards ran (first layer first)
+        t.grad_norms   # one tensor [T] per scan, in the order in which the backwards ran (last layer first)
+
+    Time steps are those of the scan: a bidirectional module's reverse scan sees the sequence from its end, and a packed
+    sequence's padding counts (its states are computed and not read; the gradient there is zero).
 
     Attributes:
+        state_norms: tensors [T]; element t is the Frobenius norm over [B, N] of h_t. No unit. In the dtype of the
+            states, float32 for 16-bit ones.
+        state_ops: the op of each, "factored_scan" or "dense_scan".
         grad_norms: tensors [T]; element t is the Frobenius norm over [B, N] of dL/dh_t, in the units of the loss.
-        ops: the op of each, "factored_scan" or "dense_scan".
+        ops: the op of each, as in state_ops.
 
-    Not collected: scans on an explicit ``backend="reference"``, which are plain differentiable torch code.
+    Not collected: grad_norms of scans on an explicit ``backend="reference"``, which are plain differentiable torch
+    code, and also their state_norms where torch.compile traces them.
     """
 
     def __init__(self) -> None:
+        self.state_norms: list[Tensor] = []
+        self.state_ops: list[str] = []
         self.grad_norms: list[Tensor] = []
         self.ops: list[str] = []
 
@@ -49,3 +62,14 @@ def record(op: str, grad_norm: Tensor) -> None:
         # a copy: under torch.compile the buffer of an unused output may be given to something else
         sink.grad_norms.append(grad_norm.detach().clone())
         sink.ops.append(op)
+
+
+def record_states(op: str, hs: Tensor) -> None:
+    """Hand the norms of the states hs [T, B, N] of one forward to every open tap; without one, do nothing."""
+    if torch.compiler.is_compiling() or not SINKS:
+        return
+    dtype = torch.float32 if hs.dtype in (torch.float16, torch.bfloat16) else hs.dtype
+    norms = torch.linalg.vector_norm(hs.detach(), dim=(1, 2), dtype=dtype)
+    for sink in SINKS:
+        sink.state_norms.append(norms.clone())
+        sink.state_ops.append(op)

@@ -112,6 +112,7 @@ def dense_scan(
         hs: Tensor = reference.dense_scan_fwd(
             x, w, h0, weight, bias, act_param, activation=activation, lengths=lengths, message_clip=message_clip
         )[0]
+        _taps.record_states("dense_scan", hs)
         return hs
     hs, _, _ = torch.ops.orthokern.dense_scan_fwd(
         x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm, lengths,
@@ -155,6 +156,7 @@ def _fwd(
         activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
         lengths=dense(lengths), message_clip=message_clip,
     )  # fmt: skip
+    _taps.record_states("dense_scan", outputs[0])
     return apart(outputs)
 
 

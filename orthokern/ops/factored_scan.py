@@ -117,6 +117,7 @@ def factored_scan(
         hs: Tensor = reference.factored_scan_fwd(
             x, u, s, v, h0, weight, bias, act_param, activation=activation, lengths=lengths, message_clip=message_clip
         )[0]
+        _taps.record_states("factored_scan", hs)
         return hs
     hs, _, _ = torch.ops.orthokern.factored_scan_fwd(
         x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm, lengths,
@@ -162,6 +163,7 @@ def _fwd(
         activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
         lengths=dense(lengths), message_clip=message_clip,
     )  # fmt: skip
+    _taps.record_states("factored_scan", outputs[0])
     return apart(outputs)
 
 

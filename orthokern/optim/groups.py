@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ __all__ = ["CombinedOptimizer", "optimizer_for", "split_parameters"]
 class HasRoles(Protocol):
     """A module that says what its own parameters are; orthokern.nn's recurrences do, and so may a user's module.
 
-    With a "spectrum" among the roles it also has `margin`, a number or None.
+    With a "spectrum" among the roles it also has `margin`, a number or None, and may have `spectrum_map`, "tanh" or
+    "sigmoid", which it is taken for without one.
     """
 
     def parameter_roles(self) -> dict[str, str]:
@@ -30,9 +31,18 @@ class HasRoles(Protocol):
         ...
 
 
-def _named_split(model: nn.Module) -> dict[str, list[tuple[str, Tensor, float | None]]]:
-    """Role -> (name, parameter, margin), each parameter once, in the order of model.named_parameters()."""
-    roles: dict[Tensor, tuple[str, float | None]] = {}
+class _Entry(NamedTuple):
+    """A parameter; margin and spectrum_map are those of its module where it is a spectrum."""
+
+    name: str
+    parameter: Tensor
+    margin: float | None
+    spectrum_map: str
+
+
+def _named_split(model: nn.Module) -> dict[str, list[_Entry]]:
+    """Role -> its parameters, each once, in the order of model.named_parameters()."""
+    roles: dict[Tensor, tuple[str, float | None, str]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, HasRoles):
             continue
@@ -41,11 +51,11 @@ def _named_split(model: nn.Module) -> dict[str, list[tuple[str, Tensor, float | 
                 raise InputError(f"role of {path}.{name} is {role!r}; accepted: 'geodesic', 'spectrum', 'other'")
             if role != "other":
                 margin = getattr(module, "margin", None) if role == "spectrum" else None
-                roles[getattr(module, name)] = (role, margin)
-    split: dict[str, list[tuple[str, Tensor, float | None]]] = {"geodesic": [], "spectrum": [], "other": []}
+                roles[getattr(module, name)] = (role, margin, getattr(module, "spectrum_map", "sigmoid"))
+    split: dict[str, list[_Entry]] = {"geodesic": [], "spectrum": [], "other": []}
     for name, p in model.named_parameters():
-        role, margin = roles.get(p, ("other", None))
-        split[role].append((name, p, margin))
+        role, margin, spectrum_map = roles.get(p, ("other", None, "sigmoid"))
+        split[role].append(_Entry(name, p, margin, spectrum_map))
     return split
 
 
@@ -61,9 +71,9 @@ def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
     """
     split = _named_split(model)
     return {
-        "geodesic": [p for _, p, _ in split["geodesic"]],
-        "spectrum": [(p, margin) for _, p, margin in split["spectrum"]],
-        "other": [p for _, p, _ in split["other"]],
+        "geodesic": [entry.parameter for entry in split["geodesic"]],
+        "spectrum": [(entry.parameter, entry.margin) for entry in split["spectrum"]],
+        "other": [entry.parameter for entry in split["other"]],
     }
 
 
@@ -195,10 +205,12 @@ def optimizer_for(
 ) -> CombinedOptimizer:
     """One optimizer for all parameters of a model, each kind trained as it may be.
 
-    Bases go to GeodesicSGD at `geodesic_lr`. Spectra go to the `euclidean` optimizer in one group per margin m at
-    `spectrum_lr` / (2 m), since ds/dp is proportional to 2m (Vorontsov et al. 2017, below eq. 11); a margin of 0
-    freezes its group (lr 0), a margin of None (s itself is the parameter) takes `spectrum_lr` as it is. Everything
-    else goes to `euclidean` at `lr`. A model without bases or spectra is fine: it gets what is left.
+    Bases go to GeodesicSGD at `geodesic_lr`. Spectra go to the `euclidean` optimizer in one group per margin m and map
+    at `spectrum_lr` / (2 m), since ds/dp is proportional to 2m (Vorontsov et al. 2017, below eq. 11); for the map
+    "tanh", whose p is half as large for the same s, at `spectrum_lr` / (4 m), so that under an optimizer whose steps do
+    not scale with the gradient (RMSprop, Adam) s takes the same path for both. A margin of 0 freezes its group (lr 0),
+    a margin of None (s itself is the parameter) takes `spectrum_lr` as it is. Everything else goes to `euclidean` at
+    `lr`. A model without bases or spectra is fine: it gets what is left.
 
     Weight decay among `euclidean_kwargs` acts on s where s is the parameter (there it is the decay of W itself) but not
     on p, which is no weight: decaying p would pull s to 1. For that W see orthokern.penalties.composite_weight_decay.
@@ -215,7 +227,7 @@ def optimizer_for(
 
     Returns:
         A CombinedOptimizer of the parts "geodesic" and "euclidean", as far as there are parameters for them. Each group
-        has "role": "geodesic", "other" or "spectrum"; a spectrum group also has "margin".
+        has "role": "geodesic", "other" or "spectrum"; a spectrum group also has "margin" and "spectrum_map".
 
     Raises:
         InputError: for a rate below 0 or not finite, a model without parameters, or whatever GeodesicSGD refuses.
@@ -235,24 +247,26 @@ def optimizer_for(
     groups = []
     if split["other"]:
         groups.append(_group(split["other"], "other", lr))
-    by_margin: dict[float | None, list[tuple[str, Tensor, float | None]]] = {}
+    alike: dict[tuple[float | None, str], list[_Entry]] = {}
     for entry in split["spectrum"]:
-        by_margin.setdefault(entry[2], []).append(entry)
-    for margin, entries in by_margin.items():
+        alike.setdefault((entry.margin, entry.spectrum_map), []).append(entry)
+    for (margin, spectrum_map), entries in alike.items():
+        kind = {"margin": margin, "spectrum_map": spectrum_map}
         if margin is None:
-            groups.append({**_group(entries, "spectrum", spectrum_lr), "margin": None})
+            groups.append({**_group(entries, "spectrum", spectrum_lr), **kind})
         else:
-            rate = spectrum_lr / (2.0 * margin) if margin > 0.0 else 0.0
-            groups.append({**_group(entries, "spectrum", rate), "margin": margin, "weight_decay": 0.0})
+            scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
+            rate = spectrum_lr / scale if margin > 0.0 else 0.0
+            groups.append({**_group(entries, "spectrum", rate), **kind, "weight_decay": 0.0})
     if groups:
         parts["euclidean"] = euclidean(groups, lr=lr, **euclidean_kwargs)
     return CombinedOptimizer(parts)
 
 
-def _group(entries: list[tuple[str, Tensor, float | None]], role: str, lr: float) -> dict[str, Any]:
+def _group(entries: list[_Entry], role: str, lr: float) -> dict[str, Any]:
     return {
-        "params": [p for _, p, _ in entries],
-        "param_names": [name for name, _, _ in entries],
+        "params": [entry.parameter for entry in entries],
+        "param_names": [entry.name for entry in entries],
         "role": role,
         "lr": lr,
     }

@@ -24,62 +24,51 @@ Note [Settings that solve it in a hundred iterations]
     step earns its keep where the recurrence must change, and does no harm here.
 """
 
-import hashlib
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthokern import dispatch, init
+from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
-from orthokern.diagnostics import summarize_spectrum
-from orthokern.errors import InputError
-from orthokern.nn import FactorizedRNN, LinearCrossEntropy
-from orthokern.nn.rnn import APPLY, NONLINEARITIES
-from orthokern.optim import CombinedOptimizer, GeodesicSGD
-from orthokern.penalties import composite_weight_decay
-from orthokern.training import Task, cli
+from orthokern.nn import LinearCrossEntropy
+from orthokern.tasks import recurrent
+from orthokern.tasks.network import add_network_options, build_recurrence
+from orthokern.tasks.optimization import add_optimizer_options
+from orthokern.tasks.recurrent import RecurrentTask, stream_seed
+from orthokern.training import cli
 
 INPUTS = ("onehot", "scalar")
 STARTS = ("zero", "random")
 GEODESIC_RATE_TIMES_T, LARGEST_GEODESIC_RATE = 1e-2, 1e-4
 SPECTRUM_RATE_TIMES_T, LARGEST_SPECTRUM_RATE = 2e-2, 1e-3
 
-DEFAULTS: cli.Settings = {
-    **cli.RUN_DEFAULTS,
+DEFAULTS: Settings = {
+    **recurrent.DEFAULTS,
     "T": 1000,
     "layout": "arjovsky",
     "input": "onehot",
     "marker": -1.0,
-    "hidden": 128,
     "nonlinearity": "identity",
     "margin": 0.001,
-    "init": "orthogonal",
-    "rank": None,
-    "apply": "factored",
     "start": "zero",
-    "batch": 50,
     "lr": 2e-2,
     "input_lr": 1e-3,
     "spectrum_lr": None,
     "geodesic_lr": None,
+    "schedule": "inverse",
     "lr_decay": 0.005,
-    "alpha": 0.9,
-    "clip": None,
     "basis_clip": 1.0,
-    "weight_decay": 0.0,
     "iterations": 5000,
     "goal": 99.9,
     "eval_every": 100,
     "eval_sequences": 200,
-    "preset": None,
 }
 
-PRESETS: dict[str, cli.Settings] = {
+PRESETS: dict[str, Settings] = {
     # Vorontsov et al. 2017, section 3: RMSprop at 1e-4, geodesic descent on the bases at 1e-6, batches of 50, clipping
     # at 100, weight decay 1e-4 on the composite matrix; section 3.1.1: 128 units, no non-linearity. What the text
     # leaves open is as in the released code: RMSprop's decay of 0.9, inputs U(-0.01, 0.01), a Glorot-uniform readout.
@@ -91,6 +80,7 @@ PRESETS: dict[str, cli.Settings] = {
         "input_lr": 1e-4,
         "spectrum_lr": 1e-4,
         "geodesic_lr": 1e-6,
+        "schedule": "constant",
         "lr_decay": 0.0,
         "clip": 100.0,
         "basis_clip": None,
@@ -100,41 +90,26 @@ PRESETS: dict[str, cli.Settings] = {
 }
 
 
-def stream_seed(seed: int, stream: str) -> int:
-    """A seed for one of a run's random streams: a function of the run's seed and the stream's name, the same on every
-    machine."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {stream}".encode()).digest()[:7], "big")
-
-
 class CopyModel(nn.Module):
-    """A factorized RNN and a readout.
+    """A recurrence and a readout.
 
-    The RNN has no bias: the input column of the blank, which is the token of nearly every step, is as good as one.
+    The recurrence has no bias: the input column of the blank, which is the token of nearly every step, is as good as
+    one.
 
     Args:
-        inputs: number of token ids, or 1 for scalar input.
-        classes: number of target classes.
-        blank_bias: output bias of the blank at the start, unless settings["start"] is "random".
+        data: the task.
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, inputs: int, classes: int, blank_bias: float, settings: cli.Settings) -> None:
+    def __init__(self, data: CopyTask, settings: Settings) -> None:
         super().__init__()
-        device, backend = settings["device"], settings["backend"]
+        self.data = data
         hidden = settings["hidden"]
-        self.rnn = FactorizedRNN(
-            inputs,
-            hidden,
-            nonlinearity=settings["nonlinearity"],
-            bias=False,
-            device=device,
-            margin=settings["margin"],
-            rank=settings["rank"],
-            apply=settings["apply"],
-            init=settings["init"],
-            backend=backend,
-        )
-        self.readout = LinearCrossEntropy(hidden, classes, device=device, backend=backend)
+        inputs, classes = data.num_ids if settings["input"] == "onehot" else 1, data.num_classes
+        self.marker = settings["marker"] if settings["input"] == "scalar" else None
+        self.embed = settings["model"] == "lstm" and self.marker is None  # torch's takes no token ids
+        self.rnn = build_recurrence(inputs, settings, bias=False)
+        self.readout = LinearCrossEntropy(hidden, classes, device=settings["device"], backend=settings["backend"])
         table = self.rnn.get_parameter("weight_ih_l0")
         bias = self.readout.get_parameter("bias")
         # Drawn on the CPU, so that a seed means the same model on every device.
@@ -145,114 +120,58 @@ class CopyModel(nn.Module):
                 if inputs > 1:
                     table[:, 0] = 0.0  # the blank; as a scalar it is 0 already
                 nn.init.zeros_(self.readout.weight)
-                bias[0] = blank_bias
+                # The log-odds of the blank against any one symbol, as often as they are targets.
+                bias[0] = math.log((data.length - data.recall) * data.symbols / data.recall)
             else:
                 table.copy_(torch.empty(table.shape).uniform_(-0.01, 0.01))
                 self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """States [T, B, N] for token ids [T, B] int64, or for scalars [T, B, 1] float32."""
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """tokens, targets [T, B] int64 -> the loss over all steps (0-dim, nats per step), and "wrong", the number of
+        recalled symbols that are (0-dim int64)."""
+        x = tokens if self.marker is None else self.data.scalar(tokens, self.marker)
+        if self.embed:
+            x = nn.functional.one_hot(tokens, self.data.num_ids).to(self.readout.weight.dtype)
         states, _ = self.rnn(x)
-        return states
+        with torch.no_grad():
+            last = states[-self.data.recall :].detach()
+            wrong = (self.readout(last).argmax(-1) != targets[-self.data.recall :]).sum()
+        return self.readout.loss(states, targets), {"wrong": wrong}
 
 
-class CopyExperiment(Task):
+class CopyExperiment(RecurrentTask):
     """The copy task for the training loop; settings as DEFAULTS, complete."""
 
     name = "copy"
+    goal: float
+    iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
-    def __init__(self, settings: cli.Settings) -> None:
-        self.settings = settings
-        self.device = torch.device(settings["device"])
+    def __init__(self, settings: Settings) -> None:
         self.data = CopyTask(settings["T"], layout=settings["layout"])
+        super().__init__(settings, classes=self.data.num_classes)
         self.baseline = self.data.baseline
         self.time_steps = self.data.length
         self.goal = settings["goal"] / 100.0
-        self._check_backend()
-        # The log-odds of the blank against any one symbol, as often as they are targets.
-        blank_bias = math.log((self.data.length - self.data.recall) * self.data.symbols / self.data.recall)
-        inputs = self.data.num_ids if settings["input"] == "onehot" else 1
-        self.model: CopyModel = CopyModel(inputs, self.data.num_classes, blank_bias, settings)
-        self.optimizer, self.scheduler = self._optimizer()
+        self.build(CopyModel(self.data, settings))
         self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
         self._tokens, self._targets = self.data.buffers(settings["batch"], self.device)
-
-    def _check_backend(self) -> None:
-        """Raises BackendUnavailable at once, and not in the first iteration, when a run folder is made already."""
-        scan = "factored_scan" if self.settings["apply"] == "factored" else "dense_scan"
-        for op in (scan, "linear_cross_entropy", "cayley"):
-            dispatch.resolve(
-                op,
-                self.settings["backend"],
-                device=self.device,
-                dtype=torch.get_default_dtype(),
-                N=self.settings["hidden"],
-                K=self.settings["rank"] or self.settings["hidden"],
-                C=self.data.num_classes,
-            )
-
-    def _optimizer(self) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        settings, model = self.settings, self.model
-        roles = model.rnn.parameter_roles()
-        by_role: dict[str, list[nn.Parameter]] = {"geodesic": [], "spectrum": [], "other": []}
-        for name, parameter in model.rnn.named_parameters():
-            by_role[roles[name]].append(parameter)
-        # ds/dp is proportional to 2m: dividing by it, a rate means the same at every margin (the paper, below eq. 11).
-        margin, spectrum_lr = settings["margin"], settings["spectrum_lr"]
-        if margin is not None:
-            spectrum_lr = spectrum_lr / (2.0 * margin) if margin > 0.0 else 0.0
-        euclidean = torch.optim.RMSprop(
-            [
-                {"params": list(model.readout.parameters()), "lr": settings["lr"], "role": "readout"},
-                {"params": by_role["other"], "lr": settings["input_lr"], "role": "input"},
-                {"params": by_role["spectrum"], "lr": spectrum_lr, "role": "spectrum"},
-            ],
-            alpha=settings["alpha"],
-        )
-        geodesic = GeodesicSGD(
-            [{"params": by_role["geodesic"], "role": "geodesic"}],
-            lr=settings["geodesic_lr"],
-            max_grad_norm=settings["basis_clip"],
-            backend=settings["backend"],
-        )
-        optimizer = CombinedOptimizer({"geodesic": geodesic, "euclidean": euclidean})
-        decay = settings["lr_decay"]
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda iteration: 1.0 / (1.0 + decay * iteration)
-        )
 
     # ---- training
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         self.data.fill(self._tokens, self._targets, self.generator)
-        return self._tokens, self._targets
-
-    def _forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss over all steps (0-dim), and the number of recalled symbols that are wrong (0-dim int64)."""
-        x = tokens if self.settings["input"] == "onehot" else self.data.scalar(tokens, self.settings["marker"])
-        states = self.model(x)
-        last = states[-self.data.recall :].detach()
-        wrong = (self.model.readout(last).argmax(-1) != targets[-self.data.recall :]).sum().detach()
-        return self.model.readout.loss(states, targets), wrong
+        return self._tokens[:, self.rows], self._targets[:, self.rows]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, wrong = self._forward(*batch)
-        accuracy = 1.0 - wrong.double() / (self.data.recall * self.settings["batch"])
-        if self.settings["weight_decay"]:
-            rnn, readout = self.model.rnn, self.model.readout
-            squares = composite_weight_decay(rnn) + sum(
-                weight.square().sum() for weight in (rnn.get_parameter("weight_ih_l0"), readout.weight)
-            )
-            loss = loss + self.settings["weight_decay"] * squares
-        return loss, {"accuracy": accuracy}
+        loss, numbers = super().loss(batch)
+        return loss, {"accuracy": 1.0 - numbers["wrong"].double() / (self.data.recall * batch[0].shape[1])}
 
     def clip_gradients(self) -> None:
         if self.settings["start"] == "zero" and self.settings["input"] == "onehot":
-            blank = self.model.rnn.get_parameter("weight_ih_l0").grad
+            blank = self.rnn.get_parameter("weight_ih_l0").grad
             if blank is not None:
                 blank[:, 0] = 0.0  # Note [Settings ...]: blanks stay silent
-        if self.settings["clip"] is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+        super().clip_gradients()
 
     # ---- evaluation
 
@@ -274,9 +193,9 @@ class CopyExperiment(Task):
         errors, losses = 0, []
         for _ in range(batches):
             self.data.fill(self._tokens, self._targets, generator)
-            loss, wrong = self._forward(self._tokens, self._targets)
+            loss, numbers = self.model(self._tokens, self._targets)
             losses.append(loss.item())
-            errors += int(wrong.item())
+            errors += int(numbers["wrong"].item())
             if errors > allowed:
                 break
         sequences = len(losses) * batch
@@ -295,10 +214,6 @@ class CopyExperiment(Task):
 
     # ---- records
 
-    def diagnose(self) -> dict[str, Any]:
-        rnn = self.model.rnn
-        return {"spectrum": summarize_spectrum(rnn.singular_values()), "orthogonality_error": rnn.orthogonality_error()}
-
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state()}
 
@@ -316,18 +231,8 @@ class CopyExperiment(Task):
         result = f"recall accuracy {accuracy:.2f} % on {sequences:.0f} fresh sequences ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, iteration {iteration}, {seconds:.1f} s"
 
-    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
-        from orthokern.diagnostics import plots
-
-        settings = self.settings
-        margin = "none" if settings["margin"] is None else f"{settings['margin']:g}"
-        title = f"copy task, T = {settings['T']}, {settings['hidden']} units, margin {margin}"
-        drawn = [
-            plots.plot_learning(records, folder / "learning.png", baseline=self.baseline, goal=self.goal, title=title),
-            plots.plot_spectrum(records, folder / "spectrum.png", margin=settings["margin"], title=title),
-            plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
-        ]
-        return [path for path in drawn if path is not None]
+    def title(self) -> str:
+        return f"T = {self.settings['T']}, {super().title()}"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -360,131 +265,58 @@ interrupted (saved).
 """
 
 
-def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m orthokern.tasks.copy", description=DESCRIPTION, epilog=EXAMPLES)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m orthokern.tasks.copy", description=DESCRIPTION, epilog=EXAMPLES)
 
     group = parser.add_argument_group("the task")
-    group.add_argument("--T", type=cli.integer(1), metavar="N", help="steps over which to remember (default 1000)")
+    group.add_argument("--T", type=integer(1), metavar="N", help="steps over which to remember (default 1000)")
     group.add_argument(
-        "--layout", type=cli.one_of("layout", LAYOUTS), metavar="NAME",
+        "--layout", type=one_of("layout", LAYOUTS), metavar="NAME",
         help="arjovsky: the recall begins after the marker; exprnn: at the marker (default arjovsky)",
     )  # fmt: skip
     group.add_argument(
-        "--input", type=cli.one_of("input", INPUTS), metavar="NAME",
+        "--input", type=one_of("input", INPUTS), metavar="NAME",
         help="onehot: ten input units; scalar: one number, the symbol's value, 0 for the blank (default onehot)",
     )  # fmt: skip
     group.add_argument(
         "--marker",
-        type=cli.real(),
+        type=real(),
         metavar="X",
         help="the marker's value in scalar input: -1 or 9 in released codes (default -1)",
     )
     group.add_argument(
         "--goal",
-        type=cli.real(0.0, exclusive=True, maximum=100.0),
+        type=real(0.0, exclusive=True, maximum=100.0),
         metavar="PERCENT",
         help="recall accuracy to reach (default 99.9)",
     )
     group.add_argument(
         "--eval-every",
-        type=cli.integer(0),
+        type=integer(0),
         metavar="N",
         help="also evaluate every N iterations, 0 for never (default 100)",
     )
     group.add_argument(
-        "--eval-sequences", type=cli.integer(1), metavar="N", help="fresh sequences of an evaluation (default 200)"
+        "--eval-sequences", type=integer(1), metavar="N", help="fresh sequences of an evaluation (default 200)"
     )
 
-    group = parser.add_argument_group("the network")
-    group.add_argument("--hidden", type=cli.integer(1), metavar="N", help="hidden units (default 128)")
     group.add_argument(
-        "--nonlinearity",
-        type=cli.one_of("nonlinearity", NONLINEARITIES),
-        metavar="NAME",
-        help=f"{', '.join(NONLINEARITIES)} (default identity)",
-    )
-    group.add_argument(
-        "--margin",
-        type=cli.real(0.0, none=True),
-        metavar="X",
-        help="singular values stay in 1 ± X; none for no bound (default 0.001)",
-    )
-    group.add_argument(
-        "--init",
-        type=cli.one_of("init", init.INITS),
-        metavar="NAME",
-        help=f"recurrent matrix at the start: {', '.join(init.INITS)} (default orthogonal)",
-    )
-    group.add_argument(
-        "--rank", type=cli.integer(1), metavar="K", help="columns of U and V (default: as many as hidden units)"
-    )
-    group.add_argument(
-        "--apply",
-        type=cli.one_of("apply", APPLY),
-        metavar="NAME",
-        help="factored: U, S and V in turn; composed: their product (default factored)",
-    )
-    group.add_argument(
-        "--start", type=cli.one_of("start", STARTS), metavar="NAME",
+        "--start", type=one_of("start", STARTS), metavar="NAME",
         help="zero: silent readout and blank, its output bias at its log-odds; random: as the paper's (default zero)",
     )  # fmt: skip
-
-    group = parser.add_argument_group("the optimizer")
-    group.add_argument(
-        "--preset",
-        type=cli.one_of("preset", PRESETS),
-        metavar="NAME",
-        help="paper: hyper-parameters of Vorontsov et al. 2017, section 3",
-    )
-    group.add_argument("--batch", type=cli.integer(1), metavar="N", help="sequences per batch (default 50)")
-    group.add_argument("--lr", type=cli.real(0.0), metavar="X", help="RMSprop on the readout (default 0.02)")
-    group.add_argument("--input-lr", type=cli.real(0.0), metavar="X", help="RMSprop on input weights (default 0.001)")
-    group.add_argument(
-        "--spectrum-lr",
-        type=cli.real(0.0),
-        metavar="X",
-        help="RMSprop on the spectrum, divided by 2 margin (default 0.02 / T, at most 0.001)",
-    )
-    group.add_argument(
-        "--geodesic-lr",
-        type=cli.real(0.0),
-        metavar="X",
-        help="geodesic steps on U and V (default 0.01 / T, at most 1e-4)",
-    )
-    group.add_argument(
-        "--lr-decay", type=cli.real(0.0), metavar="X", help="all rates fall as 1 / (1 + X iteration) (default 0.005)"
-    )
-    group.add_argument("--alpha", type=cli.real(0.0, maximum=1.0), metavar="X", help="RMSprop's memory (default 0.9)")
-    group.add_argument(
-        "--clip",
-        type=cli.real(0.0, exclusive=True, none=True),
-        metavar="X",
-        help="clip the norm of the whole gradient; none (default none)",
-    )
-    group.add_argument(
-        "--basis-clip",
-        type=cli.real(0.0, exclusive=True, none=True),
-        metavar="X",
-        help="clip the joint norm of U's and V's gradients; none (default 1)",
-    )
-    group.add_argument(
-        "--weight-decay",
-        type=cli.real(0.0),
-        metavar="X",
-        help="X ||W||^2 of each weight matrix is added to the loss (default 0)",
-    )
-
+    add_network_options(parser, DEFAULTS)
+    add_optimizer_options(parser, DEFAULTS, {"paper": "hyper-parameters of Vorontsov et al. 2017, section 3"})
     cli.add_run_options(parser, DEFAULTS)
     return parser
 
 
-def complete(settings: cli.Settings) -> cli.Settings:
+def complete(settings: Settings) -> Settings:
     """Fills in what depends on T, and checks what argparse can't.
 
     Raises:
         InputError: settings that don't go together.
     """
-    settings = dict(settings)
+    settings = recurrent.complete(settings)
     if settings["geodesic_lr"] is None:
         settings["geodesic_lr"] = min(GEODESIC_RATE_TIMES_T / settings["T"], LARGEST_GEODESIC_RATE)
     if settings["spectrum_lr"] is None:
@@ -493,8 +325,6 @@ def complete(settings: cli.Settings) -> cli.Settings:
         settings["margin"] == "by T"
     ):  # Figure 1: up to T = 1000 wide margins learn faster, at T = 10000 only those up to 0.001 learn fast
         settings["margin"] = 0.1 if settings["T"] <= 2000 else 0.001
-    if settings["rank"] is not None and settings["rank"] > settings["hidden"]:
-        raise InputError(f"--rank {settings['rank']}: at most --hidden, which is {settings['hidden']}")
     return settings
 
 

@@ -11,7 +11,9 @@ import torch
 from orthokern.commandline import Parser, Settings, device, integer, one_of, real
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
+from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
+from orthokern.training.distributed import Shard
 from orthokern.training.loop import FREE_SETTINGS, LoopSettings, train
 from orthokern.training.rundir import RunFolder
 from orthokern.training.task import Task
@@ -72,6 +74,22 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         "--diagnose-every", type=integer(0), metavar="N",
         help=f"iterations between looks at spectrum and gradient, 0 for none (default {defaults['diagnose_every']})",
     )  # fmt: skip
+    group.add_argument(
+        "--last-step-gradient", action="store_true",
+        help="look at the gradient of the last time step's loss too, if the task has one (one more pass per look)",
+    )  # fmt: skip
+    group.add_argument(
+        "--accumulate", type=integer(1), metavar="K",
+        help="batches per iteration, their gradients averaged: as a batch K times as large, in less memory (default 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--profile", type=integer(1), nargs="?", const=10, metavar="N",
+        help="after three iterations, time the stages of N more (10) and the operators of three; writes profile.json",
+    )  # fmt: skip
+    group.add_argument(
+        "--process-timeout", type=integer(1), metavar="S",
+        help="under torchrun, seconds that a process waits for another: more than an evaluation takes (default 600)",
+    )  # fmt: skip
     group.add_argument("--no-plots", dest="plots", action="store_false", help="draw no plots at the end")
 
 
@@ -83,6 +101,10 @@ RUN_DEFAULTS: Settings = {
     "checkpoint_every": 50,
     "diagnose_every": 10,
     "plots": True,
+    "last_step_gradient": False,
+    "accumulate": 1,
+    "profile": None,
+    "process_timeout": 600,
 }
 
 
@@ -98,7 +120,12 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
 
     Raises:
         CheckpointError: the command line differs from the run to resume in a setting that a resumed run can't change.
+        InputError: both --epochs and --iterations were given.
     """
+    if "iterations" in given and "epochs" in defaults:
+        if "epochs" in given:
+            raise InputError(f"--epochs {given['epochs']} and --iterations {given['iterations']}: give one of the two")
+        given = {"epochs": None, **given}
     if stored is not None:
         for key in sorted(given):
             if key not in FREE_SETTINGS and key in stored and given[key] != stored[key]:
@@ -140,9 +167,15 @@ def run(
     """
     started = time.perf_counter()
     try:
-        return _run(name, parser.parse(arguments), defaults, presets, complete, build, started)
+        given = parser.parse(arguments)
+        timeout: float = given.get("process_timeout") or defaults["process_timeout"]
+        with distributed.processes(timeout) as shard:
+            return _run(name, given, defaults, presets, complete, build, started, shard)
     except (InputError, BackendUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if distributed.speaks(error):
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except distributed.EndedElsewhere:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
         print("stopped at once, nothing saved since the last checkpoint", file=sys.stderr)
@@ -157,6 +190,7 @@ def _run(
     complete: Callable[[Settings], Settings],
     build: Callable[[Settings], Task],
     started: float,
+    shard: Shard,
 ) -> int:
     resume = "resume" in given
     out, folder = given.pop("out", None), given.pop("resume", None)
@@ -168,28 +202,43 @@ def _run(
     if resume:
         if folder is None:
             raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
-        run_folder = RunFolder.open(folder, name)
-        stored = run_folder.config["settings"]
-    settings = complete(resolve(given, defaults, presets, stored))
+        run_folder = distributed.on_first(lambda: RunFolder.open(folder, name))
+        stored = dict(run_folder.config["settings"])
+        stored.pop("profile", None)  # asked for once
+    settings = distributed.together(lambda: complete(resolve(given, defaults, presets, stored)))
+    settings["processes"] = shard.world
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
     settings["threads"] = torch.get_num_threads()
     # Numbers below 1e-38 mean nothing here and cost a CPU a hundred cycles each: in long runs the softmax's vanishing
     # probabilities and the gradients they make would be full of them.
     torch.set_flush_denormal(True)
+    distributed.together(lambda: distributed.use_device(settings["device"]))
     seed_all(settings["seed"])
-    task = build(settings)
+    task = distributed.together(lambda: build(settings))
+    settings["iterations_per_epoch"] = task.iterations_per_epoch
+    if shard.world > 1:  # the models are the same; from here on dropout differs
+        seed_all(settings["seed"] + shard.rank)
     if run_folder is None:
-        run_folder = RunFolder.create(folder, name, settings)
+        run_folder = distributed.on_first(lambda: RunFolder.create(folder, name, settings))
     else:
         run_folder.config["settings"] = settings
     loop = LoopSettings(
-        settings["iterations"], settings["checkpoint_every"], settings["diagnose_every"], settings["plots"]
+        settings["iterations"],
+        settings["checkpoint_every"],
+        settings["diagnose_every"],
+        settings["plots"],
+        accumulate=settings["accumulate"],
+        last_step_gradient=settings["last_step_gradient"],
+        profile=settings["profile"],
     )
-    print(f"{'resuming in' if resume else 'run folder'} {run_folder.path}", flush=True)
+    if shard.first:
+        print(f"{'resuming in' if resume else 'run folder'} {run_folder.path}", flush=True)
     try:
         outcome = train(task, run_folder, loop, resume=resume, started=started)
     except OSError as error:
-        raise InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}") from None
-    print(outcome.message, file=sys.stderr if outcome.exit_code else sys.stdout, flush=True)
+        told = InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}")
+        raise distributed.same_scope(told, error) from None
+    if shard.first:
+        print(outcome.message, file=sys.stderr if outcome.exit_code else sys.stdout, flush=True)
     return outcome.exit_code

@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError
+
+__all__ = ["TIMING_FIELDS", "MetricsLog", "read_metrics"]
 
 # All other fields of a resumed run equal those of one that was never stopped, bit for bit.
 TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
@@ -90,21 +93,6 @@ class MetricsLog:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file, in order; [] if there is none."""
-    records = []
-    if path.is_file():
-        for line in path.read_bytes().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break
-            if not isinstance(record, dict):
-                break
-            records.append(record)
-    return records
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from orthokern.training.checkpoint import write_atomically
 
 
 class RunFolder:
-    """Paths of one run. Make it by `create` or `open`.
+    """Paths of one run; in several processes, of all of them. Make it by `create` or `open`.
 
     Attributes:
         path: the folder.
@@ -41,6 +41,16 @@ class RunFolder:
     def best(self) -> Path:
         """The state with the best evaluation so far."""
         return self.path / "best.pt"
+
+    @property
+    def result(self) -> Path:
+        """How the run ended: written when the goal is reached or all iterations are done."""
+        return self.path / "result.json"
+
+    @property
+    def profile(self) -> Path:
+        """Where an iteration's time goes, if --profile asked."""
+        return self.path / "profile.json"
 
     @classmethod
     def create(cls, path: Path | None, task: str, settings: dict[str, Any]) -> "RunFolder":

@@ -22,6 +22,13 @@ class Task(ABC):
         baseline: loss of the best guess without memory, shown beside the loss; None if the task has none.
         time_steps: time steps per sequence, for "µs per time step".
         device: where the model lives.
+        iterations_per_epoch: iterations that go once through the training data; None if there is no such thing. Where
+            an iteration takes several batches (setting "accumulate"), fewer.
+
+    Several processes (`torchrun`, see `orthokern.training.distributed`): a task draws the joint batch on every rank
+    from the same generator, and keeps the rows `current_shard().rows(batch)`. Its loss calls `self.module`, and is
+    the mean over the shard such that the mean over the ranks is that of the joint batch. Where sequences have weights
+    (their lengths, say), that means: divide by the joint batch's total weight and multiply by the number of ranks.
     """
 
     name: str
@@ -31,6 +38,22 @@ class Task(ABC):
     baseline: float | None = None
     time_steps: int
     device: torch.device
+    iterations_per_epoch: int | None = None
+    _module: nn.Module | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """What `loss` calls for the forward pass: the model, or, in several processes, the loop's wrapper around it,
+        which averages the gradients. Every parameter must get a gradient in every iteration; that some are also used
+        outside the forward pass (in a penalty, in a readout of its result) does no harm.
+
+        In `evaluate` and `last_step_loss` it is the model itself.
+        """
+        return self.model if self._module is None else self._module
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        self._module = module
 
     @abstractmethod
     def next_batch(self) -> Any:
@@ -41,6 +64,13 @@ class Task(ABC):
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The batch's loss (0-dim, to be minimised) and other numbers worth a record (0-dim tensors, detached): fetched
         together, so that an iteration waits for the device once."""
+
+    def last_step_loss(self, batch: Any) -> Tensor | None:
+        """The loss of the last time step alone (0-dim, a mean as in `loss`), for the gradient through time of the
+        paper's Figure 2 (Vorontsov et al. 2017); asked for with the setting "last_step_gradient", at diagnosed
+        iterations. It must draw nothing from the task's own generators; the global ones are put back. Default: None,
+        the task has no such loss."""
+        return None
 
     def clip_gradients(self) -> None:
         """Called between backward and the optimizer's step. Default: nothing."""
@@ -55,6 +85,9 @@ class Task(ABC):
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Forward-only evaluation on held-out data; the loop has switched the model to eval mode and gradients off.
 
+        In several processes only rank 0 evaluates. What follows from it for the training belongs into `goal_reached`,
+        which every rank calls with the same numbers.
+
         What is drawn at random must depend on the seed and `iteration` alone, so that an evaluation more or less
         changes nothing else.
         """
@@ -63,12 +96,18 @@ class Task(ABC):
     def score(self, evaluation: dict[str, float]) -> float:
         """The evaluation as one number, higher is better: the best one so far is kept as best.pt."""
 
+    def test(self) -> dict[str, float]:
+        """Forward-only numbers on the test data, which no decision of the run may depend on: called once, when the run
+        is over, with the parameters of the best evaluation. Default: none, the task has no test data."""
+        return {}
+
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         """Whether the run may end here. Default: never."""
         return False
 
     def diagnose(self) -> dict[str, Any]:
-        """Numbers on the model's state for the record, taken every few iterations: must cost little. Default: none."""
+        """Numbers on the model's state for the record, taken every few iterations, on rank 0 only: must cost little.
+        Default: none."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

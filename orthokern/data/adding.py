@@ -1,0 +1,115 @@
+"""The adding problem of Hochreiter & Schmidhuber (1997): add the two marked ones of T numbers.
+
+    step        0 ........... T/2 - 1 | T/2 ........... T-1
+    value      .3  .8  .1  .9  .5  .2 | .7  .4  .6  .0  .2  .9     uniform in [0, 1)
+    indicator   0   0   1   0   0   0 |  0   0   0   1   0   0     1 at two steps
+    target                                              .1 + .0   due after the last step
+
+Papers differ in where the marks may be and in whether the target is the sum or the mean:
+
+    positions   first mark in      second mark in      used by
+    halves      [0, T//2)          [T//2, T)           Arjovsky et al. 2015, Vorontsov et al. 2017 section 3
+    pascanu     [0, T//10)         [T//10, T//2)       Pascanu et al. 2013, Manchev & Spratling
+
+    target      of                 baseline            used by
+    sum         both numbers       1/6                 Arjovsky et al. 2015, the text of Vorontsov et al. 2017
+    mean        both numbers       1/24                Pascanu et al. 2013, the code that Vorontsov et al. released
+"""
+
+import torch
+from torch import Tensor
+
+from orthokern.data._checks import integer
+from orthokern.errors import InputError, unknown_name
+
+POSITIONS = ("halves", "pascanu")
+TARGETS = ("sum", "mean")
+
+
+class AddingTask:
+    """Generator of the adding problem.
+
+    Args:
+        T: number of time steps, at least 2; at least 10 for positions "pascanu".
+        target: "sum" or "mean" of the two marked numbers.
+        positions: "halves" or "pascanu", see the module's table.
+
+    Attributes:
+        length: number of time steps of a sequence, T.
+        num_features: 2, the value and the indicator.
+        baseline: mean squared error of the best guess without memory, which is the expected target: 1/6 for the sum,
+            1/24 for the mean.
+
+    Raises:
+        InputError: T too small, an unknown target or unknown positions.
+    """
+
+    def __init__(self, T: int, *, target: str = "sum", positions: str = "halves") -> None:
+        if target not in TARGETS:
+            raise unknown_name("target", target, TARGETS)
+        if positions not in POSITIONS:
+            raise unknown_name("positions", positions, POSITIONS)
+        self.T = integer("T", T)
+        self.target = target
+        self.positions = positions
+        self.length = T
+        self.num_features = 2
+        self._bounds = (0, T // 2, T) if positions == "halves" else (0, T // 10, T // 2)
+        smallest = 2 if positions == "halves" else 10
+        if T < smallest:
+            raise InputError(f"T must be at least {smallest} for positions {positions!r}, got {T}")
+        # the variance of one uniform number is 1/12
+        self.baseline = 1 / 6 if target == "sum" else 1 / 24
+
+    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """Tensors for `fill`.
+
+        Args:
+            batch: number of sequences B, at least 1.
+            device: where the tensors live.
+
+        Returns:
+            inputs: [T, B, 2] float32, zero; targets: [B] float32, zero.
+
+        Raises:
+            InputError: batch below 1.
+        """
+        integer("batch", batch)
+        return torch.zeros(self.T, batch, 2, device=device), torch.zeros(batch, device=device)
+
+    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+        """Puts a fresh batch into tensors from `buffers`, in place.
+
+        Args:
+            inputs: [T, B, 2] float32; value and indicator of every step.
+            targets: [B] float32.
+            generator: source of randomness, on the CPU whatever the device, so that a seed means the same data
+                everywhere; torch's default generator if None.
+        """
+        batch = inputs.shape[1]
+        values = torch.rand(self.T, batch, generator=generator)
+        start, middle, end = self._bounds
+        first = torch.randint(start, middle, (batch,), generator=generator)
+        second = torch.randint(middle, end, (batch,), generator=generator)
+        marked = torch.stack([first, second])  # [2, B]
+        total = values.gather(0, marked).sum(0)
+        targets.copy_(total if self.target == "sum" else total / 2)
+        inputs[..., 0] = values
+        inputs[..., 1] = torch.zeros_like(values).scatter_(0, marked, 1.0)
+
+    def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """A fresh batch.
+
+        Args:
+            batch: number of sequences B, at least 1.
+            generator: as in `fill`.
+
+        Returns:
+            inputs: [T, B, 2] float32, targets: [B] float32, on the CPU.
+
+        Raises:
+            InputError: batch below 1.
+        """
+        inputs, targets = self.buffers(batch)
+        self.fill(inputs, targets, generator)
+        return inputs, targets

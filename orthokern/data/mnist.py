@@ -1,0 +1,199 @@
+"""MNIST as sequences of pixels: the four IDX files of LeCun, Cortes and Burges (1998), and orders of the pixels.
+
+    file                       content                                                            magic number
+    train-images-idx3-ubyte    60000 x 28 x 28 uint8, row by row, 0 is paper and 255 ink           2051
+    train-labels-idx1-ubyte    60000 uint8, 0 to 9                                                2049
+    t10k-images-idx3-ubyte     10000 x 28 x 28 uint8                                              2051
+    t10k-labels-idx1-ubyte     10000 uint8                                                        2049
+
+Each may be compressed by gzip (its content tells, not its name) and may be spelled train-images.idx3-ubyte. Other sets
+of this form, of any number of images, are read as well.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from orthokern.data._checks import integer
+from orthokern.data._files import data_folder, read_first
+from orthokern.errors import InputError
+
+__all__ = ["Labelled", "Mnist", "load_mnist", "pixel_permutation"]
+
+SIDE = 28
+PIXELS = SIDE * SIDE
+
+_IMAGES, _LABELS = 2051, 2049  # magic numbers
+_KIND = {_IMAGES: "images", _LABELS: "labels"}
+
+# CRC-32 of the four quarters of each file's content. A file with all quarters right is MNIST's; one with some right is
+# a damaged copy of it; one with none is another data set of the same form (there are several of the same size), about
+# which nothing is known.
+_QUARTERS = {
+    "train-images": (0x1C6474EF, 0x834BBCAB, 0x3667F56D, 0xC6898926),
+    "train-labels": (0x46769A46, 0x6FB07B3C, 0xE9AA071A, 0x610824D8),
+    "t10k-images": (0xADC799CF, 0x5AEE2609, 0x22951A96, 0x80693D86),
+    "t10k-labels": (0x7B7F0012, 0x43286DB4, 0x7F59CF1E, 0x66F168FE),
+}
+_CONTENT_BYTES = {"train-images": 47_040_016, "train-labels": 60_008, "t10k-images": 7_840_016, "t10k-labels": 10_008}
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images and what they show.
+
+    Attributes:
+        images: [n, 784] uint8, 0 to 255, row by row.
+        labels: [n] int64, 0 to 9.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Mnist:
+    """The three parts of the data. `validation` is the end of the training files, and no part of `train`."""
+
+    train: Labelled
+    validation: Labelled
+    test: Labelled
+
+
+def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
+    """Reads and checks the four files.
+
+    Args:
+        folder: where they are.
+        validation: how many images at the end of the training files make the validation set; at least 0, and fewer
+            than there are. Vorontsov et al. 2017 train on 50 000 and validate on 10 000.
+
+    Returns:
+        Mnist, on the CPU; 55 MB for the standard files. `train` and `validation` share their memory.
+
+    Raises:
+        InputError: a file that is missing, not readable, cut off, damaged, of another kind or size, or in the place of
+            another; a label outside 0 to 9; files that disagree about the number of images; an impossible `validation`.
+    """
+    integer("validation", validation, minimum=0)
+    path = data_folder(folder)
+    train, test = _read_part(path, "train"), _read_part(path, "t10k")
+    if len(train) < len(test) or (len(train) == len(test) and torch.equal(train.images, test.images)):
+        raise InputError(
+            f"the train files in {path} hold {len(train)} images and the t10k files {len(test)}"
+            f"{', the same' if len(train) == len(test) else ''}: are they swapped or copied? expected: 60000 and 10000"
+        )
+    kept = len(train) - validation
+    if kept < 1:
+        raise InputError(f"validation must be below {len(train)}, the number of training images, got {validation}")
+    return Mnist(
+        train=Labelled(train.images[:kept], train.labels[:kept]),
+        validation=Labelled(train.images[kept:], train.labels[kept:]),
+        test=test,
+    )
+
+
+def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
+    """An order in which to feed the pixels, for the permuted task: images[:, pixel_permutation(seed)].
+
+    Args:
+        seed: of a generator on the CPU, so that it gives the same order on every machine.
+        pixels: how many there are.
+
+    Returns:
+        [pixels] int64, a permutation of 0 ... pixels - 1.
+
+    Raises:
+        InputError: a seed that is not an integer in [0, 2^63).
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"seed must be an integer in [0, 2^63), got {seed!r}")
+    return torch.randperm(pixels, generator=torch.Generator("cpu").manual_seed(seed))
+
+
+def _read_part(folder: Path, part: str) -> Labelled:
+    """Images and labels of "train" or "t10k"."""
+    images_path, images = _read_idx(folder, f"{part}-images", _IMAGES)
+    labels_path, labels = _read_idx(folder, f"{part}-labels", _LABELS)
+    if len(images) != len(labels):
+        raise InputError(
+            f"{images_path} holds {len(images)} images and {labels_path.name} {len(labels)} labels; "
+            "expected: the same number"
+        )
+    wrong = (labels > 9).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        raise InputError(f"{labels_path}: label {index} is {int(labels[index])}; expected: 0 to 9")
+    return Labelled(images, labels.to(torch.int64))
+
+
+def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
+    """Path and content of one file: [n, 784] or [n] uint8."""
+    ndim = magic & 255  # the last byte of the magic number
+    spellings = [f"{stem}{mark}idx{ndim}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
+    path, content = read_first(folder, spellings)
+    content = _uncompressed(path, content)
+    header = 4 + 4 * ndim
+    if len(content) < header:
+        raise InputError(
+            f"{path} is cut off: {len(content)} bytes; expected: a header of {header} bytes, then the data"
+        )
+    found, *shape = struct.unpack(f">{1 + ndim}I", content[:header])
+    if found != magic:
+        what = f"holds {_KIND[found]} (magic number {found})" if found in _KIND else f"has magic number {found}"
+        raise InputError(f"{path} {what}; expected: {_KIND[magic]} (magic number {magic})")
+    if shape[1:] not in ([], [SIDE, SIDE]):
+        raise InputError(f"{path} holds images of {shape[1]} x {shape[2]} pixels; expected: {SIDE} x {SIDE}")
+    items = shape[0]
+    size = items * (PIXELS if magic == _IMAGES else 1)
+    if items < 1 or len(content) != header + size:
+        state = "is empty" if items < 1 else "is cut off" if len(content) < header + size else "is too long"
+        raise InputError(
+            f"{path} {state}: {len(content)} bytes for {items} {_KIND[magic]}; "
+            f"expected: {header + size if items else f'more than {header}'} bytes"
+        )
+    _check_quarters(path, stem, content)
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header)
+    return path, data.view(items, PIXELS) if magic == _IMAGES else data
+
+
+def _uncompressed(path: Path, content: bytes) -> bytes:
+    if content[:2] != b"\x1f\x8b":
+        if path.suffix == ".gz":
+            raise InputError(f"{path} is not compressed by gzip, as its name says; expected: the original file")
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, OSError, zlib.error) as error:
+        state = "cut off" if isinstance(error, EOFError) else "damaged"
+        raise InputError(
+            f"{path} is {state}: gzip cannot decompress its {len(content)} bytes; expected: the original file"
+        ) from None
+
+
+def _check_quarters(path: Path, stem: str, content: bytes) -> None:
+    """Refuses a damaged copy of one of the four standard files, and one that stands in the place of another."""
+    for name, expected in _QUARTERS.items():
+        if len(content) != _CONTENT_BYTES[name]:
+            continue
+        quarter = -(-len(content) // 4)
+        parts = tuple(zlib.crc32(content[start : start + quarter]) for start in range(0, len(content), quarter))
+        right = [a == b for a, b in zip(parts, expected, strict=True)]
+        if any(right) and not all(right):
+            first = right.index(False) * quarter
+            raise InputError(
+                f"{path} is damaged: wrong checksum in bytes {first} to {min(first + quarter, len(content)) - 1}; "
+                f"expected: MNIST's {name} file"
+            )
+        if all(right) and name != stem:
+            raise InputError(f"{path} holds MNIST's {name}; expected: its {stem}")

@@ -1,0 +1,252 @@
+"""Redraw a run's plots and compare runs: `python -m orthokern.diagnostics RUN [RUN ...]`; --help explains it."""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from orthokern.commandline import Parser, Settings, one_of, real
+from orthokern.diagnostics import comparison, plots
+from orthokern.diagnostics.runs import RunRecord, load_run, number_at
+from orthokern.errors import InputError, unknown_name
+
+EXIT_OK, EXIT_BAD_INPUT = 0, 2
+
+FIGURES = ("curves", "gradients", "spectrum", "states", "angles")
+_QUANTITIES = ("loss", "accuracy")  # drawn unless others are asked for, with what was measured on held-out data
+
+DESCRIPTION = """\
+Look into training runs: redraw one run's plots from its records, or compare several in one picture,
+with a table of their results on the terminal.
+
+A RUN is a run's folder, as the tasks write it (config.json and metrics.jsonl); the run may still be
+going on. Nothing is trained, and no checkpoint is read.
+
+  curves     loss, accuracy, or any other number of the records over iterations: a line per run
+  gradients  how large the gradient of the loss is at each time step, relative to its maximum: a
+             column per iteration. What fades on its way back cannot be learned from
+  spectrum   singular values of the recurrent matrix: mean, standard deviation, smallest, largest
+  states     how large the hidden state is at each time step
+  angles     eigenvalues of the recurrent matrix by angle: how fast it turns what it remembers
+
+The legend names the settings in which the runs differ.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m orthokern.diagnostics runs/a                     redraw all plots of a run, in its folder
+  python -m orthokern.diagnostics runs/*                     compare runs; pictures go to comparison/
+  python -m orthokern.diagnostics runs/* --figure none       the table alone, no picture
+  python -m orthokern.diagnostics runs/* --figure curves --quantity accuracy --panel T
+                                                             accuracy, one panel per T, side by side
+  python -m orthokern.diagnostics runs/* --figure curves --quantity loss --baseline 0.1667
+  python -m orthokern.diagnostics runs/* --figure curves --quantity spectrum.max,spectral_radius
+  python -m orthokern.diagnostics runs/* --legend margin --table results.md --out pictures
+
+In the table, "best held-out X, at" is the best X on held-out data and the iteration at which it was
+found (accuracy: the largest; everything else: the smallest); "s" are the singular values at the last
+record that has them. Curves of more than 1000 points are drawn as means over equal stretches.
+Exit code: 0, or 2 for bad input.
+"""
+
+
+def _names(text: str) -> list[str]:
+    """An argparse type: names separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m orthokern.diagnostics", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    group = parser.add_argument_group("what to draw")
+    group.add_argument(
+        "--figure", type=one_of("figure", (*FIGURES, "all", "none")), metavar="NAME",
+        help=f"{', '.join(FIGURES)}; all: what the records allow; none: the table alone (default all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--quantity", type=_names, metavar="NAME[,...]",
+        help="numbers for curves, as the records name them, a part of one behind a dot: loss, accuracy, "
+        "held_out_accuracy, grad_norm, spectral_radius, spectrum.max, ... (default: loss, accuracy, held-out numbers)",
+    )  # fmt: skip
+    group.add_argument(
+        "--panel", metavar="SETTING", help="curves: a panel for each value of this setting, instead of one for all"
+    )
+    group.add_argument(
+        "--legend", type=_names, metavar="SETTING[,...]",
+        help="settings that name the runs (default: as many as it takes of those in which they differ)",
+    )  # fmt: skip
+    group.add_argument(
+        "--x", type=one_of("x", plots.AXES), metavar="NAME",
+        help="iteration or epoch (default: epoch if all runs know how many iterations make one)",
+    )  # fmt: skip
+    group.add_argument(
+        "--baseline", type=real(), metavar="X", help="curves: a line at this value (default: the loss's, if known)"
+    )
+    group.add_argument(
+        "--recurrence", metavar="NAME",
+        help="spectrum and angles: of which layer, as parameters name it: l1, l0_reverse, ... (default: the first)",
+    )  # fmt: skip
+    group = parser.add_argument_group("where to")
+    group.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for pictures (default: the run's; for several: comparison/)"
+    )
+    group.add_argument("--table", type=Path, metavar="FILE", help="also write the table to FILE, as Markdown")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        _run(_parser().parse(arguments))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return EXIT_OK
+
+
+def _run(given: Settings) -> None:
+    figure = given.get("figure", "all")
+    if figure != "none":
+        _need_matplotlib()
+    unique = {folder.resolve(): folder for folder in reversed(given["runs"])}
+    runs = [load_run(folder) for folder in reversed(unique.values())]
+    for option in ("panel", "legend"):
+        if option in given:
+            named = [given[option]] if option == "panel" else given[option]
+            comparison.check_settings(f"--{option}", runs, named)
+    table = comparison.table(runs)
+    print(table, end="", flush=True)
+    if "table" in given:
+        _write(given["table"], lambda: given["table"].write_text(table, encoding="utf-8"))
+    if figure == "none":
+        return
+    out = given.get("out", runs[0].path if len(runs) == 1 else Path("comparison"))
+    _write(out, lambda: out.mkdir(parents=True, exist_ok=True))
+    draw = _redraw if len(runs) == 1 and not given.keys() & {"quantity", "panel", "legend", "x"} else _compare
+    drawn = [path for name in FIGURES if figure in (name, "all") for path in draw(name, runs, given, out)]
+    for path in drawn:
+        print(f"drawn: {path}")
+    if not drawn:
+        what = "anything to draw" if figure == "all" else f"what the figure {figure!r} shows"
+        raise InputError(
+            f"no record of {_all_of(runs)} holds {what}" + ("" if _any_record(runs) else " (no record yet)")
+        )
+
+
+def _need_matplotlib() -> None:
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        raise InputError(
+            "matplotlib is not installed, which draws the pictures; accepted without it: --figure none"
+        ) from None
+
+
+def _write(path: Path, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -> list[Path]:
+    """One run's plot, under the name that the task gave it."""
+    (run,) = runs
+    records, title = run.records, f"{run.task}, {run.name}"
+    last = any("last_grad_norm_through_time" in record for record in records)
+    gradients = "last_grad_norm_through_time" if last else "grad_norm_through_time"
+    spectrum, angles = _of_recurrence(given)
+    actions: dict[str, tuple[str, Callable[[Path], Path | None]]] = {
+        "curves": (
+            "learning.png",
+            lambda path: plots.plot_learning(
+                records,
+                path,
+                baseline=given.get("baseline", number_at(run.config, "baseline")),
+                title=title,
+                loss_label="loss",
+            ),
+        ),
+        "gradients": (
+            "gradients.png",
+            lambda path: plots.plot_gradients(
+                records, path, length=run.profile_length(gradients), title=title, key=gradients
+            ),
+        ),
+        "spectrum": (
+            "spectrum.png",
+            lambda path: plots.plot_spectrum(
+                records, path, margin=number_at(run.settings, "margin"), title=title, key=spectrum
+            ),
+        ),
+        "states": (
+            "states.png",
+            lambda path: plots.plot_states(
+                records, path, length=run.profile_length("state_norm_through_time"), title=title
+            ),
+        ),
+        "angles": ("angles.png", lambda path: plots.plot_angles(records, path, title=title, key=angles)),
+    }
+    file, action = actions[name]
+    path = _write(out / file, lambda: action(out / file))
+    return [] if path is None else [path]
+
+
+def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -> list[Path]:
+    """Pictures of several runs; for curves one per quantity."""
+    common = {key: given[key] for key in ("legend", "x") if key in given}
+    spectrum, angles = _of_recurrence(given)
+    if name == "curves":
+        found = {
+            f"curves-{quantity}.png": plots.compare_curves(
+                runs, quantity, panel=given.get("panel"), baseline=given.get("baseline"), **common
+            )
+            for quantity in _quantities(runs, given)
+        }
+    elif name == "gradients":
+        found = {"gradients.png": plots.compare_gradients(runs, **common)}
+    elif name == "spectrum":
+        found = {"spectrum.png": plots.compare_spectra(runs, key=spectrum, **common)}
+    elif name == "states":
+        found = {"states.png": plots.compare_states(runs, **common)}
+    else:
+        found = {"angles.png": plots.compare_angles(runs, key=angles, **common)}
+    return [
+        _write(out / file, partial(plots.save, picture, out / file))
+        for file, picture in found.items()
+        if picture is not None
+    ]
+
+
+def _of_recurrence(given: Settings) -> tuple[str, str]:
+    """The fields of the records that hold the spectrum and the angles of the chosen recurrence."""
+    name = given.get("recurrence", "l0")
+    suffix = "" if name == "l0" else f"_{name}"
+    return f"spectrum{suffix}", f"eigenvalue_angles{suffix}"
+
+
+def _quantities(runs: Sequence[RunRecord], given: Settings) -> list[str]:
+    known = list(dict.fromkeys(quantity for run in runs for quantity in run.quantities))
+    if "quantity" not in given:
+        held_out = dict.fromkeys(name for run in runs for name in comparison.best_held_out(run))
+        return [name for name in (*_QUANTITIES, *held_out) if name in known]
+    for quantity in given["quantity"]:
+        if quantity not in known:
+            if not known:
+                raise InputError(f"--quantity {quantity}: no record of {_all_of(runs)} holds a number yet")
+            raise unknown_name("--quantity", quantity, known)
+    return list(given["quantity"])
+
+
+def _any_record(runs: Sequence[RunRecord]) -> bool:
+    return any(run.records for run in runs)
+
+
+def _all_of(runs: Sequence[RunRecord]) -> str:
+    return str(runs[0].path) if len(runs) == 1 else f"these {len(runs)} runs"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Several runs side by side: the settings in which they differ, names for a legend, and a table."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from orthokern.diagnostics.runs import RunRecord
+from orthokern.errors import unknown_name
+
+__all__ = [
+    "best_held_out",
+    "check_settings",
+    "differing_settings",
+    "labels",
+    "setting_text",
+    "table",
+    "telling_settings",
+]
+
+# What changes how a run is run, and not what it learns: told last, and only where nothing else tells runs apart.
+_TECHNICAL = (
+    "seed",
+    "iterations",
+    "device",
+    "backend",
+    "threads",
+    "checkpoint_every",
+    "diagnose_every",
+    "eval_every",
+    "plots",
+    "preset",
+)
+_NO_RESULTS = ("held_out_sequences", "held_out_reached")  # evaluations' own bookkeeping
+_ABSENT = "–"
+
+
+def differing_settings(runs: Sequence[RunRecord], *, technical: bool = True) -> list[str]:
+    """Names of the settings that don't have the same value in all runs, the telling ones first.
+
+    Args:
+        runs: the runs to compare.
+        technical: also seed, device, backend and the like, at the end.
+
+    Returns:
+        Names in the order in which the first run that has them lists them; a setting that some run lacks differs.
+    """
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    ordered = [name for name in names if name not in _TECHNICAL] + [name for name in _TECHNICAL if name in names]
+    values = {name: {setting_text(run, name) for run in runs} for name in ordered}
+    return [name for name in ordered if len(values[name]) > 1 and (technical or name not in _TECHNICAL)]
+
+
+def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[str]:
+    """A short name for each run, as "T 200, margin 0.1".
+
+    Args:
+        runs: the runs.
+        names: settings to tell; by default the task, if the runs have several, and `telling_settings`.
+
+    Returns:
+        One label per run. Runs that nothing tells apart have the same label, with their folder's name behind it if no
+        names were asked for; a single run has its folder's name.
+
+    Raises:
+        InputError: a name that is a setting of no run.
+    """
+    if names is not None:
+        check_settings("legend", runs, names)
+        return [", ".join(_told(run, name) for name in names) or run.name for run in runs]
+    names = telling_settings(runs)
+    several_tasks = len({run.task for run in runs}) > 1
+    texts = [", ".join([*([run.task] if several_tasks else []), *(_told(run, name) for name in names)]) for run in runs]
+    places = [run.name if [other.name for other in runs].count(run.name) == 1 else str(run.path) for run in runs]
+    return [
+        text if text and texts.count(text) == 1 else f"{text} {place}".strip()
+        for text, place in zip(texts, places, strict=True)
+    ]
+
+
+def telling_settings(runs: Sequence[RunRecord]) -> list[str]:
+    """Of the settings in which runs differ, as many as it takes to tell the runs apart as far as settings can: one that
+    follows from those before it (a rate that depends on T, say) is left out."""
+    names: list[str] = []
+    apart: list[tuple[str, ...]] = [(run.task,) for run in runs]
+    for name in differing_settings(runs):
+        further = [(*told, setting_text(run, name)) for told, run in zip(apart, runs, strict=True)]
+        if len(set(further)) > len(set(apart)):
+            names, apart = [*names, name], further
+    return names
+
+
+def check_settings(argument: str, runs: Sequence[RunRecord], names: Iterable[str]) -> None:
+    """Raises InputError for a name that is a setting of no run."""
+    known = list(dict.fromkeys(name for run in runs for name in run.settings))
+    for name in names:
+        if name not in known:
+            raise unknown_name(argument, name, known)
+
+
+def setting_text(run: RunRecord, name: str) -> str:
+    """A setting's value as one reads it; "–" if the run has no such setting."""
+    if name not in run.settings:
+        return _ABSENT
+    value = run.settings[name]
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _told(run: RunRecord, name: str) -> str:
+    return f"{name} {setting_text(run, name)}"
+
+
+def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
+    """The best of each held-out number, by field: (value, iteration at which it came first).
+
+    The best accuracy is the largest; the best of everything else (losses, errors, bits per character) the smallest.
+    """
+    found = {}
+    for quantity in run.quantities:
+        if quantity.startswith("held_out_") and quantity not in _NO_RESULTS:
+            iterations, values = run.series(quantity)
+            index = int(np.argmax(values) if "accuracy" in quantity else np.argmin(values)) if len(values) else None
+            if index is not None:
+                found[quantity] = (float(values[index]), int(iterations[index]))
+    return found
+
+
+def table(runs: Sequence[RunRecord]) -> str:
+    """A Markdown table with one row per run: task, settings in which the runs differ, iterations, wall time, the best
+    held-out numbers, those on the test data once the run has come to its end, and the last known spectrum, spectral
+    radius and orthogonality error.
+
+    Columns that no run fills are left out; "–" stands for what a run doesn't have.
+    """
+    columns: dict[str, list[str]] = {"run": [str(run.path) for run in runs], "task": [run.task for run in runs]}
+    for name in differing_settings(runs):
+        if name not in _TECHNICAL or name == "seed":
+            columns[name] = [setting_text(run, name) for run in runs]
+    columns["iterations"] = [str(run.records[-1]["iteration"]) if run.records else "0" for run in runs]
+    columns["seconds"] = [_last(run, "seconds", "{:.1f}") for run in runs]
+    best = [best_held_out(run) for run in runs]
+    for quantity in dict.fromkeys(name for held_out in best for name in held_out):
+        heading = f"best held-out {quantity.removeprefix('held_out_').replace('_', ' ')}"
+        percent = "accuracy" in quantity
+        columns[heading + (" (%)" if percent else "") + ", at"] = [
+            f"{100 * held_out[quantity][0]:.2f}, {held_out[quantity][1]}"
+            if percent and quantity in held_out
+            else f"{held_out[quantity][0]:.4g}, {held_out[quantity][1]}"
+            if quantity in held_out
+            else _ABSENT
+            for held_out in best
+        ]
+    tests = [run.tested for run in runs]
+    for name in dict.fromkeys(name for test in tests for name in test):
+        scale, form, unit = (100, "{:.2f}", " (%)") if "accuracy" in name else (1, "{:.4g}", "")
+        columns[f"test {name}{unit}"] = [form.format(scale * test[name]) if name in test else _ABSENT for test in tests]
+    for part in ("mean", "std", "min", "max"):
+        columns[f"s {part}"] = [_last(run, f"spectrum.{part}", "{:.5g}") for run in runs]
+    columns["spectral radius"] = [_last(run, "spectral_radius", "{:.5g}") for run in runs]
+    columns["orthogonality error"] = [_last(run, "orthogonality_error", "{:.2g}") for run in runs]
+    return _markdown({name: cells for name, cells in columns.items() if any(cell != _ABSENT for cell in cells)})
+
+
+def _last(run: RunRecord, quantity: str, form: str) -> str:
+    value = run.last(quantity)
+    return _ABSENT if value is None else form.format(value)
+
+
+def _markdown(columns: dict[str, list[str]]) -> str:
+    """Columns of equal width, numbers to the right."""
+    lines: list[list[str]] = [[], []]
+    rows = len(next(iter(columns.values())))
+    lines += [[] for _ in range(rows)]
+    for name, cells in columns.items():
+        cells = [cell.replace("|", "\\|") for cell in cells]
+        right = all(_numeric(cell) for cell in cells)
+        width = max(3, *(len(text) for text in (name, *cells)))
+        lines[0].append(name.rjust(width) if right else name.ljust(width))
+        lines[1].append("-" * (width - 1) + (":" if right else "-"))
+        for line, cell in zip(lines[2:], cells, strict=True):
+            line.append(cell.rjust(width) if right else cell.ljust(width))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _numeric(cell: Any) -> bool:
+    try:
+        return math.isfinite(float(str(cell).split(",")[0]))
+    except ValueError:
+        return cell in (_ABSENT, "none")

@@ -1,0 +1,230 @@
+"""Run folders as the training loop leaves them: config.json, and metrics.jsonl with a record per iteration.
+
+A run that is still going on can be read at any time: its last line may be half written, and is left out then.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from orthokern.diagnostics.gradients import profile_steps
+from orthokern.errors import InputError
+
+__all__ = ["RunRecord", "load_run", "number_at", "read_metrics"]
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run, as it was found in its folder.
+
+    Attributes:
+        path: the folder.
+        config: what config.json holds: task, settings, versions, device, seed.
+        settings: all settings of the run, by name.
+        task: the task's name.
+        records: what metrics.jsonl holds, by rising "iteration"; [] if the first iteration isn't done.
+        result: what result.json holds; {} while the run has not come to its end.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    task: str
+    records: list[Record]
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @property
+    def time_steps(self) -> int | None:
+        """Time steps per sequence, or None if the run doesn't tell, or has sequences of several lengths.
+
+        It is told by "time_steps" in records, configuration or settings, or by the ratio of the two times that a
+        record holds, per iteration and per time step, and the number of batches that an iteration accumulates.
+        """
+        told = {record["time_steps"] for record in self.records if isinstance(record.get("time_steps"), int)}
+        if told:
+            return told.pop() if len(told) == 1 else None
+        for place in (self.config, self.settings):
+            if isinstance(place.get("time_steps"), int):
+                return int(place["time_steps"])
+        for record in reversed(self.records):
+            per_iteration, per_step = number_at(record, "ms_per_iteration"), number_at(record, "us_per_step")
+            if per_iteration is not None and per_step:
+                batches = number_at(self.settings, "accumulate") or 1.0
+                return max(1, round(1e3 * per_iteration / per_step / batches))
+        return None
+
+    def profile_length(self, name: str) -> int | None:
+        """`time_steps`, if every record's list under `name` is as long as `profile_steps` of them is; else None."""
+        length = self.time_steps
+        lists = {len(record[name]) for record in self.records if isinstance(record.get(name), list)}
+        return length if length is not None and lists == {len(profile_steps(length))} else None
+
+    @property
+    def iterations_per_epoch(self) -> float | None:
+        """Iterations that make an epoch, or None if neither the settings tell nor the records, which may count both."""
+        value = number_at(self.settings, "iterations_per_epoch")
+        if value is None:
+            last = next((record for record in reversed(self.records) if number_at(record, "epoch")), None)
+            value = None if last is None else max(1.0, round(last["iteration"] / last["epoch"]))
+        return value if value is not None and value > 0 else None
+
+    def series(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
+        """Iterations [P] float64 and values [P] float64 of the records that have a finite number under `quantity`.
+
+        Args:
+            quantity: a field of the records, or "field.part" for a part of one, as "spectrum.mean".
+        """
+        return series(self.records, quantity)
+
+    @property
+    def tested(self) -> dict[str, float]:
+        """Finite numbers on the test data, with the best parameters; {} where there are none (yet)."""
+        test = self.result.get("test")
+        names = test if isinstance(test, dict) else {}
+        return {name: value for name in names if (value := number_at(names, name)) is not None}
+
+    def last(self, quantity: str) -> float | None:
+        """The last finite number under `quantity`, or None."""
+        return next((value for r in reversed(self.records) if (value := number_at(r, quantity)) is not None), None)
+
+    @cached_property
+    def quantities(self) -> list[str]:
+        """Everything that `series` finds numbers for, in the order of first appearance."""
+        found: dict[str, None] = {}
+        for record in self.records:
+            for key, value in record.items():
+                if key in found:
+                    continue
+                if isinstance(value, dict):
+                    found |= {f"{key}.{part}": None for part, number in value.items() if _is_number(number)}
+                elif key != "iteration" and _is_number(value):
+                    found[key] = None
+        return list(found)
+
+
+def load_run(folder: Path | str) -> RunRecord:
+    """Reads a run's configuration and records.
+
+    A run that was killed and went on may hold an iteration twice: the later record counts, and earlier ones of that
+    iteration and of all behind it are left out.
+
+    Args:
+        folder: the run's folder.
+
+    Returns:
+        The run. Without metrics.jsonl it has no records: its first iteration isn't done.
+
+    Raises:
+        InputError: there is no such folder, it holds no run, or a file is damaged or can't be read.
+    """
+    path = Path(folder)
+    if not path.exists():
+        raise InputError(f"no such run folder: {path}")
+    if not path.is_dir():
+        raise InputError(f"{path} is a file; accepted: the folder of a run")
+    config = _read_object(path / "config.json")
+    if config is None:
+        inside = sum(1 for _ in path.glob("*/config.json"))
+        hint = f"; it holds {inside} run folder(s): give those, as {path}/*" if inside else ""
+        raise InputError(f"{path} is not a run folder: no config.json there{hint}")
+    if not isinstance(config.get("settings"), dict) or not isinstance(config.get("task"), str):
+        raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
+    records: list[Record] = []
+    metrics = path / "metrics.jsonl"
+    try:
+        for number, record in _lines(metrics, strict=True):
+            iteration = record.get("iteration")
+            if not isinstance(iteration, int):
+                raise InputError(f"{metrics} is damaged: line {number} has no iteration")
+            while records and records[-1]["iteration"] >= iteration:
+                records.pop()
+            records.append(record)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise InputError(f"{metrics} cannot be read: {error.strerror or error}") from None
+    result = _read_object(path / "result.json") or {}
+    return RunRecord(path, config, config["settings"], config["task"], records, result)
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All whole records of a metrics file, in order, up to a line that is none; [] if there is no file.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    return [record for _, record in _lines(path, strict=False)] if path.is_file() else []
+
+
+def series(records: list[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
+    """See `RunRecord.series`."""
+    name = quantity.split(".", 1)[0]
+    found = []
+    for record in records:
+        if name in record:  # most records of a long run lack most fields
+            value = number_at(record, quantity)
+            if value is not None:
+                found.append((record["iteration"], value))
+    pairs = np.asarray(found, dtype=float).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def number_at(record: Record, quantity: str) -> float | None:
+    """The finite number of a record under "field" or "field.part", or None."""
+    value = record.get(quantity)
+    if value is None and "." in quantity:
+        name, part = quantity.split(".", 1)
+        inner = record.get(name)
+        value = inner.get(part) if isinstance(inner, dict) else None
+    return float(value) if _is_number(value) and math.isfinite(value) else None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (float, int)  # what JSON knows: bool is no number
+
+
+def _read_object(file: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, or None if there is no file."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{file} is damaged: not JSON") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} is damaged: not a JSON object")
+    return content
+
+
+def _lines(path: Path, *, strict: bool) -> Iterator[tuple[int, Record]]:
+    """(line number from 1, record) for the lines of a metrics file, up to one that is no record.
+
+    With `strict` such a line is an error, unless it is the last one and without a line feed: then it is being written,
+    or a kill cut it short.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                if strict and line.endswith(b"\n"):
+                    raise InputError(f"{path} is damaged: line {number} is not a JSON object")
+                return
+            yield number, record

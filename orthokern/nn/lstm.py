@@ -1,0 +1,351 @@
+"""An LSTM with peepholes: the baseline that orthogonal recurrences are compared with.
+
+Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from orthokern import init as init_
+from orthokern.errors import InputError
+from orthokern.nn._checks import flag, number, parameter_dtype, positive_int
+from orthokern.nn.rnn import _widened
+
+__all__ = ["PeepholeLSTM"]
+
+State = tuple[Tensor, Tensor]  # (h, c)
+
+
+class _Scan(torch.autograd.Function):
+    """The recurrence over time, with its backward by hand: faster than one that autograd records op by op.
+
+    Note [Peephole LSTM]
+        Forward, with * elementwise and sigma the logistic function:
+            i = sigma(a_i + p_i * c'),  f = sigma(a_f + p_f * c'),  g = tanh(a_g),  where a = e_t + h' W^T, h' and c'
+            the states of the step before,
+            c = f * c' + i * g,  o = sigma(a_o + p_o * c),  h = o * tanh(c).
+        Backward, from the cotangents dh and dc of a step's states; d_i is that of what the sigma of i is applied to:
+            d_o = dh * tanh(c) * o (1 - o)
+            dc += dh * o (1 - tanh(c)^2) + d_o * p_o
+            d_i = dc * g * i (1 - i),  d_f = dc * c' * f (1 - f),  d_g = dc * i * (1 - g^2)
+            dc' = dc * f + d_i * p_i + d_f * p_f,   dh' = (d_i, d_f, d_g, d_o) W.
+        The gradients of W and p are sums over all steps, taken after the loop; that of e is (d_i, d_f, d_g, d_o).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
+        """Args: e [T, B, 4N] (gates i, f, g, o), w [4N, N], p [3, N] (i, f, o), h0 and c0 [B, N]. Returns h and c of
+        every step, [T, B, N] each."""
+        n = w.shape[1]
+        p_i, p_f, p_o = p.unbind(0)
+        gates = torch.empty_like(e, memory_format=torch.contiguous_format)
+        hs, cs = (e.new_empty(*e.shape[:2], n) for _ in range(2))
+        h, c = h0, c0
+        for x, a, h_t, c_t in zip(e.unbind(0), gates.unbind(0), hs.unbind(0), cs.unbind(0), strict=True):
+            torch.addmm(x, h, w.mT, out=a)
+            i, f, g, o = a.chunk(4, 1)
+            i.addcmul_(p_i, c)
+            f.addcmul_(p_f, c)
+            a[:, : 2 * n].sigmoid_()
+            g.tanh_()
+            torch.mul(f, c, out=c_t).addcmul_(i, g)
+            o.addcmul_(p_o, c_t).sigmoid_()
+            torch.tanh(c_t, out=h_t).mul_(o)
+            h, c = h_t, c_t
+        ctx.save_for_backward(w, p, h0, c0, gates, hs, cs)
+        ctx.set_materialize_grads(False)
+        return hs, cs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_hs: Tensor | None, grad_cs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """See the class's note."""
+        if grad_hs is None and grad_cs is None:
+            return None, None, None, None, None
+        w, p, h0, c0, gates, hs, cs = ctx.saved_tensors
+        p_i, p_f, p_o = p.unbind(0)
+        i, f, g, o = gates.chunk(4, 2)
+        tanh_c = torch.tanh(cs)
+        before_h, before_c = (torch.cat([first.unsqueeze(0), rest[:-1]]) for first, rest in ((h0, hs), (c0, cs)))
+        by_o, through_h = tanh_c * o * (1 - o), o * (1 - tanh_c * tanh_c)
+        by_i, by_f, by_g = g * i * (1 - i), before_c * f * (1 - f), i * (1 - g * g)
+        d = torch.empty_like(gates)
+        dh, dc = torch.zeros_like(h0), torch.zeros_like(c0)
+        for t in reversed(range(len(d))):
+            if grad_hs is not None:
+                dh = dh + grad_hs[t]
+            if grad_cs is not None:
+                dc = dc + grad_cs[t]
+            d_i, d_f, d_g, d_o = d[t].chunk(4, 1)
+            torch.mul(dh, by_o[t], out=d_o)
+            dc = torch.addcmul(dc, dh, through_h[t]).addcmul_(d_o, p_o)
+            torch.mul(dc, by_i[t], out=d_i)
+            torch.mul(dc, by_f[t], out=d_f)
+            torch.mul(dc, by_g[t], out=d_g)
+            dc = torch.mul(dc, f[t]).addcmul_(d_i, p_i).addcmul_(d_f, p_f)
+            dh = d[t] @ w
+        d_i, d_f, _, d_o = d.chunk(4, 2)
+        grad_w = d.flatten(0, 1).mT @ before_h.flatten(0, 1)
+        grad_p = torch.stack([(a * b).sum((0, 1)) for a, b in ((d_i, before_c), (d_f, before_c), (d_o, cs))])
+        return d, grad_w, grad_p, dh, dc
+
+
+class PeepholeLSTM(nn.Module):
+    """torch.nn.LSTM with peepholes (Gers & Schmidhuber 2000), diagonal as in Graves 2013.
+
+    The cell state of the step before reaches the input and the forget gate, the new one the output gate; with peepholes
+    of zero it is torch.nn.LSTM. The equations are in Note [Peephole LSTM]. Constructor names, layouts, outputs and
+    parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with strict=False. The input
+    may also be token ids. The baseline of Vorontsov et al. 2017, section 3, is one with N = 128.
+
+    Args:
+        input_size: D, features of the input, or the number of token ids for integer input.
+        hidden_size: N.
+        num_layers: stacked recurrences, each fed by the states h of the one below.
+        bias: learn bias_ih and bias_hh (two, as torch has them; only their sum acts).
+        batch_first: input and output are [B, T, ..]; the states are not affected.
+        dropout: in [0, 1), on the output of every layer but the last, when training.
+        bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
+        device, dtype: of the parameters; float32 or float64.
+        forget_bias: what the forget gate's bias begins with; of no effect without bias.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
+    bias_hh_l0 [4N], gates in the order input, forget, cell, output; weight_peephole_l0 [3, N], in the order input,
+    forget, output. At first weight_ih is U(-1/sqrt(N), 1/sqrt(N)) as torch's, the four N x N matrices in weight_hh are
+    orthogonal (Haar), biases and peepholes are 0 but for the forget gate's bias.
+
+    Raises InputError, one line, for a bad argument.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        forget_bias: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.input_size = positive_int("input_size", input_size)
+        self.hidden_size = positive_int("hidden_size", hidden_size)
+        self.num_layers = positive_int("num_layers", num_layers)
+        self.bias = flag("bias", bias)
+        self.batch_first = flag("batch_first", batch_first)
+        self.bidirectional = flag("bidirectional", bidirectional)
+        self.dropout = number("dropout", dropout, "a number in [0, 1)")
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"dropout must be a number in [0, 1), got {dropout!r}")
+        self.forget_bias = number("forget_bias", forget_bias, "a finite number")
+        if not math.isfinite(self.forget_bias):
+            raise InputError(f"forget_bias must be a finite number, got {forget_bias!r}")
+        dtype = parameter_dtype(dtype, half=False)
+        n, ways = self.hidden_size, 2 if self.bidirectional else 1
+        for layer, suffix in self._recurrences():
+            shapes: dict[str, tuple[int, ...]] = {
+                "weight_ih": (4 * n, ways * n if layer else self.input_size),
+                "weight_hh": (4 * n, n),
+            }
+            if self.bias:
+                shapes |= {"bias_ih": (4 * n,), "bias_hh": (4 * n,)}
+            shapes["weight_peephole"] = (3, n)
+            for name, shape in shapes.items():
+                self.register_parameter(
+                    f"{name}_{suffix}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                )
+        self.reset_parameters()
+
+    def _recurrences(self) -> list[tuple[int, str]]:
+        """(layer, suffix of the parameters' names) in torch's order."""
+        ways = ("", "_reverse") if self.bidirectional else ("",)
+        return [(layer, f"l{layer}{way}") for layer in range(self.num_layers) for way in ways]
+
+    def _tensor(self, name: str) -> Tensor:
+        return cast(Tensor, getattr(self, name))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, as the class documentation says.
+
+        Args:
+            generator: where the numbers come from; None for torch's global generator.
+        """
+        n = self.hidden_size
+        for _, suffix in self._recurrences():
+            bound = 1.0 / math.sqrt(n)
+            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+            for block in self._tensor(f"weight_hh_{suffix}").detach().chunk(4):
+                init_.initialize_(block, "orthogonal", generator)
+            nn.init.zeros_(self._tensor(f"weight_peephole_{suffix}"))
+            if self.bias:
+                nn.init.zeros_(self._tensor(f"bias_ih_{suffix}"))
+                nn.init.zeros_(self._tensor(f"bias_hh_{suffix}"))
+                nn.init.constant_(self._tensor(f"bias_ih_{suffix}").detach()[n : 2 * n], self.forget_bias)
+
+    def flatten_parameters(self) -> None:
+        """Does nothing; torch.nn.LSTM has it (for cuDNN), so code written for that may call it."""
+
+    @overload
+    def forward(self, input: Tensor, hx: State | None = None) -> tuple[Tensor, State]: ...
+
+    @overload
+    def forward(self, input: PackedSequence, hx: State | None = None) -> tuple[PackedSequence, State]: ...
+
+    def forward(self, input: Tensor | PackedSequence, hx: State | None = None) -> tuple[Tensor | PackedSequence, State]:
+        """Run all layers over a batch of sequences.
+
+        Args:
+            input: float [T, B, D] ([B, T, D] if batch_first), float [T, D] for one sequence, or token ids, int64 or
+                int32, in [0, input_size): [T, B] ([B, T] if batch_first) or [T]; or a PackedSequence of any of these.
+                Floats have the dtype of the parameters; under autocast, 16-bit floats are widened to it.
+            hx: (h, c), [num_layers * directions, B, N] each, without B for one sequence; never batch_first; zeros if
+                None.
+
+        Returns:
+            (output, (h_n, c_n)): output [T, B, N * directions] ([B, T, ..] if batch_first; no B for one sequence;
+            packed for packed input), the h of the last layer; h_n and c_n as hx, after each sequence's last step.
+            A second derivative is not available.
+
+        Raises:
+            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
+        """
+        kind = self._tensor("weight_ih_l0").device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                dtype = self._tensor("weight_ih_l0").dtype
+                state = (_widened(hx[0], dtype), _widened(hx[1], dtype)) if isinstance(hx, tuple) else hx
+                return self.forward(_widened(input, dtype), state)
+        if isinstance(input, PackedSequence):
+            self._check_input(input.data, packed=True)
+            data, lengths = pad_packed_sequence(input)  # [T, B, ..] in the caller's order
+            output, state = self._run(data, self._states(hx, data.shape[1], data), lengths.to(data.device))
+            if input.sorted_indices is not None:
+                output, lengths = output.index_select(1, input.sorted_indices), lengths[input.sorted_indices.cpu()]
+            alive = torch.arange(len(output)).unsqueeze(1) < lengths
+            packed = output[alive.to(output.device)]
+            return PackedSequence(packed, input.batch_sizes, input.sorted_indices, input.unsorted_indices), state
+        tokens = self._check_input(input)
+        batched = input.dim() == (2 if tokens else 3)
+        data = (input.transpose(0, 1) if self.batch_first else input) if batched else input.unsqueeze(1)
+        if data.shape[0] < 1 or data.shape[1] < 1:
+            raise InputError(
+                f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step and 1 sequence"
+            )
+        output, (h_n, c_n) = self._run(data, self._states(hx, data.shape[1] if batched else None, data), None)
+        if not batched:
+            return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
+        return (output.transpose(0, 1) if self.batch_first else output), (h_n, c_n)
+
+    def _run(self, data: Tensor, states: State, lengths: Tensor | None) -> tuple[Tensor, State]:
+        """data [T, B, ..], states [recurrences, B, N] each, lengths [B] or None for T; what follows a sequence's end is
+        computed and never read."""
+        outputs: list[Tensor] = []
+        ends: list[State] = []
+        for (layer, suffix), h0, c0 in zip(self._recurrences(), *states, strict=True):
+            if layer and suffix == f"l{layer}":  # a new layer begins: what the one below gave is its input
+                data, outputs = torch.cat(outputs, -1), []
+                if self.dropout > 0.0 and self.training:
+                    data = nn.functional.dropout(data, self.dropout, training=True)
+            reverse = suffix.endswith("_reverse")
+            x = _reversed(data, lengths) if reverse else data
+            hs, cs = _Scan.apply(
+                self._input_term(x, suffix),
+                self._tensor(f"weight_hh_{suffix}"), self._tensor(f"weight_peephole_{suffix}"), h0, c0,
+            )  # fmt: skip
+            if lengths is None:
+                ends.append((hs[-1], cs[-1]))
+            else:
+                last = (lengths - 1, torch.arange(len(lengths), device=lengths.device))
+                ends.append((hs[last], cs[last]))
+            outputs.append(_reversed(hs, lengths) if reverse else hs)
+        h_n, c_n = (torch.stack(end) for end in zip(*ends, strict=True))
+        return torch.cat(outputs, -1), (h_n, c_n)
+
+    def _input_term(self, x: Tensor, suffix: str) -> Tensor:
+        """W_ih x + b of all steps [T, B, 4N]: one product, or one look-up for token ids."""
+        weight = self._tensor(f"weight_ih_{suffix}")
+        bias = self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}") if self.bias else None
+        if x.is_floating_point():
+            return nn.functional.linear(x, weight, bias)
+        table = weight.mT if bias is None else weight.mT + bias
+        return nn.functional.embedding(x, table)
+
+    def _check_input(self, input: Tensor, *, packed: bool = False) -> bool:
+        """Check everything but T and B; True for token ids."""
+        if not isinstance(input, Tensor):
+            raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
+        weight = self._tensor("weight_ih_l0")
+        if input.device != weight.device:
+            raise InputError(
+                f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device"
+            )
+        tokens = input.dtype in (torch.int64, torch.int32)
+        if not tokens and input.dtype != weight.dtype:
+            raise InputError(
+                f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
+                "or token ids in torch.int64 or torch.int32"
+            )
+        dims = ((1,) if tokens else (2,)) if packed else ((1, 2) if tokens else (2, 3))
+        if input.dim() not in dims:
+            order = "B, T" if self.batch_first else "T, B"
+            raise InputError(
+                f"input has shape {tuple(input.shape)}; accepted: [{order}, D], or [T, D] for one sequence, "
+                "and the same without D for token ids"
+            )
+        if not tokens and input.shape[-1] != self.input_size:
+            raise InputError(f"input has {input.shape[-1]} features; accepted: input_size = {self.input_size}")
+        if tokens and input.numel():
+            low, high = (int(v) for v in input.aminmax())
+            if low < 0 or high >= self.input_size:
+                raise InputError(
+                    f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {self.input_size})"
+                )
+        return tokens
+
+    def _states(self, hx: State | None, batch: int | None, data: Tensor) -> State:
+        """(h, c) [recurrences, B, N], zeros for None; batch None: one sequence, data [T, 1, ..]."""
+        n, rows = self.hidden_size, self.num_layers * (2 if self.bidirectional else 1)
+        weight = self._tensor("weight_ih_l0")
+        if hx is None:
+            zeros = weight.new_zeros(rows, data.shape[1], n)
+            return zeros, zeros
+        if not isinstance(hx, tuple) or len(hx) != 2:
+            raise InputError(f"hx must be a pair of tensors (h, c) or None, got {type(hx).__name__}")
+        shape = (rows, n) if batch is None else (rows, batch, n)
+        for name, state in zip("hc", hx, strict=True):
+            if not isinstance(state, Tensor) or tuple(state.shape) != shape:
+                found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+                raise InputError(f"{name} of hx is {found}; accepted: {shape}")
+            if state.dtype != weight.dtype or state.device != weight.device:
+                raise InputError(
+                    f"{name} of hx is {state.dtype} on {state.device}; accepted: {weight.dtype} on {weight.device}"
+                )
+        h, c = hx
+        return (h.unsqueeze(1), c.unsqueeze(1)) if batch is None else (h, c)
+
+    def extra_repr(self) -> str:
+        text = f"{self.input_size}, {self.hidden_size}"
+        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
+        for name, default in {**defaults, "forget_bias": 1.0}.items():
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)!r}"
+        return text
+
+
+def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x [T, B, ..] with each sequence's own steps in reverse; what follows its end stays in its place."""
+    if lengths is None:
+        return x.flip(0)
+    step = torch.arange(len(x), device=x.device).unsqueeze(1)
+    return x[torch.where(step < lengths, lengths - 1 - step, step), torch.arange(x.shape[1], device=x.device)]

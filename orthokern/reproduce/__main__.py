@@ -1,0 +1,141 @@
+"""`python -m orthokern.reproduce table1 --data DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from orthokern.commandline import Parser, Settings, device, integer
+from orthokern.errors import InputError, unknown_name
+from orthokern.reproduce import vorontsov
+from orthokern.reproduce.report import report
+from orthokern.reproduce.runner import Plan, default_threads, train_all
+from orthokern.reproduce.spec import Experiment, Run
+from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+
+EXPERIMENTS = {experiment.name: experiment for experiment in vorontsov.EXPERIMENTS}
+
+DESCRIPTION = """\
+Train what a table or figure of a paper needs, and set our numbers beside the published ones.
+
+Runs that are done are not trained again, and those that were stopped go on where they were: the same
+command, given again, only does what is missing. Runs that two experiments share are trained once.
+"""
+
+
+def _epilog() -> str:
+    listed = "\n".join(
+        f"  {name:<9} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
+        for name, experiment in EXPERIMENTS.items()
+    )
+    return f"""\
+experiments:
+{listed}
+
+examples:
+  python -m orthokern.reproduce table1 --data data --quick         the trend, in minutes
+  python -m orthokern.reproduce table1 --data data --epochs 20     20 epochs instead of the paper's 120
+  python -m orthokern.reproduce table2 --data data --only margin-0.1 --jobs 1
+  python -m orthokern.reproduce figure1 --report                   draw what is there, train nothing
+
+Written to --out: a folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png.
+Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged, 130 interrupted (the runs are
+saved: give the same command again).
+"""
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m orthokern.reproduce", description=DESCRIPTION, epilog=_epilog())
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
+    parser.add_argument("--quick", action="store_true", help="scaled down: minutes on two cores, the same trend")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb (default data)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where runs and tables go (default runs/reproduce)")
+    parser.add_argument("--only", metavar="TEXT", help="train only the runs that have TEXT in their names")
+    parser.add_argument("--epochs", type=integer(1), metavar="N", help="train for N epochs, whatever the paper did")
+    parser.add_argument("--iterations", type=integer(1), metavar="N", help="the same for tasks without a data set")
+    parser.add_argument("--jobs", type=integer(1), metavar="N", help="runs at once (default 1)")
+    parser.add_argument(
+        "--threads",
+        type=integer(1),
+        metavar="N",
+        help="CPU threads of a run (default: what torch chooses, over --jobs)",
+    )
+    parser.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: the task's)")
+    parser.add_argument("--report", action="store_true", help="train nothing: table and figure of what is there")
+    return parser
+
+
+def _plan(experiment: Experiment, given: Settings) -> Plan:
+    quick = given.get("quick", False)
+    folder = given.get("out", Path("runs") / "reproduce") / ("quick" if quick else "full")
+    jobs = given.get("jobs", 1)
+    if experiment.alone and jobs > 1:
+        raise InputError(f"--jobs {jobs}: the runs of {experiment.name} are timed, so one at a time; leave it out")
+    longer: tuple[str, ...] = ()
+    for option, wanted in (("epochs", experiment.epochs), ("iterations", not experiment.epochs)):
+        if option in given:
+            if not wanted:
+                other = "iterations" if option == "epochs" else "epochs"
+                raise InputError(f"--{option}: the runs of {experiment.name} are counted in {other}; give --{other}")
+            longer = (f"--{option}", str(given[option]))
+    data = None
+    if experiment.data is not None:
+        root = given.get("data", Path("data"))
+        data = root / experiment.data if (root / experiment.data).is_dir() else root
+        if not given.get("report") and not data.is_dir():
+            raise InputError(f"--data {root}: no such folder; it must hold {experiment.data}/ (see README, Data)")
+    return Plan(
+        folder=folder,
+        data=data,
+        quick=quick,
+        jobs=jobs,
+        threads=given.get("threads", default_threads(jobs)),
+        longer=longer,
+        device=given.get("device"),
+    )
+
+
+def _chosen(experiment: Experiment, only: str | None) -> list[Run]:
+    runs = [run for run in experiment.runs if only is None or only in run.name]
+    if not runs:
+        names = ", ".join(run.name for run in experiment.runs)
+        raise InputError(f"--only {only}: no run of {experiment.name} has that in its name; they are {names}")
+    return runs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        given = _parser().parse(arguments)
+        name = given["experiment"]
+        if name not in EXPERIMENTS:
+            raise unknown_name("experiment", name, tuple(EXPERIMENTS))
+        experiment = EXPERIMENTS[name]
+        plan = _plan(experiment, given)
+        runs = _chosen(experiment, given.get("only"))
+        failed: dict[str, str] = {}
+        try:
+            if not given.get("report"):
+                failed = train_all(experiment, plan, runs, sys.stdout)
+        finally:
+            files = report(experiment, plan)
+        print(files[0].read_text())
+        print("written: " + ", ".join(str(file) for file in files))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; the runs are saved: give the same command again", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    for run, line in failed.items():
+        print(f"{run}: {line}", file=sys.stderr)
+    return 3 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

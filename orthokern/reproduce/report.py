@@ -1,0 +1,195 @@
+"""Our numbers beside the published ones: tables as Markdown and JSON, figures as PNG."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orthokern._version import __version__
+from orthokern.diagnostics.runs import RunRecord, load_run
+from orthokern.errors import InputError
+from orthokern.reproduce.runner import Plan
+from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.training.checkpoint import write_atomically
+
+__all__ = ["QUANTITIES", "report"]
+
+
+# ---- numbers of a run ------------------------------------------------------------------------------------------------
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "result.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _seconds_per_1000(record: RunRecord) -> float | None:
+    """From the median iteration: the first few warm up, a checkpoint now and then is not the method's cost."""
+    times = [r["ms_per_iteration"] for r in record.records if isinstance(r.get("ms_per_iteration"), float)]
+    return statistics.median(times) if len(times) > 5 else None  # ms per iteration are seconds per 1000
+
+
+def _epochs_to_99(record: RunRecord) -> float | None:
+    """Epochs of 100 batches until the accuracy of ten training batches running, which are fresh, was 99 %."""
+    streak = 0
+    for r in record.records:
+        streak = streak + 1 if isinstance(r.get("accuracy"), float) and r["accuracy"] >= 0.99 else 0
+        if streak == 10:
+            return float(r["iteration"]) / 100.0
+    held_out = [r for r in record.records if (r.get("held_out_accuracy") or 0.0) >= 0.99]
+    return float(held_out[0]["iteration"]) / 100.0 if held_out else None
+
+
+QUANTITIES: dict[str, Callable[[RunRecord], float | None]] = {
+    "seconds_per_1000": _seconds_per_1000,
+    "epochs_to_99": _epochs_to_99,
+}
+_LESS_IS_BETTER = ("loss", "bpc")
+
+
+def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> float | None:
+    if measure.quantity in QUANTITIES:
+        value = QUANTITIES[measure.quantity](record)
+    elif measure.quantity.startswith("test_"):
+        value = (result.get("test") or {}).get(measure.quantity.removeprefix("test_"))
+    else:
+        name = measure.quantity.removeprefix("best_")
+        values = [r[f"held_out_{name}"] for r in record.records if isinstance(r.get(f"held_out_{name}"), (int, float))]
+        value = (min if name in _LESS_IS_BETTER else max)(values) if values else None
+    return None if value is None else float(value) * measure.scale
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], RunRecord | None]:
+    """One row: its labels, published and measured numbers, how far the run is; and its records."""
+    folder = plan.run_folder(run)
+    row: dict[str, Any] = {"name": run.name, "labels": dict(run.labels), "published": dict(run.published), "ours": {}}
+    try:
+        record = load_run(folder)
+    except InputError:
+        return {**row, "state": "not run"}, None
+    result = _result(folder)
+    for measure in experiment.measures:
+        row["ours"][measure.title] = _measured(measure, record, result)
+    last = record.records[-1] if record.records else {}
+    row["iterations"] = last.get("iteration", 0)
+    row["epochs"] = last.get("epoch")
+    row["seconds"] = last.get("seconds")
+    row["settings"] = record.settings
+    machine, threads = (
+        record.config.get("machine", {}).get("processor", "an unknown processor"),
+        record.config.get("threads"),
+    )
+    row["machine"] = (
+        f"{machine}, {threads} threads" if record.settings.get("device") == "cpu" else f"a GPU beside {machine}"
+    )
+    if result.get("diverged"):
+        row["state"] = "diverged"
+    elif result:
+        row["state"] = "solved" if result.get("reached") else "done"
+    else:
+        row["state"] = "unfinished"
+    return row, record
+
+
+def _number(value: float | None, digits: int, plus: bool = False) -> str:
+    return "–" if value is None else f"{value:+.{digits}f}" if plus else f"{value:.{digits}f}"
+
+
+def markdown(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan) -> str:
+    """The table as Markdown, with its title, settings and note."""
+    labels = list(dict.fromkeys(heading for row in rows for heading in row["labels"]))
+    published = any(row["published"] for row in rows)
+    headings = list(labels)
+    for measure in experiment.measures:
+        headings += [f"published {measure.title}", "ours", "difference"] if published else [measure.title]
+    headings += ["epochs" if any(row.get("epochs") for row in rows) else "iterations", "seconds", "state"]
+    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    for row in rows:
+        cells = [row["labels"].get(heading, "") for heading in labels]
+        for measure in experiment.measures:
+            theirs, ours = row["published"].get(measure.title), row["ours"].get(measure.title)
+            if not published:
+                cells.append(_number(ours, measure.digits))
+                continue
+            difference = None if theirs is None or ours is None else ours - theirs
+            cells += [
+                _number(theirs, measure.digits),
+                _number(ours, measure.digits),
+                _number(difference, measure.digits, plus=True),
+            ]
+        length = row.get("epochs")
+        cells.append(f"{length:.4g}" if length is not None else str(row.get("iterations", "–")))
+        cells += [f"{row['seconds']:.0f}" if row.get("seconds") is not None else "–", row["state"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
+    text = [f"# {experiment.name}: {experiment.title}", "", f"{experiment.source}.{scale}", "", *lines, ""]
+    if experiment.note:
+        text += [experiment.note, ""]
+    text += ["How each row was trained:", ""]
+    for run in experiment.runs:
+        options = (*run.options, *(run.quick if plan.quick else ()), *plan.longer)
+        text.append(f"- {', '.join(run.labels.values())}: `python -m orthokern.tasks.{run.task} {' '.join(options)}`")
+    machines = ", ".join(sorted({row["machine"] for row in rows if "machine" in row})) or "nothing trained yet"
+    text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
+    return "\n".join(text) + "\n"
+
+
+# ---- everything ------------------------------------------------------------------------------------------------------
+
+
+def report(experiment: Experiment, plan: Plan) -> list[Path]:
+    """Writes the experiment's table (Markdown and JSON) and figure (PNG) beside the run folders.
+
+    Args:
+        experiment: which.
+        plan: where its runs are.
+
+    Returns:
+        The files written; without matplotlib, no figure.
+
+    Raises:
+        OSError: a file can't be written.
+    """
+    found = [_row(experiment, run, plan) for run in experiment.runs]
+    rows = [row for row, _ in found]
+    table, numbers = plan.folder / f"{experiment.name}.md", plan.folder / f"{experiment.name}.json"
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(table, markdown(experiment, rows, plan).encode())
+    summary = {"experiment": experiment.name, "source": experiment.source, "quick": plan.quick, "rows": rows}
+    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
+    files = [table, numbers]
+    records = [record for _, record in found if record is not None]
+    if experiment.figure is not None and records:
+        drawn = _draw(experiment, records, plan.folder / f"{experiment.name}.png")
+        files += [drawn] if drawn is not None else []
+    return files
+
+
+def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> Path | None:
+    try:
+        import matplotlib  # noqa: F401 (an optional dependency)
+    except ImportError:
+        return None
+    from orthokern.diagnostics import plots
+
+    if experiment.figure == "gradients":
+        figure = plots.compare_gradients(records, legend=experiment.legend, title=experiment.title)
+    elif experiment.figure == "spectrum":
+        figure = plots.compare_spectra(records, legend=experiment.legend, title=experiment.title)
+    else:
+        figure = plots.compare_curves(
+            records, experiment.quantity, panel=experiment.panel, legend=experiment.legend, title=experiment.title
+        )
+    return None if figure is None else plots.save(figure, path)

@@ -1,0 +1,225 @@
+"""Trains the runs of an experiment that are not trained yet, several at once, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from orthokern.errors import InputError
+from orthokern.reproduce.spec import Experiment, Run
+from orthokern.training.cli import EXIT_BAD_INPUT
+from orthokern.training.loop import EXIT_DIVERGED
+
+__all__ = ["Plan", "is_done", "train_all"]
+
+POLL = 0.2  # seconds between two looks at the children
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the runs of an experiment are trained.
+
+    Attributes:
+        folder: holds one run folder per run.
+        data: the folder for --data, or None.
+        quick: scaled down.
+        jobs: runs at once.
+        threads: CPU threads of a run.
+        longer: options that replace how long a run is, for example ("--epochs", "20").
+        device: for --device, or None.
+    """
+
+    folder: Path
+    data: Path | None
+    quick: bool
+    jobs: int
+    threads: int
+    longer: tuple[str, ...] = ()
+    device: str | None = None
+
+    def run_folder(self, run: Run) -> Path:
+        return self.folder / run.name
+
+    def command(self, run: Run) -> list[str]:
+        """The command line that trains the run, or goes on with it."""
+        folder = self.run_folder(run)
+        options = [*run.options, *(run.quick if self.quick else ()), *self.longer, "--threads", str(self.threads)]
+        if self.data is not None:
+            options += ["--data", str(self.data)]
+        if self.device is not None:
+            options += ["--device", self.device]
+        where = "--resume" if (folder / "config.json").exists() else "--out"
+        return [sys.executable, "-m", f"orthokern.tasks.{run.task}", *options, where, str(folder)]
+
+
+def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
+    """Whether the run in a folder came to its end: its result.json says so, for at least as many epochs or iterations
+    as are asked for.
+
+    Args:
+        folder: a run folder, or none yet.
+        longer: as in Plan.
+    """
+    try:
+        result = json.loads((folder / "result.json").read_bytes())
+        settings = json.loads((folder / "config.json").read_bytes())["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if result.get("diverged"):
+        return True
+    if result.get("reached"):
+        return True
+    asked = dict(zip(longer[::2], longer[1::2], strict=True))
+    for option, value in asked.items():
+        key = option.removeprefix("--")
+        if settings.get(key) is not None and settings[key] < int(value):
+            return False
+    return bool(result.get("iteration", 0) >= (settings.get("iterations") or 0))
+
+
+def _last_record(path: Path) -> dict[str, Any] | None:
+    """The last whole record of a metrics.jsonl that somebody is writing, or None."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 65536))
+            lines = file.read().split(b"\n")[:-1]
+        record = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class _Board:
+    """Says how the runs stand: one line that is written over on a terminal, a line a minute elsewhere."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self.total = total
+        self.stream = stream
+        self.terminal = stream.isatty()
+        self.shown = False
+        self.next = 0.0
+
+    def say(self, text: str) -> None:
+        self.clear()
+        print(text, file=self.stream, flush=True)
+
+    def clear(self) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=self.stream)
+            self.shown = False
+
+    def status(self, done: int, children: dict[str, _Child]) -> None:
+        now = time.monotonic()
+        if now < self.next:
+            return
+        self.next = now + (1.0 if self.terminal else 60.0)
+        parts = [f"{name}: {child.progress()}" for name, child in children.items()]
+        line = f"{done} of {self.total} runs done; " + "; ".join(parts)
+        if self.terminal:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+            print("\r\033[K" + line[: columns - 1], end="", file=self.stream, flush=True)
+            self.shown = True
+        else:
+            print(line, file=self.stream, flush=True)
+
+
+class _Child:
+    """A run that is being trained."""
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self.run = run
+        self.folder = plan.run_folder(run)
+        self.log = plan.folder / f"{run.name}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(plan.command(run), stdout=log, stderr=subprocess.STDOUT)
+
+    def progress(self) -> str:
+        record = _last_record(self.folder / "metrics.jsonl")
+        if record is None:
+            return "starting"
+        at = f"epoch {record['epoch']:.2f}" if "epoch" in record else f"iteration {record.get('iteration')}"
+        loss = record.get("loss")
+        return at + (f", loss {loss:.4g}" if isinstance(loss, float) else "")
+
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return lines[-1] if lines else "no output"
+
+
+def train_all(experiment: Experiment, plan: Plan, runs: Sequence[Run], stream: TextIO) -> dict[str, str]:
+    """Trains what is not done.
+
+    Args:
+        experiment: for its name and whether its runs are timed.
+        plan: how.
+        runs: which of its runs.
+        stream: where to say how it stands.
+
+    Returns:
+        Name -> last line of output of the runs that failed or diverged.
+
+    Raises:
+        InputError: a run's command line or data was refused: all others would be, too.
+        KeyboardInterrupt: after the children saved their runs.
+    """
+    board = _Board(len(runs), stream)
+    waiting = [run for run in runs if not is_done(plan.run_folder(run), plan.longer)]
+    done = len(runs) - len(waiting)
+    if done:
+        board.say(f"{done} of {len(runs)} runs are done already")
+    children: dict[str, _Child] = {}
+    failed: dict[str, str] = {}
+    try:
+        while waiting or children:
+            while waiting and len(children) < plan.jobs:
+                run = waiting.pop(0)
+                children[run.name] = _Child(run, plan)
+            time.sleep(POLL)
+            for name, child in list(children.items()):
+                code = child.process.poll()
+                if code is None:
+                    continue
+                del children[name]
+                done += 1
+                line = child.last_line()
+                board.say(f"{name}: {line}")
+                if code == EXIT_BAD_INPUT:
+                    raise InputError(f"{name}: {line.removeprefix('error: ')}")
+                if code == EXIT_DIVERGED:
+                    _mark_diverged(child.folder, line)
+                if code != 0:
+                    failed[name] = line
+            if children:
+                board.status(done, children)
+    except BaseException:
+        board.clear()
+        for child in children.values():  # an interrupt from a terminal has reached them already; this one is harmless
+            child.process.send_signal(signal.SIGINT)
+        for child in children.values():
+            child.process.wait()
+        raise
+    board.clear()
+    return failed
+
+
+def _mark_diverged(folder: Path, line: str) -> None:
+    """So that a run that can only diverge again is not tried again."""
+    result: dict[str, Any] = {"diverged": True, "message": line}
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def default_threads(jobs: int) -> int:
+    """CPU threads per run when `jobs` run at once."""
+    return max(1, torch.get_num_threads() // jobs)

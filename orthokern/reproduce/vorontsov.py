@@ -1,0 +1,275 @@
+"""The tables and figures of Vorontsov, Trabelsi, Kadoury and Pal, "On orthogonality and learning recurrent networks
+with long term dependencies", 2017."""
+
+from __future__ import annotations
+
+from orthokern.reproduce.spec import Experiment, Measure, Run
+
+__all__ = ["EXPERIMENTS"]
+
+PAPER = "Vorontsov et al. 2017"
+MARGIN_INIT = ("margin", "init")  # what a legend tells
+
+
+# ---- Tables 1 and 2, Figures 3 and 6: sequential MNIST ---------------------------------------------------------------
+
+ACCURACY = Measure("test accuracy (%)", "test_accuracy", scale=100.0)
+
+# margin, initialisation, accuracy in their order, permuted
+MNIST = (
+    ("0", "orthogonal", 77.18, 83.56),
+    ("0.001", "orthogonal", 79.26, 84.59),
+    ("0.01", "orthogonal", 85.47, 89.63),
+    ("0.1", "orthogonal", 94.10, 91.44),
+    ("1", "orthogonal", 93.84, 90.83),
+    ("none", "orthogonal", 93.24, 90.51),
+    ("none", "glorot", 66.71, 79.33),
+    ("none", "identity", 53.53, 42.72),
+)
+MNIST_LSTM = (97.30, 92.62)
+# A quarter of the pixels and ten times the paper's rates: an epoch then takes seconds, and shows the same order.
+MNIST_QUICK = ("--pool", "2", "--epochs", "4", "--lr", "1e-3", "--geodesic-lr", "1e-4", "--learned-h0")
+
+
+def _mnist_run(margin: str, init: str, published: float, permuted: bool) -> Run:
+    order = "permuted" if permuted else "ordered"
+    options = ("--preset", "paper", "--margin", margin, "--init", init, "--apply", "composed")
+    return Run(
+        name=f"mnist-{order}-margin-{margin}-{init}",
+        task="pixel_mnist",
+        options=options + (("--permuted",) if permuted else ()),
+        quick=MNIST_QUICK,
+        labels={"margin": margin, "initialisation": init},
+        published={ACCURACY.title: published},
+    )
+
+
+def _mnist(permuted: bool) -> tuple[Run, ...]:
+    order, column = ("permuted", 1) if permuted else ("ordered", 0)
+    rows = [_mnist_run(margin, init, published[column], permuted) for margin, init, *published in MNIST]
+    flag = ("--permuted",) if permuted else ()
+    rows.append(
+        Run(
+            name=f"mnist-{order}-lstm",
+            task="pixel_mnist",
+            options=("--preset", "paper-lstm", *flag),
+            quick=("--pool", "2", "--epochs", "4", "--lr", "1e-3"),
+            labels={"margin": "LSTM", "initialisation": "orthogonal"},
+            published={ACCURACY.title: MNIST_LSTM[column]},
+        )
+    )
+    rows.append(
+        Run(
+            name=f"mnist-{order}-defaults",
+            task="pixel_mnist",
+            options=("--apply", "composed", *flag),
+            quick=("--pool", "2", "--epochs", "4"),
+            labels={"margin": "0.1, our defaults", "initialisation": "orthogonal"},
+        )
+    )
+    return tuple(rows)
+
+
+# ---- Tables 3 and 4: characters of the Penn Treebank -----------------------------------------------------------------
+
+BPC = Measure("test bits per character", "test_bpc", digits=3, higher_is_better=False)
+CHARACTERS = Measure("test accuracy (%)", "test_accuracy", scale=100.0)
+
+# margin, initialisation, up to 75 characters: bpc, accuracy; up to 300 characters: bpc, accuracy
+PTB = (
+    ("0", "orthogonal", (2.16, 55.31), (2.20, 54.88)),
+    ("0.01", "orthogonal", (2.16, 55.33), (2.20, 54.83)),
+    ("0.1", "orthogonal", (2.12, 55.37), (2.24, 54.10)),
+    ("1", "orthogonal", (2.06, 57.07), (2.36, 51.12)),
+    ("100", "orthogonal", (2.04, 57.51), (2.36, 51.20)),
+    ("none", "orthogonal", (2.06, 57.38), (2.34, 51.30)),
+    ("none", "glorot", (2.08, 57.37), (2.34, 51.04)),
+    ("none", "identity", (2.25, 53.83), (2.68, 45.35)),
+)
+
+
+def _ptb(length: int) -> tuple[Run, ...]:
+    column = 0 if length == 75 else 1
+    return tuple(
+        Run(
+            name=f"ptb-{length}-margin-{margin}-{init}",
+            task="char_lm",
+            options=("--preset", "paper", "--length", str(length), "--margin", margin, "--init", init),
+            quick=("--hidden", "128", "--epochs", "3"),
+            labels={"margin": margin, "initialisation": init},
+            published={BPC.title: both[column][0], CHARACTERS.title: both[column][1]},
+        )
+        for margin, init, *both in PTB
+    )
+
+
+# ---- Table 5: run time -----------------------------------------------------------------------------------------------
+
+SECONDS = Measure("seconds per 1000 iterations", "seconds_per_1000", digits=1, higher_is_better=False)
+# hidden units, SGD on a plain RNN, geodesic SGD on a factorized one; on a GTX 770
+TIMES = ((128, 21.9, 40.4), (500, 46.7, 161.4), (1000, 95.4, 711.2))
+
+
+def _times() -> tuple[Run, ...]:
+    common: tuple[str, ...] = (
+        "--T",
+        "100",
+        "--optimizer",
+        "sgd",
+        "--momentum",
+        "0",
+        "--lr",
+        "1e-4",
+        "--spectrum-lr",
+        "1e-4",
+    )
+    common += ("--geodesic-lr", "1e-6", "--schedule", "constant", "--eval-every", "0", "--diagnose-every", "0")
+    rows = []
+    for hidden, plain, geodesic in TIMES:
+        for model, seconds, label in (("rnn", plain, "SGD"), ("factorized", geodesic, "geoSGD")):
+            rows.append(
+                Run(
+                    name=f"time-{model}-{hidden}",
+                    task="copy",
+                    options=(*common, "--model", model, "--hidden", str(hidden), "--iterations", "1000"),
+                    quick=("--iterations", "40"),
+                    labels={"hidden units": str(hidden), "method": label},
+                    published={SECONDS.title: seconds},
+                )
+            )
+    return tuple(rows)
+
+
+# ---- Figures ---------------------------------------------------------------------------------------------------------
+
+SOLVED = Measure("epochs to 99 %", "epochs_to_99", digits=1, higher_is_better=False)
+RECALL = Measure("best held-out accuracy (%)", "best_accuracy", scale=100.0)
+LOSS = Measure("best held-out loss", "best_loss", digits=4, higher_is_better=False)
+
+COPY_LENGTHS = {200: 20_000, 500: 20_000, 1000: 20_000, 10_000: 5_000}  # T -> iterations at most
+COPY_MARGINS = ("0", "0.001", "0.1", "1", "none")
+
+
+def _copy_run(T: int, margin: str, iterations: int) -> Run:
+    return Run(
+        name=f"copy-{T}-margin-{margin}",
+        task="copy",
+        options=(
+            "--preset",
+            "paper",
+            "--T",
+            str(T),
+            "--margin",
+            margin,
+            "--iterations",
+            str(iterations),
+            "--goal",
+            "99.9",
+        ),
+        quick=("--T", str(T // 10), "--lr", "1e-3", "--input-lr", "1e-3", "--iterations", "1500"),
+        labels={"T": str(T), "margin": margin},
+    )
+
+
+def _soft(panel: str, name: str, T: int, strength: str, *options: str) -> Run:
+    return Run(
+        name=f"soft-{name}-{strength}",
+        task="copy",
+        options=("--preset", "paper", "--T", str(T), "--goal", "99.9", "--iterations", "20000", *options),
+        quick=("--T", str(T // 10), "--iterations", "1500"),
+        labels={"constraint": panel, "strength": strength},
+    )
+
+
+def _figure4() -> tuple[Run, ...]:
+    sgd = ("--optimizer", "sgd", "--lr", "1e-5", "--input-lr", "1e-5", "--spectrum-lr", "1e-5")
+    strengths = ("0", "0.0001", "0.001", "0.01", "0.1")
+    plain = ("--model", "rnn", "--lr", "1e-5", "--input-lr", "1e-5")
+    rows: list[Run] = []
+    for x in strengths:
+        penalty, prior = ("--soft-orthogonality", x), ("--spectrum-prior", x)
+        rows.append(_soft("λ‖WᵀW − I‖² on W", "plain", 200, x, *plain, *penalty))
+        rows.append(_soft("λ‖WᵀW − I‖² on U S Vᵀ", "factorized", 500, x, "--margin", "none", *penalty))
+        rows.append(_soft("prior on s", "prior", 200, x, *sgd, "--margin", "none", *prior))
+        rows.append(_soft("prior on s, margin 1", "prior-margin-1", 200, x, *sgd, "--margin", "1", *prior))
+    return tuple(rows)
+
+
+def _figure5() -> tuple[Run, ...]:
+    return tuple(
+        Run(
+            name=f"adding-1000-margin-{margin}",
+            task="adding",
+            options=("--preset", "paper", "--T", "1000", "--margin", margin),
+            quick=("--T", "100", "--iterations", "2000", "--lr", "1e-3", "--geodesic-lr", "1e-4"),
+            labels={"margin": margin},
+        )
+        for margin in ("0", "1", "10", "100", "none")
+    )
+
+
+EXPERIMENTS = (
+    Experiment(
+        "table1", "Ordered sequential MNIST", f"{PAPER}, Table 1", _mnist(False), (ACCURACY,),
+        figure="curves", legend=MARGIN_INIT, data="mnist",
+    ),
+    Experiment(
+        "table2", "Permuted sequential MNIST", f"{PAPER}, Table 2", _mnist(True), (ACCURACY,),
+        figure="curves", legend=MARGIN_INIT, data="mnist",
+    ),
+    Experiment(
+        "table3", "Penn Treebank characters, sentences of up to 75", f"{PAPER}, Table 3", _ptb(75), (BPC, CHARACTERS),
+        figure="curves", quantity="held_out_bpc", legend=MARGIN_INIT, data="ptb",
+    ),
+    Experiment(
+        "table4", "Penn Treebank characters, sentences of up to 300", f"{PAPER}, Table 4", _ptb(300), (BPC, CHARACTERS),
+        figure="curves", quantity="held_out_bpc", legend=MARGIN_INIT, data="ptb",
+    ),
+    Experiment(
+        "table5", "Run time of the copy task, T = 100", f"{PAPER}, Table 5", _times(), (SECONDS,),
+        epochs=False, alone=True,
+        note="The published seconds are those of a GTX 770; ours are those of the machine below. Compare the ratios.",
+    ),
+    Experiment(
+        "figure1", "Accuracy on the copy task", f"{PAPER}, Figure 1",
+        tuple(_copy_run(T, margin, most) for T, most in COPY_LENGTHS.items() for margin in COPY_MARGINS),
+        (SOLVED, RECALL), figure="curves", quantity="accuracy", panel="T", legend=("margin",), epochs=False,
+    ),
+    Experiment(
+        "figure2", "Gradient norms through time, copy task of 220 steps", f"{PAPER}, Figure 2",
+        tuple(
+            Run(
+                name=f"gradients-margin-{margin}",
+                task="copy",
+                options=(
+                    "--preset", "paper", "--T", "200", "--margin", margin, "--iterations", "1000", "--goal", "100",
+                    "--last-step-gradient", "--eval-every", "0",
+                ),
+                quick=("--T", "100", "--iterations", "300"),
+                labels={"margin": margin},
+            )
+            for margin in ("0", "0.001", "0.01", "0.1", "1", "none")
+        ),
+        (LOSS,), figure="gradients", legend=("margin",), epochs=False,
+    ),
+    Experiment(
+        "figure3", "Singular values, permuted sequential MNIST", f"{PAPER}, Figure 3",
+        tuple(run for run in _mnist(True) if run.labels["initialisation"] != "identity" and "margin-0-" not in run.name
+              and "lstm" not in run.name and "defaults" not in run.name),
+        (ACCURACY,), figure="spectrum", legend=MARGIN_INIT, data="mnist",
+    ),
+    Experiment(
+        "figure4", "Soft constraints on the copy task", f"{PAPER}, Figure 4", _figure4(), (SOLVED, RECALL),
+        figure="curves", quantity="accuracy", epochs=False,
+    ),
+    Experiment(
+        "figure5", "Mean squared error on the adding task, T = 1000", f"{PAPER}, Figure 5", _figure5(), (LOSS,),
+        figure="curves", quantity="loss", legend=("margin",), epochs=False,
+    ),
+    Experiment(
+        "figure6", "Losses on sequential MNIST", f"{PAPER}, Figure 6",
+        tuple(run for run in (*_mnist(False), *_mnist(True)) if "identity" not in run.name and "lstm" not in run.name
+              and "defaults" not in run.name),
+        (ACCURACY,), figure="curves", quantity="loss", panel="permuted", legend=MARGIN_INIT, data="mnist",
+    ),
+)  # fmt: skip

@@ -1,0 +1,222 @@
+"""The recurrent networks that every task can train, and the options that choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from orthokern import dispatch, init
+from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.errors import InputError
+from orthokern.functional import SPECTRUM_MAPS
+from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn.rnn import APPLY, NONLINEARITIES
+
+__all__ = ["MODELS", "NETWORK_DEFAULTS", "add_network_options", "build_recurrence", "check_backend", "check_network"]
+
+MODELS = ("factorized", "rnn", "lstm")
+
+NETWORK_DEFAULTS: Settings = {
+    "model": "factorized",
+    "hidden": 128,
+    "nonlinearity": "tanh",
+    "gain": 1.0,
+    "margin": 0.1,
+    "spectrum_map": "sigmoid",
+    "init": "orthogonal",
+    "rank": None,
+    "apply": "factored",
+    "learned_h0": False,
+    "message_clip": None,
+    "forget_bias": 1.0,
+}
+
+
+def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
+    """Adds the options of NETWORK_DEFAULTS; the help shows the task's own defaults."""
+
+    def default(key: str) -> str:
+        value = defaults[key]
+        return f"(default {'none' if value is None else f'{value:g}' if isinstance(value, float) else value})"
+
+    group = parser.add_argument_group("the network")
+    group.add_argument(
+        "--model",
+        type=one_of("model", MODELS),
+        metavar="NAME",
+        help="factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch's " + default("model"),
+    )
+    group.add_argument("--hidden", type=integer(1), metavar="N", help=f"hidden units {default('hidden')}")
+    group.add_argument(
+        "--nonlinearity",
+        type=one_of("nonlinearity", NONLINEARITIES),
+        metavar="NAME",
+        help=f"{', '.join(NONLINEARITIES)} {default('nonlinearity')}; an lstm has its own",
+    )
+    group.add_argument(
+        "--gain",
+        type=real(0.0, exclusive=True),
+        metavar="X",
+        help=f"what the pre-activation is multiplied by (not for an lstm) {default('gain')}",
+    )
+    group.add_argument(
+        "--margin",
+        type=real(0.0, none=True),
+        metavar="X",
+        help=f"factorized: singular values stay in 1 ± X; none for no bound {default('margin')}",
+    )
+    group.add_argument(
+        "--spectrum-map",
+        type=one_of("spectrum-map", SPECTRUM_MAPS),
+        metavar="NAME",
+        help=f"factorized: what keeps them there: {' or '.join(SPECTRUM_MAPS)} {default('spectrum_map')}",
+    )
+    group.add_argument(
+        "--init",
+        type=one_of("init", init.INITS),
+        metavar="NAME",
+        help=f"recurrent matrix at the start: {', '.join(init.INITS)} {default('init')}",
+    )
+    group.add_argument(
+        "--rank",
+        type=integer(1),
+        metavar="K",
+        help="factorized: columns of U and V (default: as many as hidden units)",
+    )
+    group.add_argument(
+        "--apply",
+        type=one_of("apply", APPLY),
+        metavar="NAME",
+        help=f"factorized: U, S and V in turn (factored), or their product (composed) {default('apply')}",
+    )
+    group.add_argument(
+        "--learned-h0", action="store_true", help="learn the initial state, zero at first (not for an lstm)"
+    )
+    group.add_argument(
+        "--message-clip",
+        type=real(0.0, exclusive=True, none=True),
+        metavar="X",
+        help="clip every element of the back-propagated message at every time step; none (not for an lstm) "
+        + default("message_clip"),
+    )
+    group.add_argument(
+        "--forget-bias",
+        type=real(),
+        metavar="X",
+        help=f"lstm: the forget gate's bias at the start {default('forget_bias')}",
+    )
+
+
+def check_network(settings: Settings) -> None:
+    """Checks what a single option can't.
+
+    Raises:
+        InputError: options that don't go together.
+    """
+    if settings["rank"] is not None and settings["rank"] > settings["hidden"]:
+        raise InputError(f"--rank {settings['rank']}: at most --hidden, which is {settings['hidden']}")
+    if settings["nonlinearity"] == "oplu" and settings["hidden"] % 2:
+        raise InputError(f"--hidden {settings['hidden']}: --nonlinearity oplu works on pairs, give an even number")
+    if settings["model"] == "factorized" and settings["init"] == "glorot" and settings["margin"] is not None:
+        raise InputError(
+            f"--init glorot with --margin {settings['margin']:g}: a Glorot matrix has singular values from 0 to 2, "
+            "give --margin none"
+        )
+    if settings["model"] != "factorized" and settings.get("spectrum_prior"):
+        raise InputError(f"--spectrum-prior: for --model factorized, not {settings['model']}; see --soft-orthogonality")
+    if settings["model"] == "lstm" and settings.get("soft_orthogonality"):
+        raise InputError("--soft-orthogonality: not for an lstm, which has four recurrent matrices")
+    if settings["model"] == "lstm":
+        for key in ("learned_h0", "message_clip", "gain"):
+            if settings[key] != NETWORK_DEFAULTS[key]:
+                option = "--" + key.replace("_", "-")
+                raise InputError(f"{option}: not for an lstm; leave the option out, or choose another --model")
+
+
+def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> nn.Module:
+    """The recurrence that the settings ask for.
+
+    Args:
+        inputs: number of input features, or of token ids.
+        settings: NETWORK_DEFAULTS' keys, "device" and "backend".
+        bias: whether the pre-activation has a bias.
+
+    Returns:
+        A module with torch.nn.RNN's interface, its parameters drawn from torch's global generator on the CPU, so that a
+        seed means the same network on every device.
+    """
+    device = torch.device(settings["device"])
+    hidden, backend = settings["hidden"], settings["backend"]
+    common: dict[str, Any] = {
+        "learned_h0": settings["learned_h0"],
+        "gain": settings["gain"],
+        "message_clip": settings["message_clip"] or 0.0,
+        "backend": backend,
+    }
+    rnn: nn.Module
+    if settings["model"] == "lstm":
+        rnn = nn.LSTM(inputs, hidden, bias=bias)
+        _initialize_lstm(rnn, settings)
+    elif settings["model"] == "rnn":
+        rnn = RNN(
+            inputs,
+            hidden,
+            nonlinearity=settings["nonlinearity"],
+            bias=bias,
+            init=settings["init"],
+            **common,
+        )
+    else:
+        rnn = FactorizedRNN(
+            inputs,
+            hidden,
+            nonlinearity=settings["nonlinearity"],
+            bias=bias,
+            margin=settings["margin"],
+            spectrum_map=settings["spectrum_map"],
+            rank=settings["rank"],
+            apply=settings["apply"],
+            init=settings["init"],
+            **common,
+        )
+    return rnn.to(device)
+
+
+@torch.no_grad()
+def _initialize_lstm(lstm: nn.LSTM, settings: Settings) -> None:
+    """Every gate's recurrent matrix by `init`, the forget gate's bias at `forget_bias` (Vorontsov et al. 2017,
+    section 3.1.2: orthogonal, and 1)."""
+    n = lstm.hidden_size
+    for gate in lstm.get_parameter("weight_hh_l0").view(4, n, n):  # input, forget, cell, output
+        init.initialize_(gate, settings["init"])
+    if lstm.bias:
+        for name in ("bias_ih_l0", "bias_hh_l0"):
+            lstm.get_parameter(name).zero_()
+        lstm.get_parameter("bias_ih_l0")[n : 2 * n] = settings["forget_bias"]
+
+
+def check_backend(settings: Settings, classes: int) -> None:
+    """Raises BackendUnavailable at once, and not in the first iteration, when a run folder is made already.
+
+    Args:
+        settings: NETWORK_DEFAULTS' keys, "device" and "backend".
+        classes: of the readout; 0 if it is no classification.
+    """
+    ops = {
+        "factorized": ("factored_scan" if settings["apply"] == "factored" else "dense_scan", "cayley"),
+        "rnn": ("dense_scan",),
+        "lstm": (),
+    }[settings["model"]]
+    for op in (*ops, "linear_cross_entropy") if classes else ops:
+        dispatch.resolve(
+            op,
+            settings["backend"],
+            device=torch.device(settings["device"]),
+            dtype=torch.get_default_dtype(),
+            N=settings["hidden"],
+            K=settings["rank"] or settings["hidden"],
+            C=classes,
+        )

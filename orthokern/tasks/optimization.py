@@ -1,0 +1,239 @@
+"""The optimizer, its schedule and the penalties that every task can train with, and the options that choose them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.nn import FactorizedRNN
+from orthokern.optim import CombinedOptimizer, GeodesicSGD, split_parameters
+from orthokern.penalties import composite_weight_decay, orthogonal_penalty, spectrum_prior
+
+__all__ = [
+    "OPTIMIZER_DEFAULTS",
+    "SCHEDULES",
+    "add_optimizer_options",
+    "build_optimizer",
+    "penalty",
+    "schedule_factor",
+]
+
+OPTIMIZERS = ("rmsprop", "adam", "sgd")
+SCHEDULES = ("constant", "inverse", "exponential", "cosine")
+
+OPTIMIZER_DEFAULTS: Settings = {
+    "batch": 50,
+    "optimizer": "rmsprop",
+    "lr": 1e-3,
+    "input_lr": None,
+    "spectrum_lr": None,
+    "geodesic_lr": 1e-6,
+    "alpha": 0.9,
+    "eps": 1e-8,
+    "momentum": 0.9,
+    "schedule": "constant",
+    "lr_decay": 0.0,
+    "warmup": 0,
+    "clip": None,
+    "basis_clip": None,
+    "weight_decay": 0.0,
+    "soft_orthogonality": 0.0,
+    "spectrum_prior": 0.0,
+}
+
+
+def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: Mapping[str, str]) -> None:
+    """Adds the options of OPTIMIZER_DEFAULTS and --preset.
+
+    Args:
+        parser: a task's parser.
+        defaults: the task's own, shown by the help.
+        presets: the task's presets by name, each with a line of help.
+    """
+
+    def default(key: str, none: str = "none") -> str:
+        value = defaults[key]
+        return f"(default {none if value is None else f'{value:g}' if isinstance(value, float) else value})"
+
+    group = parser.add_argument_group("the optimizer")
+    if presets:
+        group.add_argument(
+            "--preset",
+            type=one_of("preset", presets),
+            metavar="NAME",
+            help="; ".join(f"{name}: {text}" for name, text in presets.items()),
+        )
+    group.add_argument("--batch", type=integer(1), metavar="N", help=f"sequences per batch {default('batch')}")
+    group.add_argument(
+        "--optimizer",
+        type=one_of("optimizer", OPTIMIZERS),
+        metavar="NAME",
+        help=f"of all but U and V: {', '.join(OPTIMIZERS)} (with Nesterov's momentum) {default('optimizer')}",
+    )
+    group.add_argument("--lr", type=real(0.0), metavar="X", help=f"rate of the readout {default('lr')}")
+    group.add_argument(
+        "--input-lr",
+        type=real(0.0),
+        metavar="X",
+        help="rate of the recurrent network's other weights " + default("input_lr", "as --lr"),
+    )
+    group.add_argument(
+        "--spectrum-lr",
+        type=real(0.0),
+        metavar="X",
+        help="factorized: rate of the spectrum, divided by 2 margin " + default("spectrum_lr", "as --lr"),
+    )
+    group.add_argument(
+        "--geodesic-lr",
+        type=real(0.0),
+        metavar="X",
+        help="factorized: rate of the geodesic steps on U and V " + default("geodesic_lr", "by T"),
+    )
+    group.add_argument("--alpha", type=real(0.0, maximum=1.0), metavar="X", help=f"rmsprop's memory {default('alpha')}")
+    group.add_argument(
+        "--eps", type=real(0.0), metavar="X", help=f"rmsprop, adam: added to the gradient's size {default('eps')}"
+    )
+    group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
+    group.add_argument(
+        "--schedule",
+        type=one_of("schedule", SCHEDULES),
+        metavar="NAME",
+        help="all rates over iterations i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine: down to D "
+        f"at the last iteration {default('schedule')}",
+    )
+    group.add_argument("--lr-decay", type=real(0.0), metavar="D", help=f"the schedule's D {default('lr_decay')}")
+    group.add_argument(
+        "--warmup", type=integer(0), metavar="N", help=f"all rates rise linearly over N iterations {default('warmup')}"
+    )
+    group.add_argument(
+        "--clip",
+        type=real(0.0, exclusive=True, none=True),
+        metavar="X",
+        help=f"clip the norm of the whole gradient; none {default('clip')}",
+    )
+    group.add_argument(
+        "--basis-clip",
+        type=real(0.0, exclusive=True, none=True),
+        metavar="X",
+        help=f"factorized: clip the joint norm of U's and V's gradients; none {default('basis_clip')}",
+    )
+    group.add_argument(
+        "--weight-decay",
+        type=real(0.0),
+        metavar="X",
+        help=f"X ||W||^2 of each weight matrix is added to the loss {default('weight_decay')}",
+    )
+    group.add_argument(
+        "--soft-orthogonality",
+        type=real(0.0),
+        metavar="X",
+        help=f"X ||W^T W - I||^2 of the recurrent matrix is added to the loss {default('soft_orthogonality')}",
+    )
+    group.add_argument(
+        "--spectrum-prior",
+        type=real(0.0),
+        metavar="X",
+        help=f"factorized: X sum (s - 1)^2 of the singular values is added to the loss {default('spectrum_prior')}",
+    )
+
+
+def schedule_factor(settings: Settings) -> Callable[[int], float]:
+    """What all learning rates are multiplied by, as a function of the iteration (0 is the first).
+
+    Args:
+        settings: "schedule", "lr_decay", "warmup" and "iterations".
+    """
+    decay, warmup, iterations = settings["lr_decay"], settings["warmup"], settings["iterations"]
+    curves: dict[str, Callable[[int], float]] = {
+        "constant": lambda i: 1.0,
+        "inverse": lambda i: 1.0 / (1.0 + decay * i),
+        "exponential": lambda i: math.exp(-decay * i),
+        "cosine": lambda i: decay + (1.0 - decay) * 0.5 * (1.0 + math.cos(math.pi * min(i / iterations, 1.0))),
+    }
+    curve = curves[settings["schedule"]]
+    return lambda i: curve(i) * min(1.0, (i + 1) / (warmup + 1))
+
+
+def build_optimizer(
+    rnn: nn.Module, readout: nn.Module, settings: Settings
+) -> tuple[CombinedOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """One optimizer for a recurrence and its readout, each kind of parameter at its own rate, and the schedule.
+
+    Args:
+        rnn: any recurrence; its bases, if it has any, move along geodesics.
+        readout: everything else.
+        settings: OPTIMIZER_DEFAULTS' keys with "geodesic_lr" a number, "margin", "iterations" and "backend".
+
+    Returns:
+        The optimizer; groups have "role": "readout", "input", "spectrum" or "geodesic". And a scheduler to be stepped
+        once an iteration.
+    """
+    split = split_parameters(rnn)
+    input_lr = settings["lr"] if settings["input_lr"] is None else settings["input_lr"]
+    groups = [
+        {"params": list(readout.parameters()), "lr": settings["lr"], "role": "readout"},
+        {"params": split["other"], "lr": input_lr, "role": "input"},
+    ]
+    parts: dict[str, torch.optim.Optimizer] = {}
+    if split["spectrum"]:
+        # ds/dp is proportional to 2m: dividing by it, a rate means the same at every margin (the paper, below eq. 11).
+        margin = split["spectrum"][0][1]
+        rate = settings["lr"] if settings["spectrum_lr"] is None else settings["spectrum_lr"]
+        if margin is not None:
+            slope = 2.0 if settings["spectrum_map"] == "sigmoid" else 4.0  # as optimizer_for
+            rate = rate / (slope * margin) if margin > 0.0 else 0.0
+        groups.append({"params": [p for p, _ in split["spectrum"]], "lr": rate, "role": "spectrum"})
+    if split["geodesic"]:
+        parts["geodesic"] = GeodesicSGD(
+            [{"params": split["geodesic"], "role": "geodesic"}],
+            lr=settings["geodesic_lr"],
+            max_grad_norm=settings["basis_clip"],
+            backend=settings["backend"],
+        )
+    parts["euclidean"] = _euclidean(groups, settings)
+    optimizer = CombinedOptimizer(parts)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(settings))
+
+
+def _euclidean(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+    if settings["optimizer"] == "adam":
+        return torch.optim.Adam(groups, eps=settings["eps"])
+    if settings["optimizer"] == "sgd":
+        return torch.optim.SGD(groups, momentum=settings["momentum"], nesterov=settings["momentum"] > 0.0)
+    return torch.optim.RMSprop(groups, alpha=settings["alpha"], eps=settings["eps"])
+
+
+def penalty(rnn: nn.Module, readout: nn.Module, settings: Settings) -> Tensor | None:
+    """What the settings add to the loss: weight decay on the matrices, for factorized ones on the composite; and what
+    draws the recurrent matrix to an orthogonal one (Vorontsov et al. 2017, section 3.2).
+
+    Args:
+        rnn: the recurrence.
+        readout: a module with a `weight`.
+        settings: OPTIMIZER_DEFAULTS' keys.
+
+    Returns:
+        A 0-dim tensor, or None if nothing is added.
+    """
+    terms: list[Tensor] = []
+    if settings["weight_decay"]:
+        matrices = [
+            p
+            for module in (rnn, readout)
+            for name, p in module.named_parameters()
+            if name.split("_l", 1)[0] in ("weight_ih", "weight_hh", "weight")
+        ]
+        squares = torch.stack([matrix.square().sum() for matrix in matrices]).sum()
+        if isinstance(rnn, FactorizedRNN):
+            squares = squares + composite_weight_decay(rnn)
+        terms.append(settings["weight_decay"] * squares)
+    if settings["soft_orthogonality"]:
+        terms.append(settings["soft_orthogonality"] * orthogonal_penalty(rnn))
+    if settings["spectrum_prior"]:
+        terms.append(settings["spectrum_prior"] * spectrum_prior(rnn))
+    return torch.stack(terms).sum() if terms else None

@@ -1,0 +1,254 @@
+"""Sequential MNIST: `python -m orthokern.tasks.pixel_mnist --data FOLDER [--permuted]`.
+
+A recurrent network reads an image one pixel at a time, 784 steps, and then says which digit it saw (Le et al. 2015;
+Vorontsov et al. 2017, section 3.1.2, Tables 1 and 2).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.commandline import Parser, Settings, integer, one_of
+from orthokern.data import load_mnist, pixel_permutation
+from orthokern.errors import InputError
+from orthokern.nn import LinearCrossEntropy
+from orthokern.tasks import recurrent
+from orthokern.tasks.network import add_network_options, build_recurrence
+from orthokern.tasks.optimization import add_optimizer_options
+from orthokern.tasks.recurrent import STARTS, RecurrentTask, epoch_order, start_recurrence
+from orthokern.training import cli
+
+DEFAULTS: Settings = {
+    **recurrent.DEFAULTS,
+    "data": None,
+    "permuted": False,
+    "permutation_seed": 0,
+    "validation": 10_000,
+    "pool": 1,
+    "start": "torch",
+    "lr": 1e-3,
+    "geodesic_lr": 1e-3,
+    "clip": 1.0,
+    "epochs": 20,
+    "iterations": None,
+    "checkpoint_every": 200,
+    "diagnose_every": 50,
+}
+
+PRESETS: dict[str, Settings] = {
+    # Vorontsov et al. 2017, sections 3.1 and 3.1.2: 128 tanh units, 120 epochs, batches of 50, RMSprop at 1e-4 and
+    # geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite matrix. What the text leaves open is
+    # as in the released code: inputs U(-0.01, 0.01), a Glorot-uniform readout, a learned initial state, RMSprop with
+    # a decay of 0.9 and sqrt(mean square + 1e-6), whose nearest relative in torch is an eps of 1e-3.
+    "paper": {
+        "start": "small",
+        "learned_h0": True,
+        "lr": 1e-4,
+        "geodesic_lr": 1e-6,
+        "eps": 1e-3,
+        "clip": 100.0,
+        "weight_decay": 1e-4,
+        "epochs": 120,
+    },
+    # The same section: orthogonal, forget bias 1, 150 epochs, clipping at 1.
+    "paper-lstm": {"model": "lstm", "lr": 1e-4, "eps": 1e-3, "clip": 1.0, "weight_decay": 1e-4, "epochs": 150},
+}
+PRESET_HELP = {
+    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
+    "paper-lstm": "that section's LSTM",
+}
+
+
+class PixelModel(nn.Module):
+    """A recurrence over pixels and a readout of its last state.
+
+    Args:
+        settings: as DEFAULTS, complete.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.rnn = build_recurrence(1, settings)
+        self.readout = LinearCrossEntropy(
+            settings["hidden"], 10, device=settings["device"], backend=settings["backend"]
+        )
+        start_recurrence(self.rnn, settings)
+        with torch.no_grad():
+            self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
+            self.readout.get_parameter("bias").zero_()
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """pixels [T, B, 1] float32 in [0, 1], labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy"."""
+        states, _ = self.rnn(pixels)
+        last = states[-1]
+        with torch.no_grad():
+            right = self.readout(last.detach()).argmax(-1) == labels
+        return self.readout.loss(last, labels), {"accuracy": right.double().mean()}
+
+
+class PixelMnist(RecurrentTask):
+    """Sequential MNIST for the training loop; settings as DEFAULTS, complete."""
+
+    name = "pixel_mnist"
+    baseline = math.log(10.0)
+    iterations_per_epoch: int
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, classes=10)
+        self.time_steps = (28 // settings["pool"]) ** 2
+        data = load_mnist(settings["data"], validation=settings["validation"])
+        self.train_set = self._on_device(data.train.images, data.train.labels)
+        self.validation_set = self._on_device(data.validation.images, data.validation.labels)
+        self.test_set = self._on_device(data.test.images, data.test.labels)
+        count = len(self.train_set[1])
+        if settings["batch"] > count:
+            raise InputError(f"--batch {settings['batch']}: there are {count} training images")
+        self.iterations_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
+        if settings["epochs"] is not None:
+            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
+        self.position = 0  # in batches
+        self._order: tuple[int, Tensor] | None = None
+        self.build(PixelModel(settings))
+
+    def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """images [n, 784] uint8, labels [n] -> pixels [T, n] uint8, in the order in which they are read; labels."""
+        pool = self.settings["pool"]
+        if pool > 1:
+            means = nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), pool)
+            images = means.round().to(torch.uint8).flatten(1)
+        pixels = images.T
+        if self.settings["permuted"]:
+            pixels = pixels[pixel_permutation(self.settings["permutation_seed"], self.time_steps)]
+        return pixels.contiguous().to(self.device), labels.to(self.device)
+
+    @staticmethod
+    def _batch(data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
+        pixels, labels = data
+        return (pixels[:, chosen].float() / 255.0).unsqueeze(-1), labels[chosen]
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        epoch, batch = divmod(self.position, self.iterations_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            order = epoch_order(self.settings["seed"], epoch, len(self.train_set[1]))
+            self._order = (epoch, order.to(self.device))
+        size = self.settings["batch"]
+        self.position += 1
+        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size][self.rows])
+
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        """After every epoch."""
+        return iteration % self.iterations_per_epoch == 0
+
+    def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
+        count, size, total = len(data[1]), 500, {"loss": 0.0, "accuracy": 0.0}
+        for start in range(0, count, size):
+            pixels, labels = self._batch(data, slice(start, start + size))
+            loss, numbers = self.model(pixels, labels)
+            total["loss"] += loss.item() * len(labels)
+            total["accuracy"] += numbers["accuracy"].item() * len(labels)
+        return {name: value / count for name, value in total.items()}
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """On the validation images: "accuracy" (fraction) and "loss" (nats)."""
+        return self._evaluate(self.validation_set)
+
+    def test(self) -> dict[str, float]:
+        return self._evaluate(self.test_set)
+
+    def score(self, evaluation: dict[str, float]) -> float:
+        return evaluation["accuracy"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def progress_text(self, metrics: dict[str, Any]) -> str:
+        return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        done = f"iteration {iteration}, {seconds:.0f} s"
+        if evaluation is None:
+            return f"not evaluated: {done}"
+        return f"validation accuracy {100 * evaluation['accuracy']:.2f} %, {done}"
+
+    def title(self) -> str:
+        return ("permuted, " if self.settings["permuted"] else "") + super().title()
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+DESCRIPTION = """\
+Train a recurrent network to classify MNIST digits that it reads one pixel at a time.
+
+--data names the folder with the four IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte,
+t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; gzip or not). The last --validation training images
+are held out; they alone decide which parameters are the best. The test images are looked at once,
+at the end, with the best parameters.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m orthokern.tasks.pixel_mnist --data mnist                      pixels in their order
+  python -m orthokern.tasks.pixel_mnist --data mnist --permuted           in an order drawn once
+  python -m orthokern.tasks.pixel_mnist --data mnist --preset paper --margin 0.1 --epochs 20
+  python -m orthokern.tasks.pixel_mnist --data mnist --nonlinearity oplu --margin 0
+  python -m orthokern.tasks.pixel_mnist --data mnist --model lstm --preset paper-lstm
+
+Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
+--resume goes on).
+"""
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m orthokern.tasks.pixel_mnist", description=DESCRIPTION, epilog=EXAMPLES)
+    group = parser.add_argument_group("the task")
+    group.add_argument("--data", type=Path, metavar="DIR", help="folder with the four MNIST files (needed)")
+    group.add_argument("--permuted", action="store_true", help="read the pixels in a random order, the same for all")
+    group.add_argument("--permutation-seed", type=integer(0), metavar="N", help="seed of that order (default 0)")
+    group.add_argument(
+        "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
+    )
+    group.add_argument(
+        "--pool",
+        type=integer(1),
+        metavar="N",
+        help="average squares of N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14 (default 1)",
+    )
+    group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
+    recurrent.add_epochs(group, DEFAULTS["epochs"])
+    add_network_options(parser, DEFAULTS)
+    add_optimizer_options(parser, DEFAULTS, PRESET_HELP)
+    cli.add_run_options(parser, DEFAULTS)
+    return parser
+
+
+def complete(settings: Settings) -> Settings:
+    """Checks what argparse can't.
+
+    Raises:
+        InputError: no --data, or settings that don't go together.
+    """
+    settings = recurrent.complete(settings)
+    if settings["data"] is None:
+        raise InputError("--data is needed: the folder with the four MNIST files")
+    settings["data"] = str(settings["data"])
+    if settings["pool"] not in (1, 2, 4, 7, 14):
+        raise InputError(f"--pool {settings['pool']}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
+    return settings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    return cli.run("pixel_mnist", _parser(), DEFAULTS, PRESETS, complete, PixelMnist, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

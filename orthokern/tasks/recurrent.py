@@ -1,0 +1,133 @@
+"""What the tasks with one recurrent network have in common."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.commandline import Settings, integer
+from orthokern.diagnostics import diagnose_recurrence
+from orthokern.nn import RNN, FactorizedRNN
+from orthokern.tasks.network import NETWORK_DEFAULTS, check_backend, check_network
+from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, penalty
+from orthokern.training import Task, cli
+from orthokern.training.distributed import current_shard
+
+__all__ = ["STARTS", "RecurrentTask", "add_epochs", "complete", "epoch_order", "start_recurrence", "stream_seed"]
+
+STARTS = ("torch", "small")
+START_HELP = (
+    "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the code released with the paper "
+    "(default torch)"
+)
+
+DEFAULTS: Settings = {**cli.RUN_DEFAULTS, **NETWORK_DEFAULTS, **OPTIMIZER_DEFAULTS, "preset": None}
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """A seed for one of a run's random streams: a function of the run's seed and the stream's name, the same on every
+    machine."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {stream}".encode()).digest()[:7], "big")
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
+    """The order of the examples in an epoch, int64 [count]: a function of seed and epoch alone, so that a run's
+    position in its data is its iteration and nothing else."""
+    generator = torch.Generator().manual_seed(stream_seed(seed, f"epoch {epoch}"))
+    return torch.randperm(count, generator=generator)
+
+
+def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
+    """Adds --epochs, for tasks with a data set."""
+    group.add_argument(
+        "--epochs",
+        type=integer(1),
+        metavar="N",
+        help=f"stop after N times through the training data (default {default})",
+    )
+
+
+@torch.no_grad()
+def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
+    """Draws the input weights anew if "start" says "small": U(-0.01, 0.01), biases 0. An LSTM keeps torch's."""
+    if settings["start"] != "small" or settings["model"] == "lstm":
+        return
+    weight = rnn.get_parameter("weight_ih_l0")
+    weight.copy_(torch.empty(weight.shape).uniform_(-0.01, 0.01))
+    for name, parameter in rnn.named_parameters():
+        if name.startswith("bias"):
+            parameter.zero_()
+
+
+def complete(settings: Settings) -> Settings:
+    """Checks what the options of all tasks say together.
+
+    Raises:
+        InputError: settings that don't go together.
+    """
+    check_network(settings)
+    return dict(settings)
+
+
+class RecurrentTask(Task):
+    """A recurrence and a readout, trained together.
+
+    A subclass sets its data up, then calls `build`. `model` is a module with `rnn` and `readout`, and its forward takes
+    a batch and returns the loss and further numbers, as `Task.loss` does.
+    """
+
+    model: nn.Module
+    goal: float | None = None  # accuracy to reach, a fraction, drawn into the plot
+
+    def __init__(self, settings: Settings, classes: int) -> None:
+        """Args: settings: complete; classes: of the readout (0: not a classification)."""
+        self.settings = settings
+        self.device = torch.device(settings["device"])
+        self.rows = current_shard().rows(settings["batch"])  # of a joint batch, this process's
+        check_backend(settings, classes)
+
+    def build(self, model: nn.Module) -> None:
+        """Takes the model over and makes its optimizer."""
+        self.model = model
+        self.rnn: nn.Module = model.get_submodule("rnn")
+        self.readout: nn.Module = model.get_submodule("readout")
+        self.optimizer, self.scheduler = build_optimizer(self.rnn, self.readout, self.settings)
+
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, numbers = self.module(*batch)
+        added = penalty(self.rnn, self.readout, self.settings)
+        return loss if added is None else loss + added, numbers
+
+    def clip_gradients(self) -> None:
+        if self.settings["clip"] is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+
+    def diagnose(self) -> dict[str, Any]:
+        return diagnose_recurrence(self.rnn) if isinstance(self.rnn, (RNN, FactorizedRNN)) else {}
+
+    def title(self) -> str:
+        """What the plots' titles say of the settings."""
+        settings = self.settings
+        network = f"{settings['hidden']} units"
+        if settings["model"] == "factorized":
+            network += f", margin {'none' if settings['margin'] is None else format(settings['margin'], 'g')}"
+        return f"{settings['model']}, {network}"
+
+    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
+        from orthokern.diagnostics import plots
+
+        title = f"{self.name}, {self.title()}"
+        margin = self.settings["margin"] if self.settings["model"] == "factorized" else None
+        drawn = [
+            plots.plot_learning(records, folder / "learning.png", baseline=self.baseline, goal=self.goal, title=title),
+            plots.plot_spectrum(records, folder / "spectrum.png", margin=margin, title=title),
+            plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
+            plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
+            plots.plot_angles(records, folder / "angles.png", title=title),
+        ]
+        return [path for path in drawn if path is not None]

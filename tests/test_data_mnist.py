@@ -1,0 +1,230 @@
+"""The reader of MNIST's files: what it returns, and every damage it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from orthokern.data import load_mnist, pixel_permutation
+from orthokern.data import mnist as module
+from orthokern.errors import InputError
+
+TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+
+
+def images_file(images: torch.Tensor) -> bytes:
+    return struct.pack(">4I", 2051, len(images), 28, 28) + images.numpy().tobytes()
+
+
+def labels_file(labels: torch.Tensor) -> bytes:
+    return struct.pack(">2I", 2049, len(labels)) + labels.numpy().tobytes()
+
+
+def files(n_train: int = 12, n_test: int = 5) -> dict[str, bytes]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, dtype=torch.uint8, generator=generator)
+
+    return {
+        TRAIN_IMAGES: images_file(drawn(256, n_train, 784)),
+        TRAIN_LABELS: labels_file(drawn(10, n_train)),
+        TEST_IMAGES: images_file(drawn(256, n_test, 784)),
+        TEST_LABELS: labels_file(drawn(10, n_test)),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in files().items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_values_and_split(folder: Path) -> None:
+    data, raw = load_mnist(folder, validation=4), files()
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [8, 4, 5]
+    images = torch.cat([data.train.images, data.validation.images])
+    labels = torch.cat([data.train.labels, data.validation.labels])
+    assert images.dtype == torch.uint8 and images.shape == (12, 784)
+    assert labels.dtype == torch.int64
+    assert images.numpy().tobytes() == raw[TRAIN_IMAGES][16:]
+    assert labels.tolist() == list(raw[TRAIN_LABELS][8:])
+    assert data.test.images.numpy().tobytes() == raw[TEST_IMAGES][16:]
+    assert data.test.labels.tolist() == list(raw[TEST_LABELS][8:])
+    assert len(load_mnist(folder, validation=0).validation) == 0
+
+
+@pytest.mark.parametrize("form", ["gz", "dots", "dots-gz", "gzip without the ending"])
+def test_spellings(folder: Path, form: str) -> None:
+    expected = load_mnist(folder, validation=2)
+    for name, content in files().items():
+        (folder / name).unlink()
+        name = name.replace("-idx", ".idx") if "dots" in form else name
+        (folder / (name + ".gz" if form.endswith("gz") else name)).write_bytes(
+            content if form == "dots" else gzip.compress(content)
+        )
+    found = load_mnist(folder, validation=2)
+    for part in ("train", "validation", "test"):
+        assert torch.equal(getattr(found, part).images, getattr(expected, part).images)
+        assert torch.equal(getattr(found, part).labels, getattr(expected, part).labels)
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+# name of the file to change, its new content (None: no file), and what the error says
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] = {
+    "missing": (TEST_LABELS, lambda f: None, "missing data file t10k-labels-idx1-ubyte .nor .*looked for in /"),
+    "empty": (TRAIN_IMAGES, lambda f: b"", "cut off: 0 bytes; expected: a header of 16"),
+    "truncated": (TRAIN_IMAGES, lambda f: f[TRAIN_IMAGES][:-1], "cut off: 9423 bytes for 12 images; expected: 9424"),
+    "too long": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS] + b"\0", "too long: 21 bytes for 12 labels; expected: 20"),
+    "no items": (TEST_LABELS, lambda f: labels_file(torch.zeros(0, dtype=torch.uint8)), "is empty: 8 bytes"),
+    "other file": (TRAIN_IMAGES, lambda f: b"%PDF-1.4" * 20, "has magic number 626017350; expected: images .*2051"),
+    "labels as images": (TRAIN_IMAGES, lambda f: f[TRAIN_LABELS], r"holds labels \(magic number 2049\)"),
+    "images as labels": (TRAIN_LABELS, lambda f: f[TRAIN_IMAGES], r"holds images \(magic number 2051\)"),
+    "other size of images": (
+        TEST_IMAGES,
+        lambda f: struct.pack(">4I", 2051, 5, 32, 32) + bytes(5 * 1024),
+        "holds images of 32 x 32 pixels; expected: 28 x 28",
+    ),
+    "a label of 10": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS][:-1] + b"\x0a", "label 11 is 10; expected: 0 to 9"),
+    "other counts": (TRAIN_IMAGES, lambda f: f[TEST_IMAGES], "holds 5 images and .* 12 labels; expected: the same"),
+    "gzip cut off": (TRAIN_IMAGES, lambda f: gzip.compress(f[TRAIN_IMAGES])[:-3], "cut off: gzip cannot decompress"),
+    "gzip damaged": (TRAIN_IMAGES, lambda f: flipped(gzip.compress(f[TRAIN_IMAGES]), 5000), "damaged: gzip cannot"),
+    "gzip checksum": (TRAIN_IMAGES, lambda f: flipped(gzip.compress(f[TRAIN_IMAGES], 0), 5000), "damaged: gzip cannot"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damages(folder: Path, damage: str) -> None:
+    name, change, expected = DAMAGES[damage]
+    (folder / name).unlink()
+    content = change(files())
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(InputError, match=expected) as caught:
+        load_mnist(folder, validation=4)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_false_ending(folder: Path) -> None:
+    (folder / TRAIN_IMAGES).rename(folder / f"{TRAIN_IMAGES}.gz")
+    with pytest.raises(InputError, match=f"{TRAIN_IMAGES}.gz is not compressed by gzip"):
+        load_mnist(folder, validation=4)
+
+
+def test_train_and_test_swapped_or_the_same(folder: Path) -> None:
+    for name, other in ((TRAIN_IMAGES, TEST_IMAGES), (TRAIN_LABELS, TEST_LABELS)):
+        (folder / name).write_bytes(files()[other])
+    with pytest.raises(InputError, match="hold 5 images and the t10k files 5, the same: are they swapped or copied"):
+        load_mnist(folder, validation=2)
+    for name, other in ((TEST_IMAGES, TRAIN_IMAGES), (TEST_LABELS, TRAIN_LABELS)):
+        (folder / name).write_bytes(files()[other])
+    with pytest.raises(InputError, match="hold 5 images and the t10k files 12: are they swapped"):
+        load_mnist(folder, validation=2)
+
+
+def test_folders(folder: Path) -> None:
+    with pytest.raises(InputError, match="the data folder .*nowhere does not exist"):
+        load_mnist(folder / "nowhere")
+    with pytest.raises(InputError, match="is a file; expected: the folder"):
+        load_mnist(folder / TRAIN_IMAGES)
+    (folder / TRAIN_LABELS).unlink()
+    (folder / TRAIN_LABELS).mkdir()
+    with pytest.raises(InputError, match=f"cannot read .*{TRAIN_LABELS}: is a directory; expected: a file"):
+        load_mnist(folder, validation=2)
+
+
+def test_no_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the system's answer to another user is put in its place."""
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == TRAIN_LABELS:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(InputError, match=f"^cannot read .*{TRAIN_LABELS}: permission denied; expected: a file that"):
+        load_mnist(folder, validation=2)
+
+
+def test_impossible_validation(folder: Path) -> None:
+    with pytest.raises(InputError, match="validation must be below 12, the number of training images, got 12"):
+        load_mnist(folder, validation=12)
+    with pytest.raises(InputError, match="validation must be an integer of at least 0, got -1"):
+        load_mnist(folder, validation=-1)
+
+
+def test_permutation() -> None:
+    """Golden values: another order is another task."""
+    order = pixel_permutation(7)
+    assert order.dtype == torch.int64 and order.sort().values.tolist() == list(range(784))
+    assert torch.equal(order, pixel_permutation(7)) and not torch.equal(order, pixel_permutation(8))
+    assert hashlib.sha256(order.numpy().astype("<i8").tobytes()).hexdigest()[:16] == "4fbbf862a7a64e92"
+    with pytest.raises(InputError, match="seed must be an integer .* got -1"):
+        pixel_permutation(-1)
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """A copy of the real files, where the environment names the folder that has them in `mnist`."""
+    if not os.environ.get("ORTHOKERN_DATA"):
+        pytest.skip("ORTHOKERN_DATA names no folder with the real data")
+    for path in (Path(os.environ["ORTHOKERN_DATA"]) / "mnist").iterdir():
+        shutil.copyfile(path, tmp_path / path.name)
+    return tmp_path
+
+
+def test_real_files(real: Path) -> None:
+    start = time.perf_counter()
+    data = load_mnist(real)
+    assert time.perf_counter() - start < 5
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [50_000, 10_000, 10_000]
+    labels = torch.cat([data.train.labels, data.validation.labels])
+    assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert torch.bincount(labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert torch.bincount(data.test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    pixels = torch.cat([data.train.images, data.validation.images]).to(torch.float32) / 255
+    assert round(float(pixels.mean()), 4) == 0.1307 and round(float(pixels.std()), 4) == 0.3081
+
+
+def test_real_files_damaged(real: Path) -> None:
+    """Damage that no size and no checksum of gzip can show is found, and so is a file in the place of another."""
+    content = gzip.decompress((real / f"{TRAIN_IMAGES}.gz").read_bytes())
+    (real / TRAIN_IMAGES).write_bytes(flipped(content, 40_000_000))
+    with pytest.raises(
+        InputError, match="wrong checksum in bytes 35280012 to 47040015; expected: MNIST's train-images"
+    ):
+        load_mnist(real)
+    (real / TRAIN_IMAGES).unlink()
+    shutil.copyfile(real / f"{TEST_IMAGES}.gz", real / f"{TRAIN_IMAGES}.gz")
+    with pytest.raises(InputError, match=f"{TRAIN_IMAGES}.gz holds MNIST's t10k-images; expected: its train-images"):
+        load_mnist(real)
+
+
+def test_known_content(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """With these small files in the place of the standard ones: damage to a part is found, and another file of the same
+    size is another data set, not a damaged one."""
+    content = files()[TRAIN_IMAGES]
+    monkeypatch.setitem(module._CONTENT_BYTES, "train-images", len(content))
+    assert len(load_mnist(folder, validation=2).train) == 10
+    quarters = tuple(zlib.crc32(content[start : start + 2356]) for start in range(0, 9424, 2356))
+    monkeypatch.setitem(module._QUARTERS, "train-images", quarters)
+    assert len(load_mnist(folder, validation=2).train) == 10
+    (folder / TRAIN_IMAGES).write_bytes(flipped(content, 5000))
+    with pytest.raises(InputError, match="wrong checksum in bytes 4712 to 7067; expected: MNIST's train-images"):
+        load_mnist(folder, validation=2)

@@ -1,0 +1,267 @@
+"""Characters of the Penn Treebank: tokens, lengths, batches, resuming, and every text that is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+
+from orthokern.data import Sentences, load_ptb, read_sentences
+from orthokern.data.ptb import ALPHABET, decode
+from orthokern.errors import InputError
+
+LINES = ["no it was n't black monday", "<unk> N/N", "a", "$ 1\\2 & #4 <unk>. *", "xy-z quiz"]
+
+
+def word_file(lines: list[str]) -> bytes:
+    return "".join(f" {line} \n" for line in lines).encode()
+
+
+def char_file(lines: list[str]) -> bytes:
+    return "".join(f"{c} " for line in lines for c in line.replace(" ", "_") + "\n").encode()
+
+
+def written(folder: Path, content: bytes, name: str = "ptb.train.txt") -> Path:
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+def random_lines(count: int) -> list[str]:
+    rng = random.Random(0)
+    return [" ".join(rng.choices(["ab", "<unk>", "xyz", "N"], k=rng.randint(1, 20))) for _ in range(count)]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_alphabet() -> None:
+    assert len(ALPHABET) == len(set(ALPHABET)) == 49
+    assert ALPHABET[0] == "<unk>" and ALPHABET[1] == "\n" and ALPHABET[22] == " " and ALPHABET[-1] == "z"
+
+
+def test_tokens(tmp_path: Path) -> None:
+    sentences = read_sentences(written(tmp_path, word_file(LINES)))
+    assert sentences.tokens.dtype == torch.uint8 and sentences.offsets.dtype == torch.int64
+    assert [sentences.text(i) for i in range(len(sentences))] == [f" {line} \n" for line in LINES]
+    start, end = sentences.offsets[1:3].tolist()
+    assert sentences.tokens[start:end].tolist() == [22, 0, 22, 21, 9, 21, 22, 1]  # " <unk> N/N \n"
+    assert sentences.lengths[1] == 7 and sentences.targets == len(sentences.tokens) - len(LINES)
+
+
+@pytest.mark.parametrize("max_length", [None, 12, 75])
+@pytest.mark.parametrize("released", [False, True])
+def test_both_forms_give_the_same_tokens(tmp_path: Path, max_length: int | None, released: bool) -> None:
+    lines = LINES + random_lines(50)
+    options = {"max_length": max_length, "released_targets": released}
+    words = read_sentences(written(tmp_path, word_file(lines)), **options)  # type: ignore[arg-type]
+    variants = [
+        char_file(lines),
+        char_file(lines)[:-1],  # editors take a space off the end
+        b"\xef\xbb\xbf" + word_file(lines),
+        "\n\n".join(lines).encode() + b"\n",  # blank lines, and no spaces at the ends
+    ]
+    for content in variants:
+        other = read_sentences(written(tmp_path, content), **options)  # type: ignore[arg-type]
+        assert torch.equal(words.tokens, other.tokens) and torch.equal(words.offsets, other.offsets)
+
+
+def test_length_counts_the_line_as_written(tmp_path: Path) -> None:
+    path = written(tmp_path, word_file(["ab <unk>", "abcdefghi"]))  # 11 and 12 characters, 7 and 12 tokens
+    assert [len(read_sentences(path, max_length=n)) for n in (11, 12)] == [1, 2]
+    with pytest.raises(InputError, match="no sentence of at most max_length = 10 characters; its shortest has 11"):
+        read_sentences(path, max_length=10)
+
+
+def test_released_targets(tmp_path: Path) -> None:
+    path = written(tmp_path, word_file(["ab", "abcde"]))
+    honest = read_sentences(path, max_length=8)
+    released = read_sentences(path, max_length=8, released_targets=True)
+    assert [released.text(i) for i in range(2)] == [" ab \n<unk><unk>", " abcde \n<unk>"]  # the row of 8 places is full
+    assert (honest.lengths.tolist(), released.lengths.tolist()) == ([4, 7], [6, 8])
+    unbounded = read_sentences(path, max_length=None, released_targets=True)
+    assert unbounded.lengths.tolist() == [6, 9]
+
+
+def test_a_batch_is_what_torch_packs(tmp_path: Path) -> None:
+    sentences = read_sentences(written(tmp_path, word_file(random_lines(40))))
+    indices = torch.tensor([7, 3, 39, 0, 11])
+    batch = sentences.batch(indices)
+    o = sentences.offsets
+    wanted = [sentences.tokens[o[i] : o[i + 1]].long() for i in indices.tolist()]
+    wanted.sort(key=len, reverse=True)
+    for ours, expected in ((batch.inputs, [s[:-1] for s in wanted]), (batch.targets, [s[1:] for s in wanted])):
+        packed = pack_sequence(expected)
+        assert ours.dtype == torch.int64 and torch.equal(ours, packed.data)
+        assert torch.equal(batch.batch_sizes, packed.batch_sizes)
+    padded, lengths = pad_packed_sequence(batch.packed())
+    assert torch.equal(lengths, batch.lengths) and padded.shape == (int(lengths[0]), 5)
+
+
+@pytest.mark.parametrize(("batch", "bucket"), [(7, 1), (7, 4), (50, 16), (1000, 2)])
+def test_an_epoch_has_every_sentence_once(tmp_path: Path, batch: int, bucket: int) -> None:
+    sentences = read_sentences(written(tmp_path, word_file(random_lines(200))))
+    texts = sorted(sentences.text(i) for i in range(200))
+    stream = sentences.batches(batch, seeded(), bucket=bucket)
+    orders = []
+    for epoch in range(2):
+        seen = []
+        for _ in range(stream.per_epoch):
+            chunk = next(stream)
+            assert stream.epoch == epoch
+            assert (chunk.lengths.diff() <= 0).all()
+            padded, lengths = pad_packed_sequence(chunk.packed())
+            ends, _ = pad_packed_sequence(type(chunk.packed())(chunk.targets, chunk.batch_sizes))
+            seen += [decode(padded[:n, b]) + decode(ends[n - 1 : n, b]) for b, n in enumerate(lengths.tolist())]
+        assert sorted(seen) == texts
+        orders.append(seen)
+    if batch < 200:
+        assert orders[0] != orders[1]
+    in_order = torch.cat([chunk.lengths for chunk in sentences.ordered(batch)])
+    assert torch.equal(in_order, sentences.lengths.sort(descending=True).values)
+
+
+def test_parts_make_the_whole(tmp_path: Path) -> None:
+    """Two processes share each batch: together they have its sentences, and each knows the joint number of targets."""
+    sentences = read_sentences(written(tmp_path, word_file(random_lines(23))))
+    whole, *parts = (sentences.batches(5, seeded(), bucket=2, part=part) for part in ((0, 1), (0, 2), (1, 2)))
+    for _ in range(10):
+        chunk, shares = next(whole), [next(part) for part in parts]
+        together = torch.cat([share.lengths for share in shares]).sort(descending=True).values
+        assert torch.equal(together, chunk.lengths)
+        assert all(part.joint_targets == len(chunk.targets) for part in parts)
+    with pytest.raises(InputError, match="the last batch of an epoch has 3 of 23 sentences, fewer than 4 processes"):
+        sentences.batches(5, seeded(), part=(0, 4))
+
+
+def test_buckets_save_padding(tmp_path: Path) -> None:
+    sentences = read_sentences(written(tmp_path, word_file(random_lines(2000))))
+
+    def empty(bucket: int) -> float:
+        stream = sentences.batches(20, seeded(), bucket=bucket)
+        chunks = [next(stream) for _ in range(stream.per_epoch)]
+        return 1 - sum(len(c.inputs) for c in chunks) / sum(len(c.batch_sizes) * len(c.lengths) for c in chunks)
+
+    assert empty(1) > 0.3 and empty(16) < 0.1
+
+
+@pytest.mark.parametrize("given", [0, 1, 9, 10, 13])  # none, within an epoch, at its end, in the next
+def test_resume(tmp_path: Path, given: int) -> None:
+    sentences = read_sentences(written(tmp_path, word_file(random_lines(100))))
+    stream = sentences.batches(10, seeded(5), bucket=3)
+    for _ in range(given):
+        next(stream)
+    torch.save(stream.state_dict(), tmp_path / "state.pt")
+    resumed = sentences.batches(10, seeded(99), bucket=3)
+    next(resumed)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for _ in range(15):
+        ours, theirs = next(resumed), next(stream)
+        assert torch.equal(ours.inputs, theirs.inputs) and torch.equal(ours.targets, theirs.targets)
+        assert (resumed.epoch, resumed.position) == (stream.epoch, stream.position)
+
+
+def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
+    sentences = read_sentences(written(tmp_path, word_file(random_lines(100))))
+    state = sentences.batches(10, seeded()).state_dict()
+    with pytest.raises(InputError, match="the saved order of the data has batch 10; expected: 20"):
+        sentences.batches(20, seeded()).load_state_dict(state)
+    fewer = read_sentences(written(tmp_path, word_file(random_lines(99))))
+    with pytest.raises(InputError, match="has sentences 100; expected: 99"):
+        fewer.batches(10, seeded()).load_state_dict(state)
+
+
+GOOD = LINES[:2]
+REFUSED = {
+    "empty": (b"", "is empty: 0 bytes; expected: one sentence a line"),
+    "blank": (b" \n \n", "is empty: 4 bytes"),
+    "a mark and nothing else": (b"\xef\xbb\xbf", "is empty: 0 bytes"),
+    "capital": (word_file([*GOOD, "a Big one"]), "line 3: character 'B' is outside the alphabet; expected: a to z"),
+    "capital in a char file": (char_file([*GOOD, "a Big one"]), "line 3: character 'B' is outside the alphabet"),
+    "accent": (word_file([*GOOD, "caf\u00e9"]), "line 3: character '\u00e9' is outside the alphabet"),
+    "accent in a char file": (char_file(["caf\u00e9", *GOOD]), "line 1: character '\u00e9' is outside the alphabet"),
+    "angle": (word_file(["a", "a < b"]), "line 2: character '<' is outside the alphabet"),
+    "underline in a word file": (word_file(["a", "a_b ab"]), "line 2: character '_' is outside the alphabet"),
+    "carriage return": (word_file(GOOD).replace(b"\n", b"\r\n"), r"line 1: character '\\r' is outside the alphabet"),
+    "zero byte": (word_file(["a", "a\0b"]), r"line 2: character '\\x00' is outside the alphabet"),
+    "one byte": (word_file(["a", "a\1b"]), r"line 2: character '\\x01' is outside the alphabet"),
+    "Latin-1": (word_file(GOOD) + b" caf\xe9 \n", "line 3: byte 0xe9 is no text in UTF-8; expected: .* ASCII"),
+    "UTF-16": (word_file(GOOD).decode().encode("utf-16"), "line 1: byte 0xff is no text in UTF-8"),
+    "gzip": (b"\x1f\x8b\x08\x00" + bytes(range(256)), "line 1: byte 0x8b is no text in UTF-8"),
+    "cut off": (word_file(GOOD)[:-4], "does not end with a line end: is it cut off"),
+    "cut off char file": (char_file(GOOD)[:-5], "does not end with a line end: is it cut off"),
+    "damaged char file": (
+        char_file(LINES)[:60] + b"q" + char_file(LINES)[60:],
+        "line 2: characters and spaces do not alternate; expected: a space after every character",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(tmp_path: Path, what: str) -> None:
+    content, expected = REFUSED[what]
+    path = written(tmp_path, content)
+    with pytest.raises(InputError, match=expected) as caught:
+        read_sentences(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_missing_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="^missing data file nothing.txt; looked for in /"):
+        read_sentences(tmp_path / "nothing.txt")
+    for part in ("train", "valid"):
+        written(tmp_path, word_file(LINES), f"ptb.{part}.txt")
+    with pytest.raises(InputError, match=r"^missing data file ptb.test.txt \(nor ptb.char.test.txt\); looked for in /"):
+        load_ptb(tmp_path)
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        load_ptb(tmp_path / "nowhere")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(InputError, match="^cannot read .*ptb.train.txt: permission denied; expected: a file that"):
+        load_ptb(tmp_path)
+
+
+def test_load(tmp_path: Path) -> None:
+    for part, count in (("train", 30), ("valid", 20), ("test", 10)):
+        make, name = (char_file, f"ptb.char.{part}.txt") if part == "valid" else (word_file, f"ptb.{part}.txt")
+        written(tmp_path, make(random_lines(count)), name)
+    data = load_ptb(tmp_path)
+    assert [len(s) for s in (data.train, data.validation, data.test)] == [30, 20, 10]
+    with pytest.raises(InputError, match="max_length must be an integer of at least 1, got 0"):
+        load_ptb(tmp_path, max_length=0)
+    for argument in ("batch", "bucket"):
+        with pytest.raises(InputError, match=f"{argument} must be an integer of at least 1, got 0"):
+            data.train.batches(**{"batch": 5, "generator": seeded(), "bucket": 2, argument: 0})
+
+
+@pytest.fixture
+def real() -> Path:
+    """The folder of the real files, where the environment names the one that has it as `ptb`."""
+    if not os.environ.get("ORTHOKERN_DATA"):
+        pytest.skip("ORTHOKERN_DATA names no folder with the real data")
+    return Path(os.environ["ORTHOKERN_DATA"]) / "ptb"
+
+
+def test_real_files(real: Path) -> None:
+    """The shares of the sentences that Vorontsov et al. 2017 state: 23 %, and over 99 %."""
+    everything = load_ptb(real, max_length=None)
+    assert [len(s) for s in (everything.train, everything.validation, everything.test)] == [42_068, 3_370, 3_761]
+    assert everything.train.tokens.unique().tolist() == list(range(49))
+    assert int((everything.train.tokens == 0).sum()) == 45_020
+    for max_length, share in ((75, 0.234), (300, 0.994)):
+        part = load_ptb(real, max_length=max_length)
+        assert round(len(part.train) / 42_068, 3) == share
+
+    def same(a: Sentences, b: Sentences) -> bool:
+        return torch.equal(a.tokens, b.tokens) and torch.equal(a.offsets, b.offsets)
+
+    for part_name in ("train", "valid", "test"):
+        words, chars = (read_sentences(real / f"ptb.{form}{part_name}.txt") for form in ("", "char."))
+        assert same(words, chars)

@@ -1,0 +1,270 @@
+"""Several processes train as one: the same loss curve, the same parameters on all ranks, one line when one is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fork_server import TESTS, ForkServer, Run
+from test_kill_resume import records, same
+
+from orthokern.errors import InputError
+from orthokern.training import LoopSettings, RunFolder, load_checkpoint, read_metrics, train
+from orthokern.training.distributed import Shard, agree, current_shard, gather, on_first, together
+
+OPTIONS = ["--iterations", 24, "--threads", 1, "--no-plots"]
+
+
+def ended(runs: list[Run], code: int) -> list[Run]:
+    codes = [run.wait() for run in runs]
+    assert codes == [code] * len(runs), "\n".join(run.out + run.err for run in runs)
+    return runs
+
+
+def close(a: Any, b: Any) -> bool:
+    """Equal to the rounding of float64 over a few dozen iterations: 1e-12 is a hundred times the largest difference
+    seen, and a millionth of what another order of the data makes. Profiles through time are kept to six digits, and the
+    gradient's norm is float32."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(
+            a[k] == pytest.approx(b[k], rel=1e-5)
+            if "through_time" in k
+            else a[k] == pytest.approx(b[k], rel=1e-6)
+            if k == "grad_norm"
+            else k == "orthogonality_error" or close(a[k], b[k])
+            for k in a
+        )
+    return bool(a == pytest.approx(b, rel=1e-12, abs=1e-12))
+
+
+# ---- the same run --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world, accumulate", [(2, 1), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_processes_train_as_one_with_the_joint_batch(
+    fork_server: ForkServer, tmp_path: Path, world: int, accumulate: int
+) -> None:
+    options = [*OPTIONS, "--accumulate", accumulate, "--last-step-gradient"]
+    one = fork_server.start("--out", tmp_path / "one", "--dump", tmp_path / "one", *options)
+    assert one.wait() == 0, one.err
+    runs = ended(fork_server.start_ranks(world, "--out", tmp_path / "all", "--dump", tmp_path / "rank", *options), 0)
+    a, b = records(tmp_path / "one"), records(tmp_path / "all")
+    assert len(a) == len(b) == 24
+    assert all(map(close, a, b))
+    assert {"grad_norm_through_time", "state_norm_through_time", "last_grad_norm_through_time"} <= a[0].keys()
+    assert a[-1]["loss"] < 0.8 * a[0]["loss"]
+    ranks = [torch.load(tmp_path / f"rank.{rank}") for rank in range(world)]
+    assert all(same(ranks[0], other) for other in ranks[1:])  # bit for bit, bases included
+    assert all(torch.allclose(p, ranks[0][k], rtol=0, atol=1e-12) for k, p in torch.load(tmp_path / "one.0").items())
+    # Rank 0 alone writes and talks.
+    assert sorted(p.name for p in (tmp_path / "all").iterdir()) == [
+        "best.pt", "checkpoint.pt", "config.json", "metrics.jsonl", "result.json",
+    ]  # fmt: skip
+    assert "done at 24" in runs[0].out
+    assert [run.out for run in runs[1:]] == [""] * (world - 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_signal_on_one_rank_stops_all_and_a_resumed_run_equals_one_never_stopped(
+    fork_server: ForkServer, tmp_path: Path, world: int
+) -> None:
+    """Dropout draws differently on every rank, and goes on there."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    options = [*OPTIONS, "--dropout", 0.3, "--batch", 4 * world]
+    ended(fork_server.start_ranks(world, "--out", whole, *options), 0)
+    runs = ended(fork_server.start_ranks(world, "--out", stopped, *options, strike="11,1,SIGTERM"), 143)
+    told = f"stopped by SIGTERM after iteration 11, saved; continue with --resume {stopped}\n"
+    assert [run.err for run in runs] == [told] + [""] * (world - 1)
+    payload = load_checkpoint(stopped / "checkpoint.pt")
+    assert payload["iteration"] == 11 and len(records(stopped)) == 11
+    others = payload["rng_of_other_ranks"]
+    assert len(others) == world - 1
+    assert all(not torch.equal(payload["rng"]["torch"], other["torch"]) for other in others)
+    ended(fork_server.start_ranks(world, "--resume", stopped), 0)
+    assert records(stopped) == records(whole)
+    for name in ("checkpoint.pt", "best.pt"):
+        assert same(load_checkpoint(whole / name), load_checkpoint(stopped / name))
+
+
+def test_another_number_of_processes_may_go_on(fork_server: ForkServer, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended(fork_server.start_ranks(2, "--out", folder, *OPTIONS), 0)
+    shutil.copytree(folder, tmp_path / "one")
+    ended(fork_server.start_ranks(4, "--resume", folder, "--iterations", 30), 0)
+    assert fork_server.start("--resume", tmp_path / "one", "--iterations", 30).wait() == 0
+    assert len(records(folder)) == 30
+    assert all(map(close, records(folder), records(tmp_path / "one")))
+
+
+# ---- a lost process ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_ends_the_others_with_one_line(fork_server: ForkServer, tmp_path: Path, lost: int) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    ended(fork_server.start_ranks(2, "--out", whole, *OPTIONS), 0)
+    runs = fork_server.start_ranks(2, "--out", killed, *OPTIONS, strike=f"11,{lost},SIGKILL")
+    assert runs[lost].wait() == -signal.SIGKILL
+    assert runs[1 - lost].wait() == 2
+    assert runs[1 - lost].err == (
+        f"error: rank {1 - lost}: another process of this run was killed or lost; "
+        f"last good checkpoint: iteration 8, {killed / 'checkpoint.pt'}; continue with --resume {killed}\n"
+    )
+    ended(fork_server.start_ranks(2, "--resume", killed), 0)
+    assert records(killed) == records(whole)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_among_many(fork_server: ForkServer, tmp_path: Path) -> None:
+    runs = fork_server.start_ranks(4, "--out", tmp_path / "run", *OPTIONS, strike="3,2,SIGKILL")
+    assert [run.wait() for run in runs] == [2, 2, -signal.SIGKILL, 2]
+    for run in (runs[0], runs[1], runs[3]):
+        assert re.fullmatch(r"error: rank \d: another process .* no checkpoint was written yet; .*\n", run.err), run.err
+
+
+def test_a_rank_that_hangs(fork_server: ForkServer, tmp_path: Path) -> None:
+    options = [*OPTIONS, "--process-timeout", 1]
+    runs = fork_server.start_ranks(2, "--out", tmp_path / "run", *options, strike="11,1,SIGSTOP")
+    assert runs[0].wait() == 2
+    assert re.fullmatch(
+        r"error: rank 0: another process gave no answer for 1 s; last good checkpoint: iteration 8, .*; "
+        r"continue with --resume .*\n",
+        runs[0].err,
+    ), runs[0].err
+    os.kill(runs[1].pid, signal.SIGKILL)
+    assert runs[1].wait() == -signal.SIGKILL
+
+
+def test_an_error_on_one_rank(fork_server: ForkServer, tmp_path: Path) -> None:
+    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "data"), 2)
+    assert runs[1].err == "error: rank 1: data.gz is truncated\n"
+    assert runs[0].err.startswith("error: rank 0: another process of this run was killed or lost; last good checkpoint")
+
+
+def test_ranks_that_drift_apart_are_noticed(fork_server: ForkServer, tmp_path: Path) -> None:
+    """One bit of one basis."""
+    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "drift"), 2)
+    assert "iteration 8: the parameters of rank 1 differ from those of rank 0" in runs[0].err
+    assert runs[0].err.count("\n") == 1 and runs[1].err == ""
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--batch", 7], "--batch 7 cannot be shared evenly by 2 processes; accepted: a multiple of 2"),
+        (["--out", TESTS], "the folder is in use (not empty)"),
+        (["--resume", "nowhere"], "nothing to resume in nowhere"),
+        (["--iterations", 0], "--iterations: '0' is not an integer of at least 1"),
+    ],
+)
+def test_one_line_for_all_ranks(fork_server: ForkServer, tmp_path: Path, options: list[Any], message: str) -> None:
+    where = [] if "--out" in options or "--resume" in options else ["--out", tmp_path / "run"]
+    runs = ended(fork_server.start_ranks(2, *where, *options), 2)
+    assert runs[0].err.startswith("error: ") and runs[0].err.count("\n") == 1 and message in runs[0].err
+    assert runs[1].err == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "mistake, message",
+    [
+        ("model", "loss() calls self.model; in several processes it must call self.module"),
+        ("idle", "no gradient for idle; in several processes every parameter needs one"),
+    ],
+)
+def test_mistakes_of_a_task_are_told(fork_server: ForkServer, tmp_path: Path, mistake: str, message: str) -> None:
+    runs = fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", mistake)
+    assert all(run.wait() in (1, 2) for run in runs)  # the first to see it has a traceback, and the other lost it
+    assert any(f"RuntimeError: task 'toy': {message}" in run.err for run in runs)
+
+
+def test_rows() -> None:
+    assert [Shard(rank, 3).rows(12) for rank in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    assert Shard().rows(7) == slice(0, 7)
+    with pytest.raises(InputError, match="--batch 10 cannot be shared evenly by 3 processes"):
+        Shard(0, 3).rows(10)
+
+
+def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert current_shard() == Shard(0, 1)
+    assert agree([0.1], signal.SIGINT) == ([0.1], signal.SIGINT)
+    assert (gather("a"), on_first(lambda: "b"), together(lambda: "c")) == (["a"], "b", "c")
+
+
+def test_processes_that_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that forgets to would train once on every process, all into one folder."""
+    import toy_task
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = RunFolder.create(tmp_path / "run", "toy", toy_task.DEFAULTS)
+    with pytest.raises(InputError, match="2 processes that are not joined"):
+        train(toy_task.Toy(toy_task.DEFAULTS), run, LoopSettings(3))
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(InputError, match="WORLD_SIZE='two' is not an integer"):
+        current_shard()
+
+
+# ---- torchrun ------------------------------------------------------------------------------------
+
+
+def torchrun(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [str(word) for word in (*command, TESTS / "toy_task.py", *arguments)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path: Path) -> None:
+    process = torchrun("--out", tmp_path / "run", *OPTIONS)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.endswith("done at 24\n")
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 24
+
+
+@pytest.mark.slow
+def test_torchrun_with_a_killed_rank(tmp_path: Path) -> None:
+    process = torchrun("--out", tmp_path / "run", *OPTIONS, TOY_STRIKE="11,1,SIGKILL")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and "last good checkpoint: iteration 8" in lines[0], err
+    assert 'toy_task.py", line' not in err  # no traceback of ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    """It hands the signal to its processes, and gives them half a minute."""
+    folder = tmp_path / "run"
+    process = torchrun("--out", folder, "--iterations", 100_000, "--threads", 1, "--no-plots")
+    deadline = time.monotonic() + 60
+    while len(read_metrics(folder / "metrics.jsonl")) < 10:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    told = re.search(rf"^stopped by {number.name} after iteration (\d+), saved; continue with --resume", err, re.M)
+    assert told, err
+    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == int(told[1])

@@ -1,0 +1,302 @@
+"""The tasks adding, pixel_mnist and char_lm: they learn, resume to the same bits, share batches, refuse bad input.
+
+tests/test_task_copy.py has the copy task, and with it what all tasks share.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+import struct
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from orthokern.tasks import adding, char_lm, copy, network, optimization, pixel_mnist, recurrent
+from orthokern.training import read_metrics
+from orthokern.training.distributed import Shard
+from orthokern.training.metrics import TIMING_FIELDS
+
+TASKS: dict[str, ModuleType] = {"adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm, "copy": copy}
+EXPERIMENTS = {
+    "adding": adding.Adding,
+    "pixel_mnist": pixel_mnist.PixelMnist,
+    "char_lm": char_lm.CharLm,
+    "copy": copy.CopyExperiment,
+}
+
+
+@pytest.fixture(scope="session")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images in which the row of a bright stripe tells the label: something that can be learned in seconds."""
+    folder = tmp_path_factory.mktemp("mnist")
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 260), ("t10k", 60)):
+        labels = torch.arange(count) % 10
+        images = torch.randint(0, 30, (count, 28, 28), generator=generator)
+        for i, label in enumerate(labels.tolist()):
+            images[i, 2 * label + 4 : 2 * label + 8] += 200
+        content = struct.pack(">4I", 2051, count, 28, 28) + images.to(torch.uint8).numpy().tobytes()
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(content, 1))
+        content = struct.pack(">2I", 2049, count) + labels.to(torch.uint8).numpy().tobytes()
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of three words: letters within a word are certain, the words are not."""
+    folder = tmp_path_factory.mktemp("ptb")
+    draw = random.Random(0)
+    for part, count in (("train", 120), ("valid", 25), ("test", 25)):
+        lines = [" ".join(draw.choices(["black", "<unk>", "quiz"], k=draw.randint(1, 5))) for _ in range(count)]
+        (folder / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def small(mnist: Path, ptb: Path) -> dict[str, list[str]]:
+    """Command lines of a few seconds at most."""
+    common = "--iterations 30 --hidden 16 --diagnose-every 5 --threads 1 --no-plots".split()
+    return {
+        "adding": [*"--T 10 --eval-every 10 --eval-sequences 60 --batch 20".split(), *common],
+        "pixel_mnist": [
+            *f"--data {mnist} --pool 4 --validation 60 --batch 20".split(),
+            *common,
+        ],
+        "char_lm": [*f"--data {ptb} --length 40 --batch 25".split(), *common],
+        "copy": [*"--T 5 --batch 20".split(), *common],
+    }
+
+
+def run(task: str, *options: object) -> int:
+    code: int = TASKS[task].main([str(option) for option in options])
+    return code
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def settings_of(task: str, options: list[str], **changes: Any) -> dict[str, Any]:
+    """The complete settings that a command line stands for."""
+    given = TASKS[task]._parser().parse(options)
+    complete = getattr(TASKS[task], "complete", recurrent.complete)
+    settings: dict[str, Any] = complete({**TASKS[task].DEFAULTS, **given, **changes})
+    return settings
+
+
+# ---- learning ------------------------------------------------------------------------------------
+
+
+def test_adding_is_solved(tmp_path: Path) -> None:
+    options = "--T 20 --hidden 32 --lr 3e-3 --goal 0.01 --iterations 1500 --threads 1 --no-plots --seed 1".split()
+    assert run("adding", *options, "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["reached"] and result["last"]["loss"] < 0.01 and result["last"]["accuracy"] > 0.9
+
+
+def test_pixel_mnist_learns(tmp_path: Path, mnist: Path) -> None:
+    options = (
+        f"--data {mnist} --pool 4 --validation 60 --batch 20 --epochs 25 --hidden 32 --threads 1 --lr 5e-3".split()
+    )
+    assert run("pixel_mnist", *options, "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["test"]["accuracy"] > 0.5 and result["test"]["loss"] < 0.7 * math.log(10)
+    held_out = [r["held_out_accuracy"] for r in records(tmp_path / "run") if "held_out_accuracy" in r]
+    assert len(held_out) == 25 and result["best"]["score"] == max(held_out)
+    assert result["best"]["iteration"] % 10 == 0 and result["iteration"] == 250
+    assert {"learning.png", "spectrum.png", "gradients.png"} <= {p.name for p in (tmp_path / "run").iterdir()}
+
+
+def test_char_lm_learns(tmp_path: Path, ptb: Path) -> None:
+    options = f"--data {ptb} --length 40 --batch 10 --epochs 15 --hidden 32 --threads 1 --lr 5e-3 --no-plots".split()
+    assert run("char_lm", *options, "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    # Log2 of three words and of an end, once a word of five characters: about 0.5 bits per character at best, and 4.2
+    # without knowing which characters there are.
+    assert result["test"]["bpc"] < 1.5 and result["test"]["accuracy"] > 0.7
+    assert result["test"]["bpc"] == pytest.approx(result["test"]["loss"] / math.log(2))
+
+
+def test_the_test_takes_the_best_parameters(tmp_path: Path, small: dict[str, list[str]]) -> None:
+    """And leaves the last ones in the checkpoint."""
+    folder = tmp_path / "run"
+    assert run("pixel_mnist", *small["pixel_mnist"], "--out", folder) == 0
+    best, last = (torch.load(folder / f"{name}.pt", weights_only=True)["model"] for name in ("best", "checkpoint"))
+    task = pixel_mnist.PixelMnist(settings_of("pixel_mnist", small["pixel_mnist"]))
+    task.model.load_state_dict(best)
+    with torch.no_grad():
+        expected = task.test()
+    assert json.loads((folder / "result.json").read_text())["test"] == expected
+    # with one evaluation after the last iteration the two may coincide; otherwise they differ
+    differ = any(not torch.equal(best[name], last[name]) for name in best)
+    result = json.loads((folder / "result.json").read_text())
+    assert differ == (result["best"]["iteration"] != result["iteration"])
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["adding", "pixel_mnist", "char_lm"])
+def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = [*small[task], "--goal", "0"] if task == "adding" else small[task]
+    assert run(task, *options, "--out", whole) == 0
+    assert len(records(whole)) == 30
+    assert run(task, *options, "--out", parts, "--iterations", 7) == 0
+    assert len(records(parts)) == 7
+    assert run(task, "--resume", parts, "--iterations", 12) == 0
+    assert run(task, "--resume", parts, "--iterations", 30) == 0
+    # where a part ended there is an evaluation that the whole run doesn't have
+    ends = {7, 12}
+    for ours, theirs in zip(records(parts), records(whole), strict=True):
+        if ours["iteration"] in ends:
+            ours = {k: v for k, v in ours.items() if k in theirs}
+        assert ours == theirs
+    final, expected = (torch.load(f / "checkpoint.pt", weights_only=True) for f in (parts, whole))
+    for name, value in expected["model"].items():
+        assert torch.equal(final["model"][name], value), name
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_processes_share_a_batch(task: str, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes' losses and gradients average to those of one with the joint batch, up to rounding."""
+    options = [*small[task], "--batch", "24"] if task == "char_lm" else small[task]
+
+    def loss_and_gradients(rank: int, world: int) -> list[torch.Tensor]:
+        for module in (recurrent, char_lm):
+            monkeypatch.setattr(module, "current_shard", lambda: Shard(rank, world))
+        torch.manual_seed(0)
+        experiment = EXPERIMENTS[task](settings_of(task, options))
+        experiment.next_batch()
+        loss, _ = experiment.loss(experiment.next_batch())
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [loss.detach(), *(p.grad for p in experiment.model.parameters() if p.grad is not None)]
+
+    joint = loss_and_gradients(0, 1)
+    parts = [loss_and_gradients(rank, 2) for rank in range(2)]
+    for expected, *ours in zip(joint, *parts, strict=True):
+        torch.testing.assert_close(sum(ours) / 2, expected, rtol=1e-4, atol=1e-6)
+
+
+# ---- networks, optimizers, penalties -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("model", network.MODELS)
+def test_every_model_trains(task: str, model: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
+    options = [*small[task], "--model", model, "--iterations", 2, "--clip", 1, "--weight-decay", "1e-4"]
+    assert run(task, *options, "--out", tmp_path / "run") == 0
+    assert len(records(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--gain 1.05 --margin 0",
+        "--margin none --init glorot --soft-orthogonality 0.01",
+        "--model rnn --init identity --soft-orthogonality 0.01",
+        "--margin 1 --spectrum-prior 0.1 --spectrum-map tanh",
+        "--optimizer sgd --momentum 0 --message-clip 100",
+        "--optimizer adam --schedule cosine --lr-decay 0.1 --warmup 2",
+        "--nonlinearity oplu --margin 10 --learned-h0",
+        "--preset paper",
+    ],
+)
+def test_options(options: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
+    for task in ("adding", "char_lm"):
+        given = [*small[task], *options.split(), "--iterations", 3]
+        assert run(task, *given, "--out", tmp_path / task) == 0
+        assert all(math.isfinite(r["loss"]) for r in records(tmp_path / task))
+
+
+def test_penalties_are_added(small: dict[str, list[str]]) -> None:
+    """The loss exceeds that of the batch by what the penalties' definitions say, from W itself."""
+    extra = "--margin 1 --soft-orthogonality 0.3 --spectrum-prior 0.2 --weight-decay 0.1".split()
+    settings = settings_of("adding", [*small["adding"], *extra])
+    torch.manual_seed(0)
+    task = adding.Adding(settings)
+    with torch.no_grad():
+        task.rnn.get_parameter("spectrum_l0").normal_()
+    batch = task.next_batch()
+    plain, _ = task.model(*batch)
+    total, _ = task.loss(batch)
+    w = task.rnn.recurrent_matrix().double()  # type: ignore[operator]
+    s = torch.linalg.svdvals(w)
+    squares = sum(p.double().square().sum() for p in (w, task.rnn.weight_ih_l0, task.readout.weight))  # type: ignore[union-attr, misc, operator]
+    expected = 0.3 * (w.mT @ w - torch.eye(16)).square().sum() + 0.2 * (s - 1).square().sum() + 0.1 * squares
+    assert (total - plain).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_schedules() -> None:
+    def factors(**changes: Any) -> list[float]:
+        settings = {**optimization.OPTIMIZER_DEFAULTS, "iterations": 100, **changes}
+        factor = optimization.schedule_factor(settings)
+        return [factor(i) for i in (0, 50, 100)]
+
+    assert factors() == [1, 1, 1]
+    assert factors(schedule="inverse", lr_decay=0.02) == pytest.approx([1, 1 / 2, 1 / 3])
+    assert factors(schedule="exponential", lr_decay=0.02) == pytest.approx([1, math.exp(-1), math.exp(-2)])
+    assert factors(schedule="cosine", lr_decay=0.2) == pytest.approx([1, 0.6, 0.2])
+    assert factors(warmup=3) == pytest.approx([1 / 4, 1, 1])
+
+
+def test_rates_by_role(small: dict[str, list[str]]) -> None:
+    """The spectrum's rate is divided by 2 m, as the paper has it; the input has its own."""
+    options = "--lr 0.1 --input-lr 0.2 --spectrum-lr 0.3 --geodesic-lr 0.4 --margin 0.5".split()
+    task = adding.Adding(settings_of("adding", [*small["adding"], *options]))
+    rates = {group["role"]: group["lr"] for group in task.optimizer.param_groups}
+    assert rates == pytest.approx({"readout": 0.1, "input": 0.2, "spectrum": 0.3, "geodesic": 0.4})
+    held = sum(len(group["params"]) for group in task.optimizer.param_groups)
+    assert held == len(list(task.model.parameters()))
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("pixel_mnist", "", "--data is needed: the folder with the four MNIST files"),
+        ("pixel_mnist", "--data nowhere", "nowhere"),
+        ("pixel_mnist", "--data {mnist} --validation 260", "260"),
+        ("pixel_mnist", "--data {mnist} --validation 200 --batch 61", "--batch 61: there are 60 training images"),
+        ("pixel_mnist", "--data {mnist} --pool 3", "--pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14"),
+        ("char_lm", "", "--data is needed: the folder with the Penn Treebank's text files"),
+        ("char_lm", "--data {mnist}", "ptb.train.txt"),
+        ("char_lm", "--data {ptb} --length 4", "no sentence of at most"),
+        ("char_lm", "--data {ptb} --epochs 2 --iterations 3", "--epochs 2 and --iterations 3: give one of the two"),
+        ("adding", "--T 1", "'1' is not an integer of at least 2"),
+        ("adding", "--T 5 --positions pascanu", "T must be at least 10 for positions 'pascanu'"),
+        ("adding", "--T 10 --model lstm --learned-h0", "--learned-h0: not for an lstm"),
+        ("adding", "--T 10 --model rnn --spectrum-prior 1", "--spectrum-prior: for --model factorized, not rnn"),
+        ("adding", "--T 10 --init glorot", "--init glorot with --margin 0.01"),
+        ("adding", "--T 10 --schedule sine", "unknown schedule 'sine'"),
+    ],
+)
+def test_bad_input(
+    task: str, options: str, message: str, tmp_path: Path, mnist: Path, ptb: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(task, *options.format(mnist=mnist, ptb=ptb).split(), "--out", out) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert not out.exists()
+
+
+def test_a_data_folder_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An image file in place of a label file: one line that names it, and no run folder."""
+    for part in ("train", "t10k"):
+        for kind, rank in (("images", 3), ("labels", 1)):
+            (tmp_path / f"{part}-{kind}-idx{rank}-ubyte").write_bytes(struct.pack(">4I", 2051, 0, 28, 28))
+    assert run("pixel_mnist", "--data", tmp_path, "--out", tmp_path / "run") == 2
+    assert "train-" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -1,0 +1,261 @@
+"""What the loop offers every task: accumulation, the profile, epochs, norms through time, refused checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy_task
+from test_kill_resume import records, same
+from torch import Tensor
+from toy_task import DEFAULTS, Toy
+
+from orthokern.training import LoopSettings, RunFolder, load_checkpoint, save_checkpoint, train
+from orthokern.training.loop import _joint_profile
+from orthokern.training.progress import Progress
+
+OPTIONS = ["--iterations", 20, "--threads", 1, "--no-plots"]
+
+
+@pytest.fixture(autouse=True)
+def keep_denormals() -> Iterator[None]:
+    """A run flushes denormal numbers in the whole process; other tests want them as they were."""
+    yield
+    torch.set_flush_denormal(False)
+
+
+def run(*arguments: object) -> int:
+    return toy_task.main([str(argument) for argument in arguments])
+
+
+def go(folder: Path, task: Toy, **settings: Any) -> str:
+    """Trains for twenty iterations; returns what a user sees."""
+    progress = Progress(20, io.StringIO(), every=0.0)
+    loop = LoopSettings(20, 4, 5, False, **settings)
+    assert train(task, RunFolder.create(folder, "toy", task.settings), loop, progress=progress).exit_code == 0
+    return progress.stream.getvalue()  # type: ignore[attr-defined]
+
+
+def task(cls: type[Toy] = Toy, **settings: Any) -> Toy:
+    torch.manual_seed(3)
+    return cls({**DEFAULTS, **settings})
+
+
+# ---- accumulation --------------------------------------------------------------------------------
+
+
+class Threefold(Toy):
+    """Three batches at once."""
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        parts = [super(Threefold, self).next_batch() for _ in range(3)]
+        return torch.cat([x for x, _ in parts], 1), torch.cat([y for _, y in parts], 1)
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
+    """To rounding: the sums over the batch are taken in another order."""
+    small, large = task(), task(Threefold)
+    go(tmp_path / "small", small, accumulate=3, last_step_gradient=True)
+    go(tmp_path / "large", large, last_step_gradient=True)
+    a, b = records(tmp_path / "small"), records(tmp_path / "large")
+    assert [r.keys() for r in a] == [r.keys() for r in b]
+    for x, y in zip(a, b, strict=True):
+        for key in ("loss", "last_error"):
+            assert x[key] == pytest.approx(y[key], rel=1e-12)
+        assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-6)  # computed in float32
+        for key in ("grad_norm_through_time", "last_grad_norm_through_time", "state_norm_through_time"):
+            assert (key in x) == (x["iteration"] % 5 == 1)
+            assert x.get(key, []) == pytest.approx(y.get(key, []), rel=1e-5)  # kept to six digits
+    for p, q in zip(small.model.parameters(), large.model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-12)
+    assert small.batches == large.batches == 60
+    assert load_checkpoint(tmp_path / "small" / "checkpoint.pt")["iteration"] == 20
+
+
+def test_accumulation_is_a_setting_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*OPTIONS, "--out", tmp_path / "run", "--accumulate", 2) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["settings"]["accumulate"] == 2
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["task_state"]["batches"] == 40
+    assert run("--resume", tmp_path / "run", "--accumulate", 3) == 2
+    assert "--accumulate 3: the run to resume has --accumulate 2" in capsys.readouterr().err
+    assert run("--out", tmp_path / "other", "--accumulate", 0) == 2
+
+
+# ---- norms through time --------------------------------------------------------------------------
+
+
+def plain(toy: Toy, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The toy's states h_t and predictions in plain torch, step by step, for dropout 0."""
+    rnn = toy.model.rnn
+    w_ih, w, bias = rnn.get_parameter("weight_ih_l0"), rnn.recurrent_matrix(), rnn.get_parameter("bias_l0")
+    h, states = torch.zeros(x.shape[1], w.shape[0], dtype=x.dtype), []
+    for step in x:
+        h = torch.tanh(h @ w.mT + step @ w_ih.mT + bias)
+        h.retain_grad()
+        states.append(h)
+    return states, toy.model.readout(torch.stack(states))[..., 0]
+
+
+def norms(tensors: list[Any]) -> list[float]:
+    return [torch.linalg.vector_norm(t).item() for t in tensors]
+
+
+def test_norms_through_time(tmp_path: Path) -> None:
+    """Against autograd through a plain loop, of the first iteration's two batches taken as one."""
+    go(tmp_path / "run", task(), accumulate=2, last_step_gradient=True)
+    record = records(tmp_path / "run")[0]
+    fresh = task()
+    parts = [fresh.next_batch() for _ in range(2)]
+    x, target = torch.cat([x for x, _ in parts], 1), torch.cat([y for _, y in parts], 1)
+    states, said = plain(fresh, x)
+    (said - target).square().mean().backward()
+    assert record["state_norm_through_time"] == pytest.approx(norms(states), rel=1e-5)
+    assert record["grad_norm_through_time"] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
+    states, said = plain(fresh, x)
+    (said[-1] - target[-1]).square().mean().backward()
+    expected = norms([h.grad for h in states])
+    assert record["last_grad_norm_through_time"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_looking_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    go(tmp_path / "a", task(dropout=0.3))
+    go(tmp_path / "b", task(dropout=0.3), last_step_gradient=True)
+    a, b = records(tmp_path / "a"), records(tmp_path / "b")
+    assert [r for r in b if "last_grad_norm_through_time" in r] == [b[i] for i in (0, 5, 10, 15)]
+    assert a == [{k: v for k, v in r.items() if k != "last_grad_norm_through_time"} for r in b]
+    assert same(load_checkpoint(tmp_path / "a" / "checkpoint.pt"), load_checkpoint(tmp_path / "b" / "checkpoint.pt"))
+
+
+def test_a_task_without_a_last_step(tmp_path: Path) -> None:
+    toy = task()
+    toy.last_step_loss = lambda batch: None  # type: ignore[assignment,method-assign,return-value]
+    go(tmp_path / "run", toy, last_step_gradient=True)
+    assert not any("last_grad_norm_through_time" in r for r in records(tmp_path / "run"))
+
+
+def test_profiles_of_unequal_lengths() -> None:
+    """Beyond its end a part has no states: it adds nothing there."""
+    parts = [torch.tensor([3.0, 4.0, 2.0]), torch.tensor([4.0, 3.0])]
+    assert _joint_profile(parts, mean=False).tolist() == [5.0, 5.0, 2.0]
+    assert _joint_profile(parts, mean=True).tolist() == [2.5, 2.5, 1.0]
+    assert _joint_profile(parts[:1], mean=True) is parts[0]
+
+
+# ---- epochs --------------------------------------------------------------------------------------
+
+
+def test_epochs(tmp_path: Path) -> None:
+    shown = go(tmp_path / "with", task())
+    assert [r["epoch"] for r in records(tmp_path / "with")] == [i / 8 for i in range(1, 21)]
+    assert "iteration 12/20: epoch 1.50, loss" in shown
+    toy = task()
+    toy.iterations_per_epoch = 7
+    go(tmp_path / "seven", toy)
+    assert records(tmp_path / "seven")[2]["epoch"] == 0.4286
+    toy = task()
+    toy.iterations_per_epoch = None
+    assert "epoch" not in go(tmp_path / "without", toy)
+    assert not any("epoch" in r for r in records(tmp_path / "without"))
+
+
+# ---- the profile ---------------------------------------------------------------------------------
+
+
+class Slow(Toy):
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        time.sleep(0.02)
+        return super().next_batch()
+
+
+def test_a_profile_tells_where_the_time_goes(tmp_path: Path) -> None:
+    shown = go(tmp_path / "run", task(Slow), profile=6)
+    report = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert report["iterations"] == [4, 9]
+    stages, total = report["stages"], report["ms_per_iteration"]
+    assert list(stages) == [
+        "data", "forward", "backward", "clip and step", "diagnose", "evaluate", "record and checkpoint", "other",
+    ]  # fmt: skip
+    assert all(ms > 0 for ms in stages.values())
+    assert sum(stages.values()) == pytest.approx(total)
+    assert 20 <= stages["data"] < total
+    assert stages["other"] < 0.5 * (total - stages["data"])
+    operators = {row["name"]: row for row in report["operators"]}
+    assert report["operator_iterations"] == 3 and operators["orthokern::factored_scan_bwd"]["calls"] == 1
+    times = [row["self_cpu_ms"] for row in report["operators"]]
+    assert times == sorted(times, reverse=True) and times[-1] > 0
+    assert re.search(r"^profile of iterations 4 to 9: [\d.]+ ms per iteration on cpu$", shown, re.M)
+    assert re.search(r"^  data +[\d.]+ ms +[\d.]+ %$", shown, re.M)
+    assert "orthokern::factored_scan_bwd" in shown
+
+
+def test_a_profile_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, options in {"a": [], "b": ["--profile", 5]}.items():
+        assert run(*OPTIONS, "--dropout", 0.2, "--out", tmp_path / name, *options) == 0
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+    a, b = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in "ab")
+    assert same({**a, "settings": None}, {**b, "settings": None})
+    assert "profile of iterations 4 to 8" in capsys.readouterr().out
+    assert run("--resume", tmp_path / "b", "--iterations", 40) == 0
+    assert "profile of" not in capsys.readouterr().out  # asked for once
+
+
+def test_a_profile_of_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--iterations", 3, "--no-plots", "--threads", 1, "--out", tmp_path / "a", "--profile") == 0
+    assert "no profile: training ended within the first 3 iterations" in capsys.readouterr().out
+    assert run("--iterations", 7, "--no-plots", "--threads", 1, "--out", tmp_path / "b", "--profile") == 0
+    assert "profile of iterations 4 to 7" in capsys.readouterr().out
+    assert json.loads((tmp_path / "b" / "profile.json").read_text())["operators"] == []
+
+
+# ---- checkpoints that cannot be used -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2}, "has format version 2, this orthokern reads version 1"),
+        ({"task": "copy"}, "is of the task 'copy', not of 'toy'"),
+        ({"settings": {"hidden": 16}}, "was made with hidden=16, this run has hidden=12"),
+        ({"model": None}, "does not fit this run: .* size mismatch for readout.weight"),
+        ({"optimizer": None}, "does not fit this run"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_checkpoints(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    path = folder / "checkpoint.pt"
+    assert run(*OPTIONS, "--out", folder) == 0
+    payload = load_checkpoint(path)
+    if "settings" in change:
+        change = {"settings": {**payload["settings"], **change["settings"]}}
+    elif change.keys() <= {"model", "optimizer"}:  # of a larger network
+        large = task(hidden=16)
+        change = {key: getattr(large, key).state_dict() for key in change}
+        change["optimizer"] = {"state": {}, "param_groups": []} if "optimizer" in change else payload["optimizer"]
+    save_checkpoint(path, {**payload, **change})
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    capsys.readouterr()
+    assert run("--resume", folder, "--iterations", 30) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"error: checkpoint {re.escape(str(path))} {message}.*\n", error), error
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before  # nothing is lost
+
+
+def test_a_checkpoint_from_before_an_option_existed(tmp_path: Path) -> None:
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    assert run(*OPTIONS, "--iterations", 18, "--out", folder) == 0
+    assert run("--iterations", 30, "--threads", 1, "--no-plots", "--out", whole) == 0
+    payload = load_checkpoint(folder / "checkpoint.pt")
+    del payload["settings"]["accumulate"], payload["rng_of_other_ranks"]
+    save_checkpoint(folder / "checkpoint.pt", payload)
+    assert run("--resume", folder, "--iterations", 30) == 0
+    assert records(folder) == records(whole)

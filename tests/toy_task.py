@@ -1,0 +1,134 @@
+"""A small task with everything that a resumed or shared run has to get right: geodesic bases, RMSprop, a schedule,
+dropout from the global generator, data from the task's own. `python tests/toy_task.py --out DIR` trains it.
+
+The network reads noise and says, at every step, the mean of what it has read. float64: then two ways to round differ by
+so little that any real difference shows. TOY_STRIKE=BATCH,RANK,SIGNAL in the environment: what this rank sends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.errors import InputError
+from orthokern.nn import FactorizedRNN
+from orthokern.optim import optimizer_for
+from orthokern.training import Task, cli
+from orthokern.training.distributed import current_shard
+
+DEFAULTS: cli.Settings = {
+    **cli.RUN_DEFAULTS,
+    "device": "cpu",
+    "iterations": 30,
+    "checkpoint_every": 4,
+    "diagnose_every": 5,
+    "batch": 8,
+    "hidden": 12,
+    "dropout": 0.0,
+    "mistake": None,
+    "dump": None,
+    "preset": None,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, hidden: int, dropout: float, idle: bool) -> None:
+        super().__init__()
+        self.rnn = FactorizedRNN(3, hidden, nonlinearity="tanh", margin=0.1, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+        self.readout = nn.Linear(hidden, 1, dtype=torch.float64)
+        if idle:
+            self.idle = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predictions [T, B] for x [T, B, 3]."""
+        return self.readout(self.dropout(self.rnn(x)[0]))[..., 0]
+
+
+class Toy(Task):
+    name = "toy"
+    time_steps = 9
+    device = torch.device("cpu")
+    iterations_per_epoch = 8
+
+    def __init__(self, settings: cli.Settings) -> None:
+        self.settings = settings
+        shard = current_shard()
+        self.rank = shard.rank
+        self.rows = shard.rows(settings["batch"])
+        self.model: Model = Model(settings["hidden"], settings["dropout"], settings["mistake"] == "idle")
+        self.optimizer = optimizer_for(self.model, lr=3e-3, geodesic_lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda i: 1 / (1 + 0.02 * i))
+        self.generator = torch.Generator().manual_seed(settings["seed"])
+        self.batches = 0
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        self.batches += 1
+        if "TOY_STRIKE" in os.environ:
+            at, rank, number = os.environ["TOY_STRIKE"].split(",")
+            if self.batches == int(at) and self.rank == int(rank):
+                os.kill(os.getpid(), signal.Signals[number])
+        if self.settings["mistake"] == "drift" and self.batches == 7 and self.rank == 1:
+            self.model.rnn.get_parameter("u_l0").data[0, 0] += 1e-15
+        if self.settings["mistake"] == "data" and self.batches == 7 and self.rank == 1:
+            raise InputError("data.gz is truncated")
+        x = torch.randn(self.time_steps, self.settings["batch"], 3, generator=self.generator, dtype=torch.float64)
+        target = x.sum(2).cumsum(0) / torch.arange(1, self.time_steps + 1)[:, None]
+        return x[:, self.rows], target[:, self.rows]
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        x, target = batch
+        error = ((self.model if self.settings["mistake"] == "model" else self.module)(x) - target).square()
+        decay = 1e-3 * self.model.readout.weight.square().sum()  # a parameter used past the forward pass
+        return error.mean() + decay, {"last_error": error[-1].mean().detach()}
+
+    def last_step_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = batch
+        return (self.module(x)[-1] - target[-1]).square().mean()
+
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        return iteration % 6 == 0
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        assert self.rank == 0 and not self.model.training
+        generator = torch.Generator().manual_seed(1000 + iteration)
+        x = torch.randn(self.time_steps, 16, 3, generator=generator, dtype=torch.float64)
+        return {"loss": (self.module(x)[-1] - x.mean(0).sum(1)).square().mean().item()}
+
+    def score(self, evaluation: dict[str, float]) -> float:
+        return -evaluation["loss"]
+
+    def diagnose(self) -> dict[str, Any]:
+        return {"orthogonality_error": self.model.rnn.orthogonality_error()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.batches = state["batches"]
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        if self.settings["dump"] is not None:
+            torch.save(self.model.state_dict(), f"{self.settings['dump']}.{self.rank}")
+        return f"done at {iteration}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = cli.Parser(prog="toy")
+    parser.add_argument("--batch", type=cli.integer(1))
+    parser.add_argument("--hidden", type=cli.integer(1))
+    parser.add_argument("--dropout", type=cli.real(0.0))
+    parser.add_argument("--mistake", help="drift, data, model or idle: what the task does wrong")
+    parser.add_argument("--dump", help="at the end, each rank writes its parameters to this file, '.' and its number")
+    cli.add_run_options(parser, DEFAULTS)
+    return cli.run("toy", parser, DEFAULTS, {}, dict, Toy, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
