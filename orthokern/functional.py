@@ -70,9 +70,9 @@ def factored_scan(
         precision: the least precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
             products) is the default, and what the cpu and reference backends always compute.
         algorithm: "sequential", "chunked" (parallel over chunks of time; activation identity only) or "auto".
-        lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. No work is done on
-            padding where the batch is sorted by falling length (in another order, on some of it). What stands there in
-            x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
+        lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. The cpu backend
+            does no work on padding where the batch is sorted by falling length (in another order, on some of it). What
+            stands there in x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
             Vorontsov et al. 2017 as their released code has it. 0 does not clip.
