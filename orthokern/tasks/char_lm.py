@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,7 +210,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.char_lm", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=Path, metavar="DIR", help="folder with the three text files (needed)")
+    group.add_argument("--data", metavar="DIR", help="folder with the three text files (needed)")
     group.add_argument(
         "--length", type=integer(4), metavar="N", help="leave out sentences of more than N characters (default 75)"
     )

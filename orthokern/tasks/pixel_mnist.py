@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,7 +210,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.pixel_mnist", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=Path, metavar="DIR", help="folder with the four MNIST files (needed)")
+    group.add_argument("--data", metavar="DIR", help="folder with the four MNIST files (needed)")
     group.add_argument("--permuted", action="store_true", help="read the pixels in a random order, the same for all")
     group.add_argument("--permutation-seed", type=integer(0), metavar="N", help="seed of that order (default 0)")
     group.add_argument(
