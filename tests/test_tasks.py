@@ -164,6 +164,14 @@ def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]])
         assert torch.equal(final["model"][name], value), name
 
 
+def test_a_goal_ends_the_run(tmp_path: Path, small: dict[str, list[str]]) -> None:
+    for task, goal in (("pixel_mnist", "1"), ("char_lm", "7")):
+        folder = tmp_path / task
+        assert run(task, *small[task], "--goal", goal, "--out", folder) == 0
+        result = json.loads((folder / "result.json").read_text())
+        assert result["reached"] and result["iteration"] < 30
+
+
 # ---- several processes ---------------------------------------------------------------------------
 
 
@@ -209,6 +217,7 @@ def test_every_model_trains(task: str, model: str, tmp_path: Path, small: dict[s
         "--optimizer sgd --momentum 0 --message-clip 100",
         "--optimizer adam --schedule cosine --lr-decay 0.1 --warmup 2",
         "--nonlinearity oplu --margin 10 --learned-h0",
+        "--nonlinearity prelu --slope 0.7",
         "--preset paper",
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.commandline import Parser, Settings, integer, one_of
+from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import load_ptb
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.errors import InputError
@@ -39,6 +39,7 @@ DEFAULTS: Settings = {
     "lr": 1e-3,
     "geodesic_lr": 1e-3,
     "clip": 1.0,
+    "goal": None,
     "epochs": 20,
     "iterations": None,
     "checkpoint_every": 200,
@@ -155,6 +156,10 @@ class CharLm(RecurrentTask):
     def test(self) -> dict[str, float]:
         return self._evaluate(self.data.test)
 
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        goal = self.settings["goal"]
+        return goal is not None and evaluation["bpc"] <= goal
+
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
 
@@ -222,6 +227,12 @@ def _parser() -> Parser:
         "--released-targets", action="store_true",
         help="count two trivial targets per sentence too, as the code released with the paper does",
     )  # fmt: skip
+    group.add_argument(
+        "--goal",
+        type=real(0.0, exclusive=True, none=True),
+        metavar="BITS",
+        help="stop at this many bits per validation character; none (default none)",
+    )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
     add_network_options(parser, DEFAULTS)

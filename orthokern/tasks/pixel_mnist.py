@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Parser, Settings, integer, one_of
+from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import load_mnist, pixel_permutation
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
@@ -34,6 +34,7 @@ DEFAULTS: Settings = {
     "lr": 1e-3,
     "geodesic_lr": 1e-3,
     "clip": 1.0,
+    "goal": None,
     "epochs": 20,
     "iterations": None,
     "checkpoint_every": 200,
@@ -161,6 +162,10 @@ class PixelMnist(RecurrentTask):
     def test(self) -> dict[str, float]:
         return self._evaluate(self.test_set)
 
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        goal = self.settings["goal"]
+        return goal is not None and 100.0 * evaluation["accuracy"] >= goal
+
     def score(self, evaluation: dict[str, float]) -> float:
         return evaluation["accuracy"]
 
@@ -200,6 +205,7 @@ examples:
   python -m orthokern.tasks.pixel_mnist --data mnist --permuted           in an order drawn once
   python -m orthokern.tasks.pixel_mnist --data mnist --preset paper --margin 0.1 --epochs 20
   python -m orthokern.tasks.pixel_mnist --data mnist --nonlinearity oplu --margin 0
+  python -m orthokern.tasks.pixel_mnist --data mnist --gain 1.05 --margin 0       (section 3.1.3)
   python -m orthokern.tasks.pixel_mnist --data mnist --preset paper-lstm
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
@@ -221,6 +227,12 @@ def _parser() -> Parser:
         type=integer(1),
         metavar="N",
         help="average squares of N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14 (default 1)",
+    )
+    group.add_argument(
+        "--goal",
+        type=real(0.0, exclusive=True, maximum=100.0, none=True),
+        metavar="PERCENT",
+        help="stop at this validation accuracy; none (default none)",
     )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
