@@ -266,6 +266,7 @@ examples:
   python -m orthokern.tasks.copy --T 1000 --margin 0.1 --seed 3   another margin, another seed
   python -m orthokern.tasks.copy --T 200 --margin none            singular values without bounds
   python -m orthokern.tasks.copy --T 200 --nonlinearity tanh      with a non-linearity
+  python -m orthokern.tasks.copy --T 1000 --margin 0.3 --nonlinearity prelu --slope 0.7
   python -m orthokern.tasks.copy --T 1000 --preset paper          the paper's hyper-parameters (slow)
   python -m orthokern.tasks.copy --T 10000 --out runs/a           choose the run folder ...
   python -m orthokern.tasks.copy --resume runs/a                  ... and go on with it after Ctrl-C

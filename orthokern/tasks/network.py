@@ -24,6 +24,7 @@ NETWORK_DEFAULTS: Settings = {
     "model": "factorized",
     "hidden": 128,
     "nonlinearity": "tanh",
+    "slope": 0.25,
     "gain": 1.0,
     "margin": 0.1,
     "spectrum_map": "sigmoid",
@@ -57,6 +58,12 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         type=one_of("nonlinearity", NONLINEARITIES),
         metavar="NAME",
         help=f"{', '.join(NONLINEARITIES)} {default('nonlinearity')}; an lstm has its own",
+    )
+    group.add_argument(
+        "--slope",
+        type=real(),
+        metavar="X",
+        help=f"of leaky_relu, and of prelu at the start, for negative values {default('slope')}",
     )
     group.add_argument(
         "--gain",
@@ -156,6 +163,7 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
     common: dict[str, Any] = {
         "learned_h0": settings["learned_h0"],
         "gain": settings["gain"],
+        "negative_slope": settings["slope"],
         "message_clip": settings["message_clip"] or 0.0,
         "backend": backend,
     }
@@ -179,6 +187,9 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
             init=settings["init"],
             **common,
         )
+    if settings["nonlinearity"] == "prelu" and settings["model"] not in LSTMS:
+        with torch.no_grad():
+            rnn.get_parameter("slope_l0").fill_(settings["slope"])
     return rnn.to(device)
 
 
