@@ -69,10 +69,12 @@ def factored_scan(
         backend: see the module's docstring.
         precision: the least precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
             products) is the default, and what the cpu and reference backends always compute.
-        algorithm: "sequential", "chunked" (parallel over chunks of time; activation identity only) or "auto".
+        algorithm: "sequential", "chunked" (parallel over chunks of time; for activation identity without message_clip)
+            or "auto".
         lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. The cpu backend
-            does no work on padding where the batch is sorted by falling length (in another order, on some of it). What
-            stands there in x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
+            does no work on padding where the batch is sorted by falling length (in another order, on some of it); the
+            GPU kernels stop where the longest of the few sequences that they run together does. What stands on padding
+            in x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
             Vorontsov et al. 2017 as their released code has it. 0 does not clip.
@@ -97,9 +99,9 @@ def factored_scan(
     check.has_shape("s", check.is_tensor("s", s), (K,), "[K]")
     check.same_kind("s", s, "u", u)
     x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
-    check.scan_choices(precision, algorithm, activation)
     check.scan_lengths(lengths, x)
     check.scan_clip(message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip)
     return ops.factored_scan.factored_scan(
         x, u, s, v, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
@@ -145,9 +147,9 @@ def dense_scan(
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     check.is_float("w", w)
     x, h0 = check.scan_inputs(x, w.shape[0], h0, weight, bias, activation, act_param, checkpoint_every, "w", w)
-    check.scan_choices(precision, algorithm, activation)
     check.scan_lengths(lengths, x)
     check.scan_clip(message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip)
     return ops.dense_scan.dense_scan(
         x, w, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
