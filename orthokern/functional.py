@@ -31,6 +31,7 @@ __all__ = [
     "modrelu",
     "oplu",
     "prelu",
+    "skew_exp",
     "spectrum",
 ]
 
@@ -255,6 +256,34 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
             ops.cayley.check_finite("m", m)
             ops.cayley.check_finite("g", g)
     return ops.cayley.cayley(m, g, lr, backend=backend)
+
+
+def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """exp(A) of the skew part A = (X - X^T) / 2 of every matrix: an orthogonal matrix of determinant 1.
+
+    For a skew x that is exp(x); whatever symmetric part x has (rounding, say) plays no role. No word to the host on a
+    GPU. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
+
+    Args:
+        x: [..., N, N], float32 or float64.
+        backend: see the module's docstring.
+
+    Returns:
+        [..., N, N], orthogonal to rounding. Differentiable in x, with a skew gradient. NaN for a matrix that holds NaN
+        or infinity, or whose |A|_2 is above 768 (float64: 279).
+
+    Raises:
+        InputError: a wrong shape or dtype.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    check.is_tensor("x", x)
+    if x.ndim < 2 or 0 in x.shape or x.shape[-1] != x.shape[-2]:
+        raise InputError(f"x has shape {list(x.shape)}: accepted is [..., N, N], nothing empty")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"x has dtype {dtype_name(x.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
+        )
+    return ops.skew_exp.skew_exp(x, backend=backend)
 
 
 def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend: str | None = None) -> Tensor:
