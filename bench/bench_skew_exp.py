@@ -1,7 +1,7 @@
 """The exponential of a skew matrix and its gradient against torch.matrix_exp with autograd.
 
-Forward and backward together, float32, as a recurrence with the matrix exp(A) takes them every iteration. A is dense, as
-it is after some training, with angles up to pi.
+Forward and backward together, float32, as a recurrence with the matrix exp(A) takes them every iteration. A is dense,
+as it is after some training, with angles up to pi.
 """
 
 from __future__ import annotations
