@@ -276,8 +276,9 @@ def optimizer_for(
     if groups:
         parts["euclidean"] = euclidean(groups, lr=lr, **euclidean_kwargs)
     for module in model.modules():
-        if hasattr(module, "track_optimizer"):
-            module.track_optimizer(parts["euclidean"])
+        track = getattr(module, "track_optimizer", None)
+        if callable(track):
+            track(parts["euclidean"])
     return CombinedOptimizer(parts)
 
 
