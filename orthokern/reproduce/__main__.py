@@ -8,13 +8,14 @@ from pathlib import Path
 
 from orthokern.commandline import Parser, Settings, device, integer
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce import vorontsov
+from orthokern.reproduce import oinit, vorontsov
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
 EXPERIMENTS = {experiment.name: experiment for experiment in vorontsov.EXPERIMENTS}
+STUDIES = {study.name: study for study in oinit.STUDIES}
 
 DESCRIPTION = """\
 Train what a table or figure of a paper needs, and set our numbers beside the published ones.
@@ -26,9 +27,10 @@ command, given again, only does what is missing. Runs that two experiments share
 
 def _epilog() -> str:
     listed = "\n".join(
-        f"  {name:<9} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
+        f"  {name:<12} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
         for name, experiment in EXPERIMENTS.items()
     )
+    listed += "".join(f"\n  {name:<12} {study.source}: {study.title}" for name, study in STUDIES.items())
     return f"""\
 experiments:
 {listed}
@@ -111,8 +113,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = _parser().parse(arguments)
         name = given["experiment"]
-        if name not in EXPERIMENTS:
-            raise unknown_name("experiment", name, tuple(EXPERIMENTS))
+        if name not in EXPERIMENTS and name not in STUDIES:
+            raise unknown_name("experiment", name, (*EXPERIMENTS, *STUDIES))
+        if name in STUDIES:
+            files = STUDIES[name].make(given, sys.stdout)
+            print(files[0].read_text())
+            print("written: " + ", ".join(str(file) for file in files))
+            return 0
         experiment = EXPERIMENTS[name]
         plan = _plan(experiment, given)
         runs = _chosen(experiment, given.get("only"))

@@ -129,10 +129,10 @@ def check_network(settings: Settings) -> None:
         raise InputError(f"--rank {settings['rank']}: at most --hidden, which is {settings['hidden']}")
     if settings["nonlinearity"] == "oplu" and settings["hidden"] % 2:
         raise InputError(f"--hidden {settings['hidden']}: --nonlinearity oplu works on pairs, give an even number")
-    if settings["model"] == "factorized" and settings["init"] == "glorot" and settings["margin"] is not None:
+    if settings["model"] == "factorized" and settings["init"] in init.UNCONSTRAINED and settings["margin"] is not None:
         raise InputError(
-            f"--init glorot with --margin {settings['margin']:g}: a Glorot matrix has singular values from 0 to 2, "
-            "give --margin none"
+            f"--init {settings['init']} with --margin {settings['margin']:g}: a Glorot matrix has singular values "
+            "from 0 to 2, give --margin none"
         )
     lstm = settings["model"] in LSTMS
     if settings["model"] != "factorized" and settings.get("spectrum_prior"):
