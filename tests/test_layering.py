@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"init", "penalties", "optim", "data"},
     {"diagnostics"},
     {"nn"},
+    {"parametrize"},
     {"training"},
     {"tasks"},
     {"reproduce"},
