@@ -53,6 +53,20 @@ ScanArgs scan_args(const py::dict& d) {
   return a;
 }
 
+GruArgs gru_args(const py::dict& d) {
+  GruArgs a{};
+  a.B = number(d, "B"), a.T = number(d, "T"), a.N = number(d, "N");
+  a.dtype = static_cast<int>(number(d, "dtype")), a.threads = static_cast<int>(number(d, "threads"));
+  a.kanai = static_cast<int>(number(d, "kanai"));
+  a.w = address<void>(d, "w"), a.h0 = address<void>(d, "h0"), a.x = address<void>(d, "x"), a.bias = address<void>(d, "bias");
+  a.hs = address<void>(d, "hs"), a.gates = address<void>(d, "gates"), a.pre = address<void>(d, "pre");
+  a.grad_hs = address<void>(d, "grad_hs"), a.saved_hs = address<void>(d, "saved_hs");
+  a.saved_gates = address<void>(d, "saved_gates"), a.saved_pre = address<void>(d, "saved_pre");
+  a.grad_x = address<void>(d, "grad_x"), a.factor = address<void>(d, "factor");
+  a.grad_h0 = address<void>(d, "grad_h0"), a.grad_norm = address<void>(d, "grad_norm");
+  return a;
+}
+
 ActivationArgs activation_args(const py::dict& d) {
   ActivationArgs a{};
   a.rows = number(d, "rows"), a.N = number(d, "N");
@@ -123,6 +137,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("factored_scan_bwd", [](const py::dict& d) { run(cpu_kernels().factored_scan_bwd, scan_args(d)); });
   m.def("dense_scan_fwd", [](const py::dict& d) { run(cpu_kernels().dense_scan_fwd, scan_args(d)); });
   m.def("dense_scan_bwd", [](const py::dict& d) { run(cpu_kernels().dense_scan_bwd, scan_args(d)); });
+  m.def("gru_scan_fwd", [](const py::dict& d) { run(cpu_kernels().gru_scan_fwd, gru_args(d)); });
+  m.def("gru_scan_bwd", [](const py::dict& d) { run(cpu_kernels().gru_scan_bwd, gru_args(d)); });
   m.def("activation_fwd", [](const py::dict& d) { run(cpu_kernels().activation_fwd, activation_args(d)); });
   m.def("activation_bwd", [](const py::dict& d) { run(cpu_kernels().activation_bwd, activation_args(d)); });
   m.def("linear_cross_entropy_fwd", [](const py::dict& d) { run(cpu_kernels().linear_cross_entropy_fwd, linear_cross_entropy_args(d)); });

@@ -336,6 +336,72 @@ def dense_scan_bwd(
     )
 
 
+def gru_scan_fwd(
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.gru_scan`."""
+    sizes, ready = _gru_inputs(w, h0, variant, x.shape[0])
+    dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
+    hs, gates = _new(t, b, n, dtype=dtype), _new(t, b, 3 * n, dtype=dtype)
+    pre = None if variant == "kanai" else _new(t, b, n, dtype=dtype)
+    inputs = {**ready, "x": _ready(x, dtype, "x"), "bias": _ready(bias, dtype, "bias")}
+    _call(_C.gru_scan_fwd, sizes, {**inputs, "hs": hs, "gates": gates, "pre": pre})
+    return hs, gates, hs.new_empty(0) if pre is None else pre
+
+
+def gru_scan_bwd(
+    grad_hs: Tensor,
+    hs: Tensor,
+    gates: Tensor,
+    pre: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    *,
+    variant: str,
+    need_params: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.gru_scan`."""
+    sizes, ready = _gru_inputs(w, h0, variant, grad_hs.shape[0])
+    dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
+    kanai = variant == "kanai"
+    saved = {"grad_hs": grad_hs, "saved_hs": hs, "saved_gates": gates, "saved_pre": None if kanai else pre}
+    grad_x, factor = _new(t, b, 3 * n, dtype=dtype), _new(t, b, n, dtype=dtype)
+    grad_h0, grad_norm = torch.empty(b, n, dtype=dtype), torch.empty(t, dtype=dtype)
+    results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
+    tensors = {**ready, **{name: _ready(tensor, dtype, name) for name, tensor in saved.items()}, **results}
+    _call(_C.gru_scan_bwd, sizes, tensors)
+    empty = torch.empty(0, dtype=dtype)
+    if not need_params:
+        return grad_x, empty, grad_h0, empty, grad_norm
+    rows, rows_n = grad_x.view(t * b, 3 * n), factor.view(t * b, n)
+    grad_w = torch.empty(3 * n, n, dtype=dtype)
+
+    def product(to: Tensor, left: Tensor) -> None:
+        """to = sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
+        torch.mm(left[:b].mT, h0, out=to)
+        to.addmm_(left[b:].mT, hs.view(t * b, n)[:-b])
+
+    if kanai:
+        product(grad_w[: 2 * n], rows[:, : 2 * n])
+        torch.mm(rows[:, 2 * n :].mT, rows_n, out=grad_w[2 * n :])
+    else:
+        product(grad_w[: 2 * n], rows[:, : 2 * n])
+        product(grad_w[2 * n :], rows_n)
+    if bias is None:
+        return grad_x, grad_w, grad_h0, empty, grad_norm
+    grad_bias = rows.sum(0)
+    if not kanai:
+        grad_bias[2 * n :] = rows_n.sum(0)
+    return grad_x, grad_w, grad_h0, grad_bias, grad_norm
+
+
+def _gru_inputs(w: Tensor, h0: Tensor, variant: str, steps: int) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+    b, n = h0.shape
+    sizes = {"B": b, "T": steps, "N": n, "dtype": _DTYPES[h0.dtype], "kanai": int(variant == "kanai")}
+    return sizes, {"w": _ready(w, h0.dtype, "w"), "h0": _ready(h0, h0.dtype, "h0")}
+
+
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
     """See :mod:`orthokern.ops.activations`."""
     x = _ready(x, x.dtype, "x")  # type: ignore[assignment]

@@ -23,16 +23,19 @@ from orthokern.errors import InputError, unknown_name
 
 __all__ = [
     "INITS",
+    "SKEW_INITS",
     "LearnedOrthogonality",
     "cayley_",
     "glorot_",
     "glorot_uniform_",
     "haar_orthogonal_",
+    "haar_rotation_",
     "henaff_",
     "identity_",
     "initialize_",
     "learned_",
     "learned_orthogonal_",
+    "skew_generator_",
 ]
 
 
@@ -455,3 +458,57 @@ def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Gen
     u.copy_(u64)
     s.fill_(1.0)
     v.copy_(v64)
+
+
+SKEW_INITS = ("henaff", "cayley", "torus", "identity")
+
+
+@torch.no_grad()
+def skew_generator_(t: Tensor, name: str, generator: torch.Generator | None = None) -> Tensor:
+    """Fill t with a strictly lower triangular L whose A = L - L^T has the blocks (0, s; -s, 0) of an initialisation.
+
+    For recurrences with the matrix exp(A): each block turns its plane by the angle s.
+
+    henaff: s ~ U(-pi, 0), as expRNN's first release and nnRNN's draw it. torus: s ~ U(-pi, pi), uniform on the maximal
+    torus of rotations, as geotorch and the later expRNN have it (there also under the name "henaff"); the eigenvalue
+    pairs exp(+-is) have one law for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of `cayley_` put through
+    the exponential, as expRNN and nnRNN do: angles in (-1, 0), where `cayley_` turns by u. identity: s = 0.
+
+    Args:
+        t: [..., N, N] float; an odd N ends in a zero block of side one.
+        name: one of SKEW_INITS.
+        generator: CPU generator, or None for torch's global one.
+
+    Returns:
+        t. Raises InputError for a matrix that is not square or an unknown name.
+    """
+    _check(t, "skew_generator_", square=True)
+    if name not in SKEW_INITS:
+        raise unknown_name("init", name, SKEW_INITS)
+    if t.is_meta:
+        return t
+    n, shape = t.shape[-1], (*t.shape[:-2], t.shape[-1] // 2)
+    if name == "henaff":
+        s = _uniform(shape, -math.pi, 0.0, generator)
+    elif name == "torus":
+        s = _uniform(shape, -math.pi, math.pi, generator)
+    elif name == "cayley":
+        s = -(_uniform(shape, 0.0, math.pi / 2, generator) / 2).tan()
+    else:
+        s = torch.zeros(shape, dtype=torch.float64, device="cpu")
+    lower = torch.zeros(t.shape, dtype=torch.float64, device="cpu")
+    even = torch.arange(0, n - 1, 2, device="cpu")
+    lower[..., even + 1, even] = -s
+    return t.copy_(lower)
+
+
+@torch.no_grad()
+def haar_rotation_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill t [..., N, N] with Haar-distributed rotations: orthogonal matrices of determinant +1, the ones that are an
+    exponential of a skew matrix. `haar_orthogonal_` has both signs."""
+    _check(t, "haar_rotation_", square=True)
+    if t.is_meta:
+        return t
+    q = _haar(tuple(t.shape), generator)
+    q[..., 0] *= torch.linalg.det(q).sign().unsqueeze(-1)
+    return t.copy_(q)

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from orthokern.errors import InputError, unknown_name
 
-__all__ = ["LAYERS", "OrthogonalPenalty", "composite_weight_decay", "orthogonal_penalty", "spectrum_prior"]
+__all__ = [
+    "LAYERS",
+    "OrthogonalPenalty",
+    "composite_weight_decay",
+    "modulus_penalty",
+    "orthogonal_penalty",
+    "spectrum_prior",
+    "triangular_decay",
+]
 
 LAYERS = ("recurrent", "input", "feedforward")
 
@@ -34,6 +42,61 @@ class HasRecurrentMatrices(Protocol):
     def recurrent_matrices(self) -> list[Tensor]:
         """W [N, N] of every recurrence, differentiable."""
         ...
+
+
+@runtime_checkable
+class HasSchurForms(Protocol):
+    """A module with recurrences in Schur form; orthokern.nn.NonNormalRNN is one."""
+
+    def moduli(self) -> list[Tensor]:
+        """gamma [ceil(N / 2)] of every recurrence, differentiable."""
+        ...
+
+    def triangles(self) -> list[Tensor]:
+        """T [N, N] of every recurrence as far as it acts, differentiable; empty where there is none."""
+        ...
+
+
+def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
+    """The sum of (gamma_i - 1)^2, or of |gamma_i - 1|, over all Schur forms in a module: eigenvalues near the circle.
+
+    Kerg et al. 2019 (nnRNN) add delta times the former; the reproducibility report of 2019, section 5, also the latter.
+
+    Args:
+        module: a NonNormalRNN, or any module that contains some.
+        norm: "l2" for squares, "l1" for magnitudes.
+
+    Returns:
+        The sum, a 0-dim tensor with a gradient for the moduli.
+
+    Raises:
+        InputError: a module without a Schur form, or an unknown norm.
+    """
+    if norm not in ("l1", "l2"):
+        raise unknown_name("norm", norm, ("l1", "l2"))
+    found = [gamma - 1 for part in module.modules() if isinstance(part, HasSchurForms) for gamma in part.moduli()]
+    values = [off.square().sum() if norm == "l2" else off.abs().sum() for off in found]
+    return _total(values, module, "Schur form; accepted: a NonNormalRNN")
+
+
+def triangular_decay(module: nn.Module) -> Tensor:
+    """The sum of ||T||_F^2 over all Schur forms in a module: the non-normal part is kept small.
+
+    nnRNN trains with an optimizer's weight_decay = c on T alone, which adds c T to the gradient: c / 2 times this.
+
+    Args:
+        module: a NonNormalRNN, or any module that contains some.
+
+    Returns:
+        The sum, a 0-dim tensor with a gradient for T.
+
+    Raises:
+        InputError: a module without a Schur form.
+    """
+    values = [
+        t.square().sum() for part in module.modules() if isinstance(part, HasSchurForms) for t in part.triangles()
+    ]
+    return _total(values, module, "Schur form; accepted: a NonNormalRNN")
 
 
 def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:

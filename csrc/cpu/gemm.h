@@ -22,6 +22,8 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
+constexpr int kMaxSegments = 3;
+
 // One stretch of the depth: `depth` columns of a blocked matrix, blocks `block` elements apart, at its first row.
 template <class T>
 struct Segment {
@@ -224,7 +226,7 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
     const T* next = p + take < panels ? w.panel(p + take) : w.panel(0);
     for (int i = 0, row = 0; i < tiles; i++) {
       const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
-      Segment<T> at[2];
+      Segment<T> at[kMaxSegments];
       for (int s = 0; s < segment_count; s++) at[s] = {segments[s].a + row * L, segments[s].block, segments[s].depth};
       TileKernel<T> kernel;
       if (narrow) kernel = tile_kernel_for_rows<T, 0, false>(count);

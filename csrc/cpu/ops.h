@@ -50,6 +50,33 @@ struct ScanArgs {
   void* grad_norm;       // [T]: |dL/dh_t| over batch and units
 };
 
+// gru_scan, forward and backward. Blocks of 3N in the order reset gate r, update gate z, candidate n.
+struct GruArgs {
+  int64_t B, T, N;
+  int dtype, threads;
+  int kanai;         // 1: the reset gate before W_n; 0: after, as torch has it
+  const void* w;     // [3N, N]
+  const void* h0;    // [B, N]
+  const void* x;     // [T, B, 3N]       (forward)
+  const void* bias;  // [3N] or null     (forward)
+
+  // forward results
+  void* hs;     // [T, B, N]
+  void* gates;  // [T, B, 3N]
+  void* pre;    // [T, B, N]: W_n h_{t-1} + b_n; null for kanai
+
+  // backward: what comes in
+  const void* grad_hs;      // [T, B, N]
+  const void* saved_hs;     // [T, B, N]
+  const void* saved_gates;  // [T, B, 3N]
+  const void* saved_pre;    // [T, B, N] or null
+  // and the results
+  void* grad_x;     // [T, B, 3N]
+  void* factor;     // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
+  void* grad_h0;    // [B, N]
+  void* grad_norm;  // [T]: |dL/dh_t| over batch and units
+};
+
 struct ActivationArgs {
   int64_t rows, N;
   int dtype, activation, threads;

@@ -20,14 +20,16 @@ namespace orthokern {
   bool factored_scan_bwd(const ScanArgs&);                       \
   bool dense_scan_fwd(const ScanArgs&);                          \
   bool dense_scan_bwd(const ScanArgs&);                          \
+  bool gru_scan_fwd(const GruArgs&);                             \
+  bool gru_scan_bwd(const GruArgs&);                             \
   bool activation_fwd(const ActivationArgs&);                    \
   bool activation_bwd(const ActivationArgs&);                    \
   bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&);  \
   bool cayley(const CayleyArgs&);                                \
   }
 #define ORTHOKERN_TABLE(isa)                                                                                                      \
-  {#isa, isa::factored_scan_fwd, isa::factored_scan_bwd, isa::dense_scan_fwd, isa::dense_scan_bwd, isa::activation_fwd, \
-   isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::cayley}
+  {#isa, isa::factored_scan_fwd, isa::factored_scan_bwd, isa::dense_scan_fwd, isa::dense_scan_bwd, isa::gru_scan_fwd,   \
+   isa::gru_scan_bwd, isa::activation_fwd, isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::cayley}
 
 ORTHOKERN_DECLARE(baseline)
 #if ORTHOKERN_HAVE_AVX2

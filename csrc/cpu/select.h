@@ -15,6 +15,8 @@ struct CpuKernels {
   bool (*factored_scan_bwd)(const ScanArgs&);
   bool (*dense_scan_fwd)(const ScanArgs&);
   bool (*dense_scan_bwd)(const ScanArgs&);
+  bool (*gru_scan_fwd)(const GruArgs&);
+  bool (*gru_scan_bwd)(const GruArgs&);
   bool (*activation_fwd)(const ActivationArgs&);
   bool (*activation_bwd)(const ActivationArgs&);
   bool (*linear_cross_entropy_fwd)(const LinearCrossEntropyArgs&);

@@ -489,7 +489,7 @@ class RNN(_Recurrent):
         gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). No parameter changes
             its meaning: recurrent_matrix() and state_dict() are without it.
 
-    A PackedSequence costs nothing for its padding on the cpu and reference backends.
+    The cpu backend does no work on the padding of a PackedSequence.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
     bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for.

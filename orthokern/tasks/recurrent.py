@@ -103,6 +103,7 @@ class RecurrentTask(Task):
     """
 
     model: nn.Module
+    loss_label = "cross-entropy (nats)"
     goal: float | None = None  # accuracy to reach, a fraction, drawn into the plot
 
     def __init__(self, settings: Settings, classes: int) -> None:
@@ -145,7 +146,14 @@ class RecurrentTask(Task):
         title = f"{self.name}, {self.title()}"
         margin = self.settings["margin"] if self.settings["model"] == "factorized" else None
         drawn = [
-            plots.plot_learning(records, folder / "learning.png", baseline=self.baseline, goal=self.goal, title=title),
+            plots.plot_learning(
+                records,
+                folder / "learning.png",
+                baseline=self.baseline,
+                goal=self.goal,
+                title=title,
+                loss_label=self.loss_label,
+            ),
             plots.plot_spectrum(records, folder / "spectrum.png", margin=margin, title=title),
             plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
             plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),

@@ -1,0 +1,346 @@
+// gru_scan on the CPU: the equations are in orthokern/ops/gru_scan.py, those of the backward in Note [GRU scan backward] of the reference.
+//
+// As in scan.h a thread owns rows of the batch for the whole sequence, and a group of at most kGroupRows of them at a time keeps its state
+// blocked in the caches. Threads meet nowhere: what is summed over sequences (the gradients of weights and biases) is left to products over
+// all steps afterwards, for which the backward writes the one factor that nobody has yet.
+//
+//              forward                                          backward, from the last step
+//   kanai      r, m = r*h  <- epilogue of h  W_r^T              d_r                    <- epilogue of d_n W_n
+//              z           <- epilogue of h  W_z^T              ghat, d_z, d_n of t-1  <- epilogue of [d_r d_z] [W_r; W_z]
+//              n, h        <- epilogue of m  W_n^T
+//   torch      r, z        <- epilogues, as above               d_r, d_z, d_q, d_n of t-1 <- epilogue of [d_r d_z d_q] [W_r; W_z; W_n]
+//              q, n, h     <- epilogue of h  W_n^T
+//
+// Every gate is finished a panel of 2 L columns at a time, while the product's result is in the nearest cache. Weights are packed once a call.
+// Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
+#include "cpu/gemm.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/vmath.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+namespace {
+
+constexpr int kGruGroupRows = 104;           // of a group: its state stays in L2 whatever the batch
+constexpr size_t kWeightBytes = 1 << 20;     // of one matrix: larger ones do not stay in L2
+constexpr int64_t kGruStreamBytes = 8 << 20;  // gates larger than this go past the caches
+
+// 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
+template <class T>
+ORTHOKERN_INLINE V<T> sigmoid(V<T> x) {
+  const V<T> one = splat<T>(1);
+  return quotient(one, one + vexp<T>(-x));
+}
+
+template <class T>
+struct GruPlan {
+  const GruArgs* args;
+  int B, N, threads;
+  bool stream;             // write gates past the caches
+  Packed<T> gate[3];       // forward [N, N]: W_r^T, W_z^T, W_n^T
+  Packed<T> back, back_n;  // backward: [2N or 3N, N] W_r, W_z (, W_n); kanai: [N, N] W_n
+  Scratch<T> bias;         // [3][round_up(N)]
+
+  int padded() const { return round_up(N, kLanes<T>); }
+  int blocks() const { return padded() / kLanes<T>; }
+  int lanes(int b) const { return N - b * kLanes<T> < kLanes<T> ? N - b * kLanes<T> : kLanes<T>; }
+};
+
+template <class T>
+struct GruCall {
+  GruPlan<T> plan;
+  Scratch<double> norms;  // [threads][T]: sums of squares of ghat_t
+  bool backward, failed;
+};
+
+// Weights that do not fit into L2 come from further away in every product. Where one register tile has all rows, a panel is read once and
+// gemm.h fetches nothing: the panels are fetched here, kAhead vectors before they are used.
+template <class T>
+void fetch_weights(Errands<T>* errands, const Packed<T>& w, int R) {
+  constexpr int L = kLanes<T>, kAhead = 128;
+  const int vectors = (2 * w.panel_count() - (w.narrow(w.panel_count() - 1) ? 1 : 0)) * w.depth;
+  if (R > kMaxRows / 2 && R <= kMaxRows && static_cast<size_t>(vectors) * kVectorBytes > kWeightBytes)
+    errands->fetch(w.panel(0) + kAhead * L, L, 0, vectors - kAhead, 1);
+}
+
+template <class T>
+ORTHOKERN_INLINE V<T> read(const T* from, int count) {
+  return count == kLanes<T> ? load(from) : load_part(from, count);
+}
+template <class T>
+ORTHOKERN_INLINE void write(T* to, V<T> v, int count, bool stream) {
+  if (stream) store_stream(to, v);
+  else if (count == kLanes<T>) store(to, v);
+  else store_part(to, v, count);
+}
+
+// Rows [R] of a row-major matrix, blocked.
+template <class T>
+void block_rows(const GruPlan<T>& plan, const T* from, int R, T* to) {
+  constexpr int L = kLanes<T>;
+  for (int b = 0; b < plan.blocks(); b++)
+    for (int r = 0; r < R; r++) store(to + (static_cast<ptrdiff_t>(b) * R + r) * L, read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
+}
+
+template <class T, bool KANAI>
+bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
+  constexpr int L = kLanes<T>;
+  const GruArgs& args = *plan.args;
+  const ptrdiff_t N = plan.N, block = static_cast<ptrdiff_t>(R) * L;
+  const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;  // a product writes whole panels
+  Scratch<T> state, next, acc, m, z;                                      // [N/L][R][L] each
+  if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !m.allocate(size) || !z.allocate(size)) return false;
+  block_rows(plan, static_cast<const T*>(args.h0) + row0 * N, R, state.get());
+  const bool stream = plan.stream;
+
+  for (int64_t t = 0; t < args.T; t++) {
+    const ptrdiff_t row = t * plan.B + row0;
+    const T* x = static_cast<const T*>(args.x) + row * 3 * N;
+    T* gates = static_cast<T*>(args.gates) + row * 3 * N;
+    T* hs = static_cast<T*>(args.hs) + row * N;
+    T* pre = KANAI ? nullptr : static_cast<T*>(args.pre) + row * N;
+    const T* x_next = x + static_cast<ptrdiff_t>(plan.B) * 3 * N;
+    const Segment<T> from_h = {state, block, plan.N}, from_m = {m, block, plan.N};
+    T *h = state, *h_new = next;
+
+    // fn(block, count of lanes, row, element of blocked matrices) for all rows of some blocks.
+    auto each = [&](int first, int last, const auto& fn) {
+      for (int b = first; b < last && b < plan.blocks(); b++) {
+        const int count = plan.lanes(b);
+        ptrdiff_t at = b * block;
+        if (count == L)
+          for (int r = 0; r < R; r++, at += L) fn(b, L, r, at);
+        else
+          for (int r = 0; r < R; r++, at += L) fn(b, count, r, at);
+      }
+    };
+    // What the next step reads first is fetched during this one, a third with each product.
+    Errands<T> errands[3];
+    if (t + 1 < args.T)
+      for (int g = 0; g < 3; g++) errands[g].fetch(x_next + g * N, 3 * N, L, R, plan.blocks());
+    if (!stream)
+      for (int g = 0; g < 3; g++) errands[g].fetch(gates + g * N, 3 * N, L, R, plan.blocks());
+    errands[2].fetch(hs, N, L, R, plan.blocks());
+    for (int g = 0; g < 3; g++) fetch_weights(&errands[g], plan.gate[g], R);
+
+    multiply<T>(&from_h, 1, plan.gate[0], R, acc, block, &errands[0], [&](int first, int last) {
+      each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        const ptrdiff_t to = r * 3 * N + b * L;
+        const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + b * L));
+        write(gates + to, gate, count, stream);
+        store(m + at, KANAI ? gate * load(h + at) : gate);
+      });
+    });
+    multiply<T>(&from_h, 1, plan.gate[1], R, acc, block, &errands[1], [&](int first, int last) {
+      each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        const ptrdiff_t to = r * 3 * N + N + b * L;
+        const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + plan.padded() + b * L));
+        write(gates + to, gate, count, stream);
+        store(z + at, gate);
+      });
+    });
+    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R, acc, block, &errands[2], [&](int first, int last) {
+      each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        const ptrdiff_t to = r * 3 * N + 2 * N + b * L;
+        const V<T> q = load(acc + at) + load(plan.bias + 2 * plan.padded() + b * L);
+        if (!KANAI) write(pre + r * N + b * L, q, count, false);
+        const V<T> n = vtanh<T>(read(x + to, count) + (KANAI ? q : load(m + at) * q));
+        write(gates + to, n, count, stream);
+        // h = n + z (h' - n), in the form of the definition: exact at z = 0 and z = 1
+        const V<T> gate = load(z + at), now = gate * load(h + at) + (splat<T>(1) - gate) * n;
+        store(h_new + at, now);
+        write(hs + r * N + b * L, now, count, false);
+      });
+    });
+    state.swap(next);
+  }
+  if (stream) stream_fence();
+  return true;
+}
+
+template <class T, bool KANAI>
+bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
+  constexpr int L = kLanes<T>;
+  const GruArgs& args = *plan.args;
+  const ptrdiff_t N = plan.N, block = static_cast<ptrdiff_t>(R) * L;
+  const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
+  // direct: the part of ghat_{t-1} that needs no product; d_z and d_r of two steps, because a product still reads those of the one after.
+  Scratch<T> acc, direct, d_n, d_r[2], d_z[2], d_q[2];
+  if (!acc.allocate(size) || !direct.allocate(size) || !d_n.allocate(size)) return false;
+  for (int i = 0; i < 2; i++)
+    if (!d_r[i].allocate(size) || !d_z[i].allocate(size) || (!KANAI && !d_q[i].allocate(size))) return false;
+  const bool stream = plan.stream;
+  int now = 0;  // which of the two are those of the step at hand
+
+  auto each = [&](int first, int last, const auto& fn) {
+    for (int b = first; b < last && b < plan.blocks(); b++) {
+      const int count = plan.lanes(b);
+      ptrdiff_t at = b * block;
+      if (count == L)
+        for (int r = 0; r < R; r++, at += L) fn(b, L, r, at);
+      else
+        for (int r = 0; r < R; r++, at += L) fn(b, count, r, at);
+    }
+  };
+  auto rows_of = [&](const void* from, int64_t t, int width) {
+    return static_cast<T*>(const_cast<void*>(from)) + (t * plan.B + row0) * width * N;
+  };
+  auto state_before = [&](int64_t t) { return t ? rows_of(args.saved_hs, t - 1, 1) : static_cast<const T*>(args.h0) + row0 * N; };
+
+  // The start of step t for some blocks: acc holds what came through the products of step t + 1, direct what came around them.
+  auto begin = [&](int64_t t, int first, int last) {
+    const T *g = rows_of(args.grad_hs, t, 1), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
+    const T* pre = KANAI ? nullptr : rows_of(args.saved_pre, t, 1);
+    T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1);
+    T *to_z = d_z[now], *to_r = d_r[now], *to_q = d_q[now];
+    V<T> square = V<T>{};
+    const V<T> one = splat<T>(1);
+    each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+      const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
+      const V<T> ghat = read(g + of_h, count) + (load(acc + at) + load(direct + at));
+      square += ghat * ghat;
+      const V<T> z = read(gates + of_r + N, count), n = read(gates + of_r + 2 * N, count), before = read(h + of_h, count);
+      const V<T> z_out = ghat * (before - n) * (z * (one - z));
+      const V<T> n_out = ghat * (one - z) * (one - n * n);
+      store(to_z + at, z_out);
+      store(direct + at, ghat * z);
+      write(grad_x + of_r + N, z_out, count, stream);
+      write(grad_x + of_r + 2 * N, n_out, count, stream);
+      if (KANAI) {
+        store(d_n + at, n_out);
+      } else {
+        const V<T> gate = read(gates + of_r, count), q_out = n_out * gate;
+        const V<T> r_out = n_out * read(pre + of_h, count) * (gate * (one - gate));
+        store(to_r + at, r_out);
+        store(to_q + at, q_out);
+        write(grad_x + of_r, r_out, count, stream);
+        write(factor + of_h, q_out, count, false);
+      }
+    });
+    norms[t] += sum_lanes<T>(square);
+  };
+
+  begin(args.T - 1, 0, plan.blocks());
+  for (int64_t t = args.T - 1; t >= 0; t--) {
+    // What step t - 1 reads is fetched during the products of this one.
+    Errands<T> errands[2];
+    const int with_r = KANAI ? 0 : 1;
+    if (t > 0) {
+      errands[with_r].fetch(rows_of(args.grad_hs, t - 1, 1), N, L, R, plan.blocks());
+      errands[with_r].fetch(state_before(t - 1), N, L, R, plan.blocks());
+      errands[1].fetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R, (3 * plan.N + L - 1) / L);
+      if (!KANAI) errands[1].fetch(rows_of(args.saved_pre, t - 1, 1), N, L, R, plan.blocks());
+    }
+    fetch_weights(&errands[1], plan.back, R);
+    if (KANAI) {
+      fetch_weights(&errands[0], plan.back_n, R);
+      const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
+      T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
+      const Segment<T> from = {d_n, block, plan.N};
+      multiply<T>(&from, 1, plan.back_n, R, acc, block, &errands[0], [&](int first, int last) {
+        const V<T> one = splat<T>(1);
+        each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+          const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
+          const V<T> gate = read(gates + of_r, count), before = read(h + of_h, count), d_m = load(acc + at);
+          const V<T> r_out = d_m * before * (gate * (one - gate));
+          store(to_r + at, r_out);
+          write(grad_x + of_r, r_out, count, stream);
+          write(factor + of_h, gate * before, count, false);
+          store(direct + at, load(direct + at) + gate * d_m);
+        });
+      });
+    }
+    const Segment<T> from[3] = {{d_r[now], block, plan.N}, {d_z[now], block, plan.N}, {d_q[now], block, plan.N}};
+    now = 1 - now;
+    multiply<T>(from, KANAI ? 2 : 3, plan.back, R, acc, block, &errands[1], [&](int first, int last) {
+      if (t > 0) begin(t - 1, first, last);
+    });
+  }
+  T* grad_h0 = static_cast<T*>(args.grad_h0) + row0 * N;
+  each(0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+    write(grad_h0 + r * N + b * L, load(acc + at) + load(direct + at), count, false);
+  });
+  if (stream) stream_fence();
+  return true;
+}
+
+template <class T>
+void gru_task(void* context, int task) {
+  GruCall<T>& call = *static_cast<GruCall<T>*>(context);
+  const GruPlan<T>& plan = call.plan;
+  const FlushDenormals flush;
+  const int64_t B = plan.B;
+  const int first = static_cast<int>(B * task / plan.threads), last = static_cast<int>(B * (task + 1) / plan.threads);
+  const int groups = (last - first + kGruGroupRows - 1) / kGruGroupRows;
+  for (int g = 0; g < groups; g++) {
+    const int row0 = first + (last - first) * g / groups, R = first + (last - first) * (g + 1) / groups - row0;
+    double* norms = call.norms + task * plan.args->T;
+    bool ok;
+    if (call.backward) ok = plan.args->kanai ? backward_rows<T, true>(plan, norms, row0, R) : backward_rows<T, false>(plan, norms, row0, R);
+    else ok = plan.args->kanai ? forward_rows<T, true>(plan, row0, R) : forward_rows<T, false>(plan, row0, R);
+    if (!ok) call.failed = true;
+  }
+}
+
+// Task i packs its share of every matrix's panels.
+template <class T>
+void gru_pack_task(void* context, int task) {
+  GruCall<T>& call = *static_cast<GruCall<T>*>(context);
+  GruPlan<T>& plan = call.plan;
+  const int N = plan.N, parts = plan.threads;
+  const T* w = static_cast<const T*>(plan.args->w);
+  auto fill = [&](Packed<T>* to, int row0, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride) {
+    const int panels = to->panel_count();
+    to->fill(panels * task / parts, panels * (task + 1) / parts, row0, N, source, row_stride, col_stride, nullptr);
+  };
+  for (int g = 0; g < 3; g++) {
+    const T* of_gate = w + static_cast<ptrdiff_t>(g) * N * N;
+    if (!call.backward) fill(&plan.gate[g], 0, of_gate, 1, N);
+    else if (plan.args->kanai && g == 2) fill(&plan.back_n, 0, of_gate, N, 1);
+    else fill(&plan.back, g * N, of_gate, N, 1);
+  }
+}
+
+template <class T>
+bool run_gru(const GruArgs& args, bool backward) {
+  GruCall<T> call;
+  GruPlan<T>& plan = call.plan;
+  plan.args = &args;
+  plan.B = static_cast<int>(args.B), plan.N = static_cast<int>(args.N);
+  plan.threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
+  call.backward = backward, call.failed = false;
+  const void* large = backward ? args.grad_x : args.gates;
+  plan.stream = plan.N % kLanes<T> == 0 && args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGruStreamBytes &&
+                reinterpret_cast<uintptr_t>(large) % kVectorBytes == 0;
+  const int N = plan.N;
+  if (backward) {
+    if (!plan.back.allocate((args.kanai ? 2 : 3) * N, N) || (args.kanai && !plan.back_n.allocate(N, N))) return false;
+    if (!call.norms.allocate(static_cast<size_t>(plan.threads) * args.T)) return false;
+  } else {
+    for (int g = 0; g < 3; g++)
+      if (!plan.gate[g].allocate(N, N)) return false;
+    if (!plan.bias.allocate(3 * static_cast<size_t>(plan.padded()))) return false;
+    if (args.bias)
+      for (int g = 0; g < 3; g++) memcpy(plan.bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * N, N * sizeof(T));
+  }
+  parallel_run(plan.threads, gru_pack_task<T>, &call);
+  parallel_run(plan.threads, gru_task<T>, &call);
+  if (backward && !call.failed) {
+    T* norm = static_cast<T*>(args.grad_norm);
+    for (int64_t t = 0; t < args.T; t++) {
+      double total = 0;
+      for (int i = 0; i < plan.threads; i++) total += call.norms[i * args.T + t];
+      norm[t] = static_cast<T>(__builtin_sqrt(total));
+    }
+  }
+  return !call.failed;
+}
+
+}  // namespace
+
+bool gru_scan_fwd(const GruArgs& args) { return args.dtype == kFloat64 ? run_gru<double>(args, false) : run_gru<float>(args, false); }
+bool gru_scan_bwd(const GruArgs& args) { return args.dtype == kFloat64 ? run_gru<double>(args, true) : run_gru<float>(args, true); }
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

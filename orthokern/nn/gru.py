@@ -1,0 +1,237 @@
+"""A gated recurrent unit that stands in for torch.nn.GRU, with the cell of Kanai et al. 2017 as its default.
+
+Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import functional
+from orthokern import init as init_
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn._checks import finite, parameter_dtype
+from orthokern.nn.rnn import _Recurrent
+from orthokern.ops.gru_scan import VARIANTS
+
+__all__ = ["GRU"]
+
+INITS = ("kanai", "torch")
+
+
+class GRU(_Recurrent):
+    """A GRU with torch.nn.GRU's interface, whose fixed point at 0 a constraint on one matrix keeps stable.
+
+        r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
+        n_t = tanh(W_in x_t + b_in + W_hn (r_t * h_{t-1}) + b_hn)      variant "kanai" (Kanai et al. 2017, eq. 1 to 4)
+        n_t = tanh(W_in x_t + b_in + r_t * (W_hn h_{t-1} + b_hn))      variant "torch" (torch.nn.GRU, cuDNN)
+        h_t = z_t * h_{t-1} + (1 - z_t) * n_t
+
+    with s the logistic function and * elementwise. z = 1 keeps the state, here as in the paper (eq. 3) and in torch.
+
+    Without input and biases h = 0 is a fixed point of both variants, where the map's Jacobian is J = W_hn / 4 + I / 2
+    (the paper's lemma 2; ``jacobian_at_zero``). With a largest singular value of W_hn below 2 its spectral radius is
+    below 1: the state decays to 0. ``orthokern.optim.SpectralNormProjection`` keeps it there.
+
+    Constructor, parameter names, layouts and outputs are those of torch.nn.GRU, whose state_dict loads; variant
+    "torch" then returns what it returns, gradients included. Two defaults differ: the variant, and no biases, as in
+    the paper, because with biases 0 is no fixed point. The input may also be token ids.
+
+    Args:
+        input_size: D, features of the input, or the number of token ids for integer input.
+        hidden_size: N.
+        num_layers: stacked recurrences, each fed by the states of the one below.
+        bias: learn bias_ih and bias_hh.
+        batch_first: input and output are [B, T, ..]; the states are not affected.
+        dropout: in [0, 1), on the output of every layer but the last, when training.
+        bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
+        device, dtype: of the parameters; float32 or float64.
+        variant: "kanai" or "torch", see above.
+        init: "kanai", every weight N(0, init_std^2) but W_hn, which is orthogonal (Haar), and biases 0 (section 4.1 of
+            the paper); "torch", all U(-1/sqrt(N), 1/sqrt(N)), with torch.manual_seed the same as torch.nn.GRU's. None:
+            that of the variant.
+        init_std: standard deviation for init "kanai"; None for 1/sqrt(N), as for the paper's language model. Its music
+            models have 0.01/sqrt(N).
+        learned_h0: learn the initial states, h0_l0 [N], ..., which begin as zeros.
+        backend: see ``orthokern.functional``.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [3N, D], weight_hh_l0 [3N, N], bias_ih_l0 [3N],
+    bias_hh_l0 [3N], blocks in the order r, z, n.
+
+    Raises InputError, one line, for a bad argument.
+    """
+
+    _half_ok = False
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = False,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        variant: str = "kanai",
+        init: str | None = None,
+        init_std: float | None = None,
+        learned_h0: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            "tanh",
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=0.01,
+            learned_h0=learned_h0,
+            checkpoint_every=0,
+            backend=backend,
+            precision="ieee",
+            message_clip=0.0,
+            gain=1.0,
+        )
+        if variant not in VARIANTS:
+            raise unknown_name("variant", variant, VARIANTS)
+        self.variant = variant
+        if init is not None and init not in INITS:
+            raise unknown_name("init", init, INITS)
+        self.init = variant if init is None else init
+        if init_std is not None and self.init != "kanai":
+            raise InputError(f"init_std is {init_std!r}, but init is {self.init!r}: accepted with init 'kanai' only")
+        n = self.hidden_size
+        self.init_std = 1 / math.sqrt(n) if init_std is None else finite("init_std", init_std, above_zero=True)
+        dtype = parameter_dtype(dtype, half=False)
+        for suffix in self._suffixes():
+            self._register(f"weight_ih_{suffix}", (3 * n, self._inputs(suffix)), device, dtype)
+            self._register(f"weight_hh_{suffix}", (3 * n, n), device, dtype)
+            if self.bias:
+                self._register(f"bias_ih_{suffix}", (3 * n,), device, dtype)
+                self._register(f"bias_hh_{suffix}", (3 * n,), device, dtype)
+            self._register_common(suffix, device, dtype)
+        self.reset_parameters()
+
+    def _weight_names(self, suffix: str) -> list[str]:
+        names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"] if self.bias else ["weight_ih", "weight_hh"]
+        return [f"{name}_{suffix}" for name in names]
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, as the class documentation says, in torch's order.
+
+        Args:
+            generator: where the numbers come from; None for torch's global generator.
+        """
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for suffix in self._suffixes():
+            for name in self._weight_names(suffix):
+                tensor = self._tensor(name)
+                if self.init == "torch":
+                    nn.init.uniform_(tensor, -bound, bound, generator=generator)
+                elif name.startswith("bias"):
+                    nn.init.zeros_(tensor)
+                else:
+                    nn.init.normal_(tensor, 0.0, self.init_std, generator=generator)
+        for suffix in self._suffixes():
+            if self.init == "kanai":
+                init_.initialize_(self._candidate(f"weight_hh_{suffix}").detach(), "orthogonal", generator)
+            self._reset_common(suffix, generator)
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The parameters that torch.nn.GRU also has, one list per recurrence, as torch.nn.GRU.all_weights."""
+        return [[self._tensor(name) for name in self._weight_names(suffix)] for suffix in self._suffixes()]
+
+    def _candidate(self, name: str) -> Tensor:
+        """The candidate's block of a weight: rows [2N, 3N)."""
+        return self._tensor(name)[2 * self.hidden_size :]
+
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """W_hn [N, N] of one recurrence, the matrix that the constraint is about (a view of weight_hh)."""
+        return self._candidate(f"weight_hh_{self._suffix(layer, reverse)}")
+
+    def recurrent_matrices(self) -> list[Tensor]:
+        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._candidate(f"weight_hh_{suffix}") for suffix in self._suffixes()]
+
+    def jacobian_at_zero(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """J = W_hn / 4 + I / 2 [N, N]: dh_t/dh_{t-1} at h = 0 without input and biases (Kanai et al., lemma 2)."""
+        w = self.recurrent_matrix(layer, reverse)
+        return w / 4 + torch.eye(self.hidden_size, dtype=w.dtype, device=w.device) / 2
+
+    def spectral_constraints(self, inputs: str = "upper") -> list[tuple[nn.Parameter, slice]]:
+        """The matrices that Kanai et al. 2017 constrain, as (parameter, its rows), see SpectralNormProjection.
+
+        Args:
+            inputs: which input matrices W_in besides all W_hn: those of the layers above the first ("upper"), of all
+                layers ("all", as eq. 10 has it), or "none".
+        """
+        accepted = ("upper", "all", "none")
+        if inputs not in accepted:
+            raise unknown_name("inputs", inputs, accepted)
+        rows = slice(2 * self.hidden_size, 3 * self.hidden_size)
+        names = [f"weight_hh_{suffix}" for suffix in self._suffixes()]
+        for suffix in self._suffixes():
+            if inputs == "all" or (inputs == "upper" and suffix not in ("l0", "l0_reverse")):
+                names.append(f"weight_ih_{suffix}")
+        found = [(self._tensor(name), rows) for name in names]
+        return [(parameter, rows) for parameter, rows in found if isinstance(parameter, nn.Parameter)]
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "other": there are neither orthonormal bases nor a spectrum."""
+        return {name: "other" for name, _ in self.named_parameters(recurse=False)}
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        return (self._tensor(f"weight_hh_{suffix}"),)
+
+    def _op(self) -> tuple[str, dict[str, Any]]:
+        return "gru_scan", {}
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        weight = self._tensor(f"weight_ih_{suffix}")
+        bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
+        if x.is_floating_point():
+            e = nn.functional.linear(x, weight, bias)
+        else:
+            self._check_ids(x)
+            e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+        bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
+        return functional.gru_scan(e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend)
+
+    def _check_ids(self, x: Tensor) -> None:
+        """On a CPU, where looking at values costs nothing."""
+        if x.is_cuda:
+            return
+        low, high = (int(v) for v in x.aminmax())
+        if low < 0 or high >= self.input_size:
+            raise InputError(
+                f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {self.input_size})"
+            )
+
+    def extra_repr(self) -> str:
+        text = f"{self.input_size}, {self.hidden_size}"
+        defaults: dict[str, Any] = {
+            "num_layers": 1,
+            "bias": False,
+            "batch_first": False,
+            "dropout": 0.0,
+            "bidirectional": False,
+        }
+        defaults |= {"variant": "kanai", "init": self.variant, "init_std": 1 / math.sqrt(self.hidden_size)}
+        defaults |= {"learned_h0": False, "backend": None}
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)!r}"
+        return text

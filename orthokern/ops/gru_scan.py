@@ -1,0 +1,182 @@
+"""gru_scan: a gated recurrent unit over a sequence, in both readings of the reset gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern.dispatch import Support
+from orthokern.ops import _taps
+from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, dense, given, no_second_derivative
+
+VARIANTS = ("kanai", "torch")
+
+SUPPORT = {
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
+    "triton": NO_TRITON,
+    "cuda": NO_CUDA,
+}
+dispatch.register("gru_scan", SUPPORT)
+
+
+def gru_scan(
+    x: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    *,
+    variant: str,
+    backend: str | None = None,
+) -> Tensor:
+    """A GRU layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
+
+    Equation:
+        With (x_r, x_z, x_n) the three blocks of x_t, W_r, W_z, W_n and b_r, b_z, b_n those of w and bias, s the
+        logistic function and * elementwise:
+        r_t = s(x_r + W_r h_{t-1} + b_r),    z_t = s(x_z + W_z h_{t-1} + b_z)
+        n_t = tanh(x_n + W_n (r_t * h_{t-1}) + b_n)        variant "kanai": Kanai et al. 2017, eq. 4
+            = tanh(x_n + r_t * (W_n h_{t-1} + b_n))        variant "torch": torch.nn.GRU, cuDNN
+        h_t = z_t * h_{t-1} + (1 - z_t) * n_t.
+        z = 1 keeps the state, in both variants: that of Kanai et al., eq. 3, and that of torch are the same convention
+        (Cho et al. 2014 too; others exchange z and 1 - z).
+        Backward: Note [GRU scan backward] in ``orthokern/reference/gru_scan.py``.
+
+    Args:
+        x: [T, B, 3N], the input's part of r, z, n in this order: W_ih x_t + b_ih.
+        w: [3N, N], the recurrent weights of r, z, n, applied to column vectors, as torch's weight_hh.
+        h0: [B, N], the state before the first step.
+        bias: [3N] or None, recurrent biases. In variant "kanai" and in r and z the same as adding it to x.
+        variant: one of VARIANTS.
+        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
+        Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
+
+    Returns:
+        hs [T, B, N], the states h_1 ... h_T.
+
+    Saved:
+        hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), w, h0, bias.
+        The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
+
+    Cost:
+        Forward 6 T B N^2 flops, backward scan the same, gradient of w the same. Forward reads 3 T B N elements and
+        writes 4 T B N (5 in variant "torch"); backward reads 5 T B N (6) and writes 3 T B N, and T B N more for the
+        gradient of W_n.
+
+    Numerics:
+        Accumulation in the dtype of w, fixed order of sums in the scans: the same bits for the same inputs, machine and
+        thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
+        1 / (1 + exp(-a)), accurate in relative terms down to where it underflows.
+    """
+    if dispatch.plain_reference(backend):
+        reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
+        hs: Tensor = reference.gru_scan_fwd(x, w, h0, bias, variant=variant)[0]
+        _taps.record_states("gru_scan", hs)
+        return hs
+    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend)
+    return hs
+
+
+@torch.library.custom_op(
+    "orthokern::gru_scan_fwd",
+    mutates_args=(),
+    schema="(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None) -> (Tensor, Tensor, Tensor)",
+)
+def _fwd(
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None = None
+) -> tuple[Tensor, ...]:
+    """(hs, gates, pre); pre is empty in variant "kanai"."""
+    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype)
+    outputs = leaf.gru_scan_fwd(dense(x), dense(w), dense(h0), dense(bias), variant=variant)
+    _taps.record_states("gru_scan", outputs[0])
+    return apart(outputs)
+
+
+@_fwd.register_fake
+def _fwd_fake(
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None = None
+) -> tuple[Tensor, ...]:
+    T, (B, N) = x.shape[0], h0.shape
+    pre = w.new_empty(T, B, N) if variant == "torch" else w.new_empty(0)
+    return w.new_empty(T, B, N), w.new_empty(T, B, 3 * N), pre
+
+
+@torch.library.custom_op(
+    "orthokern::gru_scan_bwd",
+    mutates_args=(),
+    schema="(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, Tensor w, Tensor h0, Tensor? bias, str variant, "
+    "bool need_params=True, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _bwd(
+    grad_hs: Tensor,
+    hs: Tensor,
+    gates: Tensor,
+    pre: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    variant: str,
+    need_params: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    """(grad_x, grad_w, grad_h0, grad_bias, grad_norm); what is not needed is empty. grad_norm: [T]."""
+    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype)
+    grads = leaf.gru_scan_bwd(
+        dense(grad_hs), dense(hs), dense(gates), dense(pre), dense(w), dense(h0), dense(bias),
+        variant=variant, need_params=need_params,
+    )  # fmt: skip
+    if _taps.SINKS:
+        _taps.record("gru_scan", grads[-1])
+    return apart(grads)
+
+
+@_bwd.register_fake
+def _bwd_fake(
+    grad_hs: Tensor,
+    hs: Tensor,
+    gates: Tensor,
+    pre: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    variant: str,
+    need_params: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    def like(tensor: Tensor | None, wanted: bool) -> Tensor:
+        return tensor.new_empty(tensor.shape) if tensor is not None and wanted else w.new_empty(0)
+
+    norm_dtype = torch.float32 if w.dtype in (torch.float16, torch.bfloat16) else w.dtype
+    return (
+        like(gates, True),
+        like(w, need_params),
+        like(h0, True),
+        like(bias, need_params),
+        w.new_empty(grad_hs.shape[0], dtype=norm_dtype),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, w, h0, bias, ctx.variant, ctx.backend = inputs
+    hs, gates, pre = output
+    ctx.mark_non_differentiable(gates, pre)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hs, gates, pre, w, h0, bias)
+
+
+def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad_hs is None:
+        return (None,) * 6
+    hs, gates, pre, w, h0, bias = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    grads = torch.ops.orthokern.gru_scan_bwd(
+        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend
+    )
+    return (*(given(grad, need) for grad, need in zip(grads[:4], needs[:4], strict=True)), None, None)
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+_bwd.register_autograd(no_second_derivative("gru_scan"))

@@ -1,0 +1,105 @@
+"""gru_scan: a gated recurrent unit over a sequence, with the reset gate before or after the recurrent matrix.
+
+The mathematics is in ``orthokern/ops/gru_scan.py``.
+
+Note [GRU scan backward]
+    All vectors are those of one step and one sequence; h' is the state before it, * is elementwise. The derivative of
+    the logistic function s is s (1 - s). With ghat_t = dL/dh_t through everything after step t,
+
+        d_z = ghat * (h' - n) * z (1 - z),       d_n = ghat * (1 - z) * (1 - n^2)
+
+    are the gradients of what the functions of z and n are applied to. Then, by variant,
+
+        "kanai"  d_m = W_n^T d_n,  m = r * h':   d_r = d_m * h' * r (1 - r)
+        "torch"  d_q = d_n * r,    q = W_n h' + b_n:   d_r = d_n * q * r (1 - r)
+
+    and what reaches the state before is
+
+        ghat_{t-1} = g_{t-1} + ghat_t * z + W_r^T d_r + W_z^T d_z + { r * d_m   or   W_n^T d_q }.
+
+    The gradient of x_t is (d_r, d_z, d_n). Those of the recurrent weights are sums over all steps and sequences, so
+    they are products after the loop: W_r and W_z get d_r h'^T and d_z h'^T, W_n gets d_n m^T or d_q h'^T; the biases
+    get the sums of d_r, d_z, and d_n or d_q.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern.reference._scan import norm_over_batch
+
+
+def gru_scan_fwd(
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hs [T, B, N], gates [T, B, 3N], pre [T, B, N] or empty), see the op. Differentiable by autograd."""
+    N = h0.shape[1]
+    w_r, w_z, w_n = w.split(N)
+    b_r, b_z, b_n = w.new_zeros(3, N) if bias is None else bias.view(3, N)
+    h = h0
+    states, gates, pre = [], [], []
+    for x_t in x.unbind(0):
+        x_r, x_z, x_n = x_t.split(N, 1)
+        r = torch.sigmoid(h @ w_r.mT + b_r + x_r)
+        z = torch.sigmoid(h @ w_z.mT + b_z + x_z)
+        if variant == "kanai":
+            n = torch.tanh((r * h) @ w_n.mT + b_n + x_n)
+        else:
+            q = h @ w_n.mT + b_n
+            n = torch.tanh(r * q + x_n)
+            pre.append(q)
+        h = z * h + (1 - z) * n
+        states.append(h)
+        gates.append(torch.cat([r, z, n], 1))
+    return torch.stack(states), torch.stack(gates), torch.stack(pre) if pre else x.new_empty(0)
+
+
+def gru_scan_bwd(
+    grad_hs: Tensor,
+    hs: Tensor,
+    gates: Tensor,
+    pre: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    *,
+    variant: str,
+    need_params: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(grad_x, grad_w, grad_h0, grad_bias, grad_norm), see Note [GRU scan backward]; what is not needed is empty."""
+    T, _, N = grad_hs.shape
+    w_r, w_z, w_n = w.split(N)
+    before = torch.cat([h0.unsqueeze(0), hs[:-1]])  # h', [T, B, N]
+    carry = torch.zeros_like(h0)
+    grad_x, to_w_n, norms = [], [], []
+    for t in reversed(range(T)):
+        h = before[t]
+        r, z, n = gates[t].split(N, 1)
+        ghat = grad_hs[t] + carry
+        norms.append(norm_over_batch(ghat))
+        d_z = ghat * (h - n) * (z * (1 - z))
+        d_n = ghat * (1 - z) * (1 - n * n)
+        if variant == "kanai":
+            d_m = d_n @ w_n
+            d_r = d_m * h * (r * (1 - r))
+            through_n = r * d_m
+            to_w_n.append(d_n)
+        else:
+            d_q = d_n * r
+            d_r = d_n * pre[t] * (r * (1 - r))
+            through_n = d_q @ w_n
+            to_w_n.append(d_q)
+        carry = ghat * z + d_r @ w_r + d_z @ w_z + through_n
+        grad_x.append(torch.cat([d_r, d_z, d_n], 1))
+    grads = torch.stack(grad_x[::-1])
+    empty = grad_hs.new_empty(0)
+    grad_w = grad_bias = empty
+    if need_params:
+        rows = grads.flatten(0, 1)
+        rows_n = torch.stack(to_w_n[::-1]).flatten(0, 1)
+        factor = gates[..., :N] * before if variant == "kanai" else before
+        grad_w = torch.cat([rows[:, : 2 * N].mT @ before.flatten(0, 1), rows_n.mT @ factor.flatten(0, 1)])
+        if bias is not None:
+            grad_bias = torch.cat([rows[:, : 2 * N].sum(0), rows_n.sum(0)])
+    return grads, grad_w, carry, grad_bias, torch.stack(norms[::-1])

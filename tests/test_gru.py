@@ -1,0 +1,208 @@
+"""nn.GRU: torch.nn.GRU's interface and numbers, the paper's cell, and the paper's theory of its fixed point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from orthokern.errors import InputError
+from orthokern.nn import GRU
+
+F64 = torch.float64
+
+
+def results(module: nn.Module, x: Any, hx: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
+    """Output, last states, and the gradients of inputs and parameters."""
+    output, h = module(x, hx)
+    outputs = [output.data if isinstance(output, PackedSequence) else output, h]
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((t * torch.randn(t.shape, dtype=t.dtype, generator=generator)).sum() for t in outputs)
+    assert isinstance(loss, Tensor)
+    return [*outputs, *torch.autograd.grad(loss, [*inputs, *module.parameters()])]
+
+
+@pytest.mark.parametrize("layout", ["time first", "batch first", "one sequence", "packed", "packed, not sorted"])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+def test_torch_variant_is_torchs(layout: str, options: dict[str, Any]) -> None:
+    """Outputs, last states and every gradient, weights loaded, from given initial states."""
+    options = {"bias": True, **options, "batch_first": layout == "batch first"}
+    ours, theirs = GRU(3, 5, dtype=F64, variant="torch", **options), nn.GRU(3, 5, dtype=F64, **options)
+    ours.load_state_dict(theirs.state_dict())
+    if layout.startswith("packed"):
+        lengths = [6, 4, 4, 1] if layout == "packed" else [4, 1, 6, 4]
+        inputs = [torch.randn(n, 3, dtype=F64, requires_grad=True) for n in lengths]
+        x: Any = pack_sequence(inputs, enforce_sorted=layout == "packed")
+    else:
+        shape = {"time first": (6, 4, 3), "batch first": (4, 6, 3), "one sequence": (6, 3)}[layout]
+        x = torch.randn(shape, dtype=F64, requires_grad=True)
+        inputs = [x]
+    rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    hx = torch.randn((rows, 5) if layout == "one sequence" else (rows, 4, 5), dtype=F64, requires_grad=True)
+    inputs = [*inputs, hx]
+    x_of_theirs = pack_sequence(inputs[:-1], enforce_sorted=layout == "packed") if layout.startswith("packed") else x
+    for a, b in zip(results(ours, x, hx, inputs), results(theirs, x_of_theirs, hx, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_same_seed_same_parameters_as_torch() -> None:
+    torch.manual_seed(3)
+    ours = GRU(3, 4, 2, bias=True, variant="torch")
+    torch.manual_seed(3)
+    theirs = nn.GRU(3, 4, 2, bias=True)
+    for (name, a), (other, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert name == other and torch.equal(a, b)
+
+
+def test_the_variants_differ_where_the_gate_stands() -> None:
+    """Equal where W_hn commutes with every gate (a diagonal one), different otherwise."""
+    kanai, other = GRU(3, 5, dtype=F64), GRU(3, 5, dtype=F64, variant="torch")
+    other.load_state_dict(kanai.state_dict())
+    x = torch.randn(6, 2, 3, dtype=F64)
+    assert float((kanai(x)[0] - other(x)[0]).detach().abs().max()) > 1e-3
+    with torch.no_grad():
+        for module in (kanai, other):
+            module.recurrent_matrix().copy_(torch.linspace(-1, 1, 5, dtype=F64).diag())
+    torch.testing.assert_close(kanai(x)[0], other(x)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_first_parameters() -> None:
+    module = GRU(300, 200, 2, bias=True, init_std=0.02)
+    for layer in (0, 1):
+        w = module.recurrent_matrix(layer).detach()
+        torch.testing.assert_close(w.mT @ w, torch.eye(200), rtol=0, atol=1e-5)
+        rest = torch.cat([getattr(module, f"weight_ih_l{layer}").flatten(), module.weight_hh_l0[:400].flatten()])
+        assert 0.0198 < float(rest.detach().std()) < 0.0202
+        assert not getattr(module, f"bias_ih_l{layer}").any() and not getattr(module, f"bias_hh_l{layer}").any()
+    again = GRU(300, 200, 2, bias=True, init_std=0.02)
+    for m in (module, again):
+        m.reset_parameters(torch.Generator().manual_seed(1))
+    assert torch.equal(module.weight_hh_l1, again.weight_hh_l1)
+    assert repr(again) == "GRU(300, 200, num_layers=2, bias=True, init_std=0.02)"
+    assert repr(GRU(3, 4, variant="torch")) == "GRU(3, 4, variant='torch')"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_token_ids_are_one_hot_inputs(bias: bool) -> None:
+    module = GRU(6, 4, num_layers=2, bias=bias, dtype=F64)
+    ids = torch.randint(0, 6, (5, 3))
+    one_hot = nn.functional.one_hot(ids, 6).to(F64)
+    for a, b in zip(results(module, ids, None, []), results(module, one_hot, None, []), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    packed, _ = module(pack_sequence([torch.tensor([1, 2, 3]), torch.tensor([5])]))
+    torch.testing.assert_close(packed.data[[0, 2, 3]], module(torch.tensor([1, 2, 3]))[0])
+
+
+def test_dropout_autocast_and_learned_states() -> None:
+    module = GRU(3, 8, num_layers=2, dropout=0.5, learned_h0=True)
+    x = torch.randn(4, 2, 3)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module(x)[0], module.float()(x)[0])
+    module(x)[0].sum().backward()
+    assert float(module.h0_l1.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"variant": "cudnn"}, "unknown variant 'cudnn': accepted: kanai, torch"),
+        ({"init": "orthogonal"}, "unknown init 'orthogonal'"),
+        ({"init": "torch", "init_std": 0.1}, "init_std is 0.1, but init is 'torch'"),
+        ({"init_std": 0}, "init_std must be a finite number above 0, got 0"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"dtype": torch.float16}, "dtype torch.float16 is not supported"),
+        ({"bidirectional": 2}, "bidirectional must be True or False"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        GRU(**{"input_size": 3, "hidden_size": 4, **arguments})
+    assert str(caught.value).startswith(message)
+
+
+def test_wrong_calls() -> None:
+    module = GRU(3, 4)
+    for x, hx, message in (
+        (torch.zeros(2, 5, 4), None, "input has 4 features"),
+        (torch.tensor([0, 3]), None, "input has token ids from 0 to 3; accepted: ids in [0, input_size = 3)"),
+        (torch.zeros(2, 5, 3), torch.zeros(1, 4, 4), "hx has shape (1, 4, 4); accepted: (1, 5, 4)"),
+        (torch.zeros(0, 5, 3), None, "input has T=0 and B=5"),
+    ):
+        with pytest.raises(InputError) as caught:
+            module(x, hx)
+        assert str(caught.value).startswith(message)
+    with pytest.raises(InputError, match="unknown inputs 'some'"):
+        module.spectral_constraints("some")
+
+
+# --------------------------------------------------------------------------------------------------------------- theory
+
+
+def constrained(layers: int, variant: str, sigma: float, seed: int) -> GRU:
+    """Float64, large random weights, every W_hn and every upper W_in with singular values up to exactly `sigma`."""
+    module = GRU(4, 12, layers, dtype=F64, variant=variant, init="kanai", init_std=0.7)
+    module.reset_parameters(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter, rows in module.spectral_constraints():
+            u, s, vh = torch.linalg.svd(torch.randn(parameter[rows].shape, dtype=F64))
+            parameter[rows] = (u * (sigma * s / s[0])) @ vh
+    return module
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("variant", ["kanai", "torch"])
+def test_zero_is_a_fixed_point_with_the_jacobian_of_the_paper(layers: int, variant: str) -> None:
+    """Lemmas 1, 2 and 4: f(0) = 0, and df/dh at 0 has J_l = W_hn / 4 + I / 2 on its diagonal blocks, 0 above them."""
+    module = constrained(layers, variant, 1.8, 1)
+    nothing = torch.zeros(1, 1, 4, dtype=F64)
+
+    def f(h: Tensor) -> Tensor:
+        return module(nothing, h.view(layers, 1, 12))[1].flatten()
+
+    zero = torch.zeros(layers * 12, dtype=F64)
+    assert not f(zero).any()
+    jacobian = torch.stack(
+        [torch.autograd.grad(f(z)[i], z)[0] for i in range(len(zero)) for z in [zero.clone().requires_grad_()]]
+    )
+    for layer in range(layers):
+        rows = slice(12 * layer, 12 * layer + 12)
+        expected = module.jacobian_at_zero(layer).detach()
+        torch.testing.assert_close(jacobian[rows, rows], expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(expected, module.recurrent_matrix(layer).detach() / 4 + torch.eye(12, dtype=F64) / 2)
+        assert not jacobian[rows, 12 * layer + 12 :].any()
+    # so the eigenvalues of the whole are those of the blocks
+    radius = max(float(torch.linalg.eigvals(module.jacobian_at_zero(i).detach()).abs().max()) for i in range(layers))
+    assert abs(float(torch.linalg.eigvals(jacobian).abs().max()) - radius) < 1e-6 < 1 - radius
+
+
+def test_spectral_radius_below_one_under_the_constraint() -> None:
+    """Lemma 3, at its edge too: a W_hn of 2 I would have the eigenvalue 1."""
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 2, 5, 20):
+        for _ in range(50):
+            w = torch.randn(n, n, dtype=F64, generator=generator)
+            w = w * (1.999 / torch.linalg.matrix_norm(w, 2))
+            assert float(torch.linalg.eigvals(w / 4 + torch.eye(n, dtype=F64) / 2).abs().max()) < 1
+    eye = torch.eye(3, dtype=F64)
+    assert float(torch.linalg.eigvals(1.999 * eye / 4 + eye / 2).abs().max()) > 0.999
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("variant", ["kanai", "torch"])
+def test_the_state_decays_without_input(layers: int, variant: str) -> None:
+    """From near 0, as the linearisation says: no slower than its spectral radius. Above the bound it does not decay."""
+    module = constrained(layers, variant, 1.8, 2)
+    h0 = 1e-3 * torch.randn(layers, 4, 12, dtype=F64)
+    for steps, bound in ((300, 1e-3), (3000, 1e-20)):
+        h = module(torch.zeros(steps, 4, 4, dtype=F64), h0)[1]
+        assert float(h.detach().abs().max()) < bound * 1e-3
+    with torch.no_grad():
+        module.recurrent_matrix(0).copy_(2.4 * torch.eye(12, dtype=F64))
+    h = module(torch.zeros(3000, 4, 4, dtype=F64), h0)[1]
+    assert float(h.detach()[0].abs().max()) > 0.1

@@ -1,0 +1,264 @@
+"""gru_scan: the reference against autograd and torch.nn.GRU, kernels against the reference, the op's registration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_matches_reference, strided
+from torch import Tensor
+
+import orthokern
+from orthokern import dispatch, functional
+from orthokern.errors import InputError
+from orthokern.ops.gru_scan import VARIANTS
+from orthokern.reference import gru_scan as reference
+
+NAMESPACE = torch.ops.orthokern
+WHY_NO_CPU = dispatch.absence("gru_scan", "cpu")
+needs_cpu = pytest.mark.skipif(WHY_NO_CPU is not None, reason=f"cpu: {WHY_NO_CPU}")
+
+
+@dataclasses.dataclass
+class Problem:
+    """x [T, B, 3N], w [3N, N], h0 [B, N], bias [3N] or None, grad_hs [T, B, N]."""
+
+    variant: str
+    x: Tensor
+    w: Tensor
+    h0: Tensor
+    bias: Tensor | None
+    grad_hs: Tensor
+
+    @classmethod
+    def random(cls, variant: str, T: int, B: int, N: int, *, bias: bool = True, seed: int = 0) -> Problem:
+        """Float64, weights with singular values up to about 2."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+        x, w, h0, b, g = normal(T, B, 3 * N), normal(3 * N, N) / N**0.5, normal(B, N), normal(3 * N), normal(T, B, N)
+        return cls(variant, x, w, h0, b if bias else None, g)
+
+    def map(self, fn: Any) -> Problem:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Problem(**{k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+    def run(self, backend: str, bwd_backend: str | None = None) -> dict[str, Tensor]:
+        """Forward and backward op, everything that comes out."""
+        hs, gates, pre = NAMESPACE.gru_scan_fwd(self.x, self.w, self.h0, self.bias, self.variant, backend)
+        grads = NAMESPACE.gru_scan_bwd(
+            self.grad_hs, hs, gates, pre, self.w, self.h0, self.bias, self.variant, True, bwd_backend or backend
+        )
+        names = ("grad_x", "grad_w", "grad_h0", "grad_bias", "grad_norm")
+        return {"hs": hs, "gates": gates, "pre": pre, **dict(zip(names, grads, strict=True))}
+
+
+# ------------------------------------------------------------------------------------------------------------ reference
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reference_backward_is_the_derivative(variant: str, bias: bool) -> None:
+    """The hand-derived backward against autograd of the forward, and autograd against finite differences."""
+    p = Problem.random(variant, 5, 3, 4, bias=bias)
+    leaves = [t.clone().requires_grad_() for t in (p.x, p.w, p.h0, p.bias) if t is not None]
+
+    def run(x: Tensor, w: Tensor, h0: Tensor, b: Tensor | None = None) -> Tensor:
+        return functional.gru_scan(x, w, h0, bias=b, variant=variant, backend="reference")
+
+    assert torch.autograd.gradcheck(run, leaves)
+    expected = torch.autograd.grad(run(*leaves), leaves, p.grad_hs)
+    hs, gates, pre = reference.gru_scan_fwd(p.x, p.w, p.h0, p.bias, variant=variant)
+    *grads, norms = reference.gru_scan_bwd(p.grad_hs, hs, gates, pre, p.w, p.h0, p.bias, variant=variant)
+    for actual, wanted in zip(grads, expected, strict=bias):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    assert grads[3].numel() == (12 if bias else 0)
+    # dL/dh_t of the states as they are: the last one's is its own cotangent
+    torch.testing.assert_close(norms[-1], p.grad_hs[-1].norm())
+
+
+def test_kanai_by_the_paper() -> None:
+    """Equations 1 to 4, one sequence, one step at a time, written down from the paper."""
+    p = Problem.random("kanai", 6, 1, 5, bias=False)
+    w_r, w_z, w_h = p.w.split(5)
+    h = p.h0[0]
+    for x_t, h_t in zip(p.x, reference.gru_scan_fwd(p.x, p.w, p.h0, None, variant="kanai")[0], strict=True):
+        x_r, x_z, x_h = x_t[0].split(5)
+        z = 1 / (1 + torch.exp(-(x_z + w_z @ h)))
+        r = 1 / (1 + torch.exp(-(x_r + w_r @ h)))
+        candidate = torch.tanh(x_h + w_h @ (r * h))
+        h = z * h + (1 - z) * candidate
+        torch.testing.assert_close(h_t[0], h)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
+def test_torch_variant_is_torchs_gru(backend: str) -> None:
+    T, B, D, N = 7, 3, 5, 11
+    theirs = torch.nn.GRU(D, N).double()
+    x, h0, g = torch.randn(T, B, D).double(), torch.randn(B, N).double(), torch.randn(T, B, N).double()
+    expected = theirs(x, h0.unsqueeze(0))[0]
+    parameters = list(theirs.parameters())
+    w_ih, w_hh, b_ih, b_hh = parameters
+    e = torch.nn.functional.linear(x, w_ih, b_ih)
+    actual = functional.gru_scan(e, w_hh, h0, bias=b_hh, variant="torch", backend=backend)
+    torch.testing.assert_close(actual, expected)
+    for one, other in zip(
+        torch.autograd.grad(actual, parameters, g), torch.autograd.grad(expected, parameters, g), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+SIZES = [(7, 3, 63), (5, 2, 1), (1, 3, 8), (4, 1, 16), (5, 4, 17), (3, 26, 33), (4, 20, 130), (3, 5, 200), (2, 230, 20)]
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cpu_matches_the_reference(variant: str, dtype: torch.dtype) -> None:
+    for index, (T, B, N) in enumerate(SIZES):
+        torch.set_num_threads(1 + index % 2)
+        inexact = Problem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
+        expected = inexact.map(Tensor.double).run("reference")
+        plain, actual = inexact.run("reference"), inexact.run("cpu")
+        for name in actual:
+            assert_matches_reference(
+                actual[name], expected[name], plain[name], name=f"{name} of {(T, B, N)}", gradient="grad" in name
+            )
+
+
+@needs_cpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_long_sequences(variant: str) -> None:
+    inexact = Problem.random(variant, 300, 4, 24).map(Tensor.float)
+    expected, plain = inexact.map(Tensor.double).run("reference"), inexact.run("reference")
+    for name, tensor in inexact.run("cpu").items():
+        assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
+
+
+@needs_cpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_large_inputs_saturate_and_nans_stay(variant: str) -> None:
+    """Gates far out are 0 and 1, with zero gradients and no overflow; a NaN reaches its own sequence only."""
+    p = Problem.random(variant, 4, 3, 20).map(Tensor.float)
+    p.x *= 1e4
+    expected = p.map(Tensor.double).run("reference")
+    for name, tensor in p.run("cpu").items():
+        torch.testing.assert_close(
+            tensor.double(), expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    p.x[1, 1, 5] = float("nan")
+    hs = p.run("cpu")["hs"]
+    assert hs[1:, 1].isnan().any(-1).all() and hs[:, [0, 2]].isfinite().all()
+
+
+@needs_cpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_bits_whatever_the_threads_strides_and_repetition(variant: str) -> None:
+    p = Problem.random(variant, 6, 31, 37).map(Tensor.float)
+    torch.set_num_threads(2)
+    first = p.run("cpu")
+    for other in (p.run("cpu"), p.map(strided).run("cpu")):
+        for name, tensor in first.items():
+            assert torch.equal(tensor, other[name]), name
+    torch.set_num_threads(1)
+    alone = p.run("cpu")
+    for name in ("hs", "gates", "pre", "grad_x", "grad_h0"):  # sequences do not depend on each other
+        assert torch.equal(alone[name], first[name]), name
+
+
+@needs_cpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_backends_can_be_mixed(variant: str) -> None:
+    p = Problem.random(variant, 5, 3, 18)
+    expected = p.run("reference")
+    for one, other in (("cpu", "reference"), ("reference", "cpu")):
+        for name, tensor in p.run(one, other).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-11)
+
+
+# ------------------------------------------------------------------------------------------------------------------- op
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_opcheck(variant: str) -> None:
+    for bias in (True, False):
+        p = Problem.random(variant, 4, 2, 3, bias=bias)
+        leaf = p.map(lambda t: t.clone().requires_grad_())
+        torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant))
+        saved = NAMESPACE.gru_scan_fwd(p.x, p.w, p.h0, p.bias, variant)
+        for need_params in (True, False):
+            torch.library.opcheck(
+                NAMESPACE.gru_scan_bwd.default, (p.grad_hs, *saved, p.w, p.h0, p.bias, variant, need_params)
+            )
+
+
+def test_each_input_on_its_own() -> None:
+    p = Problem.random("kanai", 4, 2, 3)
+    inputs = {"x": p.x, "w": p.w, "h0": p.h0, "bias": p.bias}
+    for name in inputs:
+        grads = []
+        for backend in ("reference", None):
+            leaves = {k: v.clone().requires_grad_(k == name) for k, v in inputs.items() if v is not None}
+            hs = functional.gru_scan(**leaves, backend=backend)
+            grads.append(torch.autograd.grad(hs, leaves[name], p.grad_hs)[0])
+        torch.testing.assert_close(*grads)
+
+
+def test_second_derivative_names_the_way_out() -> None:
+    p = Problem.random("torch", 3, 2, 3)
+    x = p.x.requires_grad_()
+    (first,) = torch.autograd.grad(functional.gru_scan(x, p.w, variant="torch").sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gru_scan has no second derivative .* backend='reference'"):
+        torch.autograd.grad(first.square().sum(), x)
+    hs = functional.gru_scan(x, p.w, variant="torch", backend="reference")
+    (first,) = torch.autograd.grad(hs.sum(), x, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), x)[0].isfinite().all()
+
+
+def test_taps_see_the_states_and_their_gradients() -> None:
+    p = Problem.random("kanai", 5, 2, 4)
+    with orthokern.diagnostics.tap() as tap:
+        hs = functional.gru_scan(p.x, p.w.requires_grad_(), p.h0)
+        hs.backward(p.grad_hs)
+    assert tap.ops == tap.state_ops == ["gru_scan"]
+    torch.testing.assert_close(tap.state_norms[0], hs.detach().flatten(1).norm(dim=1))
+    torch.testing.assert_close(tap.grad_norms[0][-1], p.grad_hs[-1].norm())
+
+
+def test_compiled() -> None:
+    p = Problem.random("kanai", 4, 2, 3)
+    compiled = torch.compile(lambda x, w: functional.gru_scan(x, w).square().sum(), backend="aot_eager", fullgraph=True)
+    grads = []
+    for function in (compiled, lambda x, w: functional.gru_scan(x, w).square().sum()):
+        w = p.w.clone().requires_grad_()
+        grads.append(torch.autograd.grad(function(p.x, w), w)[0])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w": torch.zeros(3, 3)}, "w has shape [3, 3]: accepted is [3N, N]"),
+        ({"w": [1.0]}, "w must be a torch.Tensor"),
+        ({"w": torch.zeros(6, 2, dtype=torch.int64)}, "w has dtype int64"),
+        ({"x": torch.zeros(4, 1, 2)}, "x has shape [4, 1, 2]: accepted is [T, B, 3N] with 3N = 6"),
+        ({"x": torch.zeros(4, 1, 6).double()}, "x has dtype float64"),
+        ({"x": torch.zeros(0, 1, 6)}, "x has shape [0, 1, 6]: every size"),
+        ({"h0": torch.zeros(2, 2)}, "h0 has shape [2, 2]: accepted is [B, N] = [1, 2]"),
+        ({"bias": torch.zeros(2)}, "bias has shape [2]: accepted is [3N] = [6]"),
+        ({"variant": "tourch"}, "unknown variant 'tourch': did you mean 'torch'?"),
+        ({"backend": "gpu"}, "unknown backend 'gpu'"),
+    ],
+)
+def test_wrong_inputs(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.zeros(4, 1, 6), "w": torch.zeros(6, 2)}
+    functional.gru_scan(**arguments)
+    with pytest.raises(InputError) as caught:
+        functional.gru_scan(**{**arguments, **changes})
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)

@@ -1,0 +1,217 @@
+"""SpectralNormProjection: a full SVD's projection after every step, and no work where a bound shows there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orthokern.errors import InputError
+from orthokern.nn import GRU
+from orthokern.optim import SpectralNormProjection
+from orthokern.optim import projection as module
+
+
+def norm(w: Tensor) -> float:
+    return float(torch.linalg.svdvals(w.detach().double())[0])
+
+
+def by_svd(w: Tensor, limit: float, trigger: float) -> Tensor:
+    u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
+    return ((u * torch.where(s > trigger, limit, s)) @ vh).to(w.dtype)
+
+
+def with_spectrum(s: Tensor, rows: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.linalg.qr(torch.randn(rows, len(s), dtype=torch.float64, generator=generator))[0]
+    v = torch.linalg.qr(torch.randn(len(s), len(s), dtype=torch.float64, generator=generator))[0]
+    return (u * s) @ v.mT
+
+
+@pytest.fixture
+def no_svd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block method on its own: the SVD that stands behind it is not to be called, except by the tests."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a full SVD")
+
+    monkeypatch.setattr(SpectralNormProjection, "_by_svd", refuse)
+
+
+SPECTRA = {
+    "one above": torch.cat([torch.tensor([2.3]), torch.linspace(1.7, 0, 129)]),
+    "nothing above": torch.linspace(1.79, 0, 130),
+    "a cluster above": torch.cat([torch.full((5,), 1.9), torch.full((20,), 1.8), torch.linspace(1.5, 0, 105)]),
+    "just above and just below": torch.cat([torch.tensor([1.8002, 1.8001, 1.7999]), torch.linspace(1.79, 0.1, 127)]),
+    "far above": torch.cat([torch.tensor([50.0, 3.0, 1.81]), torch.linspace(1.7, 0, 127)]),
+    "ten above": torch.cat([torch.linspace(2.4, 1.81, 10), torch.linspace(1.78, 0, 120)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("threshold", ["2-delta", "2"])
+@pytest.mark.parametrize("case", SPECTRA)
+def test_the_block_method_is_the_projection_of_the_svd(
+    case: str, threshold: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    """Without the SVD behind it: values in clusters, on both sides of the limit, square, tall and wide."""
+    # of these, some would take longer to converge to float64 than the SVD takes: that does the work there
+    if case != "far above" and (case, dtype) != ("ten above", torch.float64):
+        request.getfixturevalue("no_svd")
+    s = SPECTRA[case].double()
+    for seed, rows in enumerate((130, 200)):
+        w = with_spectrum(s, rows, seed).to(dtype)
+        for start in (w, w.mT.contiguous()):
+            matrix = start.clone()
+            projection = SpectralNormProjection([matrix], 0.2, threshold=threshold)
+            projection._bounds[0], projection._before[0] = float(s[0]) * 1.01, start.clone()
+            projection.step()
+            expected = by_svd(start, 1.8, projection.trigger)
+            tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+            torch.testing.assert_close(matrix, expected, rtol=0, atol=tolerance * float(s[0]))
+            assert norm(matrix) <= (1.8 if threshold == "2-delta" else 2.0) * (1 + 1e-6)
+            # and the new bound is one
+            assert norm(matrix) <= projection._bounds[0] <= 2.0 * (1 + 1e-5)
+
+
+def adversary(kind: str, w: Tensor, step: int, generator: torch.Generator) -> Tensor:
+    """A change of w made to get past the bound."""
+    if kind == "random":
+        return 0.01 * torch.randn(w.shape, generator=generator)
+    if kind == "tiny":
+        return 1e-5 * torch.randn(w.shape, generator=generator)
+    u, _, vh = torch.linalg.svd(w)
+    if kind == "top":  # the largest singular value grows
+        return 0.05 * torch.outer(u[:, 0], vh[0])
+    if kind == "new":  # another direction in every step grows at once
+        i = step % len(w)
+        return 1.9 * torch.outer(u[:, i], vh[i])
+    if kind == "all":  # every singular value grows
+        return 0.003 * (u @ vh)
+    return torch.randn(w.shape, generator=generator) * 10.0 ** (-step % 7 - 4)  # "scales"
+
+
+def walk(kind: str, n: int, steps: int) -> dict[str, int]:
+    generator = torch.Generator().manual_seed(n)
+    w = 1.7 * torch.linalg.qr(torch.randn(n, n, generator=generator))[0]
+    projection = SpectralNormProjection([w], 0.2)
+    for step in range(steps):
+        w += adversary(kind, w, step, generator)
+        before = w.clone()
+        projection.step()
+        values = torch.linalg.svdvals(before)
+        if float(values[0]) <= 1.8:
+            assert torch.equal(w, before)
+        assert float(torch.linalg.svdvals(w)[0]) <= 1.8 * (1 + 1e-5), step
+    return projection.counts
+
+
+@pytest.mark.parametrize("kind", ["random", "tiny", "top", "new", "all", "scales"])
+def test_bounded_after_every_step(kind: str) -> None:
+    """Hundreds of steps at a size of its own SVD, and some where the block method works."""
+    counts = walk(kind, 12, 600)
+    assert counts["projections"] > 0 or kind == "tiny"
+    if kind == "tiny":  # the bound shows that there is nothing to do
+        assert counts["checks"] <= 2
+    counts = walk(kind, 100, 12)
+    assert counts["svds"] < counts["checks"] or kind in ("tiny", "all", "scales")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "top", "new", "all", "scales"])
+def test_bounded_after_thousands_of_steps(kind: str) -> None:
+    walk(kind, 24, 10_000)
+    walk(kind, 110, 1_000)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
+def test_attached_to_any_optimizer(optimizer: Any) -> None:
+    """Training that grows the weights: every constrained block is kept, the others are left alone."""
+    rnn = GRU(3, 20, 2, variant="kanai")
+    projection = SpectralNormProjection(rnn, 0.5)
+    handle = projection.attach(chosen := optimizer(rnn.parameters(), lr=0.1))
+    assert len(projection.matrices) == 3  # W_hn of both layers, W_in of the upper one
+    for _ in range(60):
+        chosen.zero_grad()
+        loss = -sum(p.square().sum() for p in rnn.parameters())
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        chosen.step()
+        for w in projection.matrices:
+            assert norm(w) <= 1.5 * (1 + 1e-5)
+    assert norm(rnn.weight_ih_l0[40:]) > 1.6 and norm(rnn.weight_hh_l0[:20]) > 1.6
+    assert max(float(torch.linalg.eigvals(rnn.jacobian_at_zero(i).detach()).abs().max()) for i in (0, 1)) < 0.875 + 1e-5
+    handle.remove()
+    chosen.step()
+    assert projection.counts["steps"] == 60
+
+
+def test_torchs_gru_and_the_choice_of_inputs() -> None:
+    ours, theirs = GRU(3, 4, 2, bidirectional=True), nn.GRU(3, 4, 2, bidirectional=True)
+    for inputs, count in (("upper", 6), ("all", 8), ("none", 4)):
+        for rnn in (ours, theirs):
+            projection = SpectralNormProjection(nn.Sequential(rnn), inputs=inputs)
+            assert len(projection.matrices) == count and all(len(w) == 4 for w in projection.matrices)
+    with torch.no_grad():
+        theirs.weight_hh_l1_reverse[8:] *= 100
+    SpectralNormProjection(theirs).step()
+    assert norm(theirs.weight_hh_l1_reverse[8:]) <= 1.8 * (1 + 1e-6)
+
+
+def test_no_truncation_goes_unproved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block method that misses a direction is caught by the factorisation, and the SVD takes over."""
+    s = torch.cat([torch.tensor([2.3, 2.1]), torch.linspace(1.7, 0, 128)]).double()
+    w = with_spectrum(s, 130, 0)
+    original = module._pairs_above
+
+    def forgetful(*arguments: Any) -> Any:
+        theta, v, rest = original(*arguments)
+        return theta[1:], v[:, 1:], rest
+
+    for method in (forgetful, lambda *_: None):
+        monkeypatch.setattr(module, "_pairs_above", method)
+        matrix = w.clone()
+        projection = SpectralNormProjection([matrix])
+        projection._bounds[0], projection._before[0] = 2.31, w.clone()
+        projection.step()
+        assert projection.counts["svds"] == 1
+        torch.testing.assert_close(matrix, by_svd(w, 1.8, 1.8))
+
+
+def test_two_readings_of_the_threshold() -> None:
+    w = torch.tensor([2.5, 1.95, 1.5]).diag()
+    for threshold, expected in (("2-delta", [1.8, 1.8, 1.5]), ("2", [1.8, 1.95, 1.5])):
+        matrix = w.clone()
+        SpectralNormProjection([matrix], 0.2, threshold=threshold).step()
+        torch.testing.assert_close(matrix, torch.tensor(expected).diag())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([torch.eye(2)], 0.0), "delta is 0.0: accepted is a number in (0, 2)"),
+        (([torch.eye(2)], 2), "delta is 2: accepted"),
+        (([torch.eye(2)], float("nan")), "delta is nan: accepted"),
+        (([torch.eye(2)], "0.2"), "delta is '0.2': accepted"),
+        (([torch.zeros(3)],), "constrained[0] has shape [3]: accepted is a matrix"),
+        (([torch.eye(2), torch.zeros(3, 0)],), "constrained[1] has shape [3, 0]"),
+        (([torch.eye(2).half()],), "constrained[0] has dtype torch.float16"),
+        ((["weight"],), "constrained[0] is a str: accepted is a matrix"),
+        ((nn.Linear(2, 2),), "constrained has no matrix"),
+        (([],), "constrained has no matrix"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        SpectralNormProjection(*arguments)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_wrong_choices_and_values() -> None:
+    for options in ({"threshold": "2-d"}, {"inputs": "lower"}):
+        with pytest.raises(InputError, match="unknown (threshold|inputs)"):
+            SpectralNormProjection(GRU(2, 3), **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"constrained matrix 0 \(shape \[2, 2\]\) holds NaN or infinity"):
+        SpectralNormProjection([torch.full((2, 2), float("nan"))]).step()
