@@ -248,3 +248,39 @@ def _compare(
                 "tolerance": TOLERANCE,
             },
         )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.sizes([{"N": 512, "T": 75}], quick=QUICK)
+def test_lengths(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+    """The sentences of up to 75 characters of a text: lengths 10 ... 75, sorted, over the whole rectangle."""
+    p = problem(op, **size)
+    T = p.size["T"]
+    lengths = torch.randint(min(10, T), T + 1, (BATCH,), generator=torch.Generator().manual_seed(0))
+    lengths = lengths.sort(descending=True).values
+    scan: Callable[..., Tensor] = getattr(functional, op)
+    cotangent = p.cotangent * (torch.arange(T).unsqueeze(1) < lengths).unsqueeze(2)
+
+    def step(given: Tensor | None) -> tuple[Tensor, ...]:
+        hs = scan(p.x, *p.matrices, p.h0, activation="tanh", lengths=given)
+        return torch.autograd.grad(hs, p.inputs, cotangent)
+
+    # states after a sequence's end have zero cotangents, so that the rectangle has the same gradients
+    error = check(f"{op} with lengths", step(lengths), step(None), TOLERANCE)
+    benchmark.group = f"{op} with lengths, forward and backward"
+    calls: dict[str, Callable[[], Any]] = {"rectangle": lambda: step(None), "lengths": lambda: step(lengths)}
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(15))
+    bench.record(
+        "lengths",
+        op,
+        p.size,
+        "time of the rectangle over that with lengths",
+        ratio(seconds["rectangle"], seconds["lengths"]),
+        details={
+            "padded_share": round(1 - float(lengths.sum()) / (T * BATCH), 3),
+            "ms": spread_ms(seconds["lengths"]),
+            "peer_ms": spread_ms(seconds["rectangle"]),
+            "error": error,
+            "tolerance": TOLERANCE,
+        },
+    )

@@ -470,6 +470,7 @@ def support() -> str:
             ]
             parts += [f"{letter} up to {most}" for letter, most in served.limits.items()]
             parts += ["chunks of time"] if "chunked" in served.algorithms else []
+            parts += [", ".join(served.features)] if served.features else []
             parts += ["compute capability {}.{} on".format(*served.capability)] if served.capability else []
             row.append("; ".join(parts))
         cells.append(row)

@@ -14,7 +14,7 @@ from orthokern._version import __version__
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from orthokern import data, diagnostics, functional, init, nn, optim, penalties, training
+    from orthokern import data, diagnostics, functional, init, nn, optim, parametrize, penalties, training
     from orthokern.explain import explain
 
 __all__ = [
@@ -30,12 +30,13 @@ __all__ = [
     "init",
     "nn",
     "optim",
+    "parametrize",
     "penalties",
     "training",
 ]
 
 # imported on first use, so that `import orthokern` costs no more than torch, and the errors not even that
-_LAZY = ("data", "diagnostics", "explain", "functional", "init", "nn", "optim", "penalties", "training")
+_LAZY = ("data", "diagnostics", "explain", "functional", "init", "nn", "optim", "parametrize", "penalties", "training")
 
 
 def empty_cache() -> None:

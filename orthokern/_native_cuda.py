@@ -203,6 +203,7 @@ class _Scan:
         activation, act_param: of the op; act_param [1] or [N] or None.
         tokens: whether the inputs are token ids.
         chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
+        lengths, message_clip: of the op.
     """
 
     def __init__(
@@ -216,10 +217,13 @@ class _Scan:
         tokens: bool = False,
         chunk: int | None = None,
         sequences: int | None = None,
+        lengths: Tensor | None = None,
+        message_clip: float = 0.0,
     ) -> None:
         n = map.u.shape[0]
         self.map, self.backward, self.device = map, backward, map.u.device
-        self.chunk, self.act_param = chunk, act_param
+        self.chunk, self.act_param, self.lengths = chunk, act_param, lengths
+        self.options: dict[str, float] = {"message_clip": message_clip} if message_clip > 0 else {}
         self.sizes = {
             "B": batch,
             "N": n,
@@ -246,15 +250,19 @@ class _Scan:
         """[T, columns]: partial sums of squares of every step."""
         return self.map.u.new_zeros(steps, self.plan["norm_columns"])
 
-    def run(self, steps: int, tensors: dict[str, Tensor | None], table: Tensor | None = None) -> None:
-        """Put the scan of ``steps`` steps on the stream; tensors by the names of csrc/cuda/scan.h."""
+    def run(self, steps: int, tensors: dict[str, Tensor | None], table: Tensor | None = None, *, time: int = 0) -> None:
+        """Put the scan of ``steps`` steps, from step ``time`` of the op on, on the stream.
+
+        tensors: of these steps, by the names of csrc/cuda/scan.h.
+        """
         if not steps or not self.sizes["sequences"]:
             return
-        sizes = {**self.sizes, **self.plan, "T": steps, "chunk": self.chunk or steps}
+        sizes = {**self.sizes, **self.plan, **self.options, "T": steps, "chunk": self.chunk or steps, "time": time}
         if table is not None:
             sizes["D"] = table.shape[0]
         everything = {
-            **self.map.native(self.backward), **self.workspace, **tensors, "table": table, "act_param": self.act_param
+            **self.map.native(self.backward), **self.workspace, **tensors, "table": table, "act_param": self.act_param,
+            "lengths": self.lengths,
         }  # fmt: skip
         _call(self.map.op, self.device, sizes, everything)
 
@@ -272,13 +280,13 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     return e.view(*x.shape[:2], weight.shape[0]), None
 
 
-def _chunk_length(map: _Map, steps: int, batch: int, activation: str, algorithm: str) -> int:
-    """Steps of a chunk, from sizes alone; 0 for the sequential scan.
+def _chunk_length(map: _Map, steps: int, batch: int, activation: str, algorithm: str, message_clip: float = 0.0) -> int:
+    """Steps of a chunk, from sizes alone; 0 for the sequential scan, which a clip needs: chunks add up linear maps.
 
     Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and short enough
     to leave many chunks.
     """
-    if activation != "identity" or algorithm == "sequential" or steps < 2:
+    if activation != "identity" or message_clip > 0 or algorithm == "sequential" or steps < 2:
         return 0
     if algorithm == "auto" and (steps < _CHUNKED_STEPS or batch > _CHUNKED_BATCH or map.u.shape[0] > 128):
         return 0
@@ -300,20 +308,23 @@ def _power(w: Tensor, exponent: int) -> Tensor:
 
 def _chunked(
     map: _Map, chunk: int, steps: int, batch: int, inputs: dict[str, Tensor | None], start: Tensor | None, out: Tensor,
-    *, backward: bool, table: Tensor | None = None,
+    *, backward: bool, table: Tensor | None = None, lengths: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The recurrence without activation over chunks of time at once; out [T, B, N].
 
     (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks'
     borders, one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its
-    border. W is composed for (b) alone. Backward is the same with W^T, from the last step to the first.
+    border. W is composed for (b) alone. Backward is the same with W^T, from the last step to the first. Chunks behind
+    the end of a sequence give zeros whatever enters them: forward nothing of theirs is kept, backward they come first.
     """
     n = map.u.shape[0]
     count = -(-steps // chunk)
     new = map.u.new_empty
     starts = new(count, batch, n)
     starts[0].copy_(start) if start is not None else starts[0].zero_()
-    common: dict[str, Any] = {"backward": backward, "batch": batch, "activation": "identity", "act_param": None}
+    common: dict[str, Any] = {
+        "backward": backward, "batch": batch, "activation": "identity", "act_param": None, "lengths": lengths
+    }  # fmt: skip
     if count > 1:
         ends = new(count - 1, batch, n)
         local = _Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=(count - 1) * batch)
@@ -351,7 +362,10 @@ def _scan_fwd(
     activation: str,
     checkpoint_every: int,
     algorithm: str,
+    lengths: Tensor | None,
+    message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = _ready(lengths, torch.int64, map.u.device, "lengths")
     map, h0, ready_x, weight, bias, act_param = _scan_inputs(map, h0, x, weight, bias, act_param)
     assert ready_x is not None
     steps, (batch, n) = x.shape[0], h0.shape
@@ -359,13 +373,14 @@ def _scan_fwd(
     hs, empty = h0.new_empty(steps, batch, n), h0.new_empty(0)
     pre = h0.new_empty(steps, batch, n) if activation in _NEEDS_PRE and not checkpoint_every else empty
     inputs: dict[str, Tensor | None] = {"x": e} if table is None else {"tokens": ready_x}
-    chunk = _chunk_length(map, steps, batch, activation, algorithm)
+    chunk = _chunk_length(map, steps, batch, activation, algorithm, message_clip)
     if chunk:
-        _chunked(map, chunk, steps, batch, inputs, h0, hs, backward=False, table=table)
+        _chunked(map, chunk, steps, batch, inputs, h0, hs, backward=False, table=table, lengths=lengths)
     else:
         scan = _Scan(
-            map, backward=False, batch=batch, activation=activation, act_param=act_param, tokens=table is not None
-        )
+            map, backward=False, batch=batch, activation=activation, act_param=act_param, tokens=table is not None,
+            lengths=lengths,
+        )  # fmt: skip
         scan.run(steps, {**inputs, "start": h0, "out": hs, "pre": pre if pre.numel() else None}, table)
     ckpt = empty
     if checkpoint_every:
@@ -374,11 +389,22 @@ def _scan_fwd(
 
 
 class _Sums:
-    """The gradients that are sums over time of products with delta_t, taken window by window."""
+    """The gradients that are sums over time of products with delta_t, taken window by window.
 
-    def __init__(self, n: int, like: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+    alive: bool [T, B], or None for no padding. There delta is 0, which times an infinity or a NaN would be NaN.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        like: Tensor,
+        x: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        alive: Tensor | None,
+    ) -> None:
         self.m = like.new_zeros(n, n)
-        self.x, self.weight = x, weight
+        self.x, self.weight, self.alive = x, weight, alive
         self.features = weight is not None and x is not None and x.is_floating_point()
         empty = like.new_empty(0)
         self.grad_weight = empty if weight is None else torch.zeros_like(weight)
@@ -400,10 +426,12 @@ class _Sums:
     def add(self, start: int, delta: Tensor, before: Tensor) -> None:
         """The steps from ``start`` on: delta and before, h_{t-1}, both [steps, B, N]."""
         steps = delta.shape[0]
-        if (
-            delta[0].numel() % 4
-        ):  # the same alignment wherever the rows lie, which the choice of a product may depend on
+        alive = None if self.alive is None else self.alive[start : start + steps].unsqueeze(-1)
+        # the same alignment wherever the rows lie, which the choice of a product may depend on
+        if delta[0].numel() % 4:
             delta, before = delta.clone(), before.clone()
+        if alive is not None:
+            before = torch.where(alive, before, 0.0)
         rows = delta.flatten(0, 1)
         self._add_product(self.m, rows, before.flatten(0, 1))
         if self.grad_bias.numel():
@@ -413,11 +441,16 @@ class _Sums:
         assert self.x is not None
         x = self.x[start : start + steps]
         if self.features:
-            x = x.clone() if x[0].numel() % 4 else x
+            if alive is not None:
+                x = torch.where(alive, x, 0.0)
+            elif x[0].numel() % 4:
+                x = x.clone()
             self._add_product(self.grad_weight, rows, x.flatten(0, 1))
             return
         # an id that is out of range belongs to no row of the table; nothing here adds in an order that may vary
         ids, d = x.flatten(), self.weight.shape[1]
+        if alive is not None:
+            ids = torch.where(alive.flatten(), ids, -1)
         if d <= 64:
             one_hot = ids.unsqueeze(1) == torch.arange(d, device=ids.device)
             self._add_product(self.grad_weight, rows, one_hot.to(rows.dtype))
@@ -442,33 +475,37 @@ def _scan_bwd(
     need_x: bool,
     need_params: bool,
     algorithm: str,
+    lengths: Tensor | None,
+    message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm."""
+    lengths = _ready(lengths, torch.int64, map.u.device, "lengths")
     map, h0, x, weight, bias, act_param = _scan_inputs(map, h0, x, weight, bias, act_param)
     for name, tensor in (("grad_hs", grad_hs), ("states", states)):
         _ready(tensor, torch.float32, map.u.device, name)
     grad_hs, states = grad_hs.contiguous(), states.contiguous()
     steps, batch, n = grad_hs.shape
     new, empty = h0.new_empty, h0.new_empty(0)
-    chunk = _chunk_length(map, steps, batch, activation, algorithm)
+    chunk = _chunk_length(map, steps, batch, activation, algorithm, message_clip)
+    alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
     e = table = None
     if checkpoint_every:
         assert x is not None
         if weight is not None and not x.is_floating_point():
             e, table = _input_of(x, weight, bias)
         if chunk:  # the chunks do not end where the segments do: all states at once, as the forward gave them
-            states = _scan_fwd(map, x, h0, weight, bias, act_param, activation, 0, algorithm)[0]
+            states = _scan_fwd(map, x, h0, weight, bias, act_param, activation, 0, algorithm, lengths, 0.0)[0]
             checkpoint_every = 0
 
     every = checkpoint_every or max(steps, 1)
     window = max(1, _WINDOW_ELEMENTS // max(batch * n, 1))
     window -= window % 16 if window > 16 else 0  # rows that divide into partial sums
-    sums = _Sums(n, h0, x, weight, bias) if need_params else None
+    sums = _Sums(n, h0, x, weight, bias, alive) if need_params else None
     keep_delta = not checkpoint_every or (need_x and weight is None)
     features = need_x and weight is not None and x is not None and x.is_floating_point()
     grad_x = new(x.shape) if features and x is not None else empty
-    common: dict[str, Any] = {"batch": batch, "activation": activation, "act_param": act_param}
-    scan = _Scan(map, backward=True, **common)
+    common: dict[str, Any] = {"batch": batch, "activation": activation, "act_param": act_param, "lengths": lengths}
+    scan = _Scan(map, backward=True, **common, message_clip=message_clip)
     forward = _Scan(map, backward=False, **common, tokens=table is not None) if checkpoint_every else None
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
@@ -501,7 +538,7 @@ def _scan_bwd(
             gate = pre_segment[:length] if activation in _NEEDS_PRE else None
             inputs = {"x": e} if table is None else {"tokens": part}
             # not `segment`'s last row where a waiting step has it already: the same state, the same bits
-            forward.run(length, {**inputs, "start": before[0], "out": segment, "pre": gate}, table)
+            forward.run(length, {**inputs, "start": before[0], "out": segment, "pre": gate}, table, time=start)
         else:
             segment, gate = states, pre if activation in _NEEDS_PRE else None
         if gate is None and activation != "identity":
@@ -509,11 +546,12 @@ def _scan_bwd(
         place = delta[start - low : stop - low]
         g = grad_hs[start:stop]
         if chunk:
-            _chunked(map, chunk, steps, batch, {"x": g}, None, place, backward=True)
+            _chunked(map, chunk, steps, batch, {"x": g}, None, place, backward=True, lengths=lengths)
         else:
             scan.run(
                 length,
                 {"x": g, "gate": gate, "start": carry, "out": place, "norms": norms[start:stop], "sums": running},
+                time=start,
             )
         # the kernel of the next segment may write where this row lies
         carry = place[0] if keep_delta else place[0].clone()
@@ -574,8 +612,10 @@ def factored_scan_fwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
-    return _scan_fwd(_Map(u, s, v), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm)
+    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
+    return _scan_fwd(
+        _Map(u, s, v), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
+    )
 
 
 def factored_scan_bwd(
@@ -600,10 +640,10 @@ def factored_scan_bwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
+    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
     grad_x, m, grad_h0, *others = _scan_bwd(
         _Map(u, s, v), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
-        need_params, algorithm,
+        need_params, algorithm, lengths, message_clip,
     )  # fmt: skip
     if not need_params:
         return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
@@ -628,8 +668,10 @@ def dense_scan_fwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
-    return _scan_fwd(_Map(w), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm)
+    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
+    return _scan_fwd(
+        _Map(w), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
+    )
 
 
 def dense_scan_bwd(
@@ -652,8 +694,8 @@ def dense_scan_bwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products; no features of SUPPORT."""
+    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
     return _scan_bwd(
         _Map(w), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
-        need_params, algorithm,
+        need_params, algorithm, lengths, message_clip,
     )  # fmt: skip

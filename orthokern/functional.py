@@ -31,6 +31,7 @@ __all__ = [
     "modrelu",
     "oplu",
     "prelu",
+    "skew_exp",
     "spectrum",
 ]
 
@@ -70,10 +71,12 @@ def factored_scan(
         backend: see the module's docstring.
         precision: the least precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
             products) is the default, and what the cpu and reference backends always compute.
-        algorithm: "sequential", "chunked" (parallel over chunks of time; activation identity only) or "auto".
-        lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. No work is done on
-            padding where the batch is sorted by falling length (in another order, on some of it). What stands there in
-            x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
+        algorithm: "sequential", "chunked" (parallel over chunks of time; for activation identity without message_clip)
+            or "auto".
+        lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. The cpu backend
+            does no work on padding where the batch is sorted by falling length (in another order, on some of it); the
+            GPU kernels stop where the longest of the few sequences that they run together does. What stands on padding
+            in x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
             Vorontsov et al. 2017 as their released code has it. 0 does not clip.
@@ -98,9 +101,9 @@ def factored_scan(
     check.has_shape("s", check.is_tensor("s", s), (K,), "[K]")
     check.same_kind("s", s, "u", u)
     x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
-    check.scan_choices(precision, algorithm, activation)
     check.scan_lengths(lengths, x)
     check.scan_clip(message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip)
     return ops.factored_scan.factored_scan(
         x, u, s, v, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
@@ -146,9 +149,9 @@ def dense_scan(
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     check.is_float("w", w)
     x, h0 = check.scan_inputs(x, w.shape[0], h0, weight, bias, activation, act_param, checkpoint_every, "w", w)
-    check.scan_choices(precision, algorithm, activation)
     check.scan_lengths(lengths, x)
     check.scan_clip(message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip)
     return ops.dense_scan.dense_scan(
         x, w, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
@@ -253,6 +256,34 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
             ops.cayley.check_finite("m", m)
             ops.cayley.check_finite("g", g)
     return ops.cayley.cayley(m, g, lr, backend=backend)
+
+
+def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """exp(A) of the skew part A = (X - X^T) / 2 of every matrix: an orthogonal matrix of determinant 1.
+
+    For a skew x that is exp(x); whatever symmetric part x has (rounding, say) plays no role. No word to the host on a
+    GPU. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
+
+    Args:
+        x: [..., N, N], float32 or float64.
+        backend: see the module's docstring.
+
+    Returns:
+        [..., N, N], orthogonal to rounding. Differentiable in x, with a skew gradient. NaN for a matrix that holds NaN
+        or infinity, or whose |A|_2 is above 768 (float64: 279).
+
+    Raises:
+        InputError: a wrong shape or dtype.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    check.is_tensor("x", x)
+    if x.ndim < 2 or 0 in x.shape or x.shape[-1] != x.shape[-2]:
+        raise InputError(f"x has shape {list(x.shape)}: accepted is [..., N, N], nothing empty")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"x has dtype {dtype_name(x.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
+        )
+    return ops.skew_exp.skew_exp(x, backend=backend)
 
 
 def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend: str | None = None) -> Tensor:

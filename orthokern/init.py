@@ -13,13 +13,30 @@ meta device are left alone.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern.errors import InputError, unknown_name
 
-__all__ = ["INITS", "cayley_", "glorot_", "haar_orthogonal_", "henaff_", "identity_", "initialize_"]
+__all__ = [
+    "INITS",
+    "SKEW_INITS",
+    "LearnedOrthogonality",
+    "cayley_",
+    "glorot_",
+    "glorot_uniform_",
+    "haar_orthogonal_",
+    "haar_rotation_",
+    "henaff_",
+    "identity_",
+    "initialize_",
+    "learned_",
+    "learned_orthogonal_",
+    "skew_generator_",
+]
 
 
 def _check(t: Tensor, name: str, *, square: bool = False) -> None:
@@ -146,18 +163,252 @@ def glorot_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return t.copy_(_normal(tuple(t.shape), generator) * math.sqrt(2.0 / (t.shape[-1] + t.shape[-2])))
 
 
+@torch.no_grad()
+def glorot_uniform_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill t [..., N, K] with independent uniforms in +- sqrt(6 / (N + K)) (Glorot and Bengio 2010, the "normalized
+    initialization"): the variance of `glorot_`.
+
+    Raises InputError for a tensor that is not a floating point [..., N, K].
+    """
+    _check(t, "glorot_uniform_")
+    if t.is_meta:
+        return t
+    limit = math.sqrt(6.0 / (t.shape[-1] + t.shape[-2]))
+    return t.copy_(_uniform(tuple(t.shape), -limit, limit, generator))
+
+
+@torch.no_grad()
+def learned_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill t [..., N, K] with matrices that start Glorot-uniform and are then made orthogonal by `learned_orthogonal_`
+    (Manchev and Spratling, "OINIT": section II-A, and the start of section III-A).
+
+    The descent is run in float64 and as far as rounding lets it, beyond the paper's 1e-6 by some twenty steps, so that
+    the result is as orthonormal as its dtype can be. Raises InputError for a tensor that is not a floating point
+    [..., N, K].
+    """
+    _check(t, "learned_")
+    if t.is_meta:
+        return t
+    w = glorot_uniform_(torch.empty(t.shape, dtype=torch.float64, device="cpu"), generator)
+    learned_orthogonal_(w, tol=8.0 * min(t.shape[-2:]) * torch.finfo(w.dtype).eps ** 2)
+    return t.copy_(w)
+
+
+@dataclass(frozen=True)
+class LearnedOrthogonality:
+    """What `learned_orthogonal_` did to matrices W [..., n, m]; every tensor is of shape [...], on W's device.
+
+    Attributes:
+        steps: int64, the steps taken.
+        error: W's dtype, ||W W^T - I||_F^2 (of the smaller Gram matrix) of W as it is now.
+        converged: bool, error is below the tolerance.
+        diverged: bool, a step left the region from which there is a way back; W is then what it was before.
+        scale: W's dtype, what the guard multiplied W by before the first step; 1 where there was no need.
+    """
+
+    steps: Tensor
+    error: Tensor
+    converged: Tensor
+    diverged: Tensor
+    scale: Tensor
+
+
+@torch.no_grad()
+def learned_orthogonal_(
+    W: Tensor, lr: float = 0.1, tol: float = 1e-6, max_steps: int = 1000, *, guard: bool = True
+) -> LearnedOrthogonality:
+    """Make matrices orthogonal by gradient descent on ||W W^T - I||_F^2, each until it is below the tolerance (Manchev
+    and Spratling, section II-A, eq. 16 to 18).
+
+        W <- W - 4 lr (W W^T - I) W          (n <= m; else W <- W - 4 lr W (W^T W - I): the smaller Gram matrix)
+
+    Args:
+        W: [..., n, m] float32 or float64, in place; every matrix on its own. Rows become orthonormal if n <= m, columns
+            otherwise.
+        lr: the rate, above 0 and below 0.25 (from there on an orthogonal matrix repels).
+        tol: a matrix is done when ||W W^T - I||_F^2 is below it.
+        max_steps: a matrix that is not done after so many steps is left as it is then.
+        guard: scale a matrix down first if it may lie outside the region from which the descent converges. False is the
+            published rule, which diverges there.
+
+    Returns:
+        steps, error, and what became of every matrix. No matrix is ever left with an entry that is not finite.
+
+    Raises:
+        InputError: W is no float32 or float64 [..., n, m] or has an entry that is not finite; a matrix is zero (which
+            stays zero); lr, tol or max_steps out of their ranges; tol within reach of rounding.
+
+    Cost: 4 n m min(n, m) flops a step and matrix. Matrices that are done make room for others, so a batch takes the sum
+    of its steps, not the number of its slowest. One synchronisation with the device per step.
+
+    Note [Convergence of learned orthogonality]
+        With c = 4 lr and W = U S V^T a step leaves U and V alone and maps every singular value
+            s -> s (1 + c - c s^2),
+        whose fixed points are 0, which repels, and 1 and -1, which attract for c < 1 (a negative s is a flipped column
+        of U). |s| grows without end as soon as s^2 > 1 + 2 / c, and for lr = 0.1 that is |s| > 2.45: "always converges"
+        (section II-A) holds inside that region only, which normal matrices of standard deviation 0.1 leave near
+        n = 150.
+        The certificate of divergence. For k singular values, sum (s^2 - 1)^2 > k (2 / c)^2 means that one is outside.
+        The guard. G = W W^T has the eigenvalues s^2, so max s^2 <= ||G^8||_F^(1/8): an upper bound, where a power
+        iteration would give a lower one, and at most k^(1/16) too large. If it is above nine tenths of 1 + 2 / c, W is
+        scaled so that the bound is (1 + c) / (2 c). From there a step multiplies every s by more than a half: the first
+        by at least (1 + c) / 2, and the others, since no step ends above s^2 = 4 (1 + c)^3 / (27 c), by at least
+        (1 + c) (1 - 4 (1 + c)^2 / 27). So no s comes near the repelling 0 again, and all of them go to 1.
+        A singular value 0 stays 0: a matrix of deficient rank ends unconverged, unless rounding lifts it.
+    """
+    _check_learned(W, lr, tol, max_steps)
+    n, m = W.shape[-2:]
+    shape = W.shape[:-2]
+    count = math.prod(shape)
+    matrices = W.reshape(count, n, m)  # a view where strides allow one
+    wide = matrices if n <= m else matrices.mT
+    factory: dict[str, Any] = {"device": W.device}
+    result = LearnedOrthogonality(
+        steps=torch.zeros(count, dtype=torch.int64, **factory),
+        error=torch.zeros(count, dtype=W.dtype, **factory),
+        converged=torch.zeros(count, dtype=torch.bool, **factory),
+        diverged=torch.zeros(count, dtype=torch.bool, **factory),
+        scale=torch.ones(count, dtype=W.dtype, **factory),
+    )
+    if not W.is_meta:
+        if guard:
+            _guard(wide, 4.0 * lr, result.scale)
+        _descend(wide, 4.0 * lr, tol, max_steps, result)
+        if matrices.data_ptr() != W.data_ptr():
+            W.copy_(matrices.view(W.shape))
+    return LearnedOrthogonality(*(getattr(result, f.name).view(shape) for f in fields(result)))
+
+
+def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
+    if not isinstance(W, Tensor) or W.dtype not in (torch.float32, torch.float64):
+        given = getattr(W, "dtype", type(W).__name__)
+        raise InputError(f"learned_orthogonal_: W must be a tensor of torch.float32 or torch.float64, got {given}")
+    if W.dim() < 2 or W.numel() == 0:
+        raise InputError(f"learned_orthogonal_: W has shape {list(W.shape)}; accepted: [..., n, m], no side 0")
+    if not 0.0 < lr < 0.25:
+        raise InputError(f"learned_orthogonal_: lr must be above 0 and below 0.25, got {lr!r}")
+    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+        raise InputError(f"learned_orthogonal_: max_steps must be an integer of at least 1, got {max_steps!r}")
+    # Below an s^2 - 1 of eps / (8 lr) a step is rounded away, and the Gram matrix has a rounding of its own: measured
+    # at lr = 0.1, the descent ends between 1 and 4 k eps^2 for k singular values.
+    lowest = min(W.shape[-2:]) * (torch.finfo(W.dtype).eps * max(2.0, 0.25 / lr)) ** 2
+    if not lowest < tol < math.inf:
+        raise InputError(
+            f"learned_orthogonal_: tol must be finite and above {lowest:.2g}, the rounding of {W.dtype} matrices "
+            f"{list(W.shape[-2:])}, got {tol!r}"
+        )
+    if W.is_meta:
+        return
+    largest = W.abs().amax(dim=(-2, -1))
+    for wrong, what in (
+        (~largest.isfinite(), "has an entry that is not finite"),
+        (largest == 0, "is zero, and stays so"),
+    ):
+        if wrong.any():
+            index = wrong.nonzero()[0].tolist()
+            which = f"the matrix W[{', '.join(map(str, index))}]" if index else "W"
+            raise InputError(f"learned_orthogonal_: {which} {what}; accepted: finite matrices other than zero")
+
+
+def _slots(w: Tensor) -> int:
+    """How many of the matrices w [count, k, l] to work on at once: what stays in the cache of a core, and on a GPU what
+    fills it."""
+    numbers = 2**18 if w.device.type == "cpu" else 2**25
+    return max(1, min(w.shape[0], numbers // (w.shape[1] * w.shape[2])))
+
+
+def _guard(w: Tensor, c: float, scale: Tensor) -> None:
+    """Writes to scale [count] what brings w [count, k, l], k <= l, into the region of convergence."""
+    slots = _slots(w)
+    for start in range(0, len(w), slots):
+        part = w[start : start + slots]
+        largest = part.abs().amax(dim=(-2, -1), keepdim=True)
+        part = part / largest  # so that squares neither overflow nor vanish
+        power, log = part @ part.mT, torch.zeros_like(largest)
+        for _ in range(3):  # power exp(log) is G, G^2, G^4, G^8 in turn
+            norm = torch.linalg.matrix_norm(power, keepdim=True)
+            power, log = power / norm, log + norm.log()
+            power, log = power @ power, 2.0 * log
+        log = (log + torch.linalg.matrix_norm(power, keepdim=True).log()) / 8.0 + 2.0 * largest.log()
+        outside = log > math.log(0.9 * (1.0 + 2.0 / c))
+        factor = torch.where(outside, (0.5 * (math.log((1.0 + c) / (2.0 * c)) - log)).exp(), 1.0)
+        scale[start : start + slots] = factor.flatten()
+
+
+def _descend(w: Tensor, c: float, tol: float, max_steps: int, result: LearnedOrthogonality) -> None:
+    """Descends from w [count, k, l], k <= l, to orthonormal rows, in place, and fills the result's tensors [count].
+
+    The slots of a pool hold the matrices that are being worked on. What is done leaves its slot to the next in line; at
+    the end of the line the pool shrinks.
+    """
+    count, k, _ = w.shape
+    lost = k * (2.0 / c) ** 2  # an error above it certifies divergence
+    slots = _slots(w)
+    taken = torch.arange(slots, device=w.device)  # which matrix is in which slot
+    next_in_line = slots
+
+    def load(which: Tensor) -> Tensor:
+        return w[which] * result.scale[which].view(-1, 1, 1)
+
+    pool = load(taken).contiguous()
+    steps = torch.zeros_like(taken)
+    while len(taken):
+        gram = torch.bmm(pool, pool.mT)
+        gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+        error = torch.linalg.matrix_norm(gram).square()
+        good = error < tol
+        bad = ~(error <= lost)
+        done = (good | bad | (steps >= max_steps)).nonzero().flatten()
+        if len(done):
+            ended = taken[done]
+            result.steps[ended] = steps[done]
+            result.error[ended] = error[done]
+            result.converged[ended] = good[done]
+            result.diverged[ended] = bad[done]
+            kept = done[~bad[done]]
+            w[taken[kept]] = pool[kept]
+        pool = torch.baddbmm(pool, gram, pool, alpha=-c)
+        steps += 1
+        if len(done):
+            fresh = min(len(done), count - next_in_line)
+            refilled = done[:fresh]
+            taken[refilled] = torch.arange(next_in_line, next_in_line + fresh, device=w.device)
+            next_in_line += fresh
+            steps[refilled] = 0
+            pool[refilled] = load(taken[refilled])
+            if fresh < len(done):
+                stays = torch.ones(len(taken), dtype=torch.bool, device=w.device)
+                stays[done[fresh:]] = False
+                taken, steps, pool = taken[stays], steps[stays], pool[stays]
+    _restore_errors(w, result)
+
+
+def _restore_errors(w: Tensor, result: LearnedOrthogonality) -> None:
+    """The errors of matrices that diverged, w [count, k, l] being what it was: in float64, which overflows later."""
+    for index in result.diverged.nonzero().flatten().tolist():
+        x = w[index].double()
+        gram = x @ x.mT
+        gram.diagonal().sub_(1.0)
+        result.error[index] = gram.square().sum()
+
+
 INITS = {
     "orthogonal": haar_orthogonal_,
     "henaff": henaff_,
     "cayley": cayley_,
     "identity": identity_,
     "glorot": glorot_,
+    "glorot-uniform": glorot_uniform_,
+    "learned": learned_,
 }
 
 
+UNCONSTRAINED = ("glorot", "glorot-uniform")  # not orthogonal: a margin of the singular values does not admit them
+LOWER_RANK = ("orthogonal", *UNCONSTRAINED)  # defined for W = U S V^T of rank K < N
+
+
 def initialize_(t: Tensor, name: str, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t by the initialisation called `name`: "orthogonal", "henaff", "cayley", "identity" or "glorot";
-    InputError for another name."""
+    """Fill t by the initialisation called `name`, one of INITS; InputError for another name."""
     if name not in INITS:
         raise unknown_name("init", name, list(INITS))
     return INITS[name](t, generator)
@@ -168,10 +419,10 @@ def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Gen
     """Fill the factors of W = U diag(s) V^T so that W is the matrix that `name` stands for.
 
     orthogonal: U and V independent Haar, s = 1. For K < N, W is a partial isometry of rank K.
-    henaff, cayley, identity: V Haar, U = W0 V with W0 the named orthogonal matrix, s = 1, so that W = W0 V V^T = W0.
-        A Haar V rather than V = I because V fixes the directions that s may later scale: with V = I they would be
-        the coordinate axes. Needs K = N.
-    glorot: the K leading singular triplets of a Glorot-normal matrix, so W is that matrix (K = N) or its best
+    henaff, cayley, identity, learned: V Haar, U = W0 V with W0 the named orthogonal matrix, s = 1, so that
+        W = W0 V V^T = W0. A Haar V rather than V = I because V fixes the directions that s may later scale: with V = I
+        they would be the coordinate axes. Needs K = N.
+    glorot, glorot-uniform: the K leading singular triplets of such a matrix, so W is that matrix (K = N) or its best
         approximation of rank K.
 
     Args:
@@ -180,20 +431,21 @@ def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Gen
         name: one of INITS.
         generator: CPU generator, or None for torch's global one.
 
-    Raises InputError for an unknown name and for K < N with henaff, cayley and identity.
+    Raises InputError for an unknown name and for K < N with henaff, cayley, identity and learned.
     """
     if name not in INITS:
         raise unknown_name("init", name, list(INITS))
     n, k = u.shape
-    if k < n and name not in ("orthogonal", "glorot"):
+    if k < n and name not in LOWER_RANK:
         raise InputError(
-            f"init {name!r} needs K = N = {n}, got K = {k}; accepted for a lower rank: 'orthogonal', 'glorot'"
+            f"init {name!r} needs K = N = {n}, got K = {k}; "
+            f"accepted for a lower rank: {', '.join(map(repr, LOWER_RANK))}"
         )
     if u.is_meta:
         return
-    if name == "glorot":
+    if name in UNCONSTRAINED:
         w = torch.empty(n, n, dtype=torch.float64, device="cpu")
-        left, values, right = torch.linalg.svd(glorot_(w, generator))
+        left, values, right = torch.linalg.svd(INITS[name](w, generator))
         u.copy_(left[:, :k])
         s.copy_(values[:k])
         v.copy_(right[:k].mT)
@@ -206,3 +458,57 @@ def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Gen
     u.copy_(u64)
     s.fill_(1.0)
     v.copy_(v64)
+
+
+SKEW_INITS = ("henaff", "cayley", "torus", "identity")
+
+
+@torch.no_grad()
+def skew_generator_(t: Tensor, name: str, generator: torch.Generator | None = None) -> Tensor:
+    """Fill t with a strictly lower triangular L whose A = L - L^T has the blocks (0, s; -s, 0) of an initialisation.
+
+    For recurrences with the matrix exp(A): each block turns its plane by the angle s.
+
+    henaff: s ~ U(-pi, 0), as expRNN's first release and nnRNN's draw it. torus: s ~ U(-pi, pi), uniform on the maximal
+    torus of rotations, as geotorch and the later expRNN have it (there also under the name "henaff"); the eigenvalue
+    pairs exp(+-is) have one law for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of `cayley_` put through
+    the exponential, as expRNN and nnRNN do: angles in (-1, 0), where `cayley_` turns by u. identity: s = 0.
+
+    Args:
+        t: [..., N, N] float; an odd N ends in a zero block of side one.
+        name: one of SKEW_INITS.
+        generator: CPU generator, or None for torch's global one.
+
+    Returns:
+        t. Raises InputError for a matrix that is not square or an unknown name.
+    """
+    _check(t, "skew_generator_", square=True)
+    if name not in SKEW_INITS:
+        raise unknown_name("init", name, SKEW_INITS)
+    if t.is_meta:
+        return t
+    n, shape = t.shape[-1], (*t.shape[:-2], t.shape[-1] // 2)
+    if name == "henaff":
+        s = _uniform(shape, -math.pi, 0.0, generator)
+    elif name == "torus":
+        s = _uniform(shape, -math.pi, math.pi, generator)
+    elif name == "cayley":
+        s = -(_uniform(shape, 0.0, math.pi / 2, generator) / 2).tan()
+    else:
+        s = torch.zeros(shape, dtype=torch.float64, device="cpu")
+    lower = torch.zeros(t.shape, dtype=torch.float64, device="cpu")
+    even = torch.arange(0, n - 1, 2, device="cpu")
+    lower[..., even + 1, even] = -s
+    return t.copy_(lower)
+
+
+@torch.no_grad()
+def haar_rotation_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill t [..., N, N] with Haar-distributed rotations: orthogonal matrices of determinant +1, the ones that are an
+    exponential of a skew matrix. `haar_orthogonal_` has both signs."""
+    _check(t, "haar_rotation_", square=True)
+    if t.is_meta:
+        return t
+    q = _haar(tuple(t.shape), generator)
+    q[..., 0] *= torch.linalg.det(q).sign().unsqueeze(-1)
+    return t.copy_(q)

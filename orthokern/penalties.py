@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from orthokern.errors import InputError
+from orthokern.errors import InputError, unknown_name
 
-__all__ = ["composite_weight_decay", "orthogonal_penalty", "spectrum_prior"]
+__all__ = [
+    "LAYERS",
+    "OrthogonalPenalty",
+    "composite_weight_decay",
+    "modulus_penalty",
+    "orthogonal_penalty",
+    "spectrum_prior",
+    "triangular_decay",
+]
+
+LAYERS = ("recurrent", "input", "feedforward")
 
 
 @runtime_checkable
@@ -30,6 +42,61 @@ class HasRecurrentMatrices(Protocol):
     def recurrent_matrices(self) -> list[Tensor]:
         """W [N, N] of every recurrence, differentiable."""
         ...
+
+
+@runtime_checkable
+class HasSchurForms(Protocol):
+    """A module with recurrences in Schur form; orthokern.nn.NonNormalRNN is one."""
+
+    def moduli(self) -> list[Tensor]:
+        """gamma [ceil(N / 2)] of every recurrence, differentiable."""
+        ...
+
+    def triangles(self) -> list[Tensor]:
+        """T [N, N] of every recurrence as far as it acts, differentiable; empty where there is none."""
+        ...
+
+
+def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
+    """The sum of (gamma_i - 1)^2, or of |gamma_i - 1|, over all Schur forms in a module: eigenvalues near the circle.
+
+    Kerg et al. 2019 (nnRNN) add delta times the former; the reproducibility report of 2019, section 5, also the latter.
+
+    Args:
+        module: a NonNormalRNN, or any module that contains some.
+        norm: "l2" for squares, "l1" for magnitudes.
+
+    Returns:
+        The sum, a 0-dim tensor with a gradient for the moduli.
+
+    Raises:
+        InputError: a module without a Schur form, or an unknown norm.
+    """
+    if norm not in ("l1", "l2"):
+        raise unknown_name("norm", norm, ("l1", "l2"))
+    found = [gamma - 1 for part in module.modules() if isinstance(part, HasSchurForms) for gamma in part.moduli()]
+    values = [off.square().sum() if norm == "l2" else off.abs().sum() for off in found]
+    return _total(values, module, "Schur form; accepted: a NonNormalRNN")
+
+
+def triangular_decay(module: nn.Module) -> Tensor:
+    """The sum of ||T||_F^2 over all Schur forms in a module: the non-normal part is kept small.
+
+    nnRNN trains with an optimizer's weight_decay = c on T alone, which adds c T to the gradient: c / 2 times this.
+
+    Args:
+        module: a NonNormalRNN, or any module that contains some.
+
+    Returns:
+        The sum, a 0-dim tensor with a gradient for T.
+
+    Raises:
+        InputError: a module without a Schur form.
+    """
+    values = [
+        t.square().sum() for part in module.modules() if isinstance(part, HasSchurForms) for t in part.triangles()
+    ]
+    return _total(values, module, "Schur form; accepted: a NonNormalRNN")
 
 
 def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
@@ -74,6 +141,151 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
     return _total(values, recurrence, "recurrence; accepted: an RNN or a FactorizedRNN, or a matrix")
 
 
+class OrthogonalPenalty:
+    """lambda ||W W^T - I||_F^2 of chosen layers: as a term of the loss, or as a change of the update (Manchev and
+    Spratling, section II-B, "OPEN").
+
+        as a term of the loss, eq. 29 and 30       loss = loss + penalty(rnn)
+        as a change of the update, eq. 31          loss.backward(); penalty.add_gradients_(rnn); optimizer.step()
+        on its own, eq. 17 and 18                  penalty.descend_(rnn, lr=0.1)
+
+    With plain SGD the second is W <- W - lr (dE/dW + 4 lambda (W W^T - I) W). The factors stand in this order, not in
+    that of the published eq. 31, W (W W^T - I), which is no gradient unless W is normal.
+
+    The Gram matrix is the smaller one: W W^T of W [n, m] if n <= m, else W^T W, so that the penalty is zero where the
+    rows, or else the columns, are orthonormal. The gradient of the square is the same for both, since
+    (W W^T - I) W = W (W^T W - I). A factorized recurrence is penalised through its singular values, without forming W:
+    Note [Orthogonality penalty].
+
+    Args:
+        strength: lambda, at least 0.
+        squared: False for lambda ||W W^T - I||_F, which is what the code released with the paper computes for recurrent
+            networks, where the paper's text squares: the strengths of its Tables I and II are for this one. Its
+            gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not fade near an orthogonal matrix; it is taken as
+            zero at one.
+        on: which matrices of a module are meant, one or several of LAYERS. "recurrent": W_hh [N, N] of every
+            recurrence; "input": W_ih [N, D] of every recurrence; "feedforward": the weight [n, m] of every other layer
+            that has one, but embeddings.
+
+    Raises:
+        InputError: a strength that is negative or not finite, unknown or no layers.
+    """
+
+    def __init__(
+        self, strength: float = 1.0, *, squared: bool = True, on: str | Iterable[str] = ("recurrent", "feedforward")
+    ) -> None:
+        if not 0.0 <= strength < math.inf:
+            raise InputError(f"strength must be a finite number of at least 0, got {strength!r}")
+        self.strength = strength
+        self.squared = squared
+        self.on = (on,) if isinstance(on, str) else tuple(on)
+        for layer in self.on:
+            if layer not in LAYERS:
+                raise unknown_name("layer", layer, LAYERS)
+        if not self.on:
+            raise InputError(f"on names no layer; accepted: one or several of {', '.join(LAYERS)}")
+
+    def __call__(self, *parts: nn.Module | Tensor) -> Tensor:
+        """The penalty, a 0-dim tensor with gradients; the sum over all matrices in `parts`.
+
+        Args:
+            parts: modules, and matrices [n, m], which count whatever `on` says.
+
+        Raises:
+            InputError: a module without such a layer, or a tensor that is no floating matrix.
+        """
+        return torch.stack([self._value(_distance(matrix)) for matrix in self._matrices(parts)]).sum()
+
+    @torch.no_grad()
+    def gradient(self, W: Tensor) -> Tensor:
+        """The penalty's gradient [n, m] at one matrix W [n, m], without autograd: 4 lambda (W W^T - I) W for the
+        square."""
+        _check_matrix(W)
+        n, m = W.shape
+        gram = W @ W.mT if n <= m else W.mT @ W
+        gram.diagonal().sub_(1.0)
+        gradient = gram @ W if n <= m else W @ gram
+        if self.squared:
+            return gradient.mul_(4.0 * self.strength)
+        norm = torch.linalg.vector_norm(gram)
+        return gradient.mul_(torch.where(norm > 0, 2.0 * self.strength / norm, 0.0))
+
+    def add_gradients_(self, *parts: nn.Module | Tensor) -> None:
+        """Add the penalty's gradient to `.grad` of every matrix in `parts`, as for `__call__`: the same numbers as
+        those of the loss term, for less work."""
+        for matrix in self._matrices(parts):
+            if isinstance(matrix, _Spectrum) or not matrix.is_leaf:  # a function of parameters
+                with torch.enable_grad():
+                    self._value(_distance(matrix)).backward()
+            elif matrix.grad is None:
+                matrix.grad = self.gradient(matrix)
+            else:
+                matrix.grad.add_(self.gradient(matrix))
+
+    @torch.no_grad()
+    def descend_(self, *parts: nn.Module | Tensor, lr: float) -> None:
+        """One step W <- W - lr dpenalty/dW on every matrix in `parts`, in place.
+
+        Raises:
+            InputError: as for `__call__`; a factorized recurrence or another matrix that is a function of parameters,
+                for which there is `add_gradients_`.
+        """
+        for matrix in list(self._matrices(parts)):
+            if isinstance(matrix, _Spectrum) or not matrix.is_leaf:
+                raise InputError(
+                    "descend_ moves matrices; the recurrence is factorized: use add_gradients_ or the loss"
+                )
+            matrix.sub_(self.gradient(matrix), alpha=lr)
+
+    def _value(self, squared: Tensor) -> Tensor:
+        if self.squared:
+            return self.strength * squared
+        positive = squared > 0  # at zero the root has no gradient
+        return self.strength * torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
+
+    def _matrices(self, parts: Iterable[nn.Module | Tensor]) -> Iterator[Tensor | _Spectrum]:
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield _check_matrix(part)
+                continue
+            found = list(self._of_module(part))
+            if not found:
+                layers = " or ".join(self.on)
+                raise InputError(f"a module of type {type(part).__name__} has no {layers} matrix to make orthogonal")
+            yield from found
+
+    def _of_module(self, whole: nn.Module) -> Iterator[Tensor | _Spectrum]:
+        for module in whole.modules():
+            factorized, dense = isinstance(module, HasSpectra), isinstance(module, HasRecurrentMatrices)
+            if "recurrent" in self.on and factorized:
+                assert isinstance(module, HasSpectra)
+                yield from (_Spectrum(s, module.hidden_size) for s in module.spectra())
+            elif "recurrent" in self.on and dense:
+                assert isinstance(module, HasRecurrentMatrices)
+                yield from module.recurrent_matrices()
+            if "input" in self.on and (factorized or dense):
+                yield from (p for name, p in module.named_parameters(recurse=False) if name.startswith("weight_ih_"))
+            weight = getattr(module, "weight", None)
+            if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
+                if not isinstance(module, nn.Embedding):
+                    yield weight
+
+
+class _Spectrum:
+    """s [K] of a factorized recurrence with N units."""
+
+    def __init__(self, s: Tensor, hidden_size: int) -> None:
+        self.s = s
+        self.hidden_size = hidden_size
+
+
+def _distance(matrix: Tensor | _Spectrum) -> Tensor:
+    """||W W^T - I||_F^2 of the smaller Gram matrix, 0-dim."""
+    if isinstance(matrix, _Spectrum):
+        return (matrix.s * matrix.s - 1).square().sum() + (matrix.hidden_size - len(matrix.s))
+    return _smaller_gram_distance(matrix)
+
+
 def spectrum_prior(module: nn.Module) -> Tensor:
     """The sum of (s_i - 1)^2 over all recurrences in a module: a Gaussian prior of mean one on the singular values.
 
@@ -101,16 +313,26 @@ def spectrum_prior(module: nn.Module) -> Tensor:
     return _total(values, module, "recurrence; accepted: an RNN or a FactorizedRNN")
 
 
-def _gram_distance(w: Tensor) -> Tensor:
-    """||W^T W - I||_F^2 of w [n, m]."""
+def _check_matrix(w: Tensor) -> Tensor:
     if w.ndim != 2 or not w.is_floating_point():
         raise InputError(
             f"W has shape {list(w.shape)} and dtype {str(w.dtype).removeprefix('torch.')}; "
             "accepted: a floating matrix [n, m]"
         )
+    return w
+
+
+def _smaller_gram_distance(w: Tensor) -> Tensor:
+    """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
     n, m = w.shape
     gram = w.mT @ w if n >= m else w @ w.mT
-    return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum() + max(m - n, 0)
+    return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
+
+
+def _gram_distance(w: Tensor) -> Tensor:
+    """||W^T W - I||_F^2 of w [n, m]."""
+    n, m = _check_matrix(w).shape
+    return _smaller_gram_distance(w) + max(m - n, 0)
 
 
 def _total(values: list[Tensor], module: nn.Module, missing: str) -> Tensor:

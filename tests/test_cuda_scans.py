@@ -17,7 +17,15 @@ from typing import Any
 import pytest
 import torch
 from cuda_host import build
-from helpers import ScanProblem, assert_matches_reference, assert_same_bits, run_scan, scan_problem
+from helpers import (
+    ScanProblem,
+    assert_matches_reference,
+    assert_same_bits,
+    run_scan,
+    scan_problem,
+    some_lengths,
+    with_poisoned_padding,
+)
 from torch import Tensor
 
 from orthokern import _native_cuda
@@ -74,7 +82,9 @@ def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
     inexact = problem.to(torch.float32)
     untouched = inexact.map(torch.clone)
     exact = inexact.to(torch.float64)
-    expected, plain, actual = run_scan(exact, "reference"), run_scan(inexact, "reference"), run(inexact, **options)
+    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
+    expected, plain = (run_scan(p, "reference", **same) for p in (exact, inexact))
+    actual = run(inexact, **options)
     for name in actual:
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue
@@ -199,8 +209,8 @@ def test_auto_takes_chunks_of_a_long_sequence() -> None:
 
 
 def test_chunk_length_comes_from_sizes_alone() -> None:
-    def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto") -> int:
-        return _native_cuda._chunk_length(_native_cuda._Map(torch.empty(N, N)), T, B, activation, algorithm)
+    def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto", clip: float = 0) -> int:
+        return _native_cuda._chunk_length(_native_cuda._Map(torch.empty(N, N)), T, B, activation, algorithm, clip)
 
     assert length(10_000, 50, 128) == 100
     assert length(1_000_000, 50, 128) == 128
@@ -209,6 +219,7 @@ def test_chunk_length_comes_from_sizes_alone() -> None:
     assert length(100, 50, 128) == 0  # too short to pay
     assert length(10_000, 1000, 128) == 0  # the sequences fill the GPU
     assert length(100, 1000, 128, algorithm="chunked") == 10
+    assert length(10_000, 50, 128, clip=0.1) == 0  # not linear
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -229,6 +240,103 @@ def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, w
     getattr(_native_cuda, f"{op}_bwd")(
         problem.grad_hs, actual, torch.empty(0), *problem.inputs(), activation="tanh"
     )  # reads and writes nothing out of bounds
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, wish: Any) -> None:
+    wish(path)
+    index = NAMES.index(activation) + list(PATHS).index(path)
+    n = 34 if activation == "oplu" else 33
+    rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
+    B, T = 5, (4, 19)[index % 2]  # more steps than inputs are fetched ahead, and than squares are summed at a time
+    problem = scan_problem(
+        op, B=B, T=T, N=n, activation=activation, inputs=KINDS[index % 3], param_size="N1"[index % 2], gap=1e-6, **rank
+    )  # fmt: skip
+    lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
+    lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
+    check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
+    check(problem, message_clip=0.3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("op", OPS)
+def test_padding_plays_no_part(op: str, path: str, wish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its contents, not the checkpoints: the same bits, and zeros there."""
+    wish(path)
+    monkeypatch.setattr(_native_cuda, "_WINDOW_ELEMENTS", 5 * 18 * 6)  # windows of 6 steps
+    B, T, inputs = 5, 11, KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]
+    activation = {"dense": "tanh", "features": "prelu", "tokens": "oplu"}[inputs]
+    problem = scan_problem(op, B=B, T=T, N=18, activation=activation, inputs=inputs, D=70, gap=-1.0).to(torch.float32)
+    lengths = torch.tensor([4, 1, 10, 3, 10])
+    padding = torch.arange(T).unsqueeze(1) >= lengths
+    ragged: dict[str, Any] = {"lengths": lengths, "message_clip": 0.5}
+    first = run(problem, **ragged)
+    for name in ("hs", "pre", "grad_x"):
+        assert not first[name].numel() or not first[name][padding].any(), name
+    poisoned = with_poisoned_padding(problem, lengths)
+    assert_same_bits(first, run(poisoned, **ragged))
+    again = run(poisoned, checkpoint_every=4, **ragged)
+    assert_same_bits(first, again, skip=("ckpt", "pre"))
+    assert torch.equal(again["ckpt"], torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:4])
+    full = run(problem, lengths=torch.full((B,), T), message_clip=0.5)
+    assert_same_bits(full, run(problem, message_clip=0.5))
+
+
+@pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-2", "steps"])
+@pytest.mark.parametrize("op", OPS)
+def test_lengths_in_chunks_of_time(op: str, path: str, wish: Any) -> None:
+    wish(path)
+    for T, lengths, inputs in ((17, [17, 3, 9], "dense"), (16, [2, 5, 12], "tokens"), (5, [3, 5, 1], "features")):
+        problem = scan_problem(op, B=3, T=T, N=17, activation="identity", inputs=inputs)
+        ragged = torch.tensor(lengths)
+        plain = check(problem, algorithm="chunked", lengths=ragged)
+        poisoned = with_poisoned_padding(problem.to(torch.float32), ragged)
+        assert_same_bits(plain, run(poisoned, algorithm="chunked", lengths=ragged))
+        recomputed = run(poisoned, algorithm="chunked", lengths=ragged, checkpoint_every=4)
+        assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, wish: Any) -> None:
+    """Nobody checks the lengths of a GPU's tensors: what is wrong must not be read or written with."""
+    wish(path)
+    problem = scan_problem(op, B=5, T=4, N=17, activation="identity", inputs="tokens").to(torch.float32)
+    wrong = torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1, 2])
+    fwd, bwd = (getattr(_native_cuda, f"{op}_{direction}") for direction in ("fwd", "bwd"))  # the ops check the CPU's
+    for options in ({}, {"checkpoint_every": 3}, {"algorithm": "chunked"}):
+        results = []
+        for lengths in (wrong, wrong.clamp(0, 4)):
+            given = {"activation": "identity", "lengths": lengths, **options}
+            hs, ckpt, pre = fwd(*problem.inputs(), **given)
+            states = ckpt if "checkpoint_every" in options else hs
+            results.append([hs, ckpt, *bwd(problem.grad_hs, states, pre, *problem.inputs(), **given)])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_clip_leaves_a_nan() -> None:
+    """As torch.clamp does: a NaN in the gradient has to be seen."""
+    problem = scan_problem("dense_scan", B=3, T=4, N=9).to(torch.float32)
+    problem.grad_hs[2, 1, 5] = float("nan")
+    grad = run(problem, message_clip=0.1)["grad_x"]
+    assert grad[:3, 1].isnan().any(-1).all() and not grad[:, [0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_schedule_changes_a_bit_with_lengths(op: str, wish: Any, harness: Any) -> None:
+    for path in ("resident-4", "cluster-4", "steps"):
+        wish(path)
+        problem = scan_problem(op, B=9, T=5, N=34, activation="prelu", inputs="tokens").to(torch.float32)
+        options: dict[str, Any] = {"lengths": torch.tensor([1, 2, 3, 4, 4, 3, 2, 1, 1]), "message_clip": 0.3}
+        results = []
+        for order in build.ORDERS.values():
+            harness.set_schedule(*order)
+            results.append(run(problem, **options))
+        assert_same_bits(results[0], results[1])
+        assert_same_bits(results[0], results[2])
 
 
 @pytest.mark.parametrize("D", [5, 70])

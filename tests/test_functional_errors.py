@@ -101,6 +101,10 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"message_clip": float("inf")}, "message_clip is inf: accepted is a finite number"),
     ({"message_clip": None}, "message_clip is None: accepted is a finite number"),
     ({"message_clip": True}, "message_clip is True: accepted is a finite number"),
+    (
+        {"message_clip": 0.5, "algorithm": "chunked", "activation": "identity"},
+        "algorithm is 'chunked' with message_clip 0.5: gradients of chunks of time can only be joined without clipping",
+    ),
     # precision and algorithm
     ({"precision": "tf23"}, "unknown precision 'tf23': did you mean 'tf32'? accepted: ieee, 3xtf32, tf32, bf16"),
     ({"algorithm": "chunk"}, "unknown algorithm 'chunk': did you mean 'chunked'? accepted: auto, sequential, chunked"),

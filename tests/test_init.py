@@ -10,7 +10,8 @@ import torch
 
 from orthokern import InputError, init
 
-IN_PLACE = [init.haar_orthogonal_, init.henaff_, init.cayley_, init.identity_, init.glorot_]
+IN_PLACE = [init.haar_orthogonal_, init.henaff_, init.cayley_, init.identity_, init.glorot_, init.glorot_uniform_]
+IN_PLACE += [init.learned_]
 
 
 def angles(w: torch.Tensor) -> torch.Tensor:
@@ -93,9 +94,12 @@ def test_identity_and_glorot() -> None:
     assert torch.equal(init.identity_(torch.empty(3, 5)), torch.eye(3, 5))
     w = init.glorot_(torch.empty(300, 500, dtype=torch.float64))
     assert abs(float(w.var()) / (2 / 800) - 1) < 0.02 and abs(float(w.mean())) < 1e-3
+    w = init.glorot_uniform_(torch.empty(300, 500, dtype=torch.float64))
+    assert abs(float(w.var()) / (2 / 800) - 1) < 0.02 and abs(float(w.mean())) < 1e-3
+    assert 0.999 < float(w.abs().max()) / math.sqrt(6 / 800) <= 1
 
 
-@pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot"])
+@pytest.mark.parametrize("name", init.INITS)
 def test_factors_compose_to_the_named_matrix(name: str) -> None:
     n = 7
     u, v = torch.empty(n, n, dtype=torch.float64), torch.empty(n, n, dtype=torch.float64)
@@ -107,8 +111,8 @@ def test_factors_compose_to_the_named_matrix(name: str) -> None:
         torch.testing.assert_close(basis.T @ basis, eye, rtol=0, atol=1e-14)
     if name == "identity":
         torch.testing.assert_close(w, eye, rtol=0, atol=1e-14)
-    elif name == "glorot":
-        same = init.glorot_(torch.empty(n, n, dtype=torch.float64), torch.Generator().manual_seed(1))
+    elif name in init.UNCONSTRAINED:
+        same = init.INITS[name](torch.empty(n, n, dtype=torch.float64), torch.Generator().manual_seed(1))
         torch.testing.assert_close(w, same, rtol=0, atol=1e-14)
     else:
         assert torch.equal(s, torch.ones_like(s))
@@ -124,7 +128,7 @@ def test_thin_factors() -> None:
     torch.testing.assert_close((u * s) @ v.T, (left[:, :4] * values[:4]) @ right[:4])
     init.factorized_(u, s, v, "orthogonal")
     torch.testing.assert_close(v.T @ v, torch.eye(4, dtype=torch.float64))
-    for name in ("henaff", "cayley", "identity"):
+    for name in ("henaff", "cayley", "identity", "learned"):
         with pytest.raises(InputError, match="K = N = 9, got K = 4"):
             init.factorized_(u, s, v, name)
 

@@ -18,7 +18,7 @@ from orthokern import InputError, functional
 from orthokern.init import haar_orthogonal_
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
 from orthokern.ops import cayley as cayley_op
-from orthokern.optim import CombinedOptimizer, GeodesicSGD, optimizer_for, split_parameters
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for, split_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -620,3 +620,86 @@ def test_orthogonality_over_20000_steps(rank: int) -> None:
             worst = max(worst, *(error(p) for p in bases))
     assert worst < 1e-5, worst
     assert worst < max(error(p) for p in bare)  # and the correction is what holds it there
+
+
+# ---- GeodesicRMSprop -----------------------------------------------------------------------------
+
+
+def test_geodesic_rmsprop_is_the_cayley_step_of_the_scaled_gradient() -> None:
+    """Against the formula, in float64, with the dense inverse; two bases of one shape and one of another."""
+    torch.manual_seed(0)
+    bases = [
+        nn.Parameter(torch.linalg.qr(torch.randn(n, k, dtype=torch.float64))[0]) for n, k in ((6, 6), (6, 6), (7, 3))
+    ]
+    optimizer = GeodesicRMSprop(bases, lr=0.05, alpha=0.8, eps=1e-3, max_grad_norm=2.0)
+    expected = [p.detach().clone() for p in bases]
+    averages = [torch.zeros_like(p) for p in expected]
+    for _ in range(4):
+        gradients = [torch.randn_like(p) for p in expected]
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+        for i, g in enumerate(gradients):
+            bases[i].grad = g.clone()
+            g = g * min(1.0, 2.0 / norm)
+            averages[i] = 0.8 * averages[i] + 0.2 * g.square()
+            g = g / (averages[i].sqrt() + 1e-3)
+            m = expected[i]
+            a = g @ m.mT - m @ g.mT
+            eye = torch.eye(len(m), dtype=torch.float64)
+            expected[i] = torch.linalg.inv(eye + 0.025 * a) @ (eye - 0.025 * a) @ m
+        optimizer.step()
+    for p, m, v in zip(bases, expected, averages, strict=True):
+        torch.testing.assert_close(p.detach(), m, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(optimizer.state[p]["square_avg"], v, rtol=1e-12, atol=0)
+        torch.testing.assert_close(p.mT @ p, torch.eye(p.shape[1], dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_geodesic_rmsprop_does_not_depend_on_the_size_of_the_gradient() -> None:
+    def path(scale: float) -> Tensor:
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0])
+        target = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0]
+        if torch.det(p.detach()) * torch.det(target) < 0:  # the other component of O(8) cannot be reached
+            target[:, 0].neg_()
+        optimizer = GeodesicRMSprop([p], lr=0.01, eps=1e-30)
+        first = float((p.detach() - target).square().sum())
+        for _ in range(400):
+            optimizer.zero_grad()
+            (scale * (p - target).square().sum()).backward()
+            optimizer.step()
+        assert float((p.detach() - target).square().sum()) < 0.05 * first
+        return p.detach()
+
+    assert torch.equal(path(1.0), path(2.0**-26))
+
+
+def test_geodesic_rmsprop_resumes_exactly() -> None:
+    def steps(optimizer: GeodesicRMSprop, p: nn.Parameter, seeds: range) -> None:
+        for seed in seeds:
+            p.grad = torch.randn(5, 5, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+
+    whole = nn.Parameter(torch.eye(5))
+    first = GeodesicRMSprop([whole], lr=0.01)
+    steps(first, whole, range(6))
+    parts = nn.Parameter(torch.eye(5))
+    second = GeodesicRMSprop([parts], lr=0.01)
+    steps(second, parts, range(3))
+    other = nn.Parameter(parts.detach().clone())
+    third = GeodesicRMSprop([other], lr=0.5)
+    third.load_state_dict(second.state_dict())
+    steps(third, other, range(3, 6))
+    assert torch.equal(other, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 1.0}, "alpha must be a number in [0, 1), got 1.0"),
+        ({"eps": 0.0}, "eps must be a finite number above 0, got 0.0"),
+        ({"lr": -1.0}, "lr must be finite and at least 0, got -1"),
+    ],
+)
+def test_geodesic_rmsprop_refuses(options: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        GeodesicRMSprop([nn.Parameter(torch.eye(3))], **options)
+    assert message in str(caught.value)

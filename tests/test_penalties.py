@@ -8,7 +8,7 @@ import torch
 from orthokern import InputError
 from orthokern.functional import cayley
 from orthokern.nn import RNN, FactorizedRNN
-from orthokern.penalties import composite_weight_decay, orthogonal_penalty, spectrum_prior
+from orthokern.penalties import OrthogonalPenalty, composite_weight_decay, orthogonal_penalty, spectrum_prior
 
 
 def composed(rnn: FactorizedRNN) -> list[torch.Tensor]:
@@ -151,3 +151,106 @@ def test_penalties_pull_to_one() -> None:
             penalty(rnn).backward()
             optimizer.step()
         assert float((rnn.singular_values() - 1).abs().max()) < 1e-6
+
+
+# ---- OrthogonalPenalty ---------------------------------------------------------------------------
+
+
+def literal(w: torch.Tensor, squared: bool) -> torch.Tensor:
+    """||W W^T - I||_F of a wide matrix, ||W^T W - I||_F of a tall one, squared or not."""
+    wide = w if w.shape[0] <= w.shape[1] else w.mT
+    norm = torch.linalg.matrix_norm(wide @ wide.mT - torch.eye(len(wide), dtype=w.dtype))
+    return norm.square() if squared else norm
+
+
+@pytest.mark.parametrize("squared", [True, False])
+@pytest.mark.parametrize("shape", [(5, 5), (7, 3), (3, 7)])
+def test_penalty_and_gradient_of_a_matrix(shape: tuple[int, int], squared: bool) -> None:
+    w = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    penalty = OrthogonalPenalty(0.3, squared=squared)
+    torch.testing.assert_close(penalty(w), 0.3 * literal(w, squared))
+    (expected,) = torch.autograd.grad(0.3 * literal(w, squared), w)
+    torch.testing.assert_close(torch.autograd.grad(penalty(w), w)[0], expected)
+    torch.testing.assert_close(penalty.gradient(w), expected)
+    if squared:  # eq. 31 with its factors in the order of a gradient; as printed it is something else
+        eye = torch.eye(shape[0], dtype=torch.float64)
+        torch.testing.assert_close(expected, 4 * 0.3 * (w @ w.mT - eye) @ w.detach())
+        if shape[0] == shape[1]:
+            assert ((w @ (w @ w.mT - eye) - (w @ w.mT - eye) @ w).abs().max() > 0.1).item()
+    before = w.detach().clone()
+    penalty.descend_(w, lr=0.01)
+    torch.testing.assert_close(w.detach(), before - 0.01 * expected)
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_the_changed_update_is_that_of_the_loss_term(squared: bool) -> None:
+    """Plain SGD on E + penalty, and on E with the gradients added: eq. 30 and eq. 31."""
+    torch.manual_seed(0)
+    first = torch.nn.ModuleDict({"a": RNN(3, 4, 2, dtype=torch.float64), "b": model(margin=0.3)})
+    second = torch.nn.ModuleDict({"a": RNN(3, 4, 2, dtype=torch.float64), "b": model(margin=0.3)})
+    second.load_state_dict(first.state_dict())
+    penalty = OrthogonalPenalty(0.2, squared=squared, on=("recurrent", "input"))
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    for both, as_term in ((first, True), (second, False)):
+        optimizer = torch.optim.SGD(both.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = both["a"](x)[0].square().sum() + both["b"](x)[0].square().sum()
+            if as_term:
+                (loss + penalty(both)).backward()
+            else:
+                loss.backward()
+                penalty.add_gradients_(both)
+            optimizer.step()
+    for (name, ours), theirs in zip(first.named_parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+    penalty.add_gradients_(RNN(3, 4))  # also where there is no gradient yet
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_which_layers_are_meant(squared: bool) -> None:
+    rnn, factorized = RNN(3, 4, dtype=torch.float64), model(margin=0.3)
+    head = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 2)).double()
+    words = torch.nn.Embedding(5, 3, dtype=torch.float64)
+    everything = torch.nn.ModuleList([words, rnn, factorized, head])
+    recurrent = [rnn.weight_hh_l0, *composed(factorized)]
+    inputs = [rnn.weight_ih_l0, *(p for name, p in factorized.named_parameters() if name.startswith("weight_ih"))]
+    feedforward = [head[0].weight, head[2].weight]
+    for on, matrices in (
+        ("recurrent", recurrent),
+        ("input", inputs),
+        (("feedforward",), feedforward),
+        (("recurrent", "input", "feedforward"), recurrent + inputs + feedforward),
+    ):
+        expected = torch.stack([literal(w, squared) for w in matrices]).sum()
+        torch.testing.assert_close(OrthogonalPenalty(1, squared=squared, on=on)(everything), expected)
+    torch.testing.assert_close(
+        OrthogonalPenalty(2, squared=squared)(rnn, head[0].weight),
+        2 * literal(rnn.weight_hh_l0, squared) + 2 * literal(head[0].weight, squared),
+    )
+
+
+def test_an_orthogonal_matrix_feels_nothing() -> None:
+    """Neither through the loss nor directly: the unsquared norm has no gradient there, and none must not be NaN."""
+    w = torch.eye(4, 6, requires_grad=True)
+    for squared in (True, False):
+        penalty = OrthogonalPenalty(squared=squared)
+        assert penalty(w).item() == 0
+        assert not torch.autograd.grad(penalty(w), w)[0].any() and not penalty.gradient(w).any()
+
+
+def test_refusals_of_the_penalty() -> None:
+    for call, message in (
+        (lambda: OrthogonalPenalty(-1), "strength must be a finite number of at least 0, got -1"),
+        (lambda: OrthogonalPenalty(float("nan")), "got nan"),
+        (lambda: OrthogonalPenalty(on="recurent"), "unknown layer 'recurent': did you mean 'recurrent'"),
+        (lambda: OrthogonalPenalty(on=()), "on names no layer"),
+        (lambda: OrthogonalPenalty()(torch.zeros(3)), "W has shape [3] and dtype float32; accepted: a floating matrix"),
+        (lambda: OrthogonalPenalty()(torch.zeros(3, 3).long()), "dtype int64"),
+        (lambda: OrthogonalPenalty().gradient(torch.zeros(2, 3, 3)), "W has shape [2, 3, 3]"),
+        (lambda: OrthogonalPenalty(on="input")(torch.nn.Linear(2, 2)), "type Linear has no input matrix"),
+        (lambda: OrthogonalPenalty().descend_(model(margin=0.3), lr=0.1), "the recurrence is factorized"),
+    ):
+        with pytest.raises(InputError) as error:
+            call()
+        assert message in str(error.value) and "\n" not in str(error.value), str(error.value)

@@ -104,6 +104,23 @@ def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert error.count("\n") == 1 and "train-images" in error
 
 
+def test_the_steps_of_learned_orthogonality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce("oinit-steps", "--quick", "--out", tmp_path) == 0
+    table = (tmp_path / "quick" / "oinit-steps.md").read_text()
+    assert table in capsys.readouterr().out
+    rows = json.loads((tmp_path / "quick" / "oinit-steps.json").read_text())["rows"]
+    for row in rows:
+        if row["published_evaluations"] is not None:
+            assert row["success_percent"] == 100 and row["rule"] == "plain"
+            assert abs(row["mean_evaluations"] - row["published_evaluations"]) < 4 * row["standard_error"]
+        if row["rule"] == "guarded":
+            assert row["success_percent"] == 100
+    plain = {(row["law"], row["side"]): row["success_percent"] for row in rows if row["rule"] == "plain"}
+    assert plain["N(0, 0.1)", 200] == plain["N(0, 0.1)", 400] == 0 and plain["Glorot-uniform", 400] == 100
+    assert reproduce("oinit-steps", "--epochs", 3, "--out", tmp_path) == 2
+    assert capsys.readouterr().err == "error: --epochs: oinit-steps does not take it\n"
+
+
 @pytest.mark.parametrize("experiment", vorontsov.EXPERIMENTS, ids=lambda e: e.name)
 def test_command_lines_are_accepted(experiment: Experiment) -> None:
     """Every run's options parse, go together, and name the settings that legend and panel tell."""

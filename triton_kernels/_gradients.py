@@ -66,6 +66,8 @@ def run_forward(
     checkpoint_every: int,
     precision: str,
     algorithm: str,
+    lengths: Tensor | None,
+    message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(hs, ckpt, pre); see the ops."""
     T, (B, N) = x.shape[0], h0.shape
@@ -74,21 +76,39 @@ def run_forward(
     empty = h0.new_empty(0)
     source, table = input_of(x, weight, bias, precision)
     pre = empty
-    if wants_chunks(algorithm, activation, T, B, h0.device, map_.factored):
-        forward_in_chunks(kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs)
+    if wants_chunks(algorithm, activation, T, B, h0.device, map_.factored, message_clip):
+        forward_in_chunks(
+            kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=lengths
+        )  # fmt: skip
     else:
         keep_pre = activation in NEEDS_INPUT and not checkpoint_every
         if keep_pre:
             pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
         launch_forward(
             kernels.fwd, map_, source, table, h0, act_param, T=T, B=B, chunk=T, activation=activation,
-            precision=precision, hs=hs, pre=pre if keep_pre else None,
+            precision=precision, hs=hs, pre=pre if keep_pre else None, lengths=lengths,
         )  # fmt: skip
     if not checkpoint_every:
         return hs, empty, pre
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
     ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : T - 1 : checkpoint_every]])
     return hs, ckpt, pre
+
+
+def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
+    """values of the steps from ``first`` on, [B, N] of one, [steps, B, ...] or ids [steps, B], as sums may read them.
+
+    On padding delta is 0, which times an infinity would be NaN: there, values become 0, and ids -1, which belong to no
+    row of the table. alive: bool [T, B], or None for no padding.
+    """
+    if alive is None:
+        return values
+    if values.ndim == 2 and values.is_floating_point():
+        return torch.where(alive[first].unsqueeze(-1), values, 0.0)
+    here = alive[first : first + values.shape[0]]
+    if not values.is_floating_point():
+        return torch.where(here, values, -1)
+    return torch.where(here.unsqueeze(-1), values, 0.0)
 
 
 class States:
@@ -151,6 +171,8 @@ def run_backward(
     need_params: bool,
     precision: str,
     algorithm: str,
+    lengths: Tensor | None,
+    message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The adjoint scan of Note [Factored scan backward] and the sums over its result.
 
@@ -160,7 +182,8 @@ def run_backward(
     """
     T, B, N = grad_hs.shape
     precision = TRITON_PRECISION[precision]
-    chunked = wants_chunks(algorithm, activation, T, B, h0.device, map_.factored)
+    chunked = wants_chunks(algorithm, activation, T, B, h0.device, map_.factored, message_clip)
+    alive = None if lengths is None else torch.arange(T, device=lengths.device).unsqueeze(1) < lengths  # [T, B]
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=h0.dtype, device=h0.device)
@@ -172,11 +195,14 @@ def run_backward(
         assert x is not None
         source, table = input_of(x[start:stop], weight, bias, precision)
         if chunked:
-            forward_in_chunks(kernels.chunk_fwd, map_, source, table, h, T=stop - start, precision=precision, hs=hs)
+            assert start == 0  # what lengths count from
+            forward_in_chunks(
+                kernels.chunk_fwd, map_, source, table, h, T=stop, precision=precision, hs=hs, lengths=lengths
+            )  # fmt: skip
         else:
             launch_forward(
                 kernels.fwd, map_, source, table, h, act_param, T=stop - start, B=B, chunk=stop - start,
-                activation=activation, precision=precision, hs=hs, pre=pre,
+                activation=activation, precision=precision, hs=hs, pre=pre, lengths=lengths, first=start,
             )  # fmt: skip
 
     features = x is not None and x.is_floating_point() and weight is not None
@@ -199,12 +225,14 @@ def run_backward(
         grad_weight = zeros(N, D) if features else zeros(D, N)
     grad_x = new(*x.shape) if features and need_x and x is not None else empty
 
-    scan = {"activation": activation, "precision": precision, "by_row": by_row}
+    clip = h0.new_full((1,), message_clip) if message_clip > 0 else None
+    scan = {"activation": activation, "precision": precision, "by_row": by_row, "lengths": lengths, "clip": clip}
     if chunked:
         assert delta_all is not None
         backward_in_chunks(
-            kernels.chunk_bwd, transposed, grad_hs, precision=precision, delta=delta_all, left=left, square=square
-        )
+            kernels.chunk_bwd, transposed, grad_hs, precision=precision, delta=delta_all, left=left, square=square,
+            lengths=lengths,
+        )  # fmt: skip
     elif not checkpoint_every:
         launch_backward(
             kernels.bwd, transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,
@@ -220,21 +248,23 @@ def run_backward(
         if one_block:
             launch_backward(
                 kernels.bwd, transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
-                chunk=high - low, delta=delta, left=left, square=square[low:high], **scan,
+                chunk=high - low, delta=delta, left=left, square=square[low:high], first=low, **scan,
             )  # fmt: skip
             carry, left = left, carry
         rows = delta.view(-1, N)
         if need_params:
+            before, between = without_padding(before, alive, low), without_padding(between, alive, low + 1)
             m.addmm_(delta[1:].reshape(-1, N).mT, between.reshape(-1, N))
             m.addmm_(delta[0].mT, before)
             if bias is not None:
                 grad_bias += rows.sum(0)
             if weight is not None:
                 assert x is not None
+                x_block = without_padding(x[low:high], alive, low)
                 if features:
-                    grad_weight.addmm_(rows.mT, x[low:high].reshape(rows.shape[0], -1))
+                    grad_weight.addmm_(rows.mT, x_block.reshape(rows.shape[0], -1))
                 else:
-                    grad_weight += token_gradient(rows, x[low:high].reshape(-1), weight.shape[1])
+                    grad_weight += token_gradient(rows, x_block.reshape(-1), weight.shape[1])
         if grad_x.numel():
             assert weight is not None
             torch.mm(rows, weight, out=grad_x[low:high].view(rows.shape[0], -1))

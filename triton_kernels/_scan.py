@@ -24,6 +24,10 @@ Three ways to multiply, chosen by ``plan``:
 
 Virtual sequences. A launch runs over R = P B rows; row r = p B + b is chunk p (the steps p CHUNK ... of T) of sequence
 b. The plain scan has P = 1 and CHUNK = T.
+
+Lengths. With LENGTHS, the steps of row r end where its sequence does. A program runs the steps of its longest row, and
+writes zeros for the later ones; in the steps that it runs, rows that have ended are zeros too. Nothing on padding is
+loaded. A length below 0 or beyond T counts as 0 or T: the host has not looked at it.
 """
 
 # Triton compiles the functions below; their arguments have no Python types.
@@ -159,6 +163,22 @@ def product(b_x, b_first, b_scale, b_second, p_first, p_scale, p_second, N: tl.c
 
 
 @triton.jit
+def row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS: tl.constexpr):
+    """(o_last, o_end, steps): behind each row's last step in memory, behind the last of its sequence, how many to run.
+
+    o_start, o_last, o_end: int32 [BLOCK_B], in steps of the launch, whose first one is step FIRST of the sequence.
+    """
+    o_last = tl.minimum(o_start + CHUNK, T)
+    o_end = o_last
+    steps = CHUNK
+    if LENGTHS:
+        b_length = tl.load(p_lengths + o_row % B, mask=m_row, other=0) - FIRST
+        o_end = tl.minimum(o_last, tl.minimum(tl.maximum(b_length, 0), T).to(tl.int32))
+        steps = tl.max(tl.maximum(o_end - o_start, 0), axis=0)
+    return o_last, o_end, steps
+
+
+@triton.jit
 def load_ids(p_x, o_r, m_r):
     """Token ids [BLOCK_B] of one step; -1 where there is no row."""
     return tl.load(p_x + o_r, mask=m_r, other=-1)
@@ -192,11 +212,13 @@ def forward(
     p_param,  # [1] or [N], or None
     p_hs,  # [T, B, N], or None
     p_pre,  # [T, B, N], or None
-    p_last,  # [R, N], or None: the state after each row's last step
+    p_last,  # [R, N], or None: the state after each row's last step; zeros where its sequence has ended
+    p_lengths,  # int64 [B], or None
     T,
     B,
     R,
     CHUNK,
+    FIRST,
     D,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -207,6 +229,7 @@ def forward(
     STORE_HS: tl.constexpr,
     STORE_PRE: tl.constexpr,
     STORE_LAST: tl.constexpr,
+    LENGTHS: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -217,6 +240,7 @@ def forward(
     o_row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     m_row = o_row < R
     o_start = (o_row // B) * CHUNK  # the first step of each row
+    o_last, o_end, steps = row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS)
     o_r = o_start.to(tl.int64) * B + o_row % B  # rows of [T * B, N]
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -229,25 +253,29 @@ def forward(
     b_h = tl.load(p_h0 + o_row.to(tl.int64)[:, None] * N + o_n[None, :], mask=m_rn, other=0.0)
 
     # ids are fetched two steps ahead, rows of the input one step ahead: neither latency is waited for
-    m_t = m_row & (o_start < T)
+    m_t = m_row & (o_start < o_end)
     b_ids = o_r
     if TOKENS:
         b_ids = load_ids(p_x, o_r, m_t)
     b_e = load_input(p_x, p_table, b_ids, o_r, m_t, D, N, TOKENS, BLOCK_N)
     if TOKENS:
-        b_ids = load_ids(p_x, o_r + B, m_row & (o_start + 1 < T))
+        b_ids = load_ids(p_x, o_r + B, m_row & (o_start + 1 < o_end))
 
-    for t in range(CHUNK):
-        m_next = m_row & (o_start + (t + 1) < T) & (t + 1 < CHUNK)
+    for t in range(steps):
+        m_next = m_row & (o_start + (t + 1) < o_end)
         b_next = load_input(p_x, p_table, b_ids, o_r + B, m_next, D, N, TOKENS, BLOCK_N)
         if TOKENS:
-            b_ids = load_ids(p_x, o_r + 2 * B, m_row & (o_start + (t + 2) < T))
+            b_ids = load_ids(p_x, o_r + 2 * B, m_row & (o_start + (t + 2) < o_end))
         b_a = product(
             b_h, b_first, b_scale, b_second, p_first, p_scale, p_second, N, K, FACTORED, WAY, PRECISION, BLOCK_N,
             BLOCK_K,
         ) + b_e  # fmt: skip
         b_h = apply(b_a, b_param, ACTIVATION, BLOCK_B, BLOCK_N)
-        m_now = (m_row & (o_start + t < T))[:, None] & m_n[None, :]
+        if LENGTHS:
+            m_live = (o_start + t < o_end)[:, None]
+            b_a = tl.where(m_live, b_a, 0.0)
+            b_h = tl.where(m_live, b_h, 0.0)
+        m_now = (m_row & (o_start + t < o_last))[:, None] & m_n[None, :]
         o = o_r[:, None] * N + o_n[None, :]
         if STORE_HS:
             tl.store(p_hs + o, b_h, mask=m_now)
@@ -255,6 +283,17 @@ def forward(
             tl.store(p_pre + o, b_a, mask=m_now)
         o_r += B
         b_e = b_next
+    if LENGTHS:
+        b_zero = tl.zeros([BLOCK_B, BLOCK_N], dtype=p_h0.dtype.element_ty)
+        for t in range(steps, CHUNK):
+            m_now = (m_row & (o_start + t < o_last))[:, None] & m_n[None, :]
+            o = o_r[:, None] * N + o_n[None, :]
+            if STORE_HS:
+                tl.store(p_hs + o, b_zero, mask=m_now)
+            if STORE_PRE:
+                tl.store(p_pre + o, b_zero, mask=m_now)
+            o_r += B
+        b_h = tl.where((o_end == o_last)[:, None], b_h, 0.0)
     if STORE_LAST:
         tl.store(p_last + o_row.to(tl.int64)[:, None] * N + o_n[None, :], b_h, mask=m_rn)
 
@@ -273,10 +312,13 @@ def backward(
     p_left,  # [R, N]: W^T delta of each row's first step
     p_square,  # [T, B], or None: |dL/dh_t|^2 of every sequence
     p_sum,  # [R, N], or None: the parameter's gradient by row and unit, added to
+    p_lengths,  # int64 [B], or None
+    p_clip,  # [1], or None: what delta is clipped to
     T,
     B,
     R,
     CHUNK,
+    FIRST,
     N: tl.constexpr,
     K: tl.constexpr,
     FACTORED: tl.constexpr,
@@ -286,16 +328,22 @@ def backward(
     STORE_SUM: tl.constexpr,
     FROM_HS: tl.constexpr,
     FROM_PRE: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    CLIP: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """ghat_t = g_t + carry, delta_t = phi'(a_t) ghat_t, carry = product(delta_t), from each row's last step down."""
+    """ghat_t = g_t + carry, delta_t = phi'(a_t) ghat_t, carry = product(delta_t), from each row's last step down.
+
+    With CLIP, delta_t is clipped before anything is done with it, see Note [Message clip] of the reference.
+    """
     o_row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     m_row = o_row < R
     o_start = (o_row // B) * CHUNK
+    o_last, o_end, steps = row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS)
     o_r = (o_start + (CHUNK - 1)).to(tl.int64) * B + o_row % B
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -309,8 +357,21 @@ def backward(
     b_carry = tl.load(p_carry + o_rn, mask=m_rn, other=0.0)
     if STORE_SUM:
         b_sum = tl.load(p_sum + o_rn, mask=m_rn, other=0.0)
+    if CLIP:
+        b_clip = tl.load(p_clip)
 
-    m_t = (m_row & (o_start + (CHUNK - 1) < T))[:, None] & m_n[None, :]
+    if LENGTHS and STORE_DELTA:
+        b_zero = tl.zeros([BLOCK_B, BLOCK_N], dtype=p_carry.dtype.element_ty)
+        b_none = tl.zeros([BLOCK_B], dtype=p_carry.dtype.element_ty)
+        for i in range(CHUNK - steps):
+            m_now = m_row & (o_start + (CHUNK - 1 - i) < o_last)
+            tl.store(p_delta + o_r[:, None] * N + o_n[None, :], b_zero, mask=m_now[:, None] & m_n[None, :])
+            tl.store(p_square + o_r, b_none, mask=m_now)
+            o_r -= B
+    elif LENGTHS:
+        o_r -= (CHUNK - steps).to(tl.int64) * B
+
+    m_t = (m_row & (o_start + (steps - 1) < o_end))[:, None] & m_n[None, :]
     o = o_r[:, None] * N + o_n[None, :]
     b_g = tl.load(p_grad + o, mask=m_t, other=0.0)
     b_h = 0.0
@@ -320,10 +381,10 @@ def backward(
     if FROM_PRE:
         b_a = tl.load(p_pre + o, mask=m_t, other=0.0)
 
-    for i in range(CHUNK):
-        t = CHUNK - 1 - i
+    for i in range(steps):
+        t = steps - 1 - i
         # the step before this one, fetched while this one is computed
-        m_before = (m_row & (o_start + (t - 1) < T) & (t > 0))[:, None] & m_n[None, :]
+        m_before = (m_row & (o_start + (t - 1) < o_end) & (o_start + (t - 1) >= o_start))[:, None] & m_n[None, :]
         o_before = (o_r - B)[:, None] * N + o_n[None, :]
         b_g_before = tl.load(p_grad + o_before, mask=m_before, other=0.0)
         if FROM_HS:
@@ -331,9 +392,14 @@ def backward(
         if FROM_PRE:
             b_a_before = tl.load(p_pre + o_before, mask=m_before, other=0.0)
 
-        m_now = m_row & (o_start + t < T)
+        m_now = m_row & (o_start + t < o_last)
         b_ghat = b_g + b_carry
+        if LENGTHS:
+            m_live = (o_start + t < o_end)[:, None]
+            b_ghat = tl.where(m_live, b_ghat, 0.0)
         b_delta, b_elementwise = chain(b_ghat, b_h, b_a, b_param, ACTIVATION, BLOCK_B, BLOCK_N)
+        if CLIP:  # in this order a NaN stays a NaN
+            b_delta = tl.where(b_delta > b_clip, b_clip, tl.where(b_delta < -b_clip, -b_clip, b_delta))
         if STORE_DELTA:
             tl.store(p_delta + o_r[:, None] * N + o_n[None, :], b_delta, mask=m_now[:, None] & m_n[None, :])
             tl.store(p_square + o_r, tl.sum(b_ghat * b_ghat, axis=1), mask=m_now)
@@ -444,17 +510,23 @@ def launch_forward(
     hs: Tensor | None,
     pre: Tensor | None = None,
     last: Tensor | None = None,
+    lengths: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    """Run ``forward`` from h0 [R, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N]."""
+    """Run ``forward`` from h0 [R, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
+
+    lengths: int64 [B] or None, of sequences whose step ``first`` is the first one here.
+    """
     (R, N), K = h0.shape, map_.second.shape[1]
     way = plan(N, K, R, factored=map_.factored, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
         kernel[(triton.cdiv(R, way.block_b),)](
             x, table, *((map_.first, map_.scale) if map_.factored else ()), map_.second, h0, act_param, hs, pre, last,
-            T, B, R, chunk, 0 if table is None else table.shape[0], N=N, K=K, TOKENS=table is not None,
+            lengths, T, B, R, chunk, first, 0 if table is None else table.shape[0], N=N, K=K, TOKENS=table is not None,
             ACTIVATION=activation, PARAM=parameter_kind(act_param), STORE_HS=hs is not None,
-            STORE_PRE=pre is not None, STORE_LAST=last is not None, WAY=way.way, PRECISION=precision,
-            BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
+            STORE_PRE=pre is not None, STORE_LAST=last is not None, LENGTHS=lengths is not None, WAY=way.way,
+            PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
+            num_warps=way.num_warps,
         )  # fmt: skip
 
 
@@ -476,8 +548,11 @@ def launch_backward(
     left: Tensor,
     square: Tensor | None,
     by_row: Tensor | None,
+    lengths: Tensor | None = None,
+    first: int = 0,
+    clip: Tensor | None = None,
 ) -> None:
-    """Run ``backward`` from carry [R, N] to left [R, N]."""
+    """Run ``backward`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or None."""
     (R, N), K = carry.shape, map_.second.shape[1]
     way = plan(N, K, R, factored=map_.factored, dtype=carry.dtype, precision=precision)
     from_hs, from_pre = activation in FROM_OUTPUT, activation in NEEDS_INPUT
@@ -485,9 +560,10 @@ def launch_backward(
         kernel[(triton.cdiv(R, way.block_b),)](
             grad_hs, hs if from_hs else None, pre if from_pre else None,
             *((map_.first, map_.scale) if map_.factored else ()), map_.second, carry, act_param, delta, left, square,
-            by_row, T, B, R, chunk, N=N, K=K, ACTIVATION=activation, PARAM=parameter_kind(act_param),
-            STORE_DELTA=delta is not None, STORE_SUM=by_row is not None, FROM_HS=from_hs, FROM_PRE=from_pre,
-            WAY=way.way, PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
+            by_row, lengths, clip, T, B, R, chunk, first, N=N, K=K, ACTIVATION=activation,
+            PARAM=parameter_kind(act_param), STORE_DELTA=delta is not None, STORE_SUM=by_row is not None,
+            FROM_HS=from_hs, FROM_PRE=from_pre, LENGTHS=lengths is not None, CLIP=clip is not None, WAY=way.way,
+            PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
             num_warps=way.num_warps,
         )  # fmt: skip
 
@@ -506,6 +582,8 @@ def launch_backward(
 #     digits than those steps would. C is near sqrt(T), where 2 C + P is least up to a factor, and at most CHUNK_LIMIT:
 #     for a spectral margin of 0.1, 1.1^128 = 2e5 is a growth that float32 and the square of a norm survive by far. The
 #     values in s would tell more, but reading them would make the host wait for the device.
+#     Sequences of different lengths: chunks in which a sequence has ended make zeros whatever enters them, and hand
+#     zeros back. A message clip makes the backward non-linear, so with one there are no chunks.
 CHUNK_LIMIT = 128
 # Chunks pay when the steps one after another, counted in rounds of programs, shrink by this factor at least.
 CHUNK_GAIN = 0.7
@@ -518,9 +596,11 @@ def chunk_length(T: int) -> int:
     return max(1, min(CHUNK_LIMIT, math.isqrt(T)))
 
 
-def wants_chunks(algorithm: str, activation: str, T: int, B: int, device: torch.device, factored: bool) -> bool:
+def wants_chunks(
+    algorithm: str, activation: str, T: int, B: int, device: torch.device, factored: bool, message_clip: float = 0.0
+) -> bool:
     """Whether to scan in chunks. "auto" counts rounds of programs, from shapes and the number of SMs."""
-    if activation != "identity" or algorithm == "sequential":
+    if activation != "identity" or message_clip > 0 or algorithm == "sequential":
         return False
     if algorithm == "chunked":
         return True
@@ -556,7 +636,16 @@ def power(matrix: Tensor, exponent: int) -> Tensor:
 
 
 def forward_in_chunks(
-    kernel: Any, map_: Map, x: Tensor, table: Tensor | None, h0: Tensor, *, T: int, precision: str, hs: Tensor
+    kernel: Any,
+    map_: Map,
+    x: Tensor,
+    table: Tensor | None,
+    h0: Tensor,
+    *,
+    T: int,
+    precision: str,
+    hs: Tensor,
+    lengths: Tensor | None = None,
 ) -> None:
     """Note [Chunks of time], forward: fills hs [T, B, N]. kernel is the dense scan's."""
     (B, N), C = h0.shape, chunk_length(T)
@@ -570,7 +659,7 @@ def forward_in_chunks(
         last = torch.empty(P, B, N, dtype=h0.dtype, device=h0.device)
         launch_forward(
             kernel, dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=None,
-            last=last.view(P * B, N), **options,
+            last=last.view(P * B, N), lengths=lengths, **options,
         )  # fmt: skip
         # last[0] is what h0 became, so the scan over chunks 1 ... starts from zero
         launch_forward(
@@ -578,12 +667,20 @@ def forward_in_chunks(
             chunk=P - 1, hs=entering[1:], **options,
         )  # fmt: skip
     launch_forward(
-        kernel, dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=hs, **options
+        kernel, dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=hs, lengths=lengths, **options
     )  # fmt: skip
 
 
 def backward_in_chunks(
-    kernel: Any, map_: Map, grad_hs: Tensor, *, precision: str, delta: Tensor, left: Tensor, square: Tensor
+    kernel: Any,
+    map_: Map,
+    grad_hs: Tensor,
+    *,
+    precision: str,
+    delta: Tensor,
+    left: Tensor,
+    square: Tensor,
+    lengths: Tensor | None = None,
 ) -> None:
     """Note [Chunks of time], backward: fills delta [T, B, N], left [B, N] and square [T, B]."""
     T, B, N = grad_hs.shape
@@ -597,7 +694,7 @@ def backward_in_chunks(
         alone = torch.empty_like(carry)  # what each chunk hands on if nothing reaches it
         launch_backward(
             kernel, dense, grad_hs, None, None, carry.view(P * B, N), T=T, B=B, chunk=C, delta=None,
-            left=alone.view(P * B, N), square=None, **options,
+            left=alone.view(P * B, N), square=None, lengths=lengths, **options,
         )  # fmt: skip
         # carry[p] = alone[p + 1] + (W^T)^C carry[p + 1]: the adjoint scan itself, whose delta_p is carry[p]
         rest = torch.empty_like(left)
@@ -608,6 +705,6 @@ def backward_in_chunks(
     lefts = torch.empty_like(carry)
     launch_backward(
         kernel, dense, grad_hs, None, None, carry.view(P * B, N), T=T, B=B, chunk=C, delta=delta,
-        left=lefts.view(P * B, N), square=square, **options,
+        left=lefts.view(P * B, N), square=square, lengths=lengths, **options,
     )  # fmt: skip
     left.copy_(lefts[0])

@@ -18,7 +18,7 @@ from orthokern.triton_kernels._gradients import Kernels, run_backward, run_forwa
 from orthokern.triton_kernels._scan import Map, backward, forward
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "D"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "D"])
 def dense_scan_fwd_kernel(
     p_x,  # [T, B, N], or int64 [T, B] with a table
     p_table,  # [D, N], or None
@@ -28,10 +28,12 @@ def dense_scan_fwd_kernel(
     p_hs,  # [T, B, N], or None
     p_pre,  # [T, B, N], or None
     p_last,  # [R, N], or None
+    p_lengths,  # int64 [B], or None
     T,
     B,
     R,
     CHUNK,
+    FIRST,
     D,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -41,6 +43,7 @@ def dense_scan_fwd_kernel(
     STORE_HS: tl.constexpr,
     STORE_PRE: tl.constexpr,
     STORE_LAST: tl.constexpr,
+    LENGTHS: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -48,12 +51,13 @@ def dense_scan_fwd_kernel(
     BLOCK_K: tl.constexpr,
 ):
     forward(
-        p_x, p_table, None, None, p_second, p_h0, p_param, p_hs, p_pre, p_last, T, B, R, CHUNK, D, N, K, False, TOKENS,
-        ACTIVATION, PARAM, STORE_HS, STORE_PRE, STORE_LAST, WAY, PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
+        p_x, p_table, None, None, p_second, p_h0, p_param, p_hs, p_pre, p_last, p_lengths, T, B, R, CHUNK, FIRST, D, N,
+        K, False, TOKENS, ACTIVATION, PARAM, STORE_HS, STORE_PRE, STORE_LAST, LENGTHS, WAY, PRECISION, BLOCK_B, BLOCK_N,
+        BLOCK_K,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST"])
 def dense_scan_bwd_kernel(
     p_grad,  # [T, B, N]
     p_hs,  # [T, B, N], or None
@@ -65,10 +69,13 @@ def dense_scan_bwd_kernel(
     p_left,  # [R, N]
     p_square,  # [T, B], or None
     p_sum,  # [R, N], or None
+    p_lengths,  # int64 [B], or None
+    p_clip,  # [1], or None
     T,
     B,
     R,
     CHUNK,
+    FIRST,
     N: tl.constexpr,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -77,6 +84,8 @@ def dense_scan_bwd_kernel(
     STORE_SUM: tl.constexpr,
     FROM_HS: tl.constexpr,
     FROM_PRE: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    CLIP: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -84,9 +93,9 @@ def dense_scan_bwd_kernel(
     BLOCK_K: tl.constexpr,
 ):
     backward(
-        p_grad, p_hs, p_pre, None, None, p_second, p_carry, p_param, p_delta, p_left, p_square, p_sum, T, B, R, CHUNK,
-        N, K, False, ACTIVATION, PARAM, STORE_DELTA, STORE_SUM, FROM_HS, FROM_PRE, WAY, PRECISION, BLOCK_B, BLOCK_N,
-        BLOCK_K,
+        p_grad, p_hs, p_pre, None, None, p_second, p_carry, p_param, p_delta, p_left, p_square, p_sum, p_lengths,
+        p_clip, T, B, R, CHUNK, FIRST, N, K, False, ACTIVATION, PARAM, STORE_DELTA, STORE_SUM, FROM_HS, FROM_PRE,
+        LENGTHS, CLIP, WAY, PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -111,7 +120,7 @@ def dense_scan_fwd(
     """See ``orthokern.ops.dense_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
     return run_forward(
         KERNELS, Map(w), x, h0, weight, bias, act_param, activation=activation, checkpoint_every=checkpoint_every,
-        precision=precision, algorithm=algorithm,
+        precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
 
 
@@ -139,5 +148,5 @@ def dense_scan_bwd(
     return run_backward(
         KERNELS, Map(w), Map(w.mT.contiguous()), grad_hs, states, pre, x, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
-        precision=precision, algorithm=algorithm,
+        precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from orthokern.triton_kernels._scan import Map, backward, forward
 from orthokern.triton_kernels.dense_scan import dense_scan_bwd_kernel, dense_scan_fwd_kernel
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "D"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "D"])
 def factored_scan_fwd_kernel(
     p_x,  # [T, B, N], or int64 [T, B] with a table
     p_table,  # [D, N], or None
@@ -31,10 +31,12 @@ def factored_scan_fwd_kernel(
     p_hs,  # [T, B, N], or None
     p_pre,  # [T, B, N], or None
     p_last,  # [R, N], or None
+    p_lengths,  # int64 [B], or None
     T,
     B,
     R,
     CHUNK,
+    FIRST,
     D,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -44,6 +46,7 @@ def factored_scan_fwd_kernel(
     STORE_HS: tl.constexpr,
     STORE_PRE: tl.constexpr,
     STORE_LAST: tl.constexpr,
+    LENGTHS: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -51,12 +54,13 @@ def factored_scan_fwd_kernel(
     BLOCK_K: tl.constexpr,
 ):
     forward(
-        p_x, p_table, p_first, p_scale, p_second, p_h0, p_param, p_hs, p_pre, p_last, T, B, R, CHUNK, D, N, K, True,
-        TOKENS, ACTIVATION, PARAM, STORE_HS, STORE_PRE, STORE_LAST, WAY, PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
+        p_x, p_table, p_first, p_scale, p_second, p_h0, p_param, p_hs, p_pre, p_last, p_lengths, T, B, R, CHUNK, FIRST,
+        D, N, K, True, TOKENS, ACTIVATION, PARAM, STORE_HS, STORE_PRE, STORE_LAST, LENGTHS, WAY, PRECISION, BLOCK_B,
+        BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST"])
 def factored_scan_bwd_kernel(
     p_grad,  # [T, B, N]
     p_hs,  # [T, B, N], or None
@@ -70,10 +74,13 @@ def factored_scan_bwd_kernel(
     p_left,  # [R, N]
     p_square,  # [T, B], or None
     p_sum,  # [R, N], or None
+    p_lengths,  # int64 [B], or None
+    p_clip,  # [1], or None
     T,
     B,
     R,
     CHUNK,
+    FIRST,
     N: tl.constexpr,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -82,6 +89,8 @@ def factored_scan_bwd_kernel(
     STORE_SUM: tl.constexpr,
     FROM_HS: tl.constexpr,
     FROM_PRE: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    CLIP: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -89,9 +98,9 @@ def factored_scan_bwd_kernel(
     BLOCK_K: tl.constexpr,
 ):
     backward(
-        p_grad, p_hs, p_pre, p_first, p_scale, p_second, p_carry, p_param, p_delta, p_left, p_square, p_sum, T, B, R,
-        CHUNK, N, K, True, ACTIVATION, PARAM, STORE_DELTA, STORE_SUM, FROM_HS, FROM_PRE, WAY, PRECISION, BLOCK_B,
-        BLOCK_N, BLOCK_K,
+        p_grad, p_hs, p_pre, p_first, p_scale, p_second, p_carry, p_param, p_delta, p_left, p_square, p_sum, p_lengths,
+        p_clip, T, B, R, CHUNK, FIRST, N, K, True, ACTIVATION, PARAM, STORE_DELTA, STORE_SUM, FROM_HS, FROM_PRE,
+        LENGTHS, CLIP, WAY, PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -118,7 +127,8 @@ def factored_scan_fwd(
     """See ``orthokern.ops.factored_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
     return run_forward(
         KERNELS, Map(u, v.mT.contiguous(), s), x, h0, weight, bias, act_param, activation=activation,
-        checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
+        checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm, lengths=lengths,
+        message_clip=message_clip,
     )  # fmt: skip
 
 
@@ -148,7 +158,7 @@ def factored_scan_bwd(
     grad_x, m, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm = run_backward(
         KERNELS, Map(u, v.mT.contiguous(), s), Map(v, u.mT.contiguous(), s), grad_hs, states, pre, x, h0, weight, bias,
         act_param, activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
-        precision=precision, algorithm=algorithm,
+        precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
     if need_params:
         m_v = m @ v

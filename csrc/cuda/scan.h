@@ -10,6 +10,9 @@
 //
 // A sequence may be cut into `chunk` steps at a time: the T steps of the B rows are then Q = B * ceil(T / chunk) virtual sequences that
 // run side by side, q = c * B + b for rows b from step c * chunk on, each from a state of its own. Without chunks, chunk = T and Q = B.
+//
+// With lengths, a sequence has the steps before its length: forward it ends early, backward it begins late, and its states are zero there.
+// Nobody has looked at the values of lengths: one below 0 or above T counts as 0 or T.
 #pragma once
 
 #include <stddef.h>
@@ -43,6 +46,8 @@ struct ScanArgs {
   int device;
   int64_t T, B, N, K, D;  // K = 0: a dense map
   int64_t chunk, sequences;
+  int64_t time;          // the step that t = 0 is to `lengths`: the tensors may be a part of the whole time
+  float clip;            // backward: delta_t is clipped to [-clip, clip] (infinity: not at all) before anything is done with it
   int activation;        // enum Activation
   int act_param_stride;  // 0: one parameter, 1: one for each unit
 
@@ -55,12 +60,13 @@ struct ScanArgs {
   const float* scale;     // [K] s; dense: null
   const float* map2;      // [N, K] U forward, V backward; dense: W [N, N]
   const float* act_param;  // [1] or [N] or null
+  const int64_t* lengths;  // [B], counted from the beginning of time, or null: T for all
 
-  float* out;    // [T, B, N] states, or null
-  float* pre;    // forward: [T, B, N] the a, or null
-  float* end;    // [Q, N] states after the last step, or null; a sequence that is cut short by T leaves none
+  float* out;    // [T, B, N] states, zeros on padding, or null
+  float* pre;    // forward: [T, B, N] the a, zeros on padding, or null
+  float* end;    // [Q, N] states after `chunk` steps, or null; zeros of a sequence that has fewer before it ends
   float* sums;   // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
-  float* norms;  // backward: [T, norm_columns] partial sums of squares of a, or null
+  float* norms;  // backward: [T, norm_columns] partial sums of squares of a, or null; comes in as zeros, which padding leaves
   float* packed1;  // workspace, see ScanPlan
   float* packed2;
   float* work;

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <limits>
+
 #include "arguments.h"
 #include "cuda/scan.h"
 
@@ -13,7 +15,8 @@ inline ScanArgs scan_args(const pybind11::dict& d) {
   ScanArgs a{};
   a.device = static_cast<int>(number(d, "device"));
   a.T = number(d, "T"), a.B = number(d, "B"), a.N = number(d, "N"), a.K = number(d, "K"), a.D = number(d, "D");
-  a.chunk = number(d, "chunk"), a.sequences = number(d, "sequences");
+  a.chunk = number(d, "chunk"), a.sequences = number(d, "sequences"), a.time = number(d, "time");
+  a.clip = d.contains("message_clip") ? d["message_clip"].cast<float>() : std::numeric_limits<float>::infinity();
   a.activation = static_cast<int>(number(d, "activation"));
   a.act_param_stride = static_cast<int>(number(d, "act_param_stride"));
   a.x = address<float>(d, "x");
@@ -21,7 +24,7 @@ inline ScanArgs scan_args(const pybind11::dict& d) {
   a.gate = address<float>(d, "gate");
   a.start = address<float>(d, "start");
   a.map1 = address<float>(d, "map1"), a.scale = address<float>(d, "scale"), a.map2 = address<float>(d, "map2");
-  a.act_param = address<float>(d, "act_param");
+  a.act_param = address<float>(d, "act_param"), a.lengths = address<int64_t>(d, "lengths");
   a.out = address<float>(d, "out"), a.pre = address<float>(d, "pre"), a.end = address<float>(d, "end");
   a.sums = address<float>(d, "sums"), a.norms = address<float>(d, "norms");
   a.packed1 = address<float>(d, "packed1"), a.packed2 = address<float>(d, "packed2"), a.work = address<float>(d, "work");

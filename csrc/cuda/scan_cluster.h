@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
 
   const int64_t q0 = static_cast<int64_t>(blockIdx.x) / size * kGroup;
   const int64_t stride = step_stride<kBackward>(a);
-  const int length = static_cast<int>(a.chunk < a.T ? a.chunk : a.T);
+  const StepRange range = steps_to_run<kBackward>(a, q0, kGroup);  // the same in all blocks of the cluster
+  const int length = range.end - range.begin;                      // step i below is step range.begin + i of a sequence
   const int begin1 = 4 * first_quad(rows1, rank, size), end1 = 4 * first_quad(rows1, rank + 1, size);
   const int begin2 = 4 * first_quad(N, rank, size), end2 = 4 * first_quad(N, rank + 1, size);
   const bool warp_1 = begin1 + 8 * warp < end1, warp_2 = begin2 + 8 * warp < end2;
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
 
   // What this lane ends: rows `held`, `held + 1`, ... of its warp's eight, of one sequence.
   const int held = lane * kHeld / kCopies, g = held / 8;
-  const Sequence where = sequence<kBackward>(a, q0 + g);
+  Sequence where = sequence<kBackward>(a, q0 + g);
+  where.first += range.begin * stride, where.begin -= range.begin, where.end -= range.begin;
   const bool counts = lane % kCopies == 0 && warp_2;
   float parameter[kHeld], scale[kHeld];
   RunningSum total[kHeld];
@@ -234,13 +236,13 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   float input[kHeld], gate[kHeld];
   int64_t id = -1;
   auto fetch_id = [&](int i) {
-    if (a.tokens && i < where.steps) id = *token_of(a, where.first + i * stride);
+    if (a.tokens && i < where.end) id = *token_of(a, where.first + i * stride);
   };
   auto fetch_input = [&](int i) {
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
       input[j] = gate[j] = 0;
-      if (!unit[j] || i >= where.steps) continue;
+      if (!unit[j] || i < where.begin || i >= where.end) continue;
       const int64_t offset = where.first + i * stride + rows[j];
       if (a.tokens)
         input[j] = id >= 0 && id < a.D ? a.table[id * N + rows[j]] : NAN;
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
 #pragma unroll 1
     for (int i = 0; i < length; i++) {
       float sums[8 * kGroup];
-      const bool live_step = i < where.steps;
+      const bool live_step = i >= where.begin && i < where.end;
       float v[kHeld];
       if (i > 0) {
         mbarrier_wait(state_barrier(i - 1), state_parity(i - 1));
@@ -313,7 +315,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
         const bool second = (held + j) % 2;
         float after;
         if constexpr (kBackward) {
-          after = activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]);
+          after = clip_message(activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]), a.clip);
           if (unit[j] && live_step) {
             square = fmaf(before[j], before[j], square);
             if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j]));
@@ -321,22 +323,23 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
         } else {
           after = activate(a.activation, before[j], other, second, parameter[j]);
         }
-        v[j] = rows[j] < N ? after : 0.f;  // beyond the last unit stays zero, whatever lies around it
+        v[j] = rows[j] < N && live_step ? after : 0.f;  // beyond the last unit stays zero, whatever lies around it
       }
       send(v, to, columns1, begin2, end2, state_barrier(i));
 #pragma unroll
       for (int j = 0; j < kHeld; j++) {
-        if (!unit[j] || !live_step) continue;
+        if (!unit[j]) continue;
+        if (a.end && i + 1 == length && q0 + g < a.sequences) a.end[(q0 + g) * N + rows[j]] = v[j];
+        if (!live_step) continue;
         const int64_t offset = where.first + i * stride + rows[j];
         if (a.out) a.out[offset] = v[j];
         if (!kBackward && a.pre) a.pre[offset] = before[j];
-        if (a.end && i + 1 == length) a.end[(q0 + g) * N + rows[j]] = v[j];
       }
       fetch_input(i + 1);
       fetch_id(i + 2);
       if (kBackward && a.norms) {
         square = warp_sum(square);
-        const int64_t t = a.T - 1 - i;
+        const int64_t t = a.T - 1 - (range.begin + i);
         if (lane == 0) a.norms[(t * gridDim.x + blockIdx.x) * kClusterWarps + warp] = square;
       }
       if (!kFactored) {

@@ -187,6 +187,10 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.sequences) return;
   use_device(a.device);
+  if (a.lengths && (a.out || a.pre)) {
+    const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
+    launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
+  }
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
     const int warps = resident_warps<kFactored>(a.N);
     const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,

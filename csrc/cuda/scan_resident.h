@@ -37,7 +37,7 @@ struct ResidentMemory {  // the block's shared memory, in bytes
     };
     const int64_t vectors = static_cast<int64_t>(group) * padded * sizeof(float);
     first = take(group * sizeof(int64_t));
-    steps = take(group * sizeof(int));
+    steps = take(2 * group * sizeof(int));
     ids = take(tokens ? group * kIdRing * sizeof(int64_t) : 0);
     state = take((kFactored ? 1 : 2) * vectors);
     y = take(kFactored ? vectors : 0);
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   unsigned char* const memory = dynamic_shared<unsigned char>();
   const ResidentMemory<kFactored, kBackward> at(kPadded, group, kThreads, a.tokens != nullptr);
   int64_t* const first = reinterpret_cast<int64_t*>(memory + at.first);  // [group]
-  int* const steps = reinterpret_cast<int*>(memory + at.steps);          // [group]
+  int* const begins = reinterpret_cast<int*>(memory + at.steps);         // [group]
+  int* const ends = begins + group;                                      // [group]
   int64_t* const ids = reinterpret_cast<int64_t*>(memory + at.ids);      // [group][kIdRing]
   float* const state = reinterpret_cast<float*>(memory + at.state);      // [1 or 2][group][kPadded]
   float* const y = reinterpret_cast<float*>(memory + at.y);              // [group][kPadded]
@@ -114,13 +115,15 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   const bool unit = counts && row < N, unit_y = counts && row < K;
   const int64_t stride = step_stride<kBackward>(a);
   const int64_t q0 = static_cast<int64_t>(blockIdx.x) * group;
-  const int length = static_cast<int>(a.chunk < a.T ? a.chunk : a.T);
+  const StepRange range = steps_to_run<kBackward>(a, q0, group);
+  const int length = range.end - range.begin;  // step i below is step range.begin + i of a sequence
 
   for (int g = thread; g < group; g += kThreads) {
-    const Sequence s = sequence<kBackward>(a, q0 + g);
-    first[g] = s.first, steps[g] = s.steps;
+    Sequence s = sequence<kBackward>(a, q0 + g);
+    s.first += range.begin * stride, s.begin -= range.begin, s.end -= range.begin;
+    first[g] = s.first, begins[g] = s.begin, ends[g] = s.end;
     if (a.tokens)
-      for (int i = 0; i <= 2 * kAhead && i < s.steps; i++) ids[g * kIdRing + i] = *token_of(a, s.first + i * stride);
+      for (int i = 0; i <= 2 * kAhead && i < s.end; i++) ids[g * kIdRing + i] = *token_of(a, s.first + i * stride);
   }
   for (int i = thread; i < group * kPadded; i += kThreads) {
     const int g = i / kPadded, n = i % kPadded;
@@ -151,8 +154,8 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   __syncthreads();
 
   // The inputs of step i of sequence g, into the place where this thread reads them. `offset`: of the unit in step i.
-  auto fetch = [&](int g, int i, int64_t offset, int live_steps) {
-    if (!unit || i >= live_steps) return;
+  auto fetch = [&](int g, int i, int64_t offset, int begin, int end) {
+    if (!unit || i < begin || i >= end) return;
     const int place = ((i % kAhead) * group + g) * kPadded + row;
     if (a.tokens) {
       const int64_t id = ids[g * kIdRing + i % kIdRing];
@@ -167,11 +170,11 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   };
 #pragma unroll 1
   for (int i = 0; i < kAhead; i++) {
-    for (int g = own; g < group; g += kSequences) fetch(g, i, first[g] + i * stride + row, steps[g]);
+    for (int g = own; g < group; g += kSequences) fetch(g, i, first[g] + i * stride + row, begins[g], ends[g]);
     cp_async_commit();
   }
   const int64_t only_first = first[own] + row;  // of the sequence that this lane has, where it has no other
-  const int only_steps = steps[own];
+  const int only_begin = kBackward ? begins[own] : 0, only_end = ends[own];
   int64_t moved = 0;  // i * stride
 
   const float* from = state;
@@ -194,8 +197,8 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
       float sums[8 * kSequences];
       tile_product<C, kSequences>(sums, weights2, (kFactored ? y : from) + g0 * kPadded, kPadded, lane);
       const int g = g0 + own;
-      const int live_steps = kSequences == 1 ? only_steps : steps[g];
-      const bool live = unit && i < live_steps;
+      const int begin = !kBackward ? 0 : kSequences == 1 ? only_begin : begins[g], end = kSequences == 1 ? only_end : ends[g];
+      const bool live = unit && i >= begin && i < end;
       const int place = ((i % kAhead) * group + g) * kPadded + row;
       const int64_t offset = (kSequences == 1 ? only_first : first[g] + row) + moved;
       const float before = sums[0] + (live ? inputs[place] : 0.f);
@@ -207,7 +210,7 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
           other = __shfl_xor_sync(kAllLanes, before, partner);
           other_gate = __shfl_xor_sync(kAllLanes, gate, partner);
         }
-        after = activate_grad(a.activation, before, gate, other, other_gate, second, parameter);
+        after = clip_message(activate_grad(a.activation, before, gate, other, other_gate, second, parameter), a.clip);
         if (live) {
           square = fmaf(before, before, square);
           if (a.sums) total.add(parameter_grad(a.activation, before, gate));
@@ -216,16 +219,16 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
         const float other = a.activation == kOplu ? __shfl_xor_sync(kAllLanes, before, partner) : 0.f;
         after = activate(a.activation, before, other, second, parameter);
       }
-      if (live) {
+      if (live) {  // before a sequence begins its state is zero and stays so
         to[g * kPadded + row] = after;
         if (a.out) a.out[offset] = after;
         if (!kBackward && a.pre) a.pre[offset] = before;
       }
-      fetch(g, i + kAhead, offset + kAhead * stride, live_steps);
+      fetch(g, i + kAhead, offset + kAhead * stride, begin, end);
     }
     if (a.tokens && thread < group) {
       const int next = i + 2 * kAhead + 1;
-      if (next < steps[thread])
+      if (next < ends[thread])
         cp_async<8>(ids + thread * kIdRing + next % kIdRing, token_of(a, first[thread] + next * stride));
     }
     cp_async_commit();
@@ -240,7 +243,7 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
 #pragma unroll
         for (int k = 0; k < C; k++) sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
         sum = warp_sum(sum);
-        const int64_t t = a.T - 1 - (i - i % kNormSteps + j);
+        const int64_t t = a.T - 1 - (range.begin + i - i % kNormSteps + j);
         if (thread % 32 == 0) a.norms[t * gridDim.x + blockIdx.x] = sum;
       }
     }
@@ -253,7 +256,7 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   }
   if (a.end && unit)
     for (int g = own; g < group; g += kSequences)
-      if (steps[g] == length) a.end[(q0 + g) * N + row] = from[g * kPadded + row];
+      if (q0 + g < a.sequences) a.end[(q0 + g) * N + row] = ends[g] == a.chunk ? from[g * kPadded + row] : 0.f;
   if (kBackward && a.sums && unit) a.sums[sums_at] = total.sum, a.sums[sums_size + sums_at] = total.error;
 }
 

@@ -32,6 +32,22 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
   const int64_t q0 = static_cast<int64_t>(blockIdx.y) * kTile;
   const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map
 
+  if (a.lengths) {  // a tile whose sequences have no such step: their states are zeros
+    const int64_t q = q0 + thread;
+    const Sequence where = thread < kTile ? sequence<kBackward>(a, q) : Sequence{0, 0, 0};
+    if (!__syncthreads_or(i >= where.begin && i < where.end)) {
+      if (p.scale) return;
+      for (int k = thread; k < kTile * kTile; k += kStepThreads) {
+        const int64_t at = q0 + k / kTile;
+        const int row = row0 + k % kTile;
+        if (at >= a.sequences || row >= p.rows) continue;
+        p.to[at * p.rows + row] = 0;
+        if (a.end && i + 1 == a.chunk) a.end[at * p.rows + row] = 0;
+      }
+      return;
+    }
+  }
+
   float next_map[4], next_from[4];
   auto load = [&](int c0) {
 #pragma unroll
@@ -77,7 +93,13 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
       continue;
     }
     const Sequence where = sequence<kBackward>(a, q);
-    if (i >= where.steps) continue;
+    if (i < where.begin || i >= where.end) {
+      for (int m = 0; m < 2 && row + m < p.rows; m++) {
+        p.to[q * p.rows + row + m] = 0;
+        if (a.end && i + 1 == a.chunk) a.end[q * p.rows + row + m] = 0;
+      }
+      continue;
+    }
     const int64_t offset = where.first + i * step_stride<kBackward>(a);
     const int64_t id = a.tokens ? *token_of(a, offset) : 0;
     float before[2], gate[2] = {0, 0};
@@ -95,7 +117,7 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
       const float parameter = parameter_of(a, row + m);
       float after;
       if constexpr (kBackward) {
-        after = activate_grad(a.activation, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter);
+        after = clip_message(activate_grad(a.activation, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter), a.clip);
         square = fmaf(before[m], before[m], square);
         if (a.sums) {  // nobody else has this element, and launches follow one another
           const int64_t at = q * p.rows + row + m, size = a.sequences * p.rows;

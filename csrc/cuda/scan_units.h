@@ -81,16 +81,60 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
-// Where the steps of virtual sequence q lie: element (step i, unit n) of a [T, B, N] tensor is first + i * stride + n.
+// What passes from a_t on in the backward, see ScanArgs::clip. A NaN stays a NaN.
+__device__ __forceinline__ float clip_message(float delta, float clip) { return delta > clip ? clip : delta < -clip ? -clip : delta; }
+
+// Steps of the first `T` of a tensor that belong to row b of the batch.
+__device__ __forceinline__ int64_t steps_of_row(const ScanArgs& a, int64_t b) {
+  if (!a.lengths) return a.T;
+  const int64_t length = a.lengths[b];  // anything: compared before time is taken off, so that nothing overflows
+  return length <= a.time ? 0 : length - a.time < a.T ? length - a.time : a.T;
+}
+
+// Where the steps of virtual sequence q lie: element (step i, unit n) of a [T, B, N] tensor is first + i * stride + n. It has the steps
+// i in [begin, end); begin > 0 only where lengths make a backward begin late. None for q beyond the last sequence.
 struct Sequence {
   int64_t first;
-  int steps;  // those before the end of time; 0 for q beyond the last sequence
+  int begin, end;
 };
 template <bool kBackward>
 __device__ __forceinline__ Sequence sequence(const ScanArgs& a, int64_t q) {
-  if (q >= a.sequences) return {0, 0};
-  const int64_t c = q / a.B, b = q - c * a.B, begin = c * a.chunk, left = a.T - begin;
-  return {((kBackward ? a.T - 1 - begin : begin) * a.B + b) * a.N, static_cast<int>(left < a.chunk ? left : a.chunk)};
+  if (q >= a.sequences) return {0, 0, 0};
+  const int64_t c = q / a.B, b = q - c * a.B, start = c * a.chunk, left = a.T - start;
+  const int64_t steps = left < a.chunk ? left : a.chunk, all = steps_of_row(a, b);
+  const int64_t first = ((kBackward ? a.T - 1 - start : start) * a.B + b) * a.N;
+  // those of time T - 1 - start - i < all, or of time start + i < all
+  const int64_t border = kBackward ? left - all : all - start;
+  const int inside = static_cast<int>(border < 0 ? 0 : border < steps ? border : steps);
+  return {first, kBackward ? inside : 0, kBackward ? static_cast<int>(steps) : inside};
+}
+
+// Zeros for the padding of two tensors [T, B, N], each of them or null: a warp for each step of a row.
+constexpr int kPaddingThreads = 256;
+static __global__ void __launch_bounds__(kPaddingThreads) clear_padding_kernel(const ScanArgs a, float* one, float* other) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPaddingThreads / 32) + threadIdx.x / 32, t = row / a.B;
+  if (t >= a.T || t < steps_of_row(a, row - t * a.B)) return;
+  for (int64_t n = threadIdx.x % 32; n < a.N; n += 32) {
+    if (one) one[row * a.N + n] = 0;
+    if (other) other[row * a.N + n] = 0;
+  }
+}
+// The steps that any of the `group` sequences from q0 on has; all of them where `end` is asked for, which is written after the last one.
+struct StepRange {
+  int begin, end;
+};
+template <bool kBackward>
+__device__ __forceinline__ StepRange steps_to_run(const ScanArgs& a, int64_t q0, int group) {
+  const int all = static_cast<int>(a.chunk < a.T ? a.chunk : a.T);
+  if (!a.lengths || a.end) return {0, all};
+  StepRange range{all, 0};
+  for (int g = 0; g < group; g++) {
+    const Sequence s = sequence<kBackward>(a, q0 + g);
+    if (s.begin >= s.end) continue;
+    if (s.begin < range.begin) range.begin = s.begin;
+    if (s.end > range.end) range.end = s.end;
+  }
+  return range.begin < range.end ? range : StepRange{0, 0};
 }
 template <bool kBackward>
 __device__ __forceinline__ int64_t step_stride(const ScanArgs& a) {

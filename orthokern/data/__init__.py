@@ -8,6 +8,8 @@ from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
 from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
 from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
+from orthokern.data.random_permutation import RandomPermutationTask
+from orthokern.data.temporal_order import TemporalOrderTask
 
 __all__ = [
     "AddingTask",
@@ -15,9 +17,11 @@ __all__ = [
     "Labelled",
     "Mnist",
     "Ptb",
+    "RandomPermutationTask",
     "SentenceBatch",
     "SentenceBatches",
     "Sentences",
+    "TemporalOrderTask",
     "load_mnist",
     "load_ptb",
     "pixel_permutation",

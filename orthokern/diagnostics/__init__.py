@@ -5,6 +5,7 @@ time; and what runs recorded of that, read, compared and drawn.
 importing it, or anything here, does not.
 """
 
+from orthokern.diagnostics.fisher import FisherMemory, fisher_memory, transient_norms
 from orthokern.diagnostics.gradients import profile_steps, tap, thin_profile
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.diagnostics.spectrum import (
@@ -16,14 +17,17 @@ from orthokern.diagnostics.spectrum import (
 )
 
 __all__ = [
+    "FisherMemory",
     "RunRecord",
     "angle_histogram",
     "diagnose_recurrence",
     "eigenvalue_angles",
+    "fisher_memory",
     "load_run",
     "profile_steps",
     "spectral_radius",
     "summarize_spectrum",
     "tap",
     "thin_profile",
+    "transient_norms",
 ]

@@ -1,9 +1,21 @@
 """Modules: recurrences that stand in for torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss."""
 
 from orthokern.nn.activations import OPLU, ModReLU
+from orthokern.nn.exprnn import ExpRNN
 from orthokern.nn.gru import GRU
 from orthokern.nn.linear_cross_entropy import LinearCrossEntropy
 from orthokern.nn.lstm import PeepholeLSTM
+from orthokern.nn.nonnormal import NonNormalRNN
 from orthokern.nn.rnn import RNN, FactorizedRNN
 
-__all__ = ["GRU", "OPLU", "RNN", "FactorizedRNN", "LinearCrossEntropy", "ModReLU", "PeepholeLSTM"]
+__all__ = [
+    "GRU",
+    "OPLU",
+    "RNN",
+    "ExpRNN",
+    "FactorizedRNN",
+    "LinearCrossEntropy",
+    "ModReLU",
+    "NonNormalRNN",
+    "PeepholeLSTM",
+]

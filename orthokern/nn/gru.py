@@ -222,7 +222,13 @@ class GRU(_Recurrent):
 
     def extra_repr(self) -> str:
         text = f"{self.input_size}, {self.hidden_size}"
-        defaults = {"num_layers": 1, "bias": False, "batch_first": False, "dropout": 0.0, "bidirectional": False}
+        defaults: dict[str, Any] = {
+            "num_layers": 1,
+            "bias": False,
+            "batch_first": False,
+            "dropout": 0.0,
+            "bidirectional": False,
+        }
         defaults |= {"variant": "kanai", "init": self.variant, "init_std": 1 / math.sqrt(self.hidden_size)}
         defaults |= {"learned_h0": False, "backend": None}
         for name, default in defaults.items():

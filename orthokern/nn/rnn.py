@@ -474,7 +474,8 @@ class RNN(_Recurrent):
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
         device, dtype: of the parameters.
         init: initialisation of every W_hh: None (torch's U(-1/sqrt(N), 1/sqrt(N))), "orthogonal", "henaff",
-            "cayley", "identity", "glorot"; see orthokern.init. Everything else is initialised as in torch.
+            "cayley", "identity", "glorot", "glorot-uniform", "learned"; see orthokern.init. Everything
+            else is initialised as in torch.
         negative_slope: the fixed slope of "leaky_relu".
         learned_h0: learn the initial state of each recurrence (parameters h0_l0 [N], ..., zero at first), used when
             forward gets no hx.
@@ -488,7 +489,7 @@ class RNN(_Recurrent):
         gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). No parameter changes
             its meaning: recurrent_matrix() and state_dict() are without it.
 
-    A PackedSequence costs nothing for its padding on the cpu and reference backends.
+    The cpu backend does no work on the padding of a PackedSequence.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
     bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for.
@@ -626,10 +627,10 @@ class FactorizedRNN(_Recurrent):
         apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
             sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
             function up to rounding.
-        init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity":
-            W is the named orthogonal matrix, s = 1, for K = N. "glorot": the (truncated) singular value
-            decomposition of a Glorot-normal matrix, for margin=None. See orthokern.init. Input weights U(-1/sqrt(N),
-            1/sqrt(N)) as torch's, bias 0.
+        init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity",
+            "learned": W is the named orthogonal matrix, s = 1, for K = N. "glorot", "glorot-uniform": the (truncated)
+            singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights
+            U(-1/sqrt(N), 1/sqrt(N)) as torch's, bias 0.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (one: the second of torch
@@ -701,14 +702,14 @@ class FactorizedRNN(_Recurrent):
         self.apply_mode = apply
         if init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
-        if init == "glorot" and margin is not None:
+        if init in init_.UNCONSTRAINED and margin is not None:
             raise InputError(
-                f"init 'glorot' needs margin=None (its singular values are free in (0, 2)), got margin={margin}"
+                f"init {init!r} needs margin=None (its singular values are free in (0, 2)), got margin={margin}"
             )
-        if self.rank < self.hidden_size and init not in ("orthogonal", "glorot"):
+        if self.rank < self.hidden_size and init not in init_.LOWER_RANK:
             raise InputError(
                 f"init {init!r} needs rank = hidden_size = {self.hidden_size}, got rank={self.rank}; "
-                "accepted for a lower rank: 'orthogonal', 'glorot'"
+                f"accepted for a lower rank: {', '.join(map(repr, init_.LOWER_RANK))}"
             )
         self.init = init
         dtype = parameter_dtype(dtype, half=False)

@@ -4,8 +4,17 @@ One op is one stem: ``orthokern/ops/<op>.py`` here, ``orthokern/reference/<op>.p
 The functions of these modules take checked inputs; ``orthokern.functional`` is the public face that checks them.
 """
 
-from orthokern.ops import activations, cayley, dense_scan, factored_scan, gru_scan, linear_cross_entropy
+from orthokern.ops import activations, cayley, dense_scan, factored_scan, gru_scan, linear_cross_entropy, skew_exp
 
-NAMES = ("factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy")
+NAMES = ("factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp")
 
-__all__ = ["NAMES", "activations", "cayley", "dense_scan", "factored_scan", "gru_scan", "linear_cross_entropy"]
+__all__ = [
+    "NAMES",
+    "activations",
+    "cayley",
+    "dense_scan",
+    "factored_scan",
+    "gru_scan",
+    "linear_cross_entropy",
+    "skew_exp",
+]

@@ -120,8 +120,8 @@ def scan_clip(message_clip: object) -> None:
         )
 
 
-def scan_choices(precision: object, algorithm: object, activation: str) -> None:
-    """precision and algorithm must be known names, and chunks of time need a linear recurrence."""
+def scan_choices(precision: object, algorithm: object, activation: str, message_clip: float) -> None:
+    """precision and algorithm must be known names, and chunks of time need a recurrence that is linear both ways."""
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     if algorithm not in ALGORITHMS:
@@ -129,6 +129,11 @@ def scan_choices(precision: object, algorithm: object, activation: str) -> None:
     if algorithm == "chunked" and activation != "identity":
         raise InputError(
             f"algorithm is 'chunked' with activation {activation!r}: chunks of time can only be joined for 'identity'"
+        )
+    if algorithm == "chunked" and message_clip > 0:
+        raise InputError(
+            f"algorithm is 'chunked' with message_clip {message_clip}: gradients of chunks of time can only be joined "
+            "without clipping (accepted is 'sequential' or 'auto')"
         )
 
 

@@ -30,10 +30,15 @@ SUPPORT = {
         dtypes=(torch.float64, torch.float32),
         limits={"N": 512},
         algorithms=("sequential", "chunked"),
+        features=SCAN_FEATURES,
         capability=(8, 0),
     ),
     "cuda": Support(
-        devices=("cuda",), dtypes=(torch.float32,), algorithms=("sequential", "chunked"), capability=(8, 0)
+        devices=("cuda",),
+        dtypes=(torch.float32,),
+        algorithms=("sequential", "chunked"),
+        features=SCAN_FEATURES,
+        capability=(8, 0),
     ),
 }
 dispatch.register("factored_scan", SUPPORT)
@@ -82,10 +87,11 @@ def factored_scan(
             nearly float32), "tf32" or "bf16" (both factors rounded). State and sums stay float32. A backend without
             the faster products computes IEEE ones, as cpu and reference always do; so does float64.
         algorithm: "sequential", step after step; "chunked", over chunks of time in parallel through powers of the map
-            (activation identity only; forms W); "auto", the backend's choice of what it has.
-        lengths: int64 [B], in [1, T] (checked on a CPU), the steps that each sequence has; None: T for all. States on
-            padding are zeros. What stands there in x (NaN, wrong token ids) and in the cotangent is never looked at,
-            and gradients there are zeros.
+            (activation identity and no message_clip only; forms W); "auto", the backend's choice of what it has.
+        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; on a GPU,
+            where a check would wait for the device, a wrong one counts as 0 or T. States on padding are zeros. What
+            stands there in x (NaN, wrong token ids) and in the cotangent is never looked at, and gradients there are
+            zeros.
         message_clip: c > 0 clips delta_t, the gradient of a_t, to [-c, c] element by element in every step of the
             backward, before it goes on to anything; 0 does not. See Note [Message clip] in
             ``orthokern/reference/_scan.py``.

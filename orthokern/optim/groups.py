@@ -18,6 +18,11 @@ from orthokern.optim.geodesic import GeodesicSGD
 __all__ = ["CombinedOptimizer", "optimizer_for", "split_parameters"]
 
 
+# geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
+# of eigenvalues; other: everything else
+ROLES = ("geodesic", "spectrum", "skew", "rotation", "other")
+
+
 @runtime_checkable
 class HasRoles(Protocol):
     """A module that says what its own parameters are; orthokern.nn's recurrences do, and so may a user's module.
@@ -27,7 +32,7 @@ class HasRoles(Protocol):
     """
 
     def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "geodesic", "spectrum" or "other"."""
+        """Parameter name -> one of ROLES."""
         ...
 
 
@@ -47,12 +52,13 @@ def _named_split(model: nn.Module) -> dict[str, list[_Entry]]:
         if not isinstance(module, HasRoles):
             continue
         for name, role in module.parameter_roles().items():
-            if role not in ("geodesic", "spectrum", "other"):
-                raise InputError(f"role of {path}.{name} is {role!r}; accepted: 'geodesic', 'spectrum', 'other'")
+            if role not in ROLES:
+                accepted = ", ".join(map(repr, ROLES))
+                raise InputError(f"role of {path}.{name} is {role!r}; accepted: {accepted}")
             if role != "other":
                 margin = getattr(module, "margin", None) if role == "spectrum" else None
                 roles[getattr(module, name)] = (role, margin, getattr(module, "spectrum_map", "sigmoid"))
-    split: dict[str, list[_Entry]] = {"geodesic": [], "spectrum": [], "other": []}
+    split: dict[str, list[_Entry]] = {role: [] for role in ROLES}
     for name, p in model.named_parameters():
         role, margin, spectrum_map = roles.get(p, ("other", None, "sigmoid"))
         split[role].append(_Entry(name, p, margin, spectrum_map))
@@ -67,13 +73,13 @@ def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
 
     Returns:
         {"geodesic": [parameter, ...], the orthonormal bases; "spectrum": [(parameter, margin), ...], margin None
-        where the parameter is the spectrum itself; "other": [parameter, ...]}. Each parameter appears once.
+        where the parameter is the spectrum itself; "skew", "rotation", "other": [parameter, ...]}. Each parameter
+        appears once.
     """
     split = _named_split(model)
     return {
-        "geodesic": [entry.parameter for entry in split["geodesic"]],
-        "spectrum": [(entry.parameter, entry.margin) for entry in split["spectrum"]],
-        "other": [entry.parameter for entry in split["other"]],
+        role: [(entry.parameter, entry.margin) if role == "spectrum" else entry.parameter for entry in entries]
+        for role, entries in split.items()
     }
 
 
@@ -198,6 +204,7 @@ def optimizer_for(
     lr: float = 1e-3,
     geodesic_lr: float = 1e-6,
     spectrum_lr: float | None = None,
+    skew_lr: float | None = None,
     euclidean: Callable[..., Optimizer] = torch.optim.RMSprop,
     max_basis_grad_norm: float | None = None,
     geodesic_options: Mapping[str, Any] | None = None,
@@ -209,17 +216,20 @@ def optimizer_for(
     at `spectrum_lr` / (2 m), since ds/dp is proportional to 2m (Vorontsov et al. 2017, below eq. 11); for the map
     "tanh", whose p is half as large for the same s, at `spectrum_lr` / (4 m), so that under an optimizer whose steps do
     not scale with the gradient (RMSprop, Adam) s takes the same path for both. A margin of 0 freezes its group (lr 0),
-    a margin of None (s itself is the parameter) takes `spectrum_lr` as it is. Everything else goes to `euclidean` at
-    `lr`. A model without bases or spectra is fine: it gets what is left.
+    a margin of None (s itself is the parameter) takes `spectrum_lr` as it is. Generators of an exponential (ExpRNN,
+    NonNormalRNN) go to `euclidean` at `skew_lr`, and hear of every move of their base; everything else at `lr`. A model
+    without bases or spectra is fine: it gets what is left.
 
     Weight decay among `euclidean_kwargs` acts on s where s is the parameter (there it is the decay of W itself) but not
     on p, which is no weight: decaying p would pull s to 1. For that W see orthokern.penalties.composite_weight_decay.
+    Nor does it act on generators and on moduli and angles of eigenvalues.
 
     Args:
         model: any module; see split_parameters.
         lr: rate of the other parameters.
         geodesic_lr: rate of the bases.
         spectrum_lr: rate of the spectra before the division; None for `lr`.
+        skew_lr: rate of the generators of an exponential; None for `lr`. The literature takes `lr` / 10.
         euclidean: an optimizer class, or a callable, that takes (groups, lr=..., **euclidean_kwargs).
         max_basis_grad_norm: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic_options: further keyword arguments of GeodesicSGD.
@@ -233,7 +243,9 @@ def optimizer_for(
         InputError: for a rate below 0 or not finite, a model without parameters, or whatever GeodesicSGD refuses.
     """
     spectrum_lr = lr if spectrum_lr is None else spectrum_lr
-    for name, rate in (("lr", lr), ("geodesic_lr", geodesic_lr), ("spectrum_lr", spectrum_lr)):
+    skew_lr = lr if skew_lr is None else skew_lr
+    rates = {"lr": lr, "geodesic_lr": geodesic_lr, "spectrum_lr": spectrum_lr, "skew_lr": skew_lr}
+    for name, rate in rates.items():
         if not (math.isfinite(rate) and rate >= 0.0):
             raise InputError(f"{name} must be finite and at least 0, got {rate}")
     split = _named_split(model)
@@ -247,6 +259,9 @@ def optimizer_for(
     groups = []
     if split["other"]:
         groups.append(_group(split["other"], "other", lr))
+    for role, rate in (("skew", skew_lr), ("rotation", lr)):
+        if split[role]:
+            groups.append({**_group(split[role], role, rate), "weight_decay": 0.0})
     alike: dict[tuple[float | None, str], list[_Entry]] = {}
     for entry in split["spectrum"]:
         alike.setdefault((entry.margin, entry.spectrum_map), []).append(entry)
@@ -260,6 +275,10 @@ def optimizer_for(
             groups.append({**_group(entries, "spectrum", rate), **kind, "weight_decay": 0.0})
     if groups:
         parts["euclidean"] = euclidean(groups, lr=lr, **euclidean_kwargs)
+    for module in model.modules():
+        track = getattr(module, "track_optimizer", None)
+        if callable(track):
+            track(parts["euclidean"])
     return CombinedOptimizer(parts)
 
 

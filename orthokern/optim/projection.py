@@ -119,12 +119,14 @@ class SpectralNormProjection:
 
     def _upper_bounds(self) -> list[float]:
         """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
-        known = [i for i, before in enumerate(self._before) if before is not None]
+        known = {i: before for i, before in enumerate(self._before) if before is not None}
         bounds = [math.inf] * len(self._matrices)
         if known:
-            now, before = [self.matrices[i] for i in known], [self._before[i] for i in known]
             moved = torch.stack(
-                [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in zip(now, before, strict=True)]
+                [
+                    torch.linalg.vector_norm(self.matrices[i] - before, dtype=torch.float64)
+                    for i, before in known.items()
+                ]
             )
             for i, distance in zip(known, moved.tolist(), strict=True):
                 # the norm is rounded too

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from orthokern.commandline import Parser, Settings, device, integer
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce import vorontsov
+from orthokern.reproduce import oinit, vorontsov
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
 EXPERIMENTS = {experiment.name: experiment for experiment in vorontsov.EXPERIMENTS}
+STUDIES = {study.name: study for study in oinit.STUDIES}
 
 DESCRIPTION = """\
 Train what a table or figure of a paper needs, and set our numbers beside the published ones.
@@ -25,9 +27,10 @@ command, given again, only does what is missing. Runs that two experiments share
 
 def _epilog() -> str:
     listed = "\n".join(
-        f"  {name:<9} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
+        f"  {name:<12} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
         for name, experiment in EXPERIMENTS.items()
     )
+    listed += "".join(f"\n  {name:<12} {study.source}: {study.title}" for name, study in STUDIES.items())
     return f"""\
 experiments:
 {listed}
@@ -110,8 +113,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = _parser().parse(arguments)
         name = given["experiment"]
-        if name not in EXPERIMENTS:
-            raise unknown_name("experiment", name, tuple(EXPERIMENTS))
+        if name not in EXPERIMENTS and name not in STUDIES:
+            raise unknown_name("experiment", name, (*EXPERIMENTS, *STUDIES))
+        if name in STUDIES:
+            files = STUDIES[name].make(given, sys.stdout)
+            print(files[0].read_text())
+            print("written: " + ", ".join(str(file) for file in files))
+            return 0
         experiment = EXPERIMENTS[name]
         plan = _plan(experiment, given)
         runs = _chosen(experiment, given.get("only"))
@@ -126,6 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except BrokenPipeError:  # whoever read the table has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -84,16 +84,13 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
         row["ours"][measure.title] = _measured(measure, record, result)
     last = record.records[-1] if record.records else {}
     row["iterations"] = last.get("iteration", 0)
-    row["epochs"] = last.get("epoch")
+    per_epoch = record.settings.get("iterations_per_epoch")
+    row["epochs"] = last.get("epoch", row["iterations"] / per_epoch if per_epoch else None)
     row["seconds"] = last.get("seconds")
     row["settings"] = record.settings
-    machine, threads = (
-        record.config.get("machine", {}).get("processor", "an unknown processor"),
-        record.config.get("threads"),
-    )
-    row["machine"] = (
-        f"{machine}, {threads} threads" if record.settings.get("device") == "cpu" else f"a GPU beside {machine}"
-    )
+    processor, threads = record.config.get("machine", {}).get("processor", "unknown"), record.config.get("threads")
+    cpu = f"{processor}, {threads} thread{'' if threads == 1 else 's'}"
+    row["machine"] = cpu if record.settings.get("device") == "cpu" else f"a GPU beside {processor}"
     if result.get("diverged"):
         row["state"] = "diverged"
     elif result:

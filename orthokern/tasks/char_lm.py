@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.commandline import Parser, Settings, integer, one_of
+from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import load_ptb
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.errors import InputError
@@ -40,6 +39,7 @@ DEFAULTS: Settings = {
     "lr": 1e-3,
     "geodesic_lr": 1e-3,
     "clip": 1.0,
+    "goal": None,
     "epochs": 20,
     "iterations": None,
     "checkpoint_every": 200,
@@ -102,6 +102,7 @@ class CharLm(RecurrentTask):
     """Penn Treebank characters for the training loop; settings as DEFAULTS, complete."""
 
     name = "char_lm"
+    loss_label = "cross-entropy (nats per character)"
     baseline = None
     iterations_per_epoch: int
 
@@ -116,7 +117,7 @@ class CharLm(RecurrentTask):
         self.batches = self.data.train.batches(
             settings["batch"], generator, bucket=settings["bucket"], part=(shard.rank, shard.world)
         )
-        self.iterations_per_epoch = self.batches.per_epoch
+        self.iterations_per_epoch = max(1, self.batches.per_epoch // settings["accumulate"])
         if settings["epochs"] is not None:
             settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
         self.build(CharModel(settings))
@@ -127,6 +128,7 @@ class CharLm(RecurrentTask):
         """Inputs, targets, and the weight of this process's mean loss: 1, or where several share a batch, what makes
         the mean of their weighted means the mean over all targets."""
         batch = next(self.batches)
+        self.steps = len(batch.batch_sizes)
         weight = len(batch.targets) * current_shard().world / self.batches.joint_targets
         batch = batch.to(self.device)
         return batch.packed(), batch.targets, weight
@@ -154,10 +156,17 @@ class CharLm(RecurrentTask):
     def test(self) -> dict[str, float]:
         return self._evaluate(self.data.test)
 
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        goal = self.settings["goal"]
+        return goal is not None and evaluation["bpc"] <= goal
+
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
 
     # ---- records
+
+    def diagnose(self) -> dict[str, Any]:
+        return {**super().diagnose(), "time_steps": self.steps}  # norms through time are of this many steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches.state_dict()}
@@ -206,7 +215,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.char_lm", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=Path, metavar="DIR", help="folder with the three text files (needed)")
+    group.add_argument("--data", metavar="DIR", help="folder with the three text files (needed)")
     group.add_argument(
         "--length", type=integer(4), metavar="N", help="leave out sentences of more than N characters (default 75)"
     )
@@ -218,6 +227,12 @@ def _parser() -> Parser:
         "--released-targets", action="store_true",
         help="count two trivial targets per sentence too, as the code released with the paper does",
     )  # fmt: skip
+    group.add_argument(
+        "--goal",
+        type=real(0.0, exclusive=True, none=True),
+        metavar="BITS",
+        help="stop at this many bits per validation character; none (default none)",
+    )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
     add_network_options(parser, DEFAULTS)

@@ -126,13 +126,18 @@ class CopyModel(nn.Module):
                 table.copy_(torch.empty(table.shape).uniform_(-0.01, 0.01))
                 self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens, targets [T, B] int64 -> the loss over all steps (0-dim, nats per step), and "wrong", the number of
-        recalled symbols that are (0-dim int64)."""
+    def states(self, tokens: Tensor) -> Tensor:
+        """[T, B] int64 -> [T, B, N]."""
         x = tokens if self.marker is None else self.data.scalar(tokens, self.marker)
         if self.embed:
             x = nn.functional.one_hot(tokens, self.data.num_ids).to(self.readout.weight.dtype)
-        states, _ = self.rnn(x)
+        states: Tensor = self.rnn(x)[0]
+        return states
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """tokens, targets [T, B] int64 -> the loss over all steps (0-dim, nats per step), and "wrong", the number of
+        recalled symbols that are (0-dim int64)."""
+        states = self.states(tokens)
         with torch.no_grad():
             last = states[-self.data.recall :].detach()
             wrong = (self.readout(last).argmax(-1) != targets[-self.data.recall :]).sum()
@@ -143,6 +148,7 @@ class CopyExperiment(RecurrentTask):
     """The copy task for the training loop; settings as DEFAULTS, complete."""
 
     name = "copy"
+    loss_label = "cross-entropy (nats per time step)"
     goal: float
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
@@ -165,6 +171,11 @@ class CopyExperiment(RecurrentTask):
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)
         return loss, {"accuracy": 1.0 - numbers["wrong"].double() / (self.data.recall * batch[0].shape[1])}
+
+    def last_step_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        assert isinstance(self.model, CopyModel)
+        return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1])
 
     def clip_gradients(self) -> None:
         if self.settings["start"] == "zero" and self.settings["input"] == "onehot":
@@ -255,6 +266,7 @@ examples:
   python -m orthokern.tasks.copy --T 1000 --margin 0.1 --seed 3   another margin, another seed
   python -m orthokern.tasks.copy --T 200 --margin none            singular values without bounds
   python -m orthokern.tasks.copy --T 200 --nonlinearity tanh      with a non-linearity
+  python -m orthokern.tasks.copy --T 1000 --margin 0.3 --nonlinearity prelu --slope 0.7
   python -m orthokern.tasks.copy --T 1000 --preset paper          the paper's hyper-parameters (slow)
   python -m orthokern.tasks.copy --T 10000 --out runs/a           choose the run folder ...
   python -m orthokern.tasks.copy --resume runs/a                  ... and go on with it after Ctrl-C

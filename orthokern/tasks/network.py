@@ -12,7 +12,7 @@ from orthokern import dispatch, init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
-from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
+from orthokern.nn import FactorizedRNN, PeepholeLSTM
 from orthokern.nn.rnn import APPLY, NONLINEARITIES
 
 __all__ = ["MODELS", "NETWORK_DEFAULTS", "add_network_options", "build_recurrence", "check_backend", "check_network"]
@@ -24,6 +24,7 @@ NETWORK_DEFAULTS: Settings = {
     "model": "factorized",
     "hidden": 128,
     "nonlinearity": "tanh",
+    "slope": 0.25,
     "gain": 1.0,
     "margin": 0.1,
     "spectrum_map": "sigmoid",
@@ -57,6 +58,12 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         type=one_of("nonlinearity", NONLINEARITIES),
         metavar="NAME",
         help=f"{', '.join(NONLINEARITIES)} {default('nonlinearity')}; an lstm has its own",
+    )
+    group.add_argument(
+        "--slope",
+        type=real(),
+        metavar="X",
+        help=f"of leaky_relu, and of prelu at the start, for negative values {default('slope')}",
     )
     group.add_argument(
         "--gain",
@@ -122,10 +129,10 @@ def check_network(settings: Settings) -> None:
         raise InputError(f"--rank {settings['rank']}: at most --hidden, which is {settings['hidden']}")
     if settings["nonlinearity"] == "oplu" and settings["hidden"] % 2:
         raise InputError(f"--hidden {settings['hidden']}: --nonlinearity oplu works on pairs, give an even number")
-    if settings["model"] == "factorized" and settings["init"] == "glorot" and settings["margin"] is not None:
+    if settings["model"] == "factorized" and settings["init"] in init.UNCONSTRAINED and settings["margin"] is not None:
         raise InputError(
-            f"--init glorot with --margin {settings['margin']:g}: a Glorot matrix has singular values from 0 to 2, "
-            "give --margin none"
+            f"--init {settings['init']} with --margin {settings['margin']:g}: a Glorot matrix has singular values "
+            "from 0 to 2, give --margin none"
         )
     lstm = settings["model"] in LSTMS
     if settings["model"] != "factorized" and settings.get("spectrum_prior"):
@@ -156,6 +163,7 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
     common: dict[str, Any] = {
         "learned_h0": settings["learned_h0"],
         "gain": settings["gain"],
+        "negative_slope": settings["slope"],
         "message_clip": settings["message_clip"] or 0.0,
         "backend": backend,
     }
@@ -164,16 +172,8 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
         rnn = nn.LSTM(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
     elif settings["model"] == "peephole-lstm":
-        rnn = PeepholeLSTM(inputs, hidden, bias=bias, init=settings["init"], forget_bias=settings["forget_bias"])
-    elif settings["model"] == "rnn":
-        rnn = RNN(
-            inputs,
-            hidden,
-            nonlinearity=settings["nonlinearity"],
-            bias=bias,
-            init=settings["init"],
-            **common,
-        )
+        rnn = PeepholeLSTM(inputs, hidden, bias=bias)
+        _initialize_lstm(rnn, settings)
     else:
         rnn = FactorizedRNN(
             inputs,
@@ -187,11 +187,14 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
             init=settings["init"],
             **common,
         )
+    if settings["nonlinearity"] == "prelu" and settings["model"] not in LSTMS:
+        with torch.no_grad():
+            rnn.get_parameter("slope_l0").fill_(settings["slope"])
     return rnn.to(device)
 
 
 @torch.no_grad()
-def _initialize_lstm(lstm: nn.LSTM, settings: Settings) -> None:
+def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: Settings) -> None:
     """Every gate's recurrent matrix by `init`, the forget gate's bias at `forget_bias` (Vorontsov et al. 2017,
     section 3.1.2: orthogonal, and 1)."""
     n = lstm.hidden_size

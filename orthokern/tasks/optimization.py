@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, split_parameters
-from orthokern.penalties import composite_weight_decay, orthogonal_penalty, spectrum_prior
+from orthokern.penalties import OrthogonalPenalty, composite_weight_decay, spectrum_prior
 
 __all__ = [
     "OPTIMIZER_DEFAULTS",
@@ -25,6 +25,7 @@ __all__ = [
 
 OPTIMIZERS = ("rmsprop", "adam", "sgd")
 GEODESICS = ("sgd", "rmsprop")
+NORMS = ("squared", "plain")
 SCHEDULES = ("constant", "inverse", "exponential", "cosine")
 
 OPTIMIZER_DEFAULTS: Settings = {
@@ -45,6 +46,7 @@ OPTIMIZER_DEFAULTS: Settings = {
     "basis_clip": None,
     "weight_decay": 0.0,
     "soft_orthogonality": 0.0,
+    "soft_orthogonality_norm": "squared",
     "spectrum_prior": 0.0,
 }
 
@@ -142,6 +144,12 @@ def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: 
         type=real(0.0),
         metavar="X",
         help=f"X ||W^T W - I||^2 of the recurrent matrix is added to the loss {default('soft_orthogonality')}",
+    )
+    group.add_argument(
+        "--soft-orthogonality-norm",
+        type=one_of("soft-orthogonality-norm", NORMS),
+        metavar="NAME",
+        help="squared: as above; plain: the norm itself, without the square " + default("soft_orthogonality_norm"),
     )
     group.add_argument(
         "--spectrum-prior",
@@ -246,7 +254,8 @@ def penalty(rnn: nn.Module, readout: nn.Module, settings: Settings) -> Tensor | 
             squares = squares + composite_weight_decay(rnn)
         terms.append(settings["weight_decay"] * squares)
     if settings["soft_orthogonality"]:
-        terms.append(settings["soft_orthogonality"] * orthogonal_penalty(rnn))
+        squared = settings["soft_orthogonality_norm"] == "squared"
+        terms.append(OrthogonalPenalty(settings["soft_orthogonality"], squared=squared, on="recurrent")(rnn))
     if settings["spectrum_prior"]:
         terms.append(settings["spectrum_prior"] * spectrum_prior(rnn))
     return torch.stack(terms).sum() if terms else None

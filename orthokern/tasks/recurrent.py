@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthokern import init
 from orthokern.commandline import Settings, integer
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.nn import RNN, FactorizedRNN
@@ -18,13 +19,30 @@ from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, pe
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
 
-__all__ = ["STARTS", "RecurrentTask", "add_epochs", "complete", "epoch_order", "start_recurrence", "stream_seed"]
+__all__ = [
+    "STARTS",
+    "RecurrentTask",
+    "add_epochs",
+    "complete",
+    "epoch_order",
+    "start_help",
+    "start_recurrence",
+    "stream_seed",
+]
 
-STARTS = ("torch", "small")
-START_HELP = (
-    "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the code released with the paper "
-    "(default torch)"
-)
+STARTS = ("torch", "small", "glorot", "learned")
+
+
+def start_help(default: str) -> str:
+    """The help of --start."""
+    return (
+        "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
+        "glorot: Glorot-uniform, biases 0; learned: as --init learned, biases 0, and the readout where the task says "
+        f"so (default {default})"
+    )
+
+
+START_HELP = start_help("torch")
 
 DEFAULTS: Settings = {**cli.RUN_DEFAULTS, **NETWORK_DEFAULTS, **OPTIMIZER_DEFAULTS, "preset": None}
 
@@ -54,11 +72,14 @@ def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
 
 @torch.no_grad()
 def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
-    """Draws the input weights anew if "start" says "small": U(-0.01, 0.01), biases 0. LSTMs keep theirs."""
-    if settings["start"] != "small" or settings["model"] in LSTMS:
+    """Draws the input weights anew unless "start" says "torch", biases 0. LSTMs keep theirs."""
+    if settings["start"] == "torch" or settings["model"] in LSTMS:
         return
     weight = rnn.get_parameter("weight_ih_l0")
-    weight.copy_(torch.empty(weight.shape).uniform_(-0.01, 0.01))
+    if settings["start"] == "small":
+        weight.copy_(torch.empty(weight.shape).uniform_(-0.01, 0.01))
+    else:
+        (init.learned_ if settings["start"] == "learned" else init.glorot_uniform_)(weight)
     for name, parameter in rnn.named_parameters():
         if name.startswith("bias"):
             parameter.zero_()
@@ -82,6 +103,7 @@ class RecurrentTask(Task):
     """
 
     model: nn.Module
+    loss_label = "cross-entropy (nats)"
     goal: float | None = None  # accuracy to reach, a fraction, drawn into the plot
 
     def __init__(self, settings: Settings, classes: int) -> None:
@@ -124,7 +146,14 @@ class RecurrentTask(Task):
         title = f"{self.name}, {self.title()}"
         margin = self.settings["margin"] if self.settings["model"] == "factorized" else None
         drawn = [
-            plots.plot_learning(records, folder / "learning.png", baseline=self.baseline, goal=self.goal, title=title),
+            plots.plot_learning(
+                records,
+                folder / "learning.png",
+                baseline=self.baseline,
+                goal=self.goal,
+                title=title,
+                loss_label=self.loss_label,
+            ),
             plots.plot_spectrum(records, folder / "spectrum.png", margin=margin, title=title),
             plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
             plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),

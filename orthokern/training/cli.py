@@ -219,8 +219,9 @@ def _run(
     settings["iterations_per_epoch"] = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
         seed_all(settings["seed"] + shard.rank)
+    facts = {"baseline": task.baseline, "time_steps": task.time_steps}
     if run_folder is None:
-        run_folder = distributed.on_first(lambda: RunFolder.create(folder, name, settings))
+        run_folder = distributed.on_first(lambda: RunFolder.create(folder, name, settings, facts))
     else:
         run_folder.config["settings"] = settings
     loop = LoopSettings(

@@ -36,7 +36,7 @@ from orthokern.training.task import Task
 # Settings that a resumed run may change: none of them changes what an iteration computes. (Another number of threads or
 # processes may change rounding, and another number of processes what dropout draws.)
 FREE_SETTINGS = frozenset(
-    {"iterations", "epochs", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
+    {"iterations", "epochs", "data", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
 )
 
 EXIT_OK, EXIT_DIVERGED = 0, 3

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,16 @@ class RunFolder:
         return self.path / "profile.json"
 
     @classmethod
-    def create(cls, path: Path | None, task: str, settings: dict[str, Any]) -> "RunFolder":
+    def create(
+        cls, path: Path | None, task: str, settings: dict[str, Any], facts: Mapping[str, Any] | None = None
+    ) -> "RunFolder":
         """Makes a new folder and writes config.json.
 
         Args:
             path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` under the working directory.
             task: the task's name.
             settings: everything that the run depends on, as JSON values.
+            facts: what plots of the run tell besides, for config.json: "baseline", "time_steps", ...
 
         Raises:
             InputError: the folder is in use, can't be made, or can't be written.
@@ -74,6 +78,7 @@ class RunFolder:
         config = {
             "task": task,
             "settings": settings,
+            **(facts or {}),
             "device": settings.get("device"),
             "seed": settings.get("seed"),
             "threads": settings.get("threads"),

@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SHORT, ScanProblem, assert_matches_reference, assert_same_bits, run_scan, scan_problem
+from helpers import (
+    SHORT,
+    ScanProblem,
+    assert_matches_reference,
+    assert_same_bits,
+    run_scan,
+    scan_problem,
+    some_lengths,
+    with_poisoned_padding,
+)
 
 from orthokern import dispatch, functional, nn, optim
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -53,12 +62,14 @@ def check(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any
     """Parity of everything that comes out of one problem, with the reference on the CPU."""
     inexact = problem.to(dtype)
     exact = inexact.to(torch.float64)
-    expected, plain = run_scan(exact, "reference"), run_scan(inexact, "reference")
-    actual = run_scan(on(inexact, "cuda"), backend, **options)
+    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
+    expected, plain = (run_scan(p, "reference", **same) for p in (exact, inexact))
+    there = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    actual = run_scan(on(inexact, "cuda"), backend, **there)
     scales: dict[str, float] = {}
     if exact.act_param is not None and exact.act_param.numel() == 1:
         each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(run_scan(each_unit, "reference")["grad_act_param"].norm())
+        scales["grad_act_param"] = float(run_scan(each_unit, "reference", **same)["grad_act_param"].norm())
     for name, tensor in actual.items():
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue
@@ -100,6 +111,80 @@ def test_chunks_of_time(op: str, inputs: str, backend: str) -> None:
         if op == "dense_scan":
             problem.matrices = (torch.linalg.qr(problem.matrices[0])[0],)
         check(problem, torch.float32, backend, algorithm="chunked")
+
+
+@pytest.mark.parametrize("size", [(50, 9, 64), (70, 20, 128), (7, 6, 250), (300, 5, 20)], ids=str)
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_lengths_and_clip(op: str, activation: str, size: tuple[int, int, int], backend: str) -> None:
+    B, T, N = size
+    need(op, backend, N=N, K=N)
+    if activation not in ("identity", "tanh"):
+        B = min(B, max(1, 20000 // (T * N)))
+    kind = KINDS[(NAMES.index(activation) + N) % 3]
+    problem = scan_problem(op, B=B, T=T, N=N, activation=activation, inputs=kind, D=11, gap=1e-6)
+    for order in ("any", "falling"):
+        check(problem, torch.float32, backend, lengths=some_lengths(B, T, order), message_clip=0.3)
+    check(problem, torch.float32, backend, lengths=some_lengths(B, T, "rising"), checkpoint_every=3)
+    check(problem, torch.float32, backend, message_clip=0.3)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("N", [34, 250])
+def test_padding_plays_no_part(op: str, N: int, backend: str) -> None:
+    """Not its contents, not the checkpoints, on the paths for small and for large N, and for chunks of time."""
+    need(op, backend, N=N, K=N)
+    B, T = 9, 300
+    lengths = some_lengths(B, T, "any")
+    padding = (torch.arange(T).unsqueeze(1) >= lengths).cuda()
+    for activation, clip in (("tanh", 0.5), ("oplu", 0.5), ("identity", 0.0)):
+        problem = scan_problem(op, B=B, T=T, N=N, activation=activation, inputs="tokens", gap=-1.0).to(torch.float32)
+        ragged: dict[str, Any] = {"lengths": lengths.cuda(), "message_clip": clip}
+        first = run_scan(on(problem, "cuda"), backend, **ragged)
+        for name in ("hs", "pre"):
+            assert not first[name].numel() or not first[name][padding].any(), name
+        poisoned = on(with_poisoned_padding(problem, lengths), "cuda")
+        assert_same_bits(first, run_scan(poisoned, backend, **ragged))
+        again = run_scan(poisoned, backend, checkpoint_every=64, **ragged)
+        assert_same_bits(first, again, skip=("ckpt", "pre"))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", ["tanh", "identity"])
+def test_lengths_in_a_graph_and_out_of_range(op: str, activation: str, backend: str) -> None:
+    """A replay reads the lengths that are there then; wrong ones count as the nearest right ones, and break nothing."""
+    need(op, backend, N=34, K=34)
+    problem = on(scan_problem(op, B=4, T=300, N=34, activation=activation).to(torch.float32), "cuda")
+    lengths = torch.tensor([300, 1, 20, 299], device="cuda")
+    run_scan(problem, backend, lengths=lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_scan(problem, backend, lengths=lengths)
+    lengths.copy_(torch.tensor([-(2**63), 2**40 + 1, 17, 2**63 - 1]))
+    graph.replay()
+    torch.cuda.synchronize()
+    right = torch.tensor([0, 300, 17, 300], device="cuda")
+    assert_same_bits(run_scan(problem, backend, lengths=right), captured)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_short_sequences_take_no_more_time_than_they_need(op: str, backend: str) -> None:
+    """A batch of short sequences in a long rectangle: most of its steps are not taken."""
+    need(op, backend, N=64, K=64)
+    problem = on(scan_problem(op, B=20, T=4000, N=64).to(torch.float32), "cuda")
+    short, full = (torch.full((20,), steps, device="cuda") for steps in (100, 4000))
+
+    def milliseconds(lengths: torch.Tensor) -> float:
+        run_scan(problem, backend, lengths=lengths)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run_scan(problem, backend, lengths=lengths)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    assert milliseconds(short) < 0.6 * milliseconds(full)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -173,10 +258,13 @@ def test_nothing_waits_for_the_device(backend: str) -> None:
     """Under torch's own alarm for synchronising calls."""
     need("factored_scan", backend, N=32, K=32)
     problem = on(scan_problem("factored_scan", B=3, T=5, N=32, inputs="tokens").to(torch.float32), "cuda")
+    ragged = {"lengths": torch.tensor([5, 2, 3], device="cuda"), "message_clip": 0.1}
     run_scan(problem, backend)
+    run_scan(problem, backend, **ragged)
     torch.cuda.set_sync_debug_mode("error")
     try:
         run_scan(problem, backend)
+        run_scan(problem, backend, **ragged)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -303,6 +391,8 @@ for n in (33, 130):
     table = torch.randn(n, 5, device="cuda", requires_grad=True)
     ids = torch.randint(0, 5, (6, 3), device="cuda")
     f.factored_scan(ids, u, torch.ones(n, device="cuda"), u, weight=table, backend={backend!r}).sum().backward()
+    f.factored_scan(ids, u, torch.ones(n, device="cuda"), u, weight=table, backend={backend!r}, message_clip=0.1,
+                    lengths=torch.tensor([6, -1, 2**40], device="cuda")).sum().backward()
     f.dense_scan(ids, u, weight=table, activation="identity", backend={backend!r}).sum().backward()
     f.cayley(u.detach(), torch.randn(n, n, device="cuda"), 1e-2, backend={backend!r})
 torch.cuda.synchronize()

@@ -20,7 +20,14 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from helpers import SHORT, ScanProblem, assert_matches_reference, scan_problem
+from helpers import (
+    SHORT,
+    ScanProblem,
+    assert_matches_reference,
+    scan_problem,
+    some_lengths,
+    with_poisoned_padding,
+)
 from torch import Tensor
 
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -51,7 +58,7 @@ def run(
     checkpoint_every: int = 0,
     need_x: bool = True,
     need_params: bool = True,
-    **options: str,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Forward and backward of the leaves: hs, ckpt, pre and every gradient, by name."""
     forward, backward = (getattr(leaf(problem.op, b), f"{problem.op}_{d}") for b, d in ((fwd, "fwd"), (bwd, "bwd")))
@@ -66,17 +73,18 @@ def run(
     return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
 
 
-def check(problem: ScanProblem, dtype: torch.dtype, **options: Any) -> None:
-    """Parity of everything that comes out of one problem."""
+def check(problem: ScanProblem, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+    """Parity of everything that comes out of one problem; returns it."""
     inexact = contiguous(problem.to(dtype))
     exact = inexact.to(torch.float64)
-    expected, plain = run(exact, "reference", "reference"), run(inexact, "reference", "reference")
+    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
+    expected, plain = (run(p, "reference", "reference", **same) for p in (exact, inexact))
     actual = run(inexact, **options)
     scales = {}
     if exact.act_param is not None and exact.act_param.numel() == 1:
         # one number, the sum of what N units would get each: these are what its error is relative to
         each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(run(each_unit, "reference", "reference")["grad_act_param"].norm())
+        scales["grad_act_param"] = float(run(each_unit, "reference", "reference", **same)["grad_act_param"].norm())
     for name in actual:
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue
@@ -84,6 +92,7 @@ def check(problem: ScanProblem, dtype: torch.dtype, **options: Any) -> None:
         assert_matches_reference(
             actual[name], expected[name], plain[name], name=name, gradient=gradient, scale=scales.get(name)
         )
+    return actual
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = ("ckpt", "pre")) -> None:
@@ -205,9 +214,100 @@ def test_chunk_length_and_choice() -> None:
     cpu = torch.device("cpu")
     for activation in NAMES:
         assert _scan.wants_chunks("chunked", activation, 5, 1, cpu, False) == (activation == "identity")
+        assert not _scan.wants_chunks("chunked", activation, 5, 1, cpu, False, message_clip=0.1)
         assert not _scan.wants_chunks("sequential", activation, 10**6, 1, cpu, True)
     # one processor is full already
     assert not _scan.wants_chunks("auto", "identity", 10000, 1, cpu, False)
+
+
+# ------------------------------------------------------------------------------------------------- lengths and clipping
+
+WAYS = ("rows", "panels", "dot")
+
+
+def take_way(way: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let small sizes take a way to multiply; returns the options of the call."""
+    if way == "panels":
+        monkeypatch.setattr(_scan, "ROWS_WARPS", ())
+    if way == "dot":
+        monkeypatch.setattr(_scan, "DOT_ROWS", 1)
+        return {"precision": "3xtf32"}
+    return {}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", NAMES)
+def test_lengths_and_clip(op: str, activation: str) -> None:
+    turn = NAMES.index(activation) + OPS.index(op)
+    for index, (B, T, N) in enumerate([(3, 4, 3), (2, 3, 17)]):
+        N += N % 2 if activation == "oplu" else 0
+        problem = scan_problem(
+            op, B=B, T=T, N=N, activation=activation, inputs=INPUTS[(turn + index) % 3],
+            param_size="1" if index % 2 else "N", seed=index,
+        )  # fmt: skip
+        dtypes = DTYPES if turn % 2 else DTYPES[::-1]
+        check(problem, dtypes[index], lengths=some_lengths(B, T, "any"), message_clip=0.3, checkpoint_every=2 * index)
+        check(problem, dtypes[1 - index], message_clip=0.3, checkpoint_every=2 * (1 - index))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_plays_no_part(op: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its contents, not the checkpoints: the same bits, and zeros there. Every way to multiply."""
+    options = take_way(way, monkeypatch)
+    monkeypatch.setattr(_gradients, "BLOCK_ROWS", 6)  # blocks of 2 steps
+    B, T = 3, 5
+    lengths = torch.tensor([3, 1, 4])  # nobody has the last step
+    padding = torch.arange(T).unsqueeze(1) >= lengths
+    for activation, inputs in (("prelu", "features"), ("oplu", "tokens")):
+        problem = contiguous(scan_problem(op, B=B, T=T, N=18, activation=activation, inputs=inputs).to(torch.float32))
+        ragged: dict[str, Any] = {"lengths": lengths, "message_clip": 0.5, **options}
+        first = check(problem, torch.float32, **ragged)
+        for name in ("hs", "pre", "grad_x"):
+            assert not first[name].numel() or not first[name][padding].any(), name
+        poisoned = with_poisoned_padding(problem, lengths)
+        same_bits(first, run(poisoned, **ragged))
+        again = run(poisoned, checkpoint_every=2, **ragged)
+        same_bits(first, again)
+        assert torch.equal(again["ckpt"], torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:2])
+    if way == "rows":
+        full = torch.full((B,), T)
+        same_bits(run(problem, lengths=full), run(problem))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lengths_in_chunks(op: str) -> None:
+    for lengths, inputs, dtype in (([6, 1], "dense", torch.float32), ([3, 5], "tokens", torch.float64)):
+        ragged = torch.tensor(lengths)
+        problem = contiguous(scan_problem(op, B=2, T=6, N=5, activation="identity", inputs=inputs).to(dtype))
+        plain = check(problem, dtype, algorithm="chunked", lengths=ragged)
+        poisoned = with_poisoned_padding(problem, ragged)
+        same_bits(plain, run(poisoned, algorithm="chunked", lengths=ragged, checkpoint_every=3))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_length_out_of_range_counts_as_the_nearest_one(op: str) -> None:
+    """Nobody checks the lengths of a GPU's tensors: what is wrong must not be read or written with."""
+    problem = contiguous(scan_problem(op, B=4, T=2, N=4, activation="identity", inputs="tokens").to(torch.float32))
+    wrong, right = torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1]), torch.tensor([0, 2, 2, 0])
+    for options in ({}, {"checkpoint_every": 1}, {"algorithm": "chunked"}):
+        results = [run(problem, lengths=lengths, **options) for lengths in (wrong, right)]
+        same_bits(*results, skip=())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lengths_of_one_backend_in_the_other(op: str) -> None:
+    problem = contiguous(scan_problem(op, B=3, T=5, N=6, activation="prelu", inputs="features"))
+    options: dict[str, Any] = {"lengths": torch.tensor([2, 5, 3]), "message_clip": 0.3}
+    expected = run(problem, "reference", "reference", **options)
+    for every in (0, 3):
+        for fwd, bwd in (("triton", "reference"), ("reference", "triton")):
+            actual = run(problem, fwd, bwd, checkpoint_every=every, **options)
+            for name in problem.grad_names():
+                assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
+
+
+# --------------------------------------------------------------------------------------------------------------- tokens
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -386,9 +486,11 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in WAITS:
         monkeypatch.setattr(torch.Tensor, name, refusal(name))
+    lengths = torch.tensor([1])
     for problem in problems:
         run(problem, checkpoint_every=1)
-    run(linear, algorithm="chunked")
+        run(problem, lengths=lengths, message_clip=0.1)
+    run(linear, algorithm="chunked", lengths=lengths)
     leaf("cayley", "triton").cayley(torch.eye(4), torch.randn(4, 4), torch.tensor(0.1))
     leaf("activations", "triton").activation_bwd(
         torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0.1]), activation="modrelu"

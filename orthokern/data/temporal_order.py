@@ -1,0 +1,109 @@
+"""The temporal order problems of Hochreiter & Schmidhuber (1997): which of X and Y stood at each of a few places.
+
+    step        0 ....................................... T-1
+    symbol      c  a  X  d  b  a  d  c  Y  a  c  b  d  a  c        X and Y at 2 places (or 3), distractors elsewhere
+    target      1                                                  X Y, as a binary number, due after the last step
+
+    bits    places: uniform in [from, to) T        classes
+    2       [0.1, 0.2)  [0.5, 0.6)                 4: X X, X Y, Y X, Y Y
+    3       [0.1, 0.2)  [0.3, 0.4)  [0.6, 0.7)     8
+
+The places are those of Pascanu et al. 2013 and of the code released with Manchev & Spratling; the original has fixed
+spans for sequences of about 100 steps, and a symbol each for the begin and the end. Symbols 0 to 3 are the distractors
+a, b, c, d, drawn uniformly; 4 is X and 5 is Y.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from orthokern.data._checks import integer
+from orthokern.errors import InputError
+
+SYMBOLS = 6
+_TENTHS = {2: ((1, 2), (5, 6)), 3: ((1, 2), (3, 4), (6, 7))}
+
+
+class TemporalOrderTask:
+    """Generator of the temporal order problem.
+
+    Args:
+        T: number of time steps, at least 10.
+        bits: 2 or 3, the number of places.
+
+    Attributes:
+        length: number of time steps of a sequence, T.
+        num_features: 6, one per symbol.
+        num_classes: 4 or 8.
+        baseline: cross-entropy in nats of the best guess without memory, which is uniform: bits ln 2.
+
+    Raises:
+        InputError: T below 10, or bits other than 2 and 3.
+    """
+
+    def __init__(self, T: int, *, bits: int = 2) -> None:
+        self.T = integer("T", T, 10)
+        if bits not in _TENTHS:
+            raise InputError(f"bits must be 2 or 3, got {bits!r}")
+        self.bits = bits
+        self.length = T
+        self.num_features = SYMBOLS
+        self.num_classes = 2**bits
+        self.baseline = bits * math.log(2.0)
+        self._spans = [(T * start // 10, T * end // 10) for start, end in _TENTHS[bits]]
+
+    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """Tensors for `fill`.
+
+        Args:
+            batch: number of sequences B, at least 1.
+            device: where the tensors live.
+
+        Returns:
+            inputs: [T, B, 6] float32, zero; targets: [B] int64, zero.
+
+        Raises:
+            InputError: batch below 1.
+        """
+        integer("batch", batch)
+        inputs = torch.zeros(self.T, batch, SYMBOLS, device=device)
+        return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
+
+    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+        """Overwrite tensors with a fresh batch, so that training needs no allocation.
+
+        Args:
+            inputs: [T, B, 6] float32 from `buffers`: the symbols, one-hot.
+            targets: [B] int64 from `buffers`: the first place is the highest bit, X is 0 and Y is 1.
+            generator: on the CPU, for a reproducible stream that is the same on every device.
+        """
+        batch = inputs.shape[1]
+        symbols = torch.randint(0, 4, (self.T, batch), generator=generator)
+        drawn = torch.randint(0, 2, (self.bits, batch), generator=generator)
+        value = torch.zeros(batch, dtype=torch.int64)
+        for (start, end), bit in zip(self._spans, drawn, strict=True):
+            place = torch.randint(start, end, (1, batch), generator=generator)
+            symbols.scatter_(0, place, 4 + bit.unsqueeze(0))
+            value = 2 * value + bit
+        inputs.zero_().scatter_(2, symbols.to(inputs.device).unsqueeze(-1), 1.0)
+        targets.copy_(value)
+
+    def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """A fresh batch.
+
+        Args:
+            batch: number of sequences B, at least 1.
+            generator: as in `fill`.
+
+        Returns:
+            inputs: [T, B, 6] float32, targets: [B] int64, on the CPU.
+
+        Raises:
+            InputError: batch below 1.
+        """
+        inputs, targets = self.buffers(batch)
+        self.fill(inputs, targets, generator)
+        return inputs, targets

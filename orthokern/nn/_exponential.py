@@ -1,0 +1,230 @@
+"""What the recurrences with an orthogonal matrix P = B exp(A) share: the parameter, the base, and its moves.
+
+Note [Dynamic trivialisation]
+    A is skew, from the strictly lower triangle of a parameter; B is an orthogonal base and no parameter. For a fixed B,
+    any optimizer trains A as a plain parameter (Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints",
+    with B = I). Far from A = 0 the exponential distorts: directions of A are stretched unequally, and |A| near pi has
+    directions that move P not at all. So every K uses the chart is taken anew around the point reached (Lezcano-Casado
+    2019, "Trivializations for gradient-based optimization on manifolds"): B <- B exp(A), A <- 0, which moves P not at
+    all. K = 1 is Riemannian gradient descent. Every M such moves, B is projected back to the orthogonal matrices.
+
+    A use is a forward that training differentiates through. The move comes at the beginning of one, so that a
+    derivative and the step that follows it are in one chart; it waits while a gradient that no step has used and
+    cleared yet (accumulation) is in the old one. A backward through an earlier use than the move raises torch's error
+    about a tensor modified in place: two forwards for one backward need an even K, or `rebase` called by hand.
+
+Note [Optimizer state at a move]
+    Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
+    respect to Omega, the gradient with respect to A is
+
+        Gamma = int_0^1 exp(sA) K exp(-sA) ds,
+
+    and at A = 0 it is K: the same cotangent in the new chart. In the basis of eigenvectors of A, with eigenvalues
+    i a_j, the integral multiplies element jk by f(a_j - a_k), f(d) = (exp(id) - 1) / (id) = exp(id/2) sinc(d/2), so
+    that K comes from Gamma by a division. Where |sinc| is below FLATTEST (the chart hardly moves P in that direction,
+    and Gamma says hardly anything about K) it is taken as that. Second moments are scales, not vectors: they stay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from orthokern import functional
+from orthokern import init as init_
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn._checks import positive_int
+from orthokern.nn.rnn import _Layout, _Recurrent
+
+__all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
+
+INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
+OPTIMIZER_STATES = ("transport", "reset", "keep")
+FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # of torch.optim: SGD, RMSprop, Adam and their kin
+FLATTEST = 0.1
+LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
+
+# module -> its optimizers, outside the module so that it can be copied and pickled
+_optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
+
+
+def skew_from(parameter: Tensor) -> Tensor:
+    """A = L - L^T [N,N] from the strict lower triangle L of a parameter [N,N]."""
+    lower = parameter.tril(-1)
+    return lower - lower.mT
+
+
+def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient-like tensor of a parameter of A moved to the chart around exp(A); Note [Optimizer state at a move].
+
+    Args:
+        momentum: [N,N], a sum of gradients with respect to `parameter`, strictly lower triangular.
+        parameter: [N,N], where the old chart is left.
+
+    Returns:
+        [N,N], strictly lower triangular.
+    """
+    # the gradient with respect to L is twice the lower triangle of that with respect to A in the space of skew matrices
+    gamma = skew_from(momentum).to(torch.complex128) / 2
+    angles, q = torch.linalg.eigh(-1j * skew_from(parameter).to(torch.complex128))
+    difference = angles.unsqueeze(-1) - angles.unsqueeze(-2)
+    sinc = torch.sinc(difference / (2 * torch.pi))  # torch's has a pi in it
+    sinc = torch.where(sinc.abs() < FLATTEST, torch.where(sinc < 0, -FLATTEST, FLATTEST), sinc)
+    k = q @ ((q.mH @ gamma @ q) / (sinc * torch.exp(0.5j * difference))) @ q.mH
+    return (2 * k.real).tril(-1).to(momentum.dtype)
+
+
+class _Exponential(_Recurrent):
+    """A recurrence with an orthogonal P = B exp(A) per direction and layer; a subclass makes its matrix of it."""
+
+    _half_ok = False
+
+    def _set_up_exponential(
+        self, init: str, rebase_every: int | None, project_every: int, optimizer_state: str
+    ) -> None:
+        if init not in INITS:
+            raise unknown_name("init", init, INITS)
+        self.init = init
+        self.rebase_every = None if rebase_every is None else positive_int("rebase_every", rebase_every)
+        self.project_every = positive_int("project_every", project_every)
+        if optimizer_state not in OPTIMIZER_STATES:
+            raise unknown_name("optimizer_state", optimizer_state, OPTIMIZER_STATES)
+        self.optimizer_state = optimizer_state
+        self._uses = 0  # since the last move of the base
+        self._rebases = 0
+
+    def _register_exponential(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
+        n = self.hidden_size
+        self._register(f"skew_{suffix}", (n, n), device, dtype)
+        self.register_buffer(f"base_{suffix}", torch.empty(n, n, device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def _reset_exponential(self, suffix: str, generator: torch.Generator | None) -> None:
+        parameter, base = self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")
+        if self.init == "orthogonal":
+            nn.init.zeros_(parameter)
+            init_.haar_rotation_(base, generator)
+            return
+        init_.identity_(base)
+        init_.skew_generator_(parameter, self.init, generator)
+        if self.rebase_every is not None and not parameter.is_meta:
+            base.copy_(functional.skew_exp(skew_from(parameter.double())))
+            nn.init.zeros_(parameter)
+
+    def _orthogonal(self, suffix: str) -> Tensor:
+        """P [N,N] of one recurrence, differentiable."""
+        return self._tensor(f"base_{suffix}") @ functional.skew_exp(
+            # the op takes the skew part itself: that of 2 L is L - L^T
+            2 * self._tensor(f"skew_{suffix}").tril(-1),
+            backend="reference" if self.backend == "reference" else None,
+        )
+
+    @torch.no_grad()
+    def orthogonality_error(self) -> float:
+        """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences."""
+        worst = 0.0
+        for suffix in self._suffixes():
+            p = self._orthogonal(suffix)
+            worst = max(worst, float((p.mT @ p - torch.eye(len(p), dtype=p.dtype, device=p.device)).abs().max()))
+        return worst
+
+    # -- moves of the base
+
+    def track_optimizer(self, optimizer: Optimizer) -> None:
+        """Let moves of the base reach this optimizer's state; `orthokern.optim.optimizer_for` calls it.
+
+        Raises InputError if it does not train this module's skew parameters.
+        """
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        if not any(parameter in held for parameter, _ in self._skews()):
+            raise InputError(
+                "the optimizer holds none of this module's skew parameters; accepted: one that trains them"
+            )
+        _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
+
+    def _skews(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter, base) of every recurrence."""
+        for suffix in self._suffixes():
+            yield self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Take the chart anew around the present P of every recurrence: B <- B exp(A), A <- 0; P stays as it is.
+
+        Every `project_every`-th time the bases are projected to the nearest orthogonal matrices. The state of tracked
+        optimizers follows as `optimizer_state` says. Runs by itself every `rebase_every` uses.
+        """
+        self._rebases += 1
+        self._uses = 0
+        for parameter, base in self._skews():
+            moved = base.double() @ functional.skew_exp(skew_from(parameter.double()))
+            if self._rebases % self.project_every == 0:
+                moved = _nearest_orthogonal(moved)
+            for optimizer in _optimizers.get(self, ()):
+                self._move_state(optimizer, parameter)
+            base.copy_(moved)
+            parameter.zero_()
+
+    def _move_state(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        if self.optimizer_state == "reset":
+            optimizer.state.pop(parameter, None)
+        elif self.optimizer_state == "transport":
+            state = optimizer.state.get(parameter, {})
+            for name in FIRST_MOMENTS:
+                if isinstance(state.get(name), Tensor):
+                    state[name].copy_(transported(state[name], parameter))
+
+    def _run(self, data: Tensor, hx: Tensor | None, layout: _Layout) -> tuple[Tensor, Tensor]:
+        if self.rebase_every is not None and self.training and torch.is_grad_enabled():
+            if self._uses >= self.rebase_every and not self._gradient_pending():
+                self.rebase()
+            self._uses += 1
+        return super()._run(data, hx, layout)
+
+    def _gradient_pending(self) -> bool:
+        return any(p.grad is not None and bool(p.grad.any()) for p, _ in self._skews())
+
+    # -- state
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Uses since the last move of the base, and moves so far."""
+        return {"uses": self._uses, "rebases": self._rebases}
+
+    def set_extra_state(self, state: Any) -> None:
+        if not isinstance(state, dict) or set(state) != {"uses", "rebases"}:
+            raise InputError(f"extra state is {state!r}; accepted: the counters 'uses' and 'rebases'")
+        self._uses = positive_int("uses", state["uses"], minimum=0)
+        self._rebases = positive_int("rebases", state["rebases"], minimum=0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for suffix in self._suffixes():
+            base = state_dict.get(f"{prefix}base_{suffix}")
+            if isinstance(base, Tensor) and base.shape == self._tensor(f"base_{suffix}").shape and not base.is_meta:
+                p = base.double()
+                off = float((p.mT @ p - torch.eye(len(p), dtype=p.dtype, device=p.device)).abs().max())
+                if not off <= LOADED_TOLERANCE:
+                    raise InputError(
+                        f"{prefix}base_{suffix} is not orthogonal: |B^T B - I| is {off:.3g}; "
+                        f"accepted: up to {LOADED_TOLERANCE:g}"
+                    )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _repr_exponential(self) -> str:
+        text = f"{self._repr_common()}, init={self.init!r}"
+        if self.rebase_every is not None:
+            text += f", rebase_every={self.rebase_every}, project_every={self.project_every}"
+        return text
+
+
+def _nearest_orthogonal(m: Tensor) -> Tensor:
+    """The orthogonal polar factor of m [N,N], which is close to one already: Newton-Schulz steps, each squaring the
+    distance."""
+    eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+    for _ in range(4):
+        m = m + m @ (eye - m.mT @ m) / 2
+    return m

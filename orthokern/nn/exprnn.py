@@ -1,0 +1,134 @@
+"""`ExpRNN`: a recurrence whose matrix is the exponential of a skew one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import functional
+from orthokern.nn._checks import parameter_dtype
+from orthokern.nn._exponential import _Exponential
+
+__all__ = ["ExpRNN"]
+
+
+class ExpRNN(_Exponential):
+    """An RNN whose recurrent matrix is the orthogonal W = B exp(A): h_t = phi(gain (W h_{t-1} + W_ih x_t + b)).
+
+    A is skew, from the strictly lower triangle of a parameter, so any optimizer keeps W orthogonal with determinant 1
+    (expRNN: Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints in neural networks"). With
+    `rebase_every` the base B follows (dynamic trivialisation: Lezcano-Casado 2019); Note [Dynamic trivialisation] in
+    ``orthokern/nn/_exponential.py`` says when. Used as orthokern.nn.FactorizedRNN is.
+
+    Args:
+        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
+            in orthokern.nn.FactorizedRNN. The literature takes nonlinearity="modrelu".
+        init: of A, and so of W: "henaff", "cayley" or "torus", as orthokern.init.skew_generator_ describes them;
+            "orthogonal", W uniform on the rotations; "identity", A = 0.
+        rebase_every: K at least 1: move the base every K uses (forwards that training differentiates through). None
+            never does: W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
+        project_every: M at least 1: project the base to the orthogonal matrices every M moves.
+        optimizer_state: what a move does to the state of optimizers that `track_optimizer` was told of
+            (orthokern.optim.optimizer_for tells it): "transport" takes first moments to the new chart exactly and
+            leaves second moments as they are; "reset" drops the state; "keep", as the released code, does nothing.
+        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N], of which the
+    strictly lower triangle counts; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for. Buffers: base_l0
+    [N,N]. The state_dict also has the counters of uses and moves.
+
+    Raises InputError, one line, for a bad argument.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init: str = "henaff",
+        rebase_every: int | None = None,
+        project_every: int = 100,
+        optimizer_state: str = "transport",
+        negative_slope: float = 0.01,
+        learned_h0: bool = False,
+        checkpoint_every: int = 0,
+        backend: str | None = None,
+        precision: str = "ieee",
+        message_clip: float = 0.0,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+            precision=precision,
+            message_clip=message_clip,
+            gain=gain,
+        )
+        self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
+        dtype = parameter_dtype(dtype, half=False)
+        for suffix in self._suffixes():
+            self._register(f"weight_ih_{suffix}", (self.hidden_size, self._inputs(suffix)), device, dtype)
+            if self.bias:
+                self._register(f"bias_{suffix}", (self.hidden_size,), device, dtype)
+            self._register_exponential(suffix, device, dtype)
+            self._register_common(suffix, device, dtype)
+        self._register_slope(device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for suffix in self._suffixes():
+            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+            if self.bias:
+                nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+            self._reset_exponential(suffix, generator)
+            self._reset_common(suffix, generator)
+
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """W = B exp(A) [N,N] of one recurrence (without the gain), applied to column vectors; differentiable."""
+        return self._orthogonal(self._suffix(layer, reverse))
+
+    def recurrent_matrices(self) -> list[Tensor]:
+        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._orthogonal(suffix) for suffix in self._suffixes()]
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "skew" (A, which may have a learning rate of its own) or "other"."""
+        names = [name for name, _ in self.named_parameters(recurse=False)]
+        return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        return (self._gained(self._orthogonal(suffix)),)
+
+    def _op(self) -> tuple[str, dict[str, int]]:
+        return "dense_scan", {"N": self.hidden_size}
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
+
+    def extra_repr(self) -> str:
+        return self._repr_exponential()

@@ -1,0 +1,216 @@
+"""`NonNormalRNN`: a recurrence in real Schur form, with eigenvalues of a chosen modulus and free non-normal part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import functional
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn._checks import flag, parameter_dtype
+from orthokern.nn._exponential import _Exponential
+
+__all__ = ["MASKS", "NonNormalRNN", "schur_product", "triangular_mask"]
+
+MASKS = ("block", "legacy")
+
+
+def triangular_mask(n: int, mask: str, device: torch.device | str | None = None) -> Tensor:
+    """Which elements of T [n,n] act, bool: all below the diagonal; for "block" none of those in 2 x 2 blocks."""
+    below = torch.ones(n, n, dtype=torch.bool, device=device).tril(-1)
+    if mask == "block":
+        even = torch.arange(0, n - 1, 2, device=device)
+        below[even + 1, even] = False
+    return below
+
+
+def schur_product(p: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor | None) -> Tensor:
+    """V = P Theta P^T, with Theta's blocks applied to pairs of rows of P^T: O(N^2), and a product for the triangle.
+
+    Args:
+        p: [N,N], orthogonal; gamma: [ceil(N/2)]; theta: [floor(N/2)], radians.
+        triangle: T [N,N], zero outside the mask, or None for a normal V.
+
+    Returns:
+        V [N,N].
+    """
+    n, pairs = p.shape[-1], len(theta)
+    rows = p.mT
+    even, odd = rows[0 : 2 * pairs : 2], rows[1 : 2 * pairs : 2]
+    cosine = (gamma[:pairs] * theta.cos()).unsqueeze(-1)
+    sine = (gamma[:pairs] * theta.sin()).unsqueeze(-1)
+    turned = torch.stack([cosine * even - sine * odd, sine * even + cosine * odd], dim=1).flatten(0, 1)
+    if n % 2:
+        turned = torch.cat([turned, gamma[-1] * rows[-1:]])
+    if triangle is not None:
+        turned = torch.addmm(turned, triangle, rows)
+    return p @ turned
+
+
+class NonNormalRNN(_Exponential):
+    """An RNN whose recurrent matrix V = P Theta P^T is in real Schur form: h_t = phi(gain (V h_{t-1} + W_ih x_t + b)).
+
+    P = B exp(A) is orthogonal, A skew. Theta has the 2 x 2 blocks gamma_i [[cos t_i, -sin t_i], [sin t_i, cos t_i]] on
+    its diagonal, for an odd N a last real eigenvalue gamma, and a free part T below the blocks: the eigenvalues are
+    gamma_i exp(+-i t_i) whatever T is, and T makes V non-normal (nnRNN: Kerg, Goyette et al. 2019, "Non-normal
+    Recurrent Neural Network (nnRNN)"; Jahagirdar et al., its reproducibility report of 2019, eq. 7 and 8). V is formed
+    once per forward; time runs on orthokern.functional.dense_scan. Used as orthokern.nn.FactorizedRNN is.
+
+    Args:
+        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
+            in orthokern.nn.FactorizedRNN. The literature takes nonlinearity="modrelu".
+        init: of A, and so of P, as in orthokern.nn.ExpRNN. Angles theta are U(0, 2 pi), moduli gamma 1, T 0: V is
+            orthogonal at first.
+        mask: "block": T acts below the 2 x 2 blocks, and |lambda_i| = gamma_i exactly. "legacy", as the released code
+            has it: T acts in the whole strictly lower triangle, so also inside the blocks, and the moduli move away
+            from gamma; N must be even.
+        triangular: False leaves T out: a normal V.
+        rebase_every, project_every, optimizer_state: of P's base, as in orthokern.nn.ExpRNN.
+        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
+
+    The released code multiplies rows by its matrix, h_t = h_{t-1} R: R = V^T, and its T is upper triangular.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N] (its strictly
+    lower triangle counts), gamma_l0 [ceil(N/2)], theta_l0 [floor(N/2)] in radians, triangle_l0 [N,N] (its mask counts);
+    and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for. Buffers: base_l0 [N,N]. Penalties of the
+    literature: orthokern.penalties.modulus_penalty and triangular_decay.
+
+    Raises InputError, one line, for a bad argument, and in forward for a gamma that is not finite (on a CPU).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init: str = "henaff",
+        mask: str = "block",
+        triangular: bool = True,
+        rebase_every: int | None = None,
+        project_every: int = 100,
+        optimizer_state: str = "transport",
+        negative_slope: float = 0.01,
+        learned_h0: bool = False,
+        checkpoint_every: int = 0,
+        backend: str | None = None,
+        precision: str = "ieee",
+        message_clip: float = 0.0,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+            precision=precision,
+            message_clip=message_clip,
+            gain=gain,
+        )
+        self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
+        if mask not in MASKS:
+            raise unknown_name("mask", mask, MASKS)
+        if mask == "legacy" and self.hidden_size % 2:
+            raise InputError(
+                f"hidden_size must be even for mask 'legacy', got {hidden_size}; accepted for any: 'block'"
+            )
+        self.mask = mask
+        self.triangular = flag("triangular", triangular)
+        dtype = parameter_dtype(dtype, half=False)
+        n = self.hidden_size
+        for suffix in self._suffixes():
+            self._register(f"weight_ih_{suffix}", (n, self._inputs(suffix)), device, dtype)
+            if self.bias:
+                self._register(f"bias_{suffix}", (n,), device, dtype)
+            self._register_exponential(suffix, device, dtype)
+            self._register(f"gamma_{suffix}", (n - n // 2,), device, dtype)
+            self._register(f"theta_{suffix}", (n // 2,), device, dtype)
+            if self.triangular:
+                self._register(f"triangle_{suffix}", (n, n), device, dtype)
+            self._register_common(suffix, device, dtype)
+        if self.triangular:
+            self.register_buffer("_acting", triangular_mask(n, mask, device), persistent=False)
+        self._register_slope(device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, as the class documentation says; input weights and bias as in ExpRNN."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for suffix in self._suffixes():
+            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+            if self.bias:
+                nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+            self._reset_exponential(suffix, generator)
+            nn.init.ones_(self._tensor(f"gamma_{suffix}"))
+            nn.init.uniform_(self._tensor(f"theta_{suffix}"), 0.0, 2 * math.pi, generator=generator)
+            if self.triangular:
+                nn.init.zeros_(self._tensor(f"triangle_{suffix}"))
+            self._reset_common(suffix, generator)
+
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """V = P Theta P^T [N,N] of one recurrence (without the gain), applied to column vectors; differentiable."""
+        return self._composed(self._suffix(layer, reverse))
+
+    def recurrent_matrices(self) -> list[Tensor]:
+        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._composed(suffix) for suffix in self._suffixes()]
+
+    def moduli(self) -> list[Tensor]:
+        """gamma [ceil(N/2)] of every recurrence."""
+        return [self._tensor(f"gamma_{suffix}") for suffix in self._suffixes()]
+
+    def triangles(self) -> list[Tensor]:
+        """T [N,N] of every recurrence, zero outside the mask; empty for triangular=False."""
+        return [self._triangle(suffix) for suffix in self._suffixes() if self.triangular]
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "skew" (A), "rotation" (gamma and theta) or "other"; each may have a rate of its own."""
+        kinds = {"skew": "skew", "gamma": "rotation", "theta": "rotation"}
+        names = [name for name, _ in self.named_parameters(recurse=False)]
+        return {name: kinds.get(name.split("_l", 1)[0], "other") for name in names}
+
+    def _triangle(self, suffix: str) -> Tensor:
+        return self._tensor(f"triangle_{suffix}") * self._tensor("_acting")
+
+    def _composed(self, suffix: str) -> Tensor:
+        gamma = self._tensor(f"gamma_{suffix}")
+        if gamma.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(gamma.isfinite().all()):
+            bad = int((~gamma.isfinite()).sum())
+            raise InputError(
+                f"gamma_{suffix} holds {bad} NaN or infinite values of {len(gamma)}; accepted: finite moduli"
+            )
+        triangle = self._triangle(suffix) if self.triangular else None
+        return schur_product(self._orthogonal(suffix), gamma, self._tensor(f"theta_{suffix}"), triangle)
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        return (self._gained(self._composed(suffix)),)
+
+    def _op(self) -> tuple[str, dict[str, int]]:
+        return "dense_scan", {"N": self.hidden_size}
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
+
+    def extra_repr(self) -> str:
+        text = f"{self._repr_exponential()}, mask={self.mask!r}"
+        return text if self.triangular else f"{text}, triangular=False"

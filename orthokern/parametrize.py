@@ -1,0 +1,278 @@
+"""Constraints on the weight of any torch layer, through torch.nn.utils.parametrize.
+
+    parametrize.register_parametrization(layer, "weight", Exponential(layer.weight))
+
+Each takes the tensor that it is to constrain, for its shape, dtype and device. `right_inverse` takes any matrix to the
+nearest one of the kind (for SchurForm see there) and gives parameters for it, so a layer keeps what it can of its
+weight, and ``layer.weight = w`` works. That runs in float64, once; only `forward` is on the training path.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import functional
+from orthokern.dispatch import dtype_name
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn.nonnormal import MASKS, schur_product, triangular_mask
+
+__all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurForm"]
+
+INSIDE = 1e-3  # a spectrum is taken this share of the margin inside of its ends, where its parameter is finite
+DEFECTIVE = 1e-6  # what may stand above Theta's blocks, relative to |W|_F
+
+
+def _matrix(name: str, weight: Tensor, *, square: bool) -> tuple[int, int]:
+    """Its sizes."""
+    if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
+        kind = dtype_name(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
+        raise InputError(
+            f"{name}: weight is {kind}; accepted: a float32 or float64 tensor (orthogonality is lost in others)"
+        )
+    if weight.dim() != 2 or 0 in weight.shape or (square and weight.shape[0] != weight.shape[1]):
+        accepted = "[N,N]" if square else "[N,M]"
+        raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {accepted}, nothing empty")
+    return weight.shape[0], weight.shape[1]
+
+
+def _fitting(name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """weight in float64, if it has the shape and is finite."""
+    if tuple(weight.shape) != shape:
+        raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {shape}")
+    if not bool(weight.isfinite().all()):
+        raise InputError(f"{name}: weight holds NaN or infinity; accepted: finite numbers")
+    return weight.detach().double()
+
+
+def _polar(w: Tensor) -> Tensor:
+    """The matrix with orthonormal columns (rows, if there are fewer) that is nearest to w."""
+    u, _, vh = torch.linalg.svd(w, full_matrices=False)
+    return u @ vh
+
+
+class _Trivialized(nn.Module):
+    """W = B f(A) with A = L - L^T from the strictly lower triangle L of the parameter [N,N], f(0) = I.
+
+    B is a buffer, an orthogonal matrix of either determinant, which W keeps.
+    """
+
+    base: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        n, _ = _matrix(type(self).__name__, weight, square=True)
+        self.register_buffer("base", torch.eye(n, dtype=weight.dtype, device=weight.device))
+
+    @torch.no_grad()
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Zeros [N,N], with the orthogonal matrix nearest to weight [N,N] for a base."""
+        self.base.copy_(_polar(_fitting(type(self).__name__, weight, tuple(self.base.shape))))
+        return torch.zeros_like(self.base)
+
+
+class Exponential(_Trivialized):
+    """Orthogonal W = B exp(A) [N,N] by orthokern.functional.skew_exp (Lezcano-Casado and Martinez-Rubio 2019)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N,N] -> W [N,N]; the strictly lower triangle of x counts."""
+        return self.base @ functional.skew_exp(2 * x.tril(-1))
+
+
+class Cayley(_Trivialized):
+    """Orthogonal W = B (I - A/2)^-1 (I + A/2) [N,N]: the Cayley map as torch and geotorch have it, with the derivative
+    of exp(A) at A = 0. Angles of pi are out of its reach from B."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N,N] -> W [N,N]; the strictly lower triangle of x counts."""
+        lower = x.tril(-1)
+        a = lower - lower.mT
+        eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
+        # I + (I - A/2)^-1 A is the same matrix, and rounds against the correction only
+        return self.base + self.base @ torch.linalg.solve(eye - a / 2, a)
+
+
+class Householder(nn.Module):
+    """Orthonormal columns W [N,K], K <= N, the first K of a product of K reflections, times signs; rows if K > N.
+
+    Compact WY form: with unit columns v_i of V, H_1 ... H_K = I - V T^-1 V^T, T = triu(V^T V, 1) + I/2 (Joffrain et al.
+    2006; Mhammedi et al. 2017 for networks). O(N K^2), and nothing of size N x N anywhere. The signs [K] are a buffer.
+    """
+
+    signs: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        n, k = _matrix("Householder", weight, square=False)
+        self.shape, self.wide = (n, k), k > n
+        self.register_buffer("signs", torch.ones(min(n, k), dtype=weight.dtype, device=weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N,K] -> W [N,K]; for K <= N the lower trapezoid of x counts, column by column, whatever its length."""
+        q = self._columns(x.mT) if self.wide else self._columns(x)
+        return q.mT if self.wide else q
+
+    def _columns(self, x: Tensor) -> Tensor:
+        n, k = x.shape
+        v = torch.nn.functional.normalize(x.tril(), dim=0, eps=0.0)
+        eye = torch.eye(k, dtype=x.dtype, device=x.device)
+        t = (v.mT @ v).triu(1) + eye / 2
+        first = torch.eye(n, k, dtype=x.dtype, device=x.device)
+        return (first - v @ torch.linalg.solve_triangular(t, v[:k].mT, upper=True)) * self.signs
+
+    @torch.no_grad()
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Reflection vectors [N,K] of the nearest matrix with orthonormal columns (or rows)."""
+        rest = _polar(_fitting("Householder", weight, self.shape))
+        rest = rest.mT.contiguous() if self.wide else rest
+        vectors = torch.zeros_like(rest)
+        for j in range(rest.shape[1]):
+            v = rest[j:, j].clone()
+            sign = -1.0 if v[0] >= 0 else 1.0  # away from the column, so that nothing cancels
+            v[0] -= sign * torch.linalg.vector_norm(v)
+            v /= torch.linalg.vector_norm(v)
+            rest[j:] -= 2 * torch.outer(v, v @ rest[j:])
+            vectors[j:, j] = v
+            self.signs[j] = sign
+        return (vectors.mT if self.wide else vectors).to(weight.dtype).contiguous()
+
+
+class FactorizedSpectrum(nn.Module):
+    """W = U diag(s) V^T [N,M] with orthonormal U [N,K], V [M,K] and s within a margin of 1 (Vorontsov et al. 2017).
+
+    U and V are products of K reflections (see Householder); s is orthokern.functional.spectrum of its parameter.
+
+    Args:
+        weight: the tensor [N,M] to constrain.
+        margin: m >= 0: s in (1 - m, 1 + m). None: s is free.
+        spectrum_map: "sigmoid" or "tanh", as in orthokern.functional.spectrum.
+        rank: K up to min(N, M), None for that.
+    """
+
+    def __init__(
+        self, weight: Tensor, margin: float | None = 0.1, spectrum_map: str = "sigmoid", rank: int | None = None
+    ) -> None:
+        super().__init__()
+        n, m = _matrix("FactorizedSpectrum", weight, square=False)
+        self.shape, self.rank = (n, m), min(n, m) if rank is None else rank
+        if isinstance(rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= min(n, m):
+            raise InputError(f"rank must be an integer in [1, {min(n, m)}], got {rank!r}")
+        functional.spectrum(torch.zeros(1), margin, spectrum_map)  # its checks
+        self.margin, self.spectrum_map = margin, spectrum_map
+        self.left = Householder(weight.new_empty(n, self.rank))
+        self.right = Householder(weight.new_empty(m, self.rank))
+
+    def forward(self, left: Tensor, p: Tensor, right: Tensor) -> Tensor:
+        """left [N,K], p [K], right [M,K] -> W [N,M]."""
+        s = functional.spectrum(p, self.margin, self.spectrum_map)
+        u: Tensor = self.left(left)
+        return (u * s) @ self.right(right).mT
+
+    @torch.no_grad()
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the nearest matrix of this kind: the singular values are moved into the margin, the K largest kept."""
+        w = _fitting("FactorizedSpectrum", weight, self.shape)
+        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+        u, s, v = u[:, : self.rank], s[: self.rank], vh[: self.rank].mT
+        if self.margin is None:
+            p = s
+        elif self.margin == 0:
+            p = torch.zeros_like(s)
+        else:
+            p = ((s - 1) / self.margin).clamp(INSIDE - 1, 1 - INSIDE).atanh()
+            p = 2 * p if self.spectrum_map == "sigmoid" else p
+        dtype = weight.dtype
+        return self.left.right_inverse(u.to(dtype)), p.to(dtype), self.right.right_inverse(v.to(dtype))
+
+
+class SchurForm(nn.Module):
+    """W = P Theta P^T [N,N] as orthokern.nn.NonNormalRNN has it: eigenvalues gamma_i exp(+-i theta_i), free T below.
+
+    P = B exp(A); its base B is a buffer. Parameters: A's [N,N], gamma [ceil(N/2)], theta [floor(N/2)], T [N,N].
+
+    `right_inverse` makes the form of any matrix that has a full set of eigenvectors; real eigenvalues are paired by
+    size. mask="legacy" represents all of these for an even N. mask="block" can only turn and scale within a 2 x 2
+    block: a block that does more is replaced by the nearest that does not. That changes nothing for what this class
+    makes, nor for rotations.
+
+    Raises InputError for a matrix without a full set of eigenvectors (or nearly so).
+    """
+
+    base: Tensor
+    acting: Tensor
+
+    def __init__(self, weight: Tensor, mask: str = "block") -> None:
+        super().__init__()
+        n, _ = _matrix("SchurForm", weight, square=True)
+        if mask not in MASKS:
+            raise unknown_name("mask", mask, MASKS)
+        if mask == "legacy" and n % 2:
+            raise InputError(f"mask 'legacy' needs an even N, got {n}; accepted for any: 'block'")
+        self.mask = mask
+        self.register_buffer("base", torch.eye(n, dtype=weight.dtype, device=weight.device))
+        self.register_buffer("acting", triangular_mask(n, mask, weight.device), persistent=False)
+
+    def forward(self, x: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor) -> Tensor:
+        """x [N,N], gamma [ceil(N/2)], theta [floor(N/2)], triangle [N,N] -> W [N,N]."""
+        p = self.base @ functional.skew_exp(2 * x.tril(-1))
+        return schur_product(p, gamma, theta, triangle * self.acting)
+
+    @torch.no_grad()
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(zeros, gamma, theta, T), with P for a base; see the class."""
+        w = _fitting("SchurForm", weight, tuple(self.base.shape))
+        n = len(w)
+        p = torch.linalg.qr(_real_eigenbasis(w.mT)).Q
+        gamma, theta = w.new_zeros(n - n // 2), w.new_zeros(n // 2)
+        form = p.mT @ w @ p
+        for i in range(n // 2):
+            pair = slice(2 * i, 2 * i + 2)
+            (a, b), (c, d) = form[pair, pair].tolist()
+            if self.mask == "legacy":  # turn the pair until the diagonal's two are equal: then every block is in reach
+                phi = math.atan2(d - a, b + c) / 2
+                turn = w.new_tensor([[math.cos(phi), -math.sin(phi)], [math.sin(phi), math.cos(phi)]])
+                p[:, pair] = p[:, pair] @ turn
+                (a, b), (_, d) = (turn.mT @ form[pair, pair] @ turn).tolist()
+                real, imaginary = (a + d) / 2, -b
+            else:
+                real, imaginary = (a + d) / 2, (c - b) / 2
+            gamma[i], theta[i] = math.hypot(real, imaginary), math.atan2(imaginary, real)
+        form = p.mT @ w @ p
+        blocks = torch.arange(n, device=w.device) // 2
+        above = form[blocks.unsqueeze(1) < blocks.unsqueeze(0)]
+        if float(torch.linalg.vector_norm(above)) > DEFECTIVE * float(torch.linalg.matrix_norm(w)):
+            raise InputError(
+                "SchurForm: weight has no full set of eigenvectors, or nearly none; accepted: a diagonalisable one"
+            )
+        if n % 2:
+            gamma[-1] = form[-1, -1]
+        # without T the two below each block's diagonal would be gamma sin(theta): T adds the rest, where it may
+        triangle = form - schur_product(torch.eye(n, dtype=w.dtype, device=w.device), gamma, theta, None)
+        self.base.copy_(p)
+        dtype = weight.dtype
+        return torch.zeros_like(self.base), gamma.to(dtype), theta.to(dtype), (triangle * self.acting).to(dtype)
+
+
+def _real_eigenbasis(w: Tensor) -> Tensor:
+    """Eigenvectors of w [N,N] in real columns: real and imaginary part of one of each complex pair, then the real ones,
+    by size of their eigenvalue.
+
+    Whether a 2 x 2 block of the Schur form only turns and scales hangs on the order of the pairs: it does where, off
+    the span of the pairs before, z^T z = 0. The pair that comes nearest to that is always next.
+    """
+    values, vectors = torch.linalg.eig(w)
+    real = values.imag == 0
+    pairs = vectors[:, values.imag > 0]
+    columns = [w.new_zeros(len(w), 0)]
+    for _ in range(pairs.shape[1]):
+        pairs = pairs / torch.linalg.vector_norm(pairs, dim=0)
+        best = int((pairs * pairs).sum(0).abs().argmin())
+        z = pairs[:, best]
+        plane = torch.linalg.qr(torch.stack([z.real, z.imag], 1)).Q
+        columns.append(plane)
+        pairs = torch.cat([pairs[:, :best], pairs[:, best + 1 :]], 1)
+        pairs = pairs - plane.to(pairs.dtype) @ (plane.mT.to(pairs.dtype) @ pairs)
+    order = values.real[real].argsort()
+    return torch.cat([*columns, vectors.real[:, real][:, order]], dim=1)

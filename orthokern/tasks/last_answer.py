@@ -1,0 +1,197 @@
+"""What the tasks share in which a network reads symbols and names a class after the last one: temporal_order and
+random_permutation (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import init
+from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.nn import LinearCrossEntropy
+from orthokern.tasks import recurrent
+from orthokern.tasks.network import add_network_options, build_recurrence
+from orthokern.tasks.optimization import add_optimizer_options
+from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_recurrence, stream_seed
+from orthokern.training import cli
+
+__all__ = ["DEFAULTS", "PRESETS", "LastAnswer", "make_parser"]
+
+EVALUATION_BATCH = 250
+
+DEFAULTS: Settings = {
+    **recurrent.DEFAULTS,
+    "T": 100,
+    "margin": 0.01,
+    "start": "glorot",
+    "lr": 1e-3,
+    "geodesic_lr": 1e-3,
+    "clip": 1.0,
+    "iterations": 20_000,
+    "goal": 100.0,
+    "eval_every": 100,
+    "eval_sequences": 10_000,
+}
+
+# Manchev and Spratling, section III-A: 100 tanh units, batches of 20, SGD, up to 100 000 iterations, every 100 of them
+# a test on 10 000 sequences; every matrix Glorot-uniform. The rates are those of their Table I for temporal order.
+_PAPER: Settings = {
+    "model": "rnn",
+    "hidden": 100,
+    "init": "glorot-uniform",
+    "start": "glorot",
+    "batch": 20,
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "clip": None,
+    "iterations": 100_000,
+}
+
+PRESETS: dict[str, Settings] = {
+    "srnn": {**_PAPER, "lr": 0.01},
+    # the strengths of the paper's tables are for the norm, not for its square as in its text
+    "open": {**_PAPER, "lr": 0.001, "soft_orthogonality": 1.0, "soft_orthogonality_norm": "plain"},
+    "oinit": {**_PAPER, "lr": 1e-4, "init": "learned", "start": "learned"},
+}
+PRESET_HELP = {
+    "srnn": "the plain network of Manchev and Spratling",
+    "open": "theirs with a penalty",
+    "oinit": "theirs with every matrix made orthogonal before; each with the paper's rate for temporal order",
+}
+
+
+class Generator(Protocol):
+    """orthokern.data.TemporalOrderTask is one."""
+
+    num_features: int
+    num_classes: int
+    baseline: float
+
+    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """inputs [T, B, num_features], targets [B]."""
+        ...
+
+    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+        """Overwrites both."""
+        ...
+
+
+class LastAnswerModel(nn.Module):
+    """A recurrence and a readout of its last state.
+
+    Args:
+        features: per time step; classes: to choose from; settings: as DEFAULTS, complete.
+    """
+
+    def __init__(self, features: int, classes: int, settings: Settings) -> None:
+        super().__init__()
+        self.rnn = build_recurrence(features, settings)
+        self.readout = LinearCrossEntropy(
+            settings["hidden"], classes, device=settings["device"], backend=settings["backend"]
+        )
+        start_recurrence(self.rnn, settings)
+        with torch.no_grad():
+            (init.learned_ if settings["start"] == "learned" else init.glorot_uniform_)(self.readout.weight)
+            self.readout.get_parameter("bias").zero_()
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """inputs [T, B, features] float32, targets [B] int64 -> cross-entropy in nats (0-dim), "accuracy" (0-dim)."""
+        states, _ = self.rnn(inputs)
+        last = states[-1]
+        with torch.no_grad():
+            right = self.readout(last.detach()).argmax(-1) == targets
+        return self.readout.loss(last, targets), {"accuracy": right.double().mean()}
+
+
+class LastAnswer(RecurrentTask):
+    """Such a task for the training loop; settings as DEFAULTS, complete."""
+
+    iterations_per_epoch = None
+
+    def __init__(self, data: Generator, settings: Settings) -> None:
+        super().__init__(settings, classes=data.num_classes)
+        self.data = data
+        self.baseline = data.baseline
+        self.goal = settings["goal"] / 100.0
+        self.time_steps = settings["T"]
+        self.build(LastAnswerModel(data.num_features, data.num_classes, settings))
+        self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
+        self._inputs, self._targets = data.buffers(settings["batch"], self.device)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        self.data.fill(self._inputs, self._targets, self.generator)
+        return self._inputs[:, self.rows], self._targets[self.rows]
+
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        every = self.settings["eval_every"]
+        return every > 0 and iteration % every == 0
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """On "eval_sequences" fresh sequences: "loss" (nats), "accuracy" (a fraction)."""
+        generator = torch.Generator().manual_seed(stream_seed(self.settings["seed"], f"held-out {iteration}"))
+        count = self.settings["eval_sequences"]
+        inputs, targets = self.data.buffers(min(EVALUATION_BATCH, count), self.device)
+        loss, right = 0.0, 0.0
+        for start in range(0, count, EVALUATION_BATCH):
+            size = min(EVALUATION_BATCH, count - start)
+            self.data.fill(inputs, targets, generator)
+            batch_loss, numbers = self.model(inputs[:, :size], targets[:size])
+            loss += batch_loss.item() * size
+            right += numbers["accuracy"].item() * size
+        return {"loss": loss / count, "accuracy": round(right) / count}
+
+    def score(self, evaluation: dict[str, float]) -> float:
+        return -evaluation["loss"]
+
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        return 100.0 * evaluation["accuracy"] >= self.settings["goal"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        done = f"iteration {iteration}, {seconds:.1f} s"
+        goal = f"goal {self.settings['goal']:g} %"
+        if evaluation is None:
+            return f"not solved ({goal}): {done}"
+        result = f"{100 * evaluation['accuracy']:.2f} % of fresh sequences answered right ({goal})"
+        return f"{'solved' if reached else 'not solved'}: {result}, {done}"
+
+    def title(self) -> str:
+        return f"T = {self.settings['T']}, {super().title()}"
+
+
+def make_parser(name: str, description: str, epilog: str, shortest: int, defaults: Settings) -> tuple[Parser, Any]:
+    """The command line of such a task.
+
+    Args:
+        name: the module's; description, epilog: of the help; shortest: the least T; defaults: the task's.
+
+    Returns:
+        The parser and its group for the task's own options.
+    """
+    parser = Parser(prog=f"python -m orthokern.tasks.{name}", description=description, epilog=epilog)
+    group = parser.add_argument_group("the task")
+    group.add_argument(
+        "--T", type=integer(shortest), metavar="N", help=f"symbols in a sequence (default {defaults['T']})"
+    )
+    group.add_argument(
+        "--goal", type=real(0.0, maximum=100.0), metavar="X",
+        help="percent of fresh sequences to be answered right (default 100)",
+    )  # fmt: skip
+    group.add_argument(
+        "--eval-every", type=integer(0), metavar="N", help="evaluate every N iterations, 0 for never (default 100)"
+    )
+    group.add_argument(
+        "--eval-sequences", type=integer(1), metavar="N", help="fresh sequences of an evaluation (default 10000)"
+    )
+    group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.start_help("glorot"))
+    add_network_options(parser, defaults)
+    add_optimizer_options(parser, defaults, PRESET_HELP)
+    cli.add_run_options(parser, defaults)
+    return parser, group

@@ -1,0 +1,56 @@
+"""The random permutation problem: `python -m orthokern.tasks.random_permutation --T 100`.
+
+A recurrent network reads T symbols and must name the first of them at the end (Hochreiter & Schmidhuber 1997; Manchev &
+Spratling, section III-A; the data are `orthokern.data.RandomPermutationTask`'s).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from orthokern.commandline import Parser, Settings
+from orthokern.data import RandomPermutationTask
+from orthokern.tasks import last_answer, recurrent
+from orthokern.tasks.last_answer import DEFAULTS, PRESETS, LastAnswer
+from orthokern.training import cli
+
+
+class RandomPermutation(LastAnswer):
+    """The random permutation problem for the training loop; settings as DEFAULTS, complete."""
+
+    name = "random_permutation"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(RandomPermutationTask(settings["T"]), settings)
+
+
+DESCRIPTION = """\
+Train a recurrent network to remember the first of T symbols.
+
+The first symbol is one of two, the others are drawn from 98 more; the network must name the first at
+the end, out of all 100. The best guess without memory costs ln 2 nats, the "baseline" that is shown
+beside the loss. Solved means: --goal percent of fresh sequences answered right.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m orthokern.tasks.random_permutation --T 100                    solve T = 100 with the defaults
+  python -m orthokern.tasks.random_permutation --T 90 --preset srnn       a plain network, as in the paper
+  python -m orthokern.tasks.random_permutation --T 240 --preset oinit --lr 0.1
+
+Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143 interrupted
+(saved; --resume goes on).
+"""
+
+
+def _parser() -> Parser:
+    return last_answer.make_parser("random_permutation", DESCRIPTION, EXAMPLES, 2, DEFAULTS)[0]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    return cli.run("random_permutation", _parser(), DEFAULTS, PRESETS, recurrent.complete, RandomPermutation, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

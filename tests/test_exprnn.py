@@ -1,0 +1,241 @@
+"""ExpRNN: the matrix, its gradient through time, moves of the base, optimizer state, loading."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orthokern import InputError
+from orthokern.init import haar_rotation_, skew_generator_
+from orthokern.nn import ExpRNN
+from orthokern.nn._exponential import skew_from, transported
+from orthokern.optim import optimizer_for, split_parameters
+
+F64 = torch.float64
+
+
+def make(**options: object) -> ExpRNN:
+    torch.manual_seed(3)
+    return ExpRNN(3, 6, dtype=F64, **options)  # type: ignore[arg-type]
+
+
+def loss_of(rnn: nn.Module, x: Tensor) -> Tensor:
+    output, h_n = rnn(x)
+    return output.square().mean() + h_n.sin().sum()
+
+
+def turn(rnn: ExpRNN, size: float = 0.3) -> None:
+    """Move A away from zero."""
+    with torch.no_grad():
+        for suffix in rnn._suffixes():
+            generator = torch.Generator().manual_seed(8)
+            rnn._tensor(f"skew_{suffix}").add_(size * torch.randn(6, 6, dtype=F64, generator=generator))
+
+
+@pytest.mark.parametrize("init", ["henaff", "cayley", "torus", "orthogonal", "identity"])
+@pytest.mark.parametrize("rebase_every", [None, 3])
+def test_initial_matrix(init: str, rebase_every: int | None) -> None:
+    rnn = make(init=init, rebase_every=rebase_every)
+    w = rnn.recurrent_matrix().detach()
+    assert rnn.orthogonality_error() < 1e-14
+    assert float(torch.linalg.det(w)) == pytest.approx(1.0)
+    angles = torch.linalg.eigvals(w).angle().abs()
+    if init == "cayley":
+        assert 0 < float(angles.max()) < 1
+    if init == "identity":
+        assert torch.equal(w, torch.eye(6, dtype=F64))
+    if rebase_every or init in ("orthogonal", "identity"):
+        assert not rnn.skew_l0.any()
+    else:
+        assert torch.allclose(w, torch.matrix_exp(skew_from(rnn.skew_l0.detach())), rtol=0, atol=1e-14)
+
+
+def test_generators_have_the_angles_they_promise() -> None:
+    bounds = {"henaff": (-torch.pi, 0.0), "torus": (-torch.pi, torch.pi), "cayley": (-1.0, 0.0)}
+    for name, (low, high) in bounds.items():
+        lower = skew_generator_(torch.empty(2001, 2001, dtype=F64), name, torch.Generator().manual_seed(0))
+        s = skew_from(lower).diagonal(1)[::2]
+        assert low < float(s.min()) < low + 0.05 and high - 0.05 < float(s.max()) < high
+        assert int(skew_from(lower).count_nonzero()) == 2000
+    assert float(torch.linalg.det(haar_rotation_(torch.empty(9, 5, 5, dtype=F64))).min()) > 0.99
+
+
+def test_the_state_equation() -> None:
+    rnn = make(nonlinearity="modrelu", num_layers=2, bidirectional=True, learned_h0=True, gain=1.1)
+    x = torch.randn(5, 2, 3, dtype=F64)
+    w, u, b = rnn.recurrent_matrix(), rnn.weight_ih_l0, rnn.bias_l0
+    h = rnn.h0_l0.expand(2, 6)
+    for t in range(5):
+        z = 1.1 * (h @ w.mT + x[t] @ u.mT + b)
+        h = z.sign() * (z.abs() + rnn.modrelu_bias_l0).relu()
+    single = make(nonlinearity="modrelu", learned_h0=True, gain=1.1)
+    single.load_state_dict({k: v for k, v in rnn.state_dict().items() if k.endswith("_l0") or k == "_extra_state"})
+    assert torch.allclose(single(x)[1][0], h)
+    output, h_n = rnn(x)
+    assert output.shape == (5, 2, 12)
+    assert h_n.shape == (4, 2, 6)
+
+
+def test_gradients_of_all_parameters() -> None:
+    rnn = make(init="orthogonal")
+    turn(rnn)
+    x = torch.randn(4, 2, 3, dtype=F64)
+    names = [name for name, _ in rnn.named_parameters()]
+
+    def function(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(rnn, dict(zip(names, values, strict=True)), (x,))[0]
+
+    inputs = tuple(p.detach().clone().requires_grad_() for p in rnn.parameters())
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+def test_a_move_of_the_base_moves_nothing_else() -> None:
+    rnn = make(num_layers=2)
+    turn(rnn)
+    before = [w.detach() for w in rnn.recurrent_matrices()]
+    rnn.rebase()
+    assert not rnn.skew_l0.any() and not rnn.skew_l1.any()
+    for w, old in zip(rnn.recurrent_matrices(), before, strict=True):
+        assert torch.allclose(w, old, rtol=0, atol=1e-14)
+
+
+def test_when_the_base_moves() -> None:
+    rnn = make(rebase_every=2, project_every=2)
+    x = torch.randn(3, 2, 3, dtype=F64)
+    turn(rnn)
+    base = rnn.base_l0.clone()
+    rnn(x)
+    with torch.no_grad():
+        rnn(x)
+    rnn.eval()
+    rnn(x)
+    rnn.train()
+    rnn(x)
+    assert torch.equal(rnn.base_l0, base)  # two uses: the next one moves
+    loss_of(rnn, x).backward()
+    moved = rnn.base_l0.clone()
+    assert not torch.equal(moved, base) and rnn.get_extra_state() == {"uses": 1, "rebases": 1}
+    rnn(x)
+    turn(rnn)
+    rnn(x)  # due, but a gradient waits to be used
+    assert torch.equal(rnn.base_l0, moved)
+    rnn.zero_grad(set_to_none=False)
+    rnn.base_l0.mul_(1 + 1e-4)
+    rnn(x)
+    assert rnn.get_extra_state() == {"uses": 1, "rebases": 2}
+    assert float((rnn.base_l0.mT @ rnn.base_l0 - torch.eye(6)).abs().max()) < 1e-14  # projected: the second move
+
+
+@pytest.mark.parametrize("size", [0.05, 0.5, 2.0])
+def test_transport_takes_gradients_from_chart_to_chart(size: float) -> None:
+    rnn, x = make(), torch.randn(4, 2, 3, dtype=F64)
+    rnn.skew_l0.data.zero_()
+    turn(rnn, size)
+    (old,) = torch.autograd.grad(loss_of(rnn, x), rnn.skew_l0)
+    moved = transported(old, rnn.skew_l0.detach())
+    rnn.rebase()
+    (new,) = torch.autograd.grad(loss_of(rnn, x), rnn.skew_l0)
+    close = torch.allclose(moved, new, rtol=1e-9, atol=1e-12)
+    angles = torch.linalg.eigvalsh(1j * skew_from(make().skew_l0.detach()))
+    assert close or size == 2.0  # where the chart is flat only a bound is promised
+    assert float(moved.norm()) <= 10.1 * float(old.norm()) and len(angles) == 6
+
+
+@pytest.mark.parametrize("mode", ["transport", "reset", "keep"])
+def test_optimizer_state_at_a_move(mode: str) -> None:
+    rnn = make(optimizer_state=mode)
+    optimizer = optimizer_for(rnn, lr=1e-2, skew_lr=1e-3, euclidean=torch.optim.Adam)
+    x = torch.randn(4, 2, 3, dtype=F64)
+    loss_of(rnn, x).backward()
+    optimizer.step()
+    at, state = rnn.skew_l0.detach().clone(), optimizer.state[rnn.skew_l0]
+    momentum, second = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+    rnn.rebase()
+    if mode == "reset":
+        assert rnn.skew_l0 not in optimizer.state and rnn.weight_ih_l0 in optimizer.state
+    else:
+        expected = transported(momentum, at) if mode == "transport" else momentum
+        assert torch.equal(state["exp_avg"], expected)
+        assert torch.equal(state["exp_avg_sq"], second)
+    optimizer.step()
+
+
+def test_roles_and_rates() -> None:
+    rnn = make(bidirectional=True)
+    split = split_parameters(nn.Sequential(rnn))
+    assert {id(p) for p in split["skew"]} == {id(rnn.skew_l0), id(rnn.skew_l0_reverse)}
+    optimizer = optimizer_for(rnn, lr=1e-2, skew_lr=1e-3, weight_decay=0.1)
+    rates = {group["role"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert rates == {"other": (1e-2, 0.1), "skew": (1e-3, 0.0)}
+
+
+def test_training_turns_a_rotation_into_another() -> None:
+    """Riemannian descent (K = 1) and a fixed chart both reach a target; W stays orthogonal in float32."""
+    target = haar_rotation_(torch.empty(6, 6), torch.Generator().manual_seed(2))
+    for rebase_every in (None, 1, 7):
+        torch.manual_seed(0)
+        rnn = ExpRNN(6, 6, nonlinearity="identity", bias=False, init="identity", rebase_every=rebase_every)
+        rnn.weight_ih_l0.data.copy_(torch.eye(6))
+        optimizer = torch.optim.SGD([rnn.skew_l0], lr=0.2, momentum=0.5)
+        rnn.track_optimizer(optimizer)
+        h0 = torch.eye(6).unsqueeze(0)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss = (rnn(torch.zeros(1, 6, 6), h0)[0][0].mT - target).square().sum() / 4
+            loss.backward()
+            optimizer.step()
+        assert loss.item() < 1e-6
+        assert rnn.orthogonality_error() < 1e-6
+
+
+def test_state_dict_copy_and_resume() -> None:
+    x = torch.randn(3, 2, 3, dtype=F64)
+
+    def train(rnn: ExpRNN, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(rnn, x).backward()
+            optimizer.step()
+
+    one = make(rebase_every=3)
+    optimizer = optimizer_for(one, lr=1e-2)
+    train(one, optimizer, 4)
+    other = make(rebase_every=3)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    other_optimizer = optimizer_for(other, lr=1e-2)
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(one, optimizer, 5)
+    train(other, other_optimizer, 5)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert torch.equal(one.base_l0, other.base_l0) and one.get_extra_state() == other.get_extra_state()
+    assert torch.equal(copy.deepcopy(one).recurrent_matrix(), one.recurrent_matrix())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"init": "henaf"}, ["'henaf'", "'henaff'"]),
+        ({"rebase_every": 0}, ["rebase_every", "at least 1", "0"]),
+        ({"project_every": 0}, ["project_every", "at least 1"]),
+        ({"optimizer_state": "drop"}, ["optimizer_state", "'drop'", "transport"]),
+        ({"dtype": torch.float16}, ["float16", "float32"]),
+    ],
+)
+def test_bad_arguments(options: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        ExpRNN(3, 6, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
+
+
+def test_bad_states() -> None:
+    rnn = make()
+    state = rnn.state_dict()
+    with pytest.raises(InputError, match="base_l0 is not orthogonal"):
+        rnn.load_state_dict({**state, "base_l0": 2 * state["base_l0"]})
+    with pytest.raises(InputError, match="extra state"):
+        rnn.load_state_dict({**state, "_extra_state": {"uses": 1}})
+    with pytest.raises(InputError, match="none of this module's skew parameters"):
+        rnn.track_optimizer(torch.optim.SGD([rnn.bias_l0], lr=1.0))

@@ -1,0 +1,155 @@
+"""NonNormalRNN: eigenvalues, the structure of Theta, gradients, masks, penalties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orthokern import InputError, penalties
+from orthokern.nn import NonNormalRNN
+from orthokern.nn.nonnormal import schur_product, triangular_mask
+from orthokern.optim import optimizer_for, split_parameters
+
+F64 = torch.float64
+
+
+def make(n: int = 6, **options: object) -> NonNormalRNN:
+    """With T, gamma and A away from their initial values."""
+    torch.manual_seed(4)
+    rnn = NonNormalRNN(3, n, dtype=F64, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, p in rnn.named_parameters():
+            if name.startswith(("triangle", "gamma", "skew")):
+                p.add_(0.3 * torch.randn_like(p))
+    return rnn
+
+
+def theta_by_hand(rnn: NonNormalRNN) -> Tensor:
+    n = rnn.hidden_size
+    theta = torch.zeros(n, n, dtype=F64)
+    for i, (gamma, angle) in enumerate(zip(rnn.gamma_l0.tolist(), rnn.theta_l0.tolist(), strict=False)):
+        c, s = torch.tensor(angle, dtype=F64).cos(), torch.tensor(angle, dtype=F64).sin()
+        theta[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = gamma * torch.stack([torch.stack([c, -s]), torch.stack([s, c])])
+    if n % 2:
+        theta[-1, -1] = rnn.gamma_l0[-1]
+    for i in range(n):
+        for j in range(i):
+            if i // 2 != j // 2 or rnn.mask == "legacy":
+                theta[i, j] += rnn.triangle_l0[i, j]
+    return theta
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+@pytest.mark.parametrize("mask", ["block", "legacy"])
+def test_the_matrix_is_its_schur_form(n: int, mask: str) -> None:
+    if mask == "legacy" and n % 2:
+        pytest.skip("legacy needs an even N")
+    rnn = make(n, mask=mask)
+    v, p = rnn.recurrent_matrix().detach(), rnn._orthogonal("l0").detach()
+    assert torch.allclose(v, p @ theta_by_hand(rnn).detach() @ p.mT, rtol=0, atol=1e-13)
+    assert rnn.orthogonality_error() < 1e-14
+    moduli = torch.linalg.eigvals(v).abs().sort().values
+    pairs = torch.cat(
+        [rnn.gamma_l0[: n // 2].detach().abs().repeat_interleave(2), rnn.gamma_l0[n // 2 :].detach().abs()]
+    )
+    assert torch.allclose(moduli, pairs.sort().values, atol=1e-7) == (mask == "block")
+
+
+def test_eigenvalues_at_a_size_of_the_literature() -> None:
+    """n = 64, T ~ N(0, 0.01): all moduli are 1 with the block mask, and not with the released code's."""
+    for mask, exact in (("block", True), ("legacy", False)):
+        torch.manual_seed(0)
+        rnn = NonNormalRNN(1, 64, dtype=F64, mask=mask)
+        with torch.no_grad():
+            rnn.triangle_l0.normal_(0, 0.01)
+        off = (torch.linalg.eigvals(rnn.recurrent_matrix()).abs() - 1).abs().max()
+        assert bool(off < 1e-9) == exact
+        assert exact or 1e-3 < float(off) < 1e-1
+
+
+@pytest.mark.parametrize("init", ["henaff", "cayley", "torus", "orthogonal", "identity"])
+def test_orthogonal_at_first(init: str) -> None:
+    torch.manual_seed(0)
+    v = NonNormalRNN(2, 7, init=init, dtype=F64).recurrent_matrix()
+    assert torch.allclose(v.mT @ v, torch.eye(7, dtype=F64), atol=1e-13)
+
+
+def test_mask() -> None:
+    expected = [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+    assert triangular_mask(5, "block").int().tolist() == expected
+    assert triangular_mask(5, "legacy").equal(torch.ones(5, 5).tril(-1).bool())
+
+
+@pytest.mark.parametrize("n", [4, 5])
+def test_gradcheck_of_the_product(n: int) -> None:
+    sizes = [(n, n), (n - n // 2,), (n // 2,), (n, n)]
+    inputs = tuple(torch.randn(*size, dtype=F64, requires_grad=True) for size in sizes)
+    assert torch.autograd.gradcheck(schur_product, inputs)
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "modrelu"])
+def test_gradients_of_all_parameters_through_time(nonlinearity: str) -> None:
+    rnn = make(5, nonlinearity=nonlinearity, num_layers=2, bidirectional=True)
+    x = torch.randn(3, 2, 3, dtype=F64)
+    names = [name for name, _ in rnn.named_parameters()]
+
+    def function(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(rnn, dict(zip(names, values, strict=True)), (x,))[0]
+
+    inputs = tuple(p.detach().clone().requires_grad_() for p in rnn.parameters())
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+def test_interface() -> None:
+    rnn = make(batch_first=True)
+    x = torch.randn(2, 7, 3, dtype=F64)
+    output, h_n = rnn(x)
+    h = torch.zeros(2, 6, dtype=F64)
+    for t in range(7):
+        h = torch.tanh(h @ rnn.recurrent_matrix().mT + x[:, t] @ rnn.weight_ih_l0.mT + rnn.bias_l0)
+    assert torch.allclose(output[:, -1], h) and torch.allclose(h_n[0], h)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([7, 4]), batch_first=True)
+    assert torch.allclose(rnn(packed)[1][0, 1], output[1, 3])
+    assert rnn(torch.tensor([[0, 1, 2]]))[0].shape == (1, 3, 6)
+    normal = make(triangular=False)
+    v = normal.recurrent_matrix()
+    assert torch.allclose(v @ v.mT, v.mT @ v, atol=1e-13) and not hasattr(normal, "triangle_l0")
+
+
+def test_roles_penalties_and_moves() -> None:
+    rnn = make(rebase_every=1)
+    split = split_parameters(rnn)
+    assert [id(p) for p in split["skew"]] == [id(rnn.skew_l0)]
+    assert {id(p) for p in split["rotation"]} == {id(rnn.gamma_l0), id(rnn.theta_l0)}
+    gamma = rnn.gamma_l0.detach()
+    assert penalties.modulus_penalty(rnn).item() == pytest.approx(float((gamma - 1).square().sum()))
+    assert penalties.modulus_penalty(nn.Sequential(rnn), "l1").item() == pytest.approx(float((gamma - 1).abs().sum()))
+    acting = rnn.triangle_l0.detach()[triangular_mask(6, "block")]
+    assert penalties.triangular_decay(rnn).item() == pytest.approx(float(acting.square().sum()))
+    optimizer = optimizer_for(rnn, lr=1e-2, skew_lr=1e-3, weight_decay=1e-4)
+    x = torch.randn(4, 2, 3, dtype=F64)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (rnn(x)[0] - 0.1).square().mean() + 0.01 * penalties.modulus_penalty(rnn)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert rnn.get_extra_state()["rebases"] == 19
+
+
+def test_errors() -> None:
+    with pytest.raises(InputError, match="hidden_size must be even for mask 'legacy', got 5"):
+        NonNormalRNN(3, 5, mask="legacy")
+    with pytest.raises(InputError, match="unknown mask 'blok'.*'block'"):
+        NonNormalRNN(3, 6, mask="blok")
+    with pytest.raises(InputError, match="no Schur form"):
+        penalties.modulus_penalty(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="unknown norm"):
+        penalties.modulus_penalty(make(), "l3")
+    rnn = make()
+    rnn.gamma_l0.data[0] = float("nan")
+    with pytest.raises(InputError, match="gamma_l0 holds 1 NaN or infinite"):
+        rnn(torch.zeros(2, 1, 3, dtype=F64))

@@ -1,0 +1,179 @@
+"""Parametrizations on torch layers: what they guarantee, round trips, gradients, thin shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+
+from orthokern import InputError
+from orthokern.init import haar_orthogonal_, haar_rotation_
+from orthokern.parametrize import Cayley, Exponential, FactorizedSpectrum, Householder, SchurForm
+
+F64 = torch.float64
+ORTHOGONAL = [Exponential, Cayley, Householder]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def layer(rows: int, columns: int, build: Callable[[Tensor], nn.Module]) -> nn.Linear:
+    """A constrained Linear whose parameters were then moved."""
+    linear = nn.Linear(columns, rows, dtype=F64)
+    register_parametrization(linear, "weight", build(linear.weight))
+    with torch.no_grad():
+        for index, p in enumerate(linear.parametrizations.parameters()):
+            p.add_(0.3 * normal(*p.shape, seed=index))
+    return linear
+
+
+def off_orthogonal(w: Tensor) -> float:
+    gram = w.mT @ w if w.shape[0] >= w.shape[1] else w @ w.mT
+    return float((gram.detach() - torch.eye(len(gram), dtype=w.dtype)).abs().max())
+
+
+@pytest.mark.parametrize("kind", ORTHOGONAL)
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_orthogonal_round_trip_and_both_determinants(kind: Callable[[Tensor], nn.Module], n: int) -> None:
+    linear = layer(n, n, kind)
+    assert off_orthogonal(linear.weight) < 1e-13
+    for seed in range(4):
+        w = haar_orthogonal_(torch.empty(n, n, dtype=F64), torch.Generator().manual_seed(seed))
+        linear.weight = w
+        assert torch.allclose(linear.weight, w, rtol=0, atol=1e-13)
+    w = normal(n, n)
+    linear.weight = w  # not orthogonal: the nearest that is
+    u, _, vh = torch.linalg.svd(w)
+    assert torch.allclose(linear.weight, u @ vh, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(7, 3), (3, 7), (5, 1)])
+def test_householder_of_any_shape(rows: int, columns: int) -> None:
+    linear = layer(rows, columns, Householder)
+    assert off_orthogonal(linear.weight) < 1e-13
+    w = haar_orthogonal_(torch.empty(rows, columns, dtype=F64), torch.Generator().manual_seed(1))
+    linear.weight = w
+    assert torch.allclose(linear.weight, w, rtol=0, atol=1e-13)
+
+
+def test_householder_is_the_product_of_its_reflections() -> None:
+    x = normal(6, 4)
+    product = torch.eye(6, dtype=F64)
+    for j in range(4):
+        v = x[:, j].clone()
+        v[:j] = 0
+        product = product @ (torch.eye(6, dtype=F64) - 2 * torch.outer(v, v) / (v @ v))
+    assert torch.allclose(Householder(x)(x), product[:, :4], rtol=0, atol=1e-13)
+
+
+def test_thin_never_makes_the_square() -> None:
+    """60000 x 60000 would take 14 GB."""
+    weight = torch.empty(60000, 2).normal_(generator=torch.Generator().manual_seed(0)).requires_grad_()
+    constrained = Householder(weight)
+    constrained(weight).sum().backward()
+    assert weight.grad is not None and bool(weight.grad.isfinite().all())
+    assert constrained(constrained.right_inverse(weight.detach())).shape == (60000, 2)
+    assert FactorizedSpectrum(weight, rank=1).right_inverse(weight.detach())[0].shape == (60000, 1)
+
+
+@pytest.mark.parametrize("spectrum_map", ["sigmoid", "tanh"])
+@pytest.mark.parametrize("shape", [(6, 6), (7, 3), (3, 5)])
+def test_spectrum_within_its_margin(shape: tuple[int, int], spectrum_map: str) -> None:
+    linear = layer(*shape, lambda w: FactorizedSpectrum(w, 0.2, spectrum_map))
+    with torch.no_grad():  # not at the ends of the margin
+        linear.parametrizations.weight.original1.copy_(normal(min(shape)))
+    s = torch.linalg.svdvals(linear.weight)
+    assert 0.8 < s.min().item() < s.max().item() < 1.2
+    inside = linear.weight.detach().clone()
+    linear.weight = inside
+    assert torch.allclose(linear.weight, inside, rtol=0, atol=1e-12)
+    w = normal(*shape)
+    linear.weight = w  # outside: singular values go to the margin, the vectors stay
+    u, s, vh = torch.linalg.svd(w, full_matrices=False)
+    assert torch.allclose(linear.weight, (u * s.clamp(0.8, 1.2)) @ vh, rtol=0, atol=3e-4)
+
+
+def test_spectrum_free_fixed_and_of_low_rank() -> None:
+    w = normal(6, 5)
+    free = FactorizedSpectrum(w, None)
+    assert torch.allclose(free(*free.right_inverse(w)), w, rtol=0, atol=1e-12)
+    fixed = FactorizedSpectrum(w, 0.0)
+    assert off_orthogonal(fixed(*fixed.right_inverse(w))) < 1e-13
+    low = FactorizedSpectrum(w, None, rank=2)
+    u, s, vh = torch.linalg.svd(w)
+    assert torch.allclose(low(*low.right_inverse(w)), (u[:, :2] * s[:2]) @ vh[:2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_schur_form(n: int) -> None:
+    linear = layer(n, n, SchurForm)
+    gamma = linear.parametrizations.weight.original1.detach().abs()
+    moduli = torch.cat([gamma[: n // 2].repeat_interleave(2), gamma[n // 2 :]]).sort().values
+    assert torch.allclose(torch.linalg.eigvals(linear.weight).abs().sort().values, moduli, atol=1e-8)
+    made = linear.weight.detach().clone()
+    linear.weight = made
+    assert torch.allclose(linear.weight, made, rtol=0, atol=1e-9)
+    rotation = haar_rotation_(torch.empty(n, n, dtype=F64), torch.Generator().manual_seed(2))
+    linear.weight = rotation
+    assert torch.allclose(linear.weight, rotation, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_legacy_schur_form_holds_any_matrix(seed: int) -> None:
+    w = normal(6, 6, seed=seed)
+    form = SchurForm(w, "legacy")
+    assert torch.allclose(form(*form.right_inverse(w)), w, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [*ORTHOGONAL, FactorizedSpectrum, SchurForm])
+def test_gradcheck(kind: Callable[[Tensor], nn.Module]) -> None:
+    linear = layer(4, 4, kind)
+    parametrization = linear.parametrizations.weight[0]
+    inputs = tuple(p.detach().clone().requires_grad_() for p in linear.parametrizations.weight.parameters())
+    assert torch.autograd.gradcheck(parametrization, inputs)
+    state = copy.deepcopy(linear.state_dict())
+    other = layer(4, 4, kind)
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, linear.weight)
+    value = linear.weight.detach().clone()
+    remove_parametrizations(linear, "weight")
+    assert torch.equal(linear.weight, value)
+
+
+def test_training_a_torch_rnn() -> None:
+    rnn = nn.RNN(2, 5)
+    register_parametrization(rnn, "weight_hh_l0", Exponential(rnn.weight_hh_l0))
+    optimizer = torch.optim.Adam(rnn.parameters(), lr=0.05)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = (rnn(torch.ones(6, 1, 2))[0] - 0.3).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0] and off_orthogonal(rnn.weight_hh_l0) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Exponential(torch.ones(2, 3)), ["Exponential", "(2, 3)", "[N,N]"]),
+        (lambda: Cayley(torch.ones(2, 2, dtype=torch.bfloat16)), ["Cayley", "bfloat16"]),
+        (lambda: Householder(torch.ones(3)), ["Householder", "(3,)"]),
+        (lambda: Householder(torch.ones(3, 2)).right_inverse(torch.ones(2, 2)), ["(2, 2)", "(3, 2)"]),
+        (lambda: Exponential(torch.ones(2, 2)).right_inverse(torch.full((2, 2), float("nan"))), ["NaN"]),
+        (lambda: FactorizedSpectrum(torch.ones(3, 2), rank=3), ["rank", "[1, 2]", "3"]),
+        (lambda: FactorizedSpectrum(torch.ones(3, 2), -1.0), ["margin", "-1.0"]),
+        (lambda: SchurForm(torch.ones(3, 3), "legacy"), ["even N", "3"]),
+        (lambda: SchurForm(torch.ones(2, 2), "blok"), ["'blok'", "'block'"]),
+    ],
+)
+def test_refusals(call: Callable[[], object], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)

@@ -1,0 +1,190 @@
+"""The exponential of skew matrices: coefficients, values against an eigendecomposition, gradients, refusals."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from helpers import assert_matches_reference
+from torch import Tensor
+
+from orthokern import InputError, functional
+from orthokern.reference import skew_exp as reference
+
+DTYPES = [torch.float32, torch.float64]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def skew(n: int, norm: float, batch: tuple[int, ...] = ()) -> Tensor:
+    """Skew [..., n, n] float64 of a 2-norm."""
+    x = torch.randn(*batch, n, n, generator=generator(), dtype=torch.float64)
+    a = x - x.mT
+    return a * (norm / torch.linalg.matrix_norm(a, 2)[..., None, None])
+
+
+def by_eigenvectors(a: Tensor) -> Tensor:
+    """exp of skew float64 [..., n, n] along another road: i A is Hermitian."""
+    angles, q = torch.linalg.eigh(1j * a)
+    return ((q * torch.exp(-1j * angles).unsqueeze(-2)) @ q.mH).real
+
+
+def orthogonality_error(p: Tensor) -> float:
+    p = p.double()
+    return float((p.mT @ p - torch.eye(p.shape[-1], dtype=torch.float64)).abs().max())
+
+
+def test_the_polynomial_is_the_taylor_polynomial_of_degree_18() -> None:
+    def polynomial(row: int) -> list[Fraction]:
+        coefficients = [Fraction(0)] * 19
+        coefficients[0] = Fraction(reference.IDENTITY[row])
+        for power, value in zip((1, 2, 3, 6), reference.POWERS[row], strict=True):
+            coefficients[power] = Fraction(value)
+        return coefficients
+
+    def times(one: list[Fraction], other: list[Fraction]) -> list[Fraction]:
+        product = [Fraction(0)] * 19
+        for i, a in enumerate(one):
+            for j, b in enumerate(other):
+                if a and b:
+                    product[i + j] += a * b
+        return product
+
+    def plus(one: list[Fraction], other: list[Fraction]) -> list[Fraction]:
+        return [a + b for a, b in zip(one, other, strict=True)]
+
+    b1, b2, b3, b4, b5 = (polynomial(row) for row in range(5))
+    c = plus(times(b1, b5), b4)
+    for k, coefficient in enumerate(plus(b2, times(plus(b3, c), c))):
+        assert float(coefficient) * math.factorial(k) == pytest.approx(1.0, rel=1e-14)
+    for dtype, theta in reference.THETA.items():
+        assert theta**19 / math.factorial(19) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [1e-30, 1e-3, 1.0, 3.2, 30.0, 200.0])
+def test_values_and_orthogonality(dtype: torch.dtype, norm: float) -> None:
+    eps = torch.finfo(dtype).eps
+    for n in (2, 7, 64):
+        a = skew(n, norm, (2,)).to(dtype)
+        p = functional.skew_exp(a)
+        assert p.dtype == dtype
+        # RMS over |P|_F = sqrt(n); the eigenvectors themselves are good to 2e-15
+        error = (p - by_eigenvectors(a.double())).square().mean().sqrt() * n**0.5
+        assert error < 2 * eps * (2 + norm) + 4e-15
+        assert orthogonality_error(p) < 6 * eps
+        assert torch.allclose(torch.linalg.det(p.double()), torch.ones(2, dtype=torch.float64), atol=1e-4)
+
+
+def test_the_symmetric_part_plays_no_role() -> None:
+    x = torch.randn(3, 5, 5, generator=generator(), dtype=torch.float64)
+    assert torch.equal(functional.skew_exp(x), functional.skew_exp((x - x.mT) / 2))
+    assert torch.equal(functional.skew_exp(x + torch.eye(5)), functional.skew_exp(x))
+    assert torch.equal(functional.skew_exp(torch.zeros(4, 4)), torch.eye(4))
+    assert torch.equal(functional.skew_exp(torch.full((1, 1), 3.0)), torch.ones(1, 1))
+
+
+def test_matrices_of_a_batch_do_not_act_on_one_another() -> None:
+    norms = (1e-8, 0.5, 4.0, 50.0)
+    a = torch.stack([skew(9, norm) for norm in norms])
+    g = torch.randn(4, 9, 9, generator=generator(), dtype=torch.float64)
+    together = a.clone().requires_grad_()
+    p = functional.skew_exp(together)
+    p.backward(g)
+    for k in range(4):
+        alone = a[k].clone().requires_grad_()
+        q = functional.skew_exp(alone)
+        q.backward(g[k])
+        assert torch.allclose(p[k], q, rtol=0, atol=1e-15)
+        assert together.grad is not None
+        assert alone.grad is not None
+        assert torch.allclose(together.grad[k], alone.grad, rtol=1e-13, atol=1e-14)
+
+
+def test_where_the_count_of_squarings_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's road: always MAX_SQUARINGS rounds, a matrix that is ready keeps its value."""
+    a = torch.stack([skew(6, 0.3), skew(6, 20.0)])
+    g = torch.randn(2, 6, 6, generator=generator(), dtype=torch.float64)
+    p, *saved = reference.skew_exp_fwd(a)
+    grad = reference.skew_exp_bwd(g, *saved)
+    monkeypatch.setattr(reference, "_rounds", lambda squarings: reference.MAX_SQUARINGS)
+    q, *saved = reference.skew_exp_fwd(a)
+    assert torch.equal(p, q)
+    assert torch.equal(grad, reference.skew_exp_bwd(g, *saved))
+
+
+def test_too_large_or_not_finite_is_nan_in_that_matrix_alone() -> None:
+    a = skew(4, 1.0, (4,))
+    a[1] *= 1000
+    a[2, 0, 1] = math.nan
+    a[3, 0, 1] = math.inf
+    p = functional.skew_exp(a)
+    assert bool(p[0].isfinite().all())
+    assert all(bool(one.isnan().any()) for one in p[1:])
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1.0, 9.0])
+def test_gradcheck(norm: float) -> None:
+    x = (skew(4, norm, (2,)) + 0.1 * torch.randn(2, 4, 4, generator=generator(), dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(functional.skew_exp, (x,))
+    assert torch.autograd.gradcheck(lambda t: functional.skew_exp(t, backend="reference"), (x,))
+
+
+def test_second_derivative_only_on_the_reference() -> None:
+    x = skew(3, 2.0).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda t: functional.skew_exp(t, backend="reference"), (x,))
+    (grad,) = torch.autograd.grad(functional.skew_exp(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="backend='reference'"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [0.3, 3.0, 25.0])
+def test_gradient_against_torch(dtype: torch.dtype, norm: float) -> None:
+    n = 33
+    a = skew(n, norm)
+    g = torch.randn(n, n, generator=generator(), dtype=torch.float64)
+
+    def gradient(function: object, kind: torch.dtype) -> Tensor:
+        x = a.to(kind, copy=True).requires_grad_()
+        function((x - x.mT) / 2).backward(g.to(kind))  # type: ignore[operator]
+        assert x.grad is not None
+        return x.grad
+
+    ours = gradient(functional.skew_exp, dtype)
+    assert torch.equal(ours, -ours.mT)
+    exact = gradient(torch.matrix_exp, torch.float64)
+    assert_matches_reference(ours, exact, gradient(torch.matrix_exp, dtype), name="grad_x", gradient=True)
+
+
+def test_opcheck_and_repeatable_bits() -> None:
+    x = torch.randn(2, 4, 4, generator=generator(), dtype=torch.float64).requires_grad_()
+    namespace = torch.ops.orthokern
+    torch.library.opcheck(namespace.skew_exp_fwd.default, (x,))
+    outputs = namespace.skew_exp_fwd(x.detach())
+    arguments = (torch.randn(2, 4, 4, dtype=torch.float64), x.detach(), *outputs[1:])
+    torch.library.opcheck(namespace.skew_exp_bwd.default, arguments)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, namespace.skew_exp_fwd(x.detach()), strict=True))
+    strided = torch.randn(4, 4, 6, dtype=torch.float64).permute(2, 0, 1)
+    assert torch.equal(functional.skew_exp(strided), functional.skew_exp(strided.contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.ones(3), ["[3]", "[..., N, N]"]),
+        (torch.ones(2, 3), ["[2, 3]", "[..., N, N]"]),
+        (torch.ones(0, 3, 3), ["[0, 3, 3]", "nothing empty"]),
+        (torch.ones(3, 3, dtype=torch.bfloat16), ["bfloat16", "float32 and float64"]),
+        ([[0.0]], ["torch.Tensor", "list"]),
+    ],
+)
+def test_bad_input_is_one_line(x: Tensor, words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        functional.skew_exp(x)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words)

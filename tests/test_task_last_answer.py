@@ -1,0 +1,140 @@
+"""The tasks temporal_order and random_permutation: they learn, start as asked, resume to the same bits, refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from orthokern.tasks import last_answer, random_permutation, recurrent, temporal_order
+from orthokern.training import read_metrics
+from orthokern.training.distributed import Shard
+from orthokern.training.metrics import TIMING_FIELDS
+
+TASKS: dict[str, ModuleType] = {"temporal_order": temporal_order, "random_permutation": random_permutation}
+EXPERIMENTS: dict[str, Any] = {
+    "temporal_order": temporal_order.TemporalOrder,
+    "random_permutation": random_permutation.RandomPermutation,
+}
+SMALL = (
+    "--T 10 --hidden 16 --iterations 30 --eval-every 10 --eval-sequences 60 --batch 20 --threads 1 --no-plots".split()
+)
+
+
+def run(task: str, *options: object) -> int:
+    code: int = TASKS[task].main([str(option) for option in options])
+    return code
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def build(task: str, *options: str) -> Any:
+    given = TASKS[task]._parser().parse(list(options))
+    preset = last_answer.PRESETS.get(given.get("preset", ""), {})
+    complete = getattr(TASKS[task], "complete", recurrent.complete)
+    torch.manual_seed(0)
+    return EXPERIMENTS[task](complete({**TASKS[task].DEFAULTS, **preset, **given}))
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("temporal_order", "--T 12 --hidden 32 --lr 3e-3"),
+        ("temporal_order", "--T 12 --hidden 32 --lr 3e-3 --bits 3"),
+        ("random_permutation", "--T 10 --hidden 32 --preset oinit --lr 0.1"),
+    ],
+)
+def test_solved(task: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = "--iterations 3000 --eval-sequences 500 --threads 1 --no-plots --goal 99".split()
+    assert run(task, *options.split(), *common, "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["reached"] and result["last"]["accuracy"] >= 0.99
+    assert "solved: 9" in capsys.readouterr().out or result["last"]["accuracy"] == 1
+    last = records(tmp_path / "run")[-1]
+    assert last["iteration"] % 100 == 0 and last["iteration"] < 3000  # found by an evaluation, not at the end
+
+
+def test_an_evaluation_counts_every_sequence_once() -> None:
+    """Whatever the rest that the last batch of an evaluation leaves: on the same draws, by hand."""
+    task = build("temporal_order", *SMALL, "--eval-sequences", "610")
+    with torch.no_grad():
+        found = task.evaluate(7)
+        generator = torch.Generator().manual_seed(recurrent.stream_seed(0, "held-out 7"))
+        parts = [task.data.batch(250, generator) for _ in range(3)]
+        inputs = torch.cat([x for x, _ in parts], 1)[:, :610]
+        targets = torch.cat([y for _, y in parts])[:610]
+        loss, numbers = task.model(inputs, targets)
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(numbers["accuracy"].item())
+    assert not task.goal_reached({"loss": 0.0, "accuracy": 0.9999}) and task.goal_reached(
+        {"loss": 0.0, "accuracy": 1.0}
+    )
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_presets_start_as_the_paper_says(task: str) -> None:
+    def distance(w: torch.Tensor) -> float:
+        wide = (w if w.shape[0] <= w.shape[1] else w.mT).detach()
+        return float((wide @ wide.mT - torch.eye(len(wide))).square().sum())
+
+    for preset in last_answer.PRESETS:
+        experiment = build(task, "--T", "20", "--preset", preset)
+        weights = [experiment.rnn.weight_ih_l0, experiment.rnn.weight_hh_l0, experiment.readout.weight]
+        for w in weights:
+            assert (distance(w) < 1e-6) == (preset == "oinit")
+            if preset != "oinit":
+                limit = (6 / sum(w.shape)) ** 0.5
+                assert 0.97 * limit < float(w.detach().abs().max()) <= limit
+        assert not any(p.any() for name, p in experiment.model.named_parameters() if "bias" in name)
+        batch = experiment.next_batch()
+        added = experiment.loss(batch)[0] - experiment.model(*batch)[0]
+        expected = distance(weights[1]) ** 0.5 if preset == "open" else 0.0
+        assert added.item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_resume_is_exact(task: str, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(task, *SMALL, "--out", whole) == 0
+    assert run(task, *SMALL, "--out", parts, "--iterations", 10) == 0
+    assert run(task, "--resume", parts, "--iterations", 30) == 0
+    assert records(parts) == records(whole) and len(records(whole)) == 30
+    final, expected = (torch.load(f / "checkpoint.pt", weights_only=True)["model"] for f in (parts, whole))
+    assert all(torch.equal(final[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_processes_share_a_batch(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(rank: int, world: int) -> torch.Tensor:
+        monkeypatch.setattr(recurrent, "current_shard", lambda: Shard(rank, world))
+        experiment = build(task, *SMALL)
+        total: torch.Tensor = experiment.loss(experiment.next_batch())[0].detach()
+        return total
+
+    torch.testing.assert_close((loss(0, 2) + loss(1, 2)) / 2, loss(0, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", ["--model lstm", "--model rnn --init learned --start learned", "--start small"])
+def test_networks(options: str, tmp_path: Path) -> None:
+    for task in TASKS:
+        assert run(task, *SMALL, *options.split(), "--iterations", 2, "--out", tmp_path / task) == 0
+
+
+def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    for task, options, message in (
+        ("temporal_order", ["--bits", "4"], "--bits 4: accepted: 2, 3"),
+        ("temporal_order", ["--T", "9"], "'9' is not an integer of at least 10"),
+        ("random_permutation", ["--goal", "101"], "at most 100"),
+        ("random_permutation", ["--start", "learnt"], "did you mean 'learned'"),
+        ("random_permutation", ["--preset", "opne"], "did you mean 'open'"),
+        ("random_permutation", ["--init", "glorot-uniform"], "give --margin none"),
+    ):
+        assert run(task, *options) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
