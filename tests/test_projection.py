@@ -79,7 +79,7 @@ def test_the_block_method_is_the_projection_of_the_svd(
 def adversary(kind: str, w: Tensor, step: int, generator: torch.Generator) -> Tensor:
     """A change of w made to get past the bound."""
     if kind == "random":
-        return 0.01 * torch.randn(w.shape, generator=generator)
+        return 0.1 / len(w) * torch.randn(w.shape, generator=generator)
     if kind == "tiny":
         return 1e-5 * torch.randn(w.shape, generator=generator)
     u, _, vh = torch.linalg.svd(w)

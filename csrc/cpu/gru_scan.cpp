@@ -23,7 +23,6 @@ namespace ORTHOKERN_ISA {
 namespace {
 
 constexpr int kGruGroupRows = 104;           // of a group: its state stays in L2 whatever the batch
-constexpr size_t kWeightBytes = 1 << 20;     // of one matrix: larger ones do not stay in L2
 constexpr int64_t kGruStreamBytes = 8 << 20;  // gates larger than this go past the caches
 
 // 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
@@ -53,16 +52,6 @@ struct GruCall {
   Scratch<double> norms;  // [threads][T]: sums of squares of ghat_t
   bool backward, failed;
 };
-
-// Weights that do not fit into L2 come from further away in every product. Where one register tile has all rows, a panel is read once and
-// gemm.h fetches nothing: the panels are fetched here, kAhead vectors before they are used.
-template <class T>
-void fetch_weights(Errands<T>* errands, const Packed<T>& w, int R) {
-  constexpr int L = kLanes<T>, kAhead = 128;
-  const int vectors = (2 * w.panel_count() - (w.narrow(w.panel_count() - 1) ? 1 : 0)) * w.depth;
-  if (R > kMaxRows / 2 && R <= kMaxRows && static_cast<size_t>(vectors) * kVectorBytes > kWeightBytes)
-    errands->fetch(w.panel(0) + kAhead * L, L, 0, vectors - kAhead, 1);
-}
 
 template <class T>
 ORTHOKERN_INLINE V<T> read(const T* from, int count) {
@@ -122,7 +111,6 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
     if (!stream)
       for (int g = 0; g < 3; g++) errands[g].fetch(gates + g * N, 3 * N, L, R, plan.blocks());
     errands[2].fetch(hs, N, L, R, plan.blocks());
-    for (int g = 0; g < 3; g++) fetch_weights(&errands[g], plan.gate[g], R);
 
     multiply<T>(&from_h, 1, plan.gate[0], R, acc, block, &errands[0], [&](int first, int last) {
       each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
@@ -232,9 +220,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
       errands[1].fetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R, (3 * plan.N + L - 1) / L);
       if (!KANAI) errands[1].fetch(rows_of(args.saved_pre, t - 1, 1), N, L, R, plan.blocks());
     }
-    fetch_weights(&errands[1], plan.back, R);
     if (KANAI) {
-      fetch_weights(&errands[0], plan.back_n, R);
       const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
       T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
       const Segment<T> from = {d_n, block, plan.N};
