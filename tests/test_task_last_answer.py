@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
 from orthokern.tasks import last_answer, random_permutation, recurrent, temporal_order
 from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
@@ -118,6 +119,14 @@ def test_processes_share_a_batch(task: str, monkeypatch: pytest.MonkeyPatch) -> 
         return total
 
     torch.testing.assert_close((loss(0, 2) + loss(1, 2)) / 2, loss(0, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("rnn", RNN), ("factorized", FactorizedRNN), ("lstm", torch.nn.LSTM), ("peephole-lstm", PeepholeLSTM)],
+)
+def test_the_network_is_the_one_that_was_asked_for(model: str, kind: type[torch.nn.Module]) -> None:
+    assert type(build("temporal_order", *SMALL, "--model", model).rnn) is kind
 
 
 @pytest.mark.parametrize("options", ["--model lstm", "--model rnn --init learned --start learned", "--start small"])

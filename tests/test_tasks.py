@@ -146,7 +146,8 @@ def test_the_test_takes_the_best_parameters(tmp_path: Path, small: dict[str, lis
 @pytest.mark.parametrize("task", ["adding", "pixel_mnist", "char_lm"])
 def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = [*small[task], "--goal", "0"] if task == "adding" else small[task]
+    # a cosine ends where the iterations do, so parts of other lengths have other rates
+    options = [*small[task], "--schedule", "constant", *(["--goal", "0"] if task == "adding" else [])]
     assert run(task, *options, "--out", whole) == 0
     assert len(records(whole)) == 30
     assert run(task, *options, "--out", parts, "--iterations", 7) == 0

@@ -12,7 +12,7 @@ from orthokern import dispatch, init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
-from orthokern.nn import FactorizedRNN, PeepholeLSTM
+from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
 from orthokern.nn.rnn import APPLY, NONLINEARITIES
 
 __all__ = ["MODELS", "NETWORK_DEFAULTS", "add_network_options", "build_recurrence", "check_backend", "check_network"]
@@ -174,6 +174,15 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
     elif settings["model"] == "peephole-lstm":
         rnn = PeepholeLSTM(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
+    elif settings["model"] == "rnn":
+        rnn = RNN(
+            inputs,
+            hidden,
+            nonlinearity=settings["nonlinearity"],
+            bias=bias,
+            init=settings["init"],
+            **common,
+        )
     else:
         rnn = FactorizedRNN(
             inputs,

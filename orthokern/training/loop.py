@@ -34,7 +34,8 @@ from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
 # Settings that a resumed run may change: none of them changes what an iteration computes. (Another number of threads or
-# processes may change rounding, and another number of processes what dropout draws.)
+# processes may change rounding, and another number of processes what dropout draws; and a schedule that ends with the
+# run, a cosine, goes on along the longer curve.)
 FREE_SETTINGS = frozenset(
     {"iterations", "epochs", "data", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
 )
