@@ -64,7 +64,7 @@ def _mnist(permuted: bool) -> tuple[Run, ...]:
             task="pixel_mnist",
             options=("--apply", "composed", *flag),
             quick=("--pool", "2", "--epochs", "4"),
-            labels={"margin": "0.1, our defaults", "initialisation": "orthogonal"},
+            labels={"margin": "0.1, our defaults", "initialisation": "Cayley"},
         )
     )
     return tuple(rows)
