@@ -63,8 +63,7 @@ def experiment(T: int, N: int) -> copy_task.CopyExperiment:
 def first_loss_error(T: int, N: int) -> float:
     """Error of the loss of a few sequences before training, against the reference in float64."""
     ours = experiment(T, N)
-    ours.next_batch()
-    tokens, targets = (t[:, :5].contiguous() for t in (ours._tokens, ours._targets))
+    tokens, targets = (t[:, :5].contiguous() for t in ours.next_batch())
     exact = copy.deepcopy(ours.model).double()
     for module in exact.modules():
         if hasattr(module, "backend"):

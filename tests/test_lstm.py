@@ -164,8 +164,8 @@ def test_autocast_keeps_the_dtype() -> None:
 
 BAD_CALLS: list[tuple[Any, Any, str]] = [
     ([1.0], None, "input must be a Tensor or a PackedSequence, got list"),
-    (torch.zeros(2, 3, 4, 3), None, r"input has shape \(2, 3, 4, 3\); accepted: \[T, B, D\]"),
-    (torch.zeros(2, 3, 4), None, "input has 4 features; accepted: input_size = 3"),
+    (torch.zeros(2, 3, 4, 3), None, r"input \(floats\) has shape \(2, 3, 4, 3\); accepted: \[T, B, D\]"),
+    (torch.zeros(2, 3, 4), None, r"input has 4 features \(shape \(2, 3, 4\)\); accepted: input_size = 3"),
     (torch.zeros(2, 3, 3, dtype=F64), None, "input has dtype torch.float64; accepted: torch.float32"),
     (torch.zeros(0, 2, 3), None, "input has T=0 and B=2; accepted: at least 1"),
     (torch.tensor([0, 3]), None, r"token ids from 0 to 3; accepted: ids in \[0, input_size = 3\)"),

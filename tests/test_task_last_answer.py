@@ -67,7 +67,7 @@ def test_an_evaluation_counts_every_sequence_once() -> None:
     with torch.no_grad():
         found = task.evaluate(7)
         generator = torch.Generator().manual_seed(recurrent.stream_seed(0, "held-out 7"))
-        parts = [task.data.batch(250, generator) for _ in range(3)]
+        parts = [task.drawn.batch(250, generator) for _ in range(3)]
         inputs = torch.cat([x for x, _ in parts], 1)[:, :610]
         targets = torch.cat([y for _, y in parts])[:610]
         loss, numbers = task.model(inputs, targets)

@@ -7,11 +7,12 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, unknown_name
 
-__all__ = ["check_backend", "finite", "flag", "number", "parameter_dtype", "positive_int"]
+__all__ = ["check_backend", "check_input", "finite", "flag", "number", "parameter_dtype", "positive_int"]
 
 
 def positive_int(name: str, value: Any, minimum: int = 1) -> int:
@@ -66,3 +67,42 @@ def check_backend(name: str | None) -> str | None:
     if name is not None and name not in names:
         raise unknown_name("backend", name, names)
     return name
+
+
+def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool) -> bool:
+    """Check what a recurrence is given, but for its T and B.
+
+    Args:
+        input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed.
+        weight: the input weight, whose dtype and device count.
+        input_size: D, or the number of token ids.
+
+    Returns:
+        Whether it is token ids.
+    """
+    if not isinstance(input, Tensor):
+        raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
+    if input.device != weight.device:
+        raise InputError(f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device")
+    tokens = input.dtype in (torch.int64, torch.int32)
+    if not tokens and input.dtype != weight.dtype:
+        raise InputError(
+            f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
+            "or token ids in torch.int64 or torch.int32"
+        )
+    kind = "token ids" if tokens else "floats"
+    if packed:
+        if input.dim() != (1 if tokens else 2):
+            accepted = "one id per step" if tokens else f"{input_size} features per step"
+            raise InputError(f"input packs {kind} of shape {tuple(input.shape)}; accepted: {accepted}")
+    elif input.dim() not in ((1, 2) if tokens else (2, 3)):
+        order, more = "B, T" if batch_first else "T, B", "" if tokens else ", D"
+        raise InputError(
+            f"input ({kind}) has shape {tuple(input.shape)}; accepted: [{order}{more}], or [T{more}] for one sequence"
+        )
+    if not tokens and input.shape[-1] != input_size:
+        raise InputError(
+            f"input has {input.shape[-1]} features (shape {tuple(input.shape)}); "
+            f"accepted: input_size = {input_size} in the last dimension"
+        )
+    return tokens

@@ -124,6 +124,31 @@ class _Exponential(_Recurrent):
             backend="reference" if self.backend == "reference" else None,
         )
 
+    def _composed(self, suffix: str) -> Tensor:
+        """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""
+        raise NotImplementedError
+
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """The matrix [N,N] of one recurrence, without the gain, differentiable: W = B exp(A) of an ExpRNN,
+        V = P Theta P^T of a NonNormalRNN."""
+        return self._composed(self._suffix(layer, reverse))
+
+    def recurrent_matrices(self) -> list[Tensor]:
+        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._composed(suffix) for suffix in self._suffixes()]
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        return (self._gained(self._composed(suffix)),)
+
+    def _op(self) -> tuple[str, dict[str, int]]:
+        return "dense_scan", {"N": self.hidden_size}
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
+
     @torch.no_grad()
     def orthogonality_error(self) -> float:
         """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences."""

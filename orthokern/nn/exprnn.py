@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from orthokern import functional
 from orthokern.nn._checks import parameter_dtype
 from orthokern.nn._exponential import _Exponential
 
@@ -87,9 +84,7 @@ class ExpRNN(_Exponential):
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
         dtype = parameter_dtype(dtype, half=False)
         for suffix in self._suffixes():
-            self._register(f"weight_ih_{suffix}", (self.hidden_size, self._inputs(suffix)), device, dtype)
-            if self.bias:
-                self._register(f"bias_{suffix}", (self.hidden_size,), device, dtype)
+            self._register_input(suffix, device, dtype)
             self._register_exponential(suffix, device, dtype)
             self._register_common(suffix, device, dtype)
         self._register_slope(device, dtype)
@@ -97,38 +92,18 @@ class ExpRNN(_Exponential):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters anew: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`."""
-        bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
-            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
-            if self.bias:
-                nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+            self._reset_input(suffix, generator)
             self._reset_exponential(suffix, generator)
             self._reset_common(suffix, generator)
 
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W = B exp(A) [N,N] of one recurrence (without the gain), applied to column vectors; differentiable."""
-        return self._orthogonal(self._suffix(layer, reverse))
-
-    def recurrent_matrices(self) -> list[Tensor]:
-        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
-        return [self._orthogonal(suffix) for suffix in self._suffixes()]
+    def _composed(self, suffix: str) -> Tensor:
+        return self._orthogonal(suffix)
 
     def parameter_roles(self) -> dict[str, str]:
         """Parameter name -> "skew" (A, which may have a learning rate of its own) or "other"."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
-
-    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        return (self._gained(self._orthogonal(suffix)),)
-
-    def _op(self) -> tuple[str, dict[str, int]]:
-        return "dense_scan", {"N": self.hidden_size}
-
-    def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
-    ) -> Tensor:
-        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
-        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
 
     def extra_repr(self) -> str:
         return self._repr_exponential()

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from orthokern import init as init_
 from orthokern.errors import InputError
-from orthokern.nn._checks import flag, number, parameter_dtype, positive_int
+from orthokern.nn._checks import check_input, flag, number, parameter_dtype, positive_int
 from orthokern.nn.rnn import _widened
 
 __all__ = ["PeepholeLSTM"]
@@ -283,28 +283,8 @@ class PeepholeLSTM(nn.Module):
 
     def _check_input(self, input: Tensor, *, packed: bool = False) -> bool:
         """Check everything but T and B; True for token ids."""
-        if not isinstance(input, Tensor):
-            raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
         weight = self._tensor("weight_ih_l0")
-        if input.device != weight.device:
-            raise InputError(
-                f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device"
-            )
-        tokens = input.dtype in (torch.int64, torch.int32)
-        if not tokens and input.dtype != weight.dtype:
-            raise InputError(
-                f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
-                "or token ids in torch.int64 or torch.int32"
-            )
-        dims = ((1,) if tokens else (2,)) if packed else ((1, 2) if tokens else (2, 3))
-        if input.dim() not in dims:
-            order = "B, T" if self.batch_first else "T, B"
-            raise InputError(
-                f"input has shape {tuple(input.shape)}; accepted: [{order}, D], or [T, D] for one sequence, "
-                "and the same without D for token ids"
-            )
-        if not tokens and input.shape[-1] != self.input_size:
-            raise InputError(f"input has {input.shape[-1]} features; accepted: input_size = {self.input_size}")
+        tokens = check_input(input, weight, self.input_size, batch_first=self.batch_first, packed=packed)
         if tokens and input.numel():
             low, high = (int(v) for v in input.aminmax())
             if low < 0 or high >= self.input_size:

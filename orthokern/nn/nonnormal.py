@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from orthokern import functional
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import flag, parameter_dtype
 from orthokern.nn._exponential import _Exponential
@@ -136,9 +135,7 @@ class NonNormalRNN(_Exponential):
         dtype = parameter_dtype(dtype, half=False)
         n = self.hidden_size
         for suffix in self._suffixes():
-            self._register(f"weight_ih_{suffix}", (n, self._inputs(suffix)), device, dtype)
-            if self.bias:
-                self._register(f"bias_{suffix}", (n,), device, dtype)
+            self._register_input(suffix, device, dtype)
             self._register_exponential(suffix, device, dtype)
             self._register(f"gamma_{suffix}", (n - n // 2,), device, dtype)
             self._register(f"theta_{suffix}", (n // 2,), device, dtype)
@@ -152,25 +149,14 @@ class NonNormalRNN(_Exponential):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters anew, as the class documentation says; input weights and bias as in ExpRNN."""
-        bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
-            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
-            if self.bias:
-                nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+            self._reset_input(suffix, generator)
             self._reset_exponential(suffix, generator)
             nn.init.ones_(self._tensor(f"gamma_{suffix}"))
             nn.init.uniform_(self._tensor(f"theta_{suffix}"), 0.0, 2 * math.pi, generator=generator)
             if self.triangular:
                 nn.init.zeros_(self._tensor(f"triangle_{suffix}"))
             self._reset_common(suffix, generator)
-
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """V = P Theta P^T [N,N] of one recurrence (without the gain), applied to column vectors; differentiable."""
-        return self._composed(self._suffix(layer, reverse))
-
-    def recurrent_matrices(self) -> list[Tensor]:
-        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
-        return [self._composed(suffix) for suffix in self._suffixes()]
 
     def moduli(self) -> list[Tensor]:
         """gamma [ceil(N/2)] of every recurrence."""
@@ -198,18 +184,6 @@ class NonNormalRNN(_Exponential):
             )
         triangle = self._triangle(suffix) if self.triangular else None
         return schur_product(self._orthogonal(suffix), gamma, self._tensor(f"theta_{suffix}"), triangle)
-
-    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        return (self._gained(self._composed(suffix)),)
-
-    def _op(self) -> tuple[str, dict[str, int]]:
-        return "dense_scan", {"N": self.hidden_size}
-
-    def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
-    ) -> Tensor:
-        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
-        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
 
     def extra_repr(self) -> str:
         text = f"{self._repr_exponential()}, mask={self.mask!r}"

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_backend, finite, flag, number, parameter_dtype, positive_int
+from orthokern.nn._checks import check_backend, check_input, finite, flag, number, parameter_dtype, positive_int
 
 __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 
@@ -201,6 +201,19 @@ class _Recurrent(nn.Module):
             self._register(f"modrelu_bias_{suffix}", (self.hidden_size,), device, dtype)
         if self.learned_h0:
             self._register(f"h0_{suffix}", (self.hidden_size,), device, dtype)
+
+    def _register_input(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
+        """Input weight and the one bias, of a recurrence whose matrix is made of other parameters."""
+        self._register(f"weight_ih_{suffix}", (self.hidden_size, self._inputs(suffix)), device, dtype)
+        if self.bias:
+            self._register(f"bias_{suffix}", (self.hidden_size,), device, dtype)
+
+    def _reset_input(self, suffix: str, generator: torch.Generator | None) -> None:
+        """U(-1/sqrt(N), 1/sqrt(N)) as torch's, bias 0."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+        if self.bias:
+            nn.init.zeros_(self._tensor(f"bias_{suffix}"))
 
     def _register_slope(self, device: Any, dtype: torch.dtype) -> None:
         if self.nonlinearity == "leaky_relu":
@@ -383,41 +396,13 @@ class _Recurrent(nn.Module):
 
     def _check_input(self, input: Tensor, *, packed: bool = False) -> bool:
         """Check everything but T and B; True for token ids."""
-        if not isinstance(input, Tensor):
-            raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
         weight = self._tensor("weight_ih_l0")
         if weight.dtype in (torch.bfloat16, torch.float16) and not self._half_ok:
             raise InputError(
                 f"parameters have dtype {weight.dtype}, in which orthogonality is lost; "
                 "accepted: torch.float32, torch.float64"
             )
-        if input.device != weight.device:
-            raise InputError(
-                f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device"
-            )
-        tokens = input.dtype in (torch.int64, torch.int32)
-        if not tokens and input.dtype != weight.dtype:
-            raise InputError(
-                f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
-                "or token ids in torch.int64 or torch.int32"
-            )
-        kind = "token ids" if tokens else "floats"
-        if packed:
-            if input.dim() != (1 if tokens else 2):
-                accepted = "one id per step" if tokens else f"{self.input_size} features per step"
-                raise InputError(f"input packs {kind} of shape {tuple(input.shape)}; accepted: {accepted}")
-        elif input.dim() not in ((1, 2) if tokens else (2, 3)):
-            order, more = "B, T" if self.batch_first else "T, B", "" if tokens else ", D"
-            raise InputError(
-                f"input ({kind}) has shape {tuple(input.shape)}; "
-                f"accepted: [{order}{more}], or [T{more}] for one sequence"
-            )
-        if not tokens and input.shape[-1] != self.input_size:
-            raise InputError(
-                f"input has {input.shape[-1]} features (shape {tuple(input.shape)}); "
-                f"accepted: input_size = {self.input_size} in the last dimension"
-            )
-        return tokens
+        return check_input(input, weight, self.input_size, batch_first=self.batch_first, packed=packed)
 
     def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device) -> None:
         if not isinstance(hx, Tensor):
@@ -715,9 +700,7 @@ class FactorizedRNN(_Recurrent):
         dtype = parameter_dtype(dtype, half=False)
         n, k = self.hidden_size, self.rank
         for suffix in self._suffixes():
-            self._register(f"weight_ih_{suffix}", (n, self._inputs(suffix)), device, dtype)
-            if self.bias:
-                self._register(f"bias_{suffix}", (n,), device, dtype)
+            self._register_input(suffix, device, dtype)
             self._register(f"u_{suffix}", (n, k), device, dtype)
             self._register(f"v_{suffix}", (n, k), device, dtype)
             self._register(f"spectrum_{suffix}", (k,), device, dtype)
@@ -727,11 +710,8 @@ class FactorizedRNN(_Recurrent):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters anew, as the class documentation says; `generator` as in RNN.reset_parameters."""
-        bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
-            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
-            if self.bias:
-                nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+            self._reset_input(suffix, generator)
             spectrum = self._tensor(f"spectrum_{suffix}")
             init_.factorized_(self._tensor(f"u_{suffix}"), spectrum, self._tensor(f"v_{suffix}"), self.init, generator)
             if self.margin is not None:  # s = 1 is p = 0

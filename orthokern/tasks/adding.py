@@ -18,7 +18,7 @@ from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_recurrence, stream_seed
+from orthokern.tasks.recurrent import STARTS, DrawnTask, start_recurrence
 from orthokern.training import cli
 
 # An answer counts as right if it is this close: the criterion of Pascanu et al. 2013, an error squared of 0.04.
@@ -94,7 +94,7 @@ class AddingModel(nn.Module):
         return error.square().mean(), {"accuracy": (error.detach().abs() <= CLOSE).double().mean()}
 
 
-class Adding(RecurrentTask):
+class Adding(DrawnTask):
     """The adding task for the training loop; settings as DEFAULTS, complete."""
 
     name = "adding"
@@ -102,46 +102,20 @@ class Adding(RecurrentTask):
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
     def __init__(self, settings: Settings) -> None:
-        self.data = AddingTask(settings["T"], target=settings["target"], positions=settings["positions"])
-        super().__init__(settings, classes=0)
-        self.baseline = self.data.baseline
-        self.time_steps = settings["T"]
+        data = AddingTask(settings["T"], target=settings["target"], positions=settings["positions"])
+        super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
-        self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
-        self._inputs, self._targets = self.data.buffers(settings["batch"], self.device)
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        self.data.fill(self._inputs, self._targets, self.generator)
-        return self._inputs[:, self.rows], self._targets[self.rows]
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """When a training batch, which is fresh too, is as good as the goal; and every so often for the record."""
         every = self.settings["eval_every"]
         return metrics["loss"] < self.settings["goal"] or (every > 0 and iteration % every == 0)
 
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """On fresh sequences: "loss" (mean squared error), "accuracy" (share of answers no more than CLOSE off)."""
-        generator = torch.Generator().manual_seed(stream_seed(self.settings["seed"], f"held-out {iteration}"))
-        batches = -(-self.settings["eval_sequences"] // self.settings["batch"])
-        total = {"loss": 0.0, "accuracy": 0.0}
-        for _ in range(batches):
-            self.data.fill(self._inputs, self._targets, generator)
-            loss, numbers = self.model(self._inputs, self._targets)
-            total["loss"] += loss.item() / batches
-            total["accuracy"] += numbers["accuracy"].item() / batches
-        return total
-
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         return evaluation["loss"] < self.settings["goal"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
         done = f"iteration {iteration}, {seconds:.1f} s"
@@ -150,9 +124,6 @@ class Adding(RecurrentTask):
             return f"not solved ({goal}): {done}"
         result = f"mean squared error {evaluation['loss']:.3g} on fresh sequences ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, {done}"
-
-    def title(self) -> str:
-        return f"T = {self.settings['T']}, {super().title()}"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import load_ptb
 from orthokern.data.ptb import ALPHABET, Sentences
-from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
@@ -247,10 +246,7 @@ def complete(settings: Settings) -> Settings:
     Raises:
         InputError: no --data, or settings that don't go together.
     """
-    settings = recurrent.complete(settings)
-    if settings["data"] is None:
-        raise InputError("--data is needed: the folder with the Penn Treebank's text files")
-    settings["data"] = str(settings["data"])
+    settings = recurrent.complete_with_data(settings, "the Penn Treebank's text files")
     return settings
 
 

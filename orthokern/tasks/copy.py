@@ -38,7 +38,7 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import RecurrentTask, stream_seed
+from orthokern.tasks.recurrent import DrawnTask
 from orthokern.training import cli
 
 INPUTS = ("onehot", "scalar")
@@ -144,7 +144,7 @@ class CopyModel(nn.Module):
         return self.readout.loss(states, targets), {"wrong": wrong}
 
 
-class CopyExperiment(RecurrentTask):
+class CopyExperiment(DrawnTask):
     """The copy task for the training loop; settings as DEFAULTS, complete."""
 
     name = "copy"
@@ -154,19 +154,11 @@ class CopyExperiment(RecurrentTask):
 
     def __init__(self, settings: Settings) -> None:
         self.data = CopyTask(settings["T"], layout=settings["layout"])
-        super().__init__(settings, classes=self.data.num_classes)
-        self.baseline = self.data.baseline
-        self.time_steps = self.data.length
+        super().__init__(self.data, settings, classes=self.data.num_classes)
         self.goal = settings["goal"] / 100.0
         self.build(CopyModel(self.data, settings))
-        self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
-        self._tokens, self._targets = self.data.buffers(settings["batch"], self.device)
 
     # ---- training
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        self.data.fill(self._tokens, self._targets, self.generator)
-        return self._tokens[:, self.rows], self._targets[:, self.rows]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)
@@ -197,14 +189,12 @@ class CopyExperiment(RecurrentTask):
         Returns:
             "accuracy" (fraction), "loss" (nats per step), "sequences" (how many were tried), "reached" (1.0 or 0.0).
         """
-        generator = torch.Generator().manual_seed(stream_seed(self.settings["seed"], f"held-out {iteration}"))
         batch = self.settings["batch"]
         batches = -(-self.settings["eval_sequences"] // batch)
         allowed = math.floor((1.0 - self.goal) * batches * batch * self.data.recall + 1e-6)
         errors, losses = 0, []
-        for _ in range(batches):
-            self.data.fill(self._tokens, self._targets, generator)
-            loss, numbers = self.model(self._tokens, self._targets)
+        for _, (tokens, targets) in zip(range(batches), self.held_out(iteration, batch), strict=False):
+            loss, numbers = self.model(tokens, targets)
             losses.append(loss.item())
             errors += int(numbers["wrong"].item())
             if errors > allowed:
@@ -225,12 +215,6 @@ class CopyExperiment(RecurrentTask):
 
     # ---- records
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.1f} %"
 
@@ -241,9 +225,6 @@ class CopyExperiment(RecurrentTask):
         accuracy, sequences = 100 * evaluation["accuracy"], evaluation["sequences"]
         result = f"recall accuracy {accuracy:.2f} % on {sequences:.0f} fresh sequences ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, iteration {iteration}, {seconds:.1f} s"
-
-    def title(self) -> str:
-        return f"T = {self.settings['T']}, {super().title()}"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

@@ -3,23 +3,23 @@ random_permutation (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_recurrence, stream_seed
+from orthokern.tasks.recurrent import STARTS, DrawnTask, start_recurrence
 from orthokern.training import cli
 
 __all__ = ["DEFAULTS", "PRESETS", "LastAnswer", "make_parser"]
 
-EVALUATION_BATCH = 250
 
 DEFAULTS: Settings = {
     **recurrent.DEFAULTS,
@@ -62,22 +62,6 @@ PRESET_HELP = {
 }
 
 
-class Generator(Protocol):
-    """orthokern.data.TemporalOrderTask is one."""
-
-    num_features: int
-    num_classes: int
-    baseline: float
-
-    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """inputs [T, B, num_features], targets [B]."""
-        ...
-
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Overwrites both."""
-        ...
-
-
 class LastAnswerModel(nn.Module):
     """A recurrence and a readout of its last state.
 
@@ -105,54 +89,25 @@ class LastAnswerModel(nn.Module):
         return self.readout.loss(last, targets), {"accuracy": right.double().mean()}
 
 
-class LastAnswer(RecurrentTask):
+class LastAnswer(DrawnTask):
     """Such a task for the training loop; settings as DEFAULTS, complete."""
 
     iterations_per_epoch = None
 
-    def __init__(self, data: Generator, settings: Settings) -> None:
-        super().__init__(settings, classes=data.num_classes)
-        self.data = data
-        self.baseline = data.baseline
+    def __init__(self, data: TemporalOrderTask | RandomPermutationTask, settings: Settings) -> None:
+        super().__init__(data, settings, classes=data.num_classes)
         self.goal = settings["goal"] / 100.0
-        self.time_steps = settings["T"]
         self.build(LastAnswerModel(data.num_features, data.num_classes, settings))
-        self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
-        self._inputs, self._targets = data.buffers(settings["batch"], self.device)
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        self.data.fill(self._inputs, self._targets, self.generator)
-        return self._inputs[:, self.rows], self._targets[self.rows]
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         every = self.settings["eval_every"]
         return every > 0 and iteration % every == 0
-
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """On "eval_sequences" fresh sequences: "loss" (nats), "accuracy" (a fraction)."""
-        generator = torch.Generator().manual_seed(stream_seed(self.settings["seed"], f"held-out {iteration}"))
-        count = self.settings["eval_sequences"]
-        inputs, targets = self.data.buffers(min(EVALUATION_BATCH, count), self.device)
-        loss, right = 0.0, 0.0
-        for start in range(0, count, EVALUATION_BATCH):
-            size = min(EVALUATION_BATCH, count - start)
-            self.data.fill(inputs, targets, generator)
-            batch_loss, numbers = self.model(inputs[:, :size], targets[:size])
-            loss += batch_loss.item() * size
-            right += numbers["accuracy"].item() * size
-        return {"loss": loss / count, "accuracy": round(right) / count}
 
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         return 100.0 * evaluation["accuracy"] >= self.settings["goal"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
         done = f"iteration {iteration}, {seconds:.1f} s"
@@ -161,9 +116,6 @@ class LastAnswer(RecurrentTask):
             return f"not solved ({goal}): {done}"
         result = f"{100 * evaluation['accuracy']:.2f} % of fresh sequences answered right ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, {done}"
-
-    def title(self) -> str:
-        return f"T = {self.settings['T']}, {super().title()}"
 
 
 def make_parser(name: str, description: str, epilog: str, shortest: int, defaults: Settings) -> tuple[Parser, Any]:

@@ -268,10 +268,7 @@ def complete(settings: Settings) -> Settings:
     Raises:
         InputError: no --data, or settings that don't go together.
     """
-    settings = recurrent.complete(settings)
-    if settings["data"] is None:
-        raise InputError("--data is needed: the folder with the four MNIST files")
-    settings["data"] = str(settings["data"])
+    settings = recurrent.complete_with_data(settings, "the four MNIST files")
     if settings["pool"] not in (1, 2, 4, 7, 14):
         raise InputError(f"--pool {settings['pool']}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
     return settings

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from orthokern import init
 from orthokern.commandline import Settings, integer
 from orthokern.diagnostics import diagnose_recurrence
+from orthokern.errors import InputError
 from orthokern.nn import RNN, FactorizedRNN
 from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
 from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, penalty
@@ -21,9 +23,11 @@ from orthokern.training.distributed import current_shard
 
 __all__ = [
     "STARTS",
+    "DrawnTask",
     "RecurrentTask",
     "add_epochs",
     "complete",
+    "complete_with_data",
     "epoch_order",
     "start_help",
     "start_recurrence",
@@ -83,6 +87,22 @@ def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
     for name, parameter in rnn.named_parameters():
         if name.startswith("bias"):
             parameter.zero_()
+
+
+def complete_with_data(settings: Settings, what: str) -> Settings:
+    """`complete` for a task that reads its data: --data is needed.
+
+    Args:
+        settings: with "data".
+        what: the files that its folder must hold.
+
+    Raises:
+        InputError: no --data, or settings that don't go together.
+    """
+    settings = complete(settings)
+    if settings["data"] is None:
+        raise InputError(f"--data is needed: the folder with {what}")
+    return settings
 
 
 def complete(settings: Settings) -> Settings:
@@ -160,3 +180,70 @@ class RecurrentTask(Task):
             plots.plot_angles(records, folder / "angles.png", title=title),
         ]
         return [path for path in drawn if path is not None]
+
+
+class DrawnData(Protocol):
+    """A generator of sequences; those of orthokern.data are some."""
+
+    length: int
+    baseline: float
+
+    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """inputs [T, B, ...], targets [B] or [T, B]."""
+        ...
+
+    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+        """Draws both anew, in place."""
+        ...
+
+
+class DrawnTask(RecurrentTask):
+    """A task whose sequences are drawn, each seen once. A subclass calls `build` after this constructor."""
+
+    EVALUATION_BATCH = 250  # sequences; what their states need is what limits it
+
+    def __init__(self, data: DrawnData, settings: Settings, classes: int) -> None:
+        """Args: data: the generator; settings: complete; classes: of the readout (0: not a classification)."""
+        super().__init__(settings, classes)
+        self.drawn = data
+        self.baseline = data.baseline
+        self.time_steps = data.length
+        self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
+        self._buffers = data.buffers(settings["batch"], self.device)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._buffers
+        self.drawn.fill(inputs, targets, self.generator)
+        return inputs[:, self.rows], targets[..., self.rows]
+
+    def held_out(self, iteration: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Fresh batches of `size` sequences, the same whenever an iteration is evaluated, in tensors of their own."""
+        generator = torch.Generator().manual_seed(stream_seed(self.settings["seed"], f"held-out {iteration}"))
+        inputs, targets = self.drawn.buffers(size, self.device)
+        while True:
+            self.drawn.fill(inputs, targets, generator)
+            yield inputs, targets
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """On "eval_sequences" fresh sequences: their mean "loss", and "accuracy" (a fraction)."""
+        count = self.settings["eval_sequences"]
+        size = min(self.EVALUATION_BATCH, count)
+        loss, right, done = 0.0, 0.0, 0
+        for inputs, targets in self.held_out(iteration, size):
+            taken = min(size, count - done)
+            batch_loss, numbers = self.model(inputs[:, :taken], targets[..., :taken])
+            loss += batch_loss.item() * taken
+            right += numbers["accuracy"].item() * taken
+            done += taken
+            if done == count:
+                break
+        return {"loss": loss / count, "accuracy": round(right) / count}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+    def title(self) -> str:
+        return f"T = {self.settings['T']}, {super().title()}"
