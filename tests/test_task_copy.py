@@ -324,7 +324,4 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     options = set(re.findall(r"^  (--[\w-]+)", text, flags=re.M))
     switched_off = {"--plots", "--triangle"}  # by --no-plots, --no-triangle
     settings = {"--" + key.replace("_", "-") for key in copy.DEFAULTS} - switched_off
-        "--plots",
-        "--triangle",
-    }  # (their options switch them off)
     assert settings <= options
