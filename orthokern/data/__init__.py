@@ -9,6 +9,7 @@ from orthokern.data.copy import CopyTask
 from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
 from orthokern.data.music import Music, Rolls, RollWindow, RollWindows, load_music
 from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
+from orthokern.data.ptb_stream import PtbStream, load_ptb_stream, stream_rows
 from orthokern.data.random_permutation import RandomPermutationTask
 from orthokern.data.temporal_order import TemporalOrderTask
 from orthokern.data.words import Words, load_words, word_streams
@@ -20,6 +21,7 @@ __all__ = [
     "Mnist",
     "Music",
     "Ptb",
+    "PtbStream",
     "RandomPermutationTask",
     "RollWindow",
     "RollWindows",
@@ -32,8 +34,10 @@ __all__ = [
     "load_mnist",
     "load_music",
     "load_ptb",
+    "load_ptb_stream",
     "load_words",
     "pixel_permutation",
     "read_sentences",
+    "stream_rows",
     "word_streams",
 ]
