@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orthokern.data import load_words, word_streams
+from orthokern.data import load_words
 from orthokern.errors import InputError
 
 TRAIN = b" the cat <unk> the dog \n a cat \n\n"
@@ -63,15 +63,6 @@ def test_missing_files(tmp_path: Path) -> None:
         load_words(tmp_path)
     with pytest.raises(InputError, match="does not exist"):
         load_words(tmp_path / "no")
-
-
-def test_streams() -> None:
-    streams = word_streams(torch.arange(23), 4)
-    assert streams.T.tolist() == [list(range(5 * b, 5 * b + 5)) for b in range(4)]
-    with pytest.raises(InputError, match="batch 12: the text has 23 words; expected: at least two"):
-        word_streams(torch.arange(23), 12)
-    with pytest.raises(InputError, match="batch must be an integer"):
-        word_streams(torch.arange(23), 0)
 
 
 @pytest.mark.skipif("ORTHOKERN_DATA" not in os.environ, reason="ORTHOKERN_DATA: the folder with the real files")

@@ -12,7 +12,7 @@ from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, l
 from orthokern.data.ptb_stream import PtbStream, load_ptb_stream, stream_rows
 from orthokern.data.random_permutation import RandomPermutationTask
 from orthokern.data.temporal_order import TemporalOrderTask
-from orthokern.data.words import Words, load_words, word_streams
+from orthokern.data.words import Words, load_words
 
 __all__ = [
     "AddingTask",
@@ -39,5 +39,4 @@ __all__ = [
     "pixel_permutation",
     "read_sentences",
     "stream_rows",
-    "word_streams",
 ]

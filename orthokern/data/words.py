@@ -19,7 +19,7 @@ from orthokern.data._checks import integer
 from orthokern.data._files import data_folder, read_first
 from orthokern.errors import InputError
 
-__all__ = ["Words", "load_words", "word_streams"]
+__all__ = ["Words", "load_words"]
 
 END, UNKNOWN = "<eos>", "<unk>"
 
@@ -78,25 +78,6 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
                 )
         encoded.append(torch.tensor([ids.get(word, ids.get(UNKNOWN, 0)) for word in words]))
     return Words(vocabulary, *encoded)
-
-
-def word_streams(tokens: Tensor, batch: int) -> Tensor:
-    """A text cut into `batch` parts of equal length, side by side; the rest behind the last part is left out.
-
-    Args:
-        tokens: [n] ids.
-        batch: B, at least 1.
-
-    Returns:
-        [n // B, B]: column b is the text from token b (n // B) on.
-
-    Raises:
-        InputError: batch below 1, or fewer than two tokens per part: nothing to predict.
-    """
-    length = len(tokens) // integer("batch", batch)
-    if length < 2:
-        raise InputError(f"batch {batch}: the text has {len(tokens)} words; expected: at least two for every part")
-    return tokens[: length * batch].view(batch, length).T.contiguous()
 
 
 def _words(path: Path, content: bytes) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern.commandline import Parser, Settings, integer, real
-from orthokern.data.words import load_words, word_streams
+from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
@@ -89,7 +89,7 @@ class WordLm(GruTask):
             "linear_cross_entropy", settings["backend"], device=self.device, dtype=torch.get_default_dtype(),
             N=settings["hidden"], C=words,
         )  # fmt: skip
-        self.streams = word_streams(self.data.train, settings["batch"]).to(self.device)  # [L, B]
+        self.streams = stream_rows(self.data.train, settings["batch"]).to(self.device)  # [L, B]
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings["window"])
         self.iterations_per_epoch = max(1, self.windows_per_epoch // settings["accumulate"])
         if settings["epochs"] is not None:
