@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,19 @@ from typing import Any
 import pytest
 
 from orthokern.reproduce import __main__ as command
-from orthokern.reproduce import vorontsov
+from orthokern.reproduce import kanai, vorontsov
 from orthokern.reproduce.spec import Experiment, Measure, Run
-from orthokern.tasks import adding, char_lm, copy, pixel_mnist
+from orthokern.tasks import adding, char_lm, copy, music, pixel_mnist, word_lm
 from orthokern.training import read_metrics
 
-MODULES = {"copy": copy, "adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
+MODULES = {
+    "copy": copy,
+    "adding": adding,
+    "pixel_mnist": pixel_mnist,
+    "char_lm": char_lm,
+    "music": music,
+    "word_lm": word_lm,
+}
 ACCURACY = Measure("accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("loss", "best_loss", digits=3, higher_is_better=False)
 
@@ -121,7 +129,32 @@ def test_the_steps_of_learned_orthogonality(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == "error: --epochs: oinit-steps does not take it\n"
 
 
-@pytest.mark.parametrize("experiment", vorontsov.EXPERIMENTS, ids=lambda e: e.name)
+def test_the_cost_of_the_constraint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Table 3 of Kanai et al.: measured in one run, the two ways to project agree, and the numbers follow."""
+    (tmp_path / "ptb").mkdir()
+    draw = random.Random(0)
+    for part, count in (("train", 400), ("valid", 10), ("test", 10)):
+        lines = [" ".join(draw.choices("abcdefgh", k=9)) for _ in range(count)]
+        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    assert reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 12, "--out", tmp_path) == 0
+    assert (tmp_path / "quick" / "gru-table3.md").read_text() in capsys.readouterr().out
+    found = json.loads((tmp_path / "quick" / "gru-table3.json").read_text())
+    assert found["counts"]["steps"] == 12 and found["largest_difference"] < 1e-5
+    rows = {row["method"]: row for row in found["rows"]}
+    for row in rows.values():
+        assert row["ms_per_iteration"] > 0
+        assert row["percent_of_iteration"] == pytest.approx(100 * row["ms_per_iteration"] / found["iteration_ms"])
+    assert rows["naive SVD"]["published_seconds"] == 5.02e4
+    assert reproduce("gru-table3", "--epochs", 3, "--out", tmp_path) == 2
+    assert capsys.readouterr().err == "error: --epochs: gru-table3 does not take it\n"
+    assert reproduce("gru-table3", "--data", tmp_path / "no", "--out", tmp_path) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+ALL = (*vorontsov.EXPERIMENTS, *kanai.EXPERIMENTS)
+
+
+@pytest.mark.parametrize("experiment", ALL, ids=lambda e: e.name)
 def test_command_lines_are_accepted(experiment: Experiment) -> None:
     """Every run's options parse, go together, and name the settings that legend and panel tell."""
     assert len({run.name for run in experiment.runs}) == len(experiment.runs)
@@ -141,7 +174,7 @@ def test_command_lines_are_accepted(experiment: Experiment) -> None:
 
 def test_runs_that_two_experiments_share_are_the_same() -> None:
     seen: dict[str, Run] = {}
-    for experiment in vorontsov.EXPERIMENTS:
+    for experiment in ALL:
         for run in experiment.runs:
             first = seen.setdefault(run.name, run)
             assert (run.task, run.options, run.quick) == (first.task, first.options, first.quick)

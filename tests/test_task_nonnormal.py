@@ -201,7 +201,7 @@ def test_the_stream_of_characters(ptb: Path, tmp_path: Path) -> None:
     assert len(set(STREAM_ALPHABET)) == 50
     rows = stream_rows(torch.arange(11), 3)
     assert rows.tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    with pytest.raises(InputError, match="7 characters in 4 rows"):
+    with pytest.raises(InputError, match="7 tokens in 4 rows"):
         stream_rows(torch.arange(7), 4)
 
 
@@ -276,7 +276,7 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
         ("adding", "--T 10 --model exprn", "did you mean 'exprnn'"),
         ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: of sentences, and --bptt reads none"),
         ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),
-        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "characters in 3000 rows: a row needs 2 at least"),
+        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "tokens in 3000 rows: a row needs 2 at least"),
     ],
 )  # fmt: skip
 def test_bad_input(

@@ -21,7 +21,7 @@ from orthokern.errors import InputError
 from orthokern.init import glorot_uniform_, learned_orthogonal_
 from orthokern.training.checkpoint import write_atomically
 
-__all__ = ["STUDIES", "Study"]
+__all__ = ["STUDIES", "Study", "conditions"]
 
 PAPER = "Manchev and Spratling"
 
@@ -59,7 +59,8 @@ class Study:
         return self.produce(given, folder, stream)
 
 
-def _conditions() -> str:
+def conditions() -> str:
+    """A line on versions, machine and date."""
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     return f"orthokern {__version__}, torch {torch.__version__}; {machine}; {time.strftime('%Y-%m-%d')}."
 
@@ -182,7 +183,7 @@ def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         ]
         lines.append("| " + " | ".join([*cells, f"{row['seconds']:.1f}"]) + " |")
     study = STUDIES[0]
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, "", STEPS_NOTE, "", _conditions()]
+    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, "", STEPS_NOTE, "", conditions()]
     table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
