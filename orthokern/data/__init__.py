@@ -6,7 +6,7 @@ data on every device. Readers check what they read: a file that is missing, dama
 
 from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
-from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
+from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation, pixel_statistics
 from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
 from orthokern.data.random_permutation import RandomPermutationTask
 from orthokern.data.temporal_order import TemporalOrderTask
@@ -25,5 +25,6 @@ __all__ = [
     "load_mnist",
     "load_ptb",
     "pixel_permutation",
+    "pixel_statistics",
     "read_sentences",
 ]

@@ -183,6 +183,8 @@ def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> P
 
     if experiment.figure == "gradients":
         figure = plots.compare_gradients(records, legend=experiment.legend, title=experiment.title)
+    elif experiment.figure == "dynamics":
+        figure = plots.compare_dynamics(records, legend=experiment.legend, title=experiment.title)
     elif experiment.figure == "spectrum":
         figure = plots.compare_spectra(records, legend=experiment.legend, title=experiment.title)
     else:
