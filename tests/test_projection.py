@@ -58,7 +58,8 @@ def test_the_block_method_is_the_projection_of_the_svd(
 ) -> None:
     """Without the SVD behind it: values in clusters, on both sides of the limit, square, tall and wide."""
     # of these, some would take longer to converge to float64 than the SVD takes: that does the work there
-    if case != "far above" and (case, dtype) != ("ten above", torch.float64):
+    slow = [(name, torch.float64) for name in ("ten above", "a cluster above")]
+    if case != "far above" and (case, dtype) not in slow:
         request.getfixturevalue("no_svd")
     s = SPECTRA[case].double()
     for seed, rows in enumerate((130, 200)):
@@ -164,20 +165,67 @@ def test_no_truncation_goes_unproved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block method that misses a direction is caught by the factorisation, and the SVD takes over."""
     s = torch.cat([torch.tensor([2.3, 2.1]), torch.linspace(1.7, 0, 128)]).double()
     w = with_spectrum(s, 130, 0)
-    original = module._pairs_above
+    original = module._leading_vectors
 
     def forgetful(*arguments: Any) -> Any:
-        theta, v, rest = original(*arguments)
-        return theta[1:], v[:, 1:], rest
+        return original(*arguments)[:, :-1]  # (in ascending order)
 
-    for method in (forgetful, lambda *_: None):
-        monkeypatch.setattr(module, "_pairs_above", method)
+    for method in (forgetful,):
+        monkeypatch.setattr(module, "_leading_vectors", method)
         matrix = w.clone()
         projection = SpectralNormProjection([matrix])
         projection._bounds[0], projection._before[0] = 2.31, w.clone()
         projection.step()
         assert projection.counts["svds"] == 1
         torch.testing.assert_close(matrix, by_svd(w, 1.8, 1.8))
+
+
+def pinned(n: int) -> tuple[Tensor, Tensor, SpectralNormProjection]:
+    """A matrix with values at the bound, the change of every step, and a projection that has seen the matrix."""
+    generator = torch.Generator().manual_seed(1)
+    w = with_spectrum(torch.cat([torch.full((3,), 1.8), torch.linspace(1.7, 0.1, n - 3)]).double(), n, 2).float()
+    projection = SpectralNormProjection([w], 0.2)
+    projection.step()
+    u, _, vh = torch.linalg.svd(w)
+    change = 0.01 * torch.outer(u[:, 0], vh[0]) + 0.005 * torch.outer(u[:, 5], vh[5])
+    return w, change + 0.003 / n * torch.randn(n, n, generator=generator), projection
+
+
+def test_one_certificate_serves_many_steps() -> None:
+    """Values at the bound grow in every step: neither the SVD nor the factorisations run again."""
+    w, change, projection = pinned(200)
+    for _ in range(8):
+        w += change
+        expected = by_svd(w, 1.8, 1.8)
+        projection.step()
+        torch.testing.assert_close(w, expected, rtol=0, atol=1e-6)
+    assert projection.counts == {"steps": 9, "checks": 9, "projections": 8, "certificates": 0, "svds": 1}
+    # the proof is one: with a level that claims less than there is outside of V, what is hidden there would stay
+    certificate = projection._certificates[0]
+    assert certificate is not None
+    outside = w.double() - (w.double() @ certificate.v) @ certificate.v.mT
+    assert norm(outside) <= certificate.complement(w.double(), w.double() @ certificate.v) < 1.8
+
+
+def test_resumed_bit_for_bit() -> None:
+    w, change, projection = pinned(120)
+    for _ in range(3):
+        w += change
+        projection.step()
+    state, start = projection.state_dict(), w.clone()
+    ends = []
+    other = SpectralNormProjection([start], 0.2)
+    other.load_state_dict(state)
+    for matrix, chosen in ((w, projection), (start, other)):
+        for _ in range(3):
+            matrix += change
+            chosen.step()
+        ends.append(matrix)
+    assert torch.equal(*ends) and projection.counts == other.counts
+    with pytest.raises(InputError, match=r"has shape \[120, 120\]: accepted is \[3, 3\]"):
+        SpectralNormProjection([torch.eye(3)]).load_state_dict(state)
+    with pytest.raises(InputError, match="of 1 matrices: accepted is one of 2"):
+        SpectralNormProjection([start, torch.eye(3)]).load_state_dict(state)
 
 
 def test_two_readings_of_the_threshold() -> None:

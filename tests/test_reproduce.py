@@ -175,6 +175,7 @@ def test_runs_that_two_experiments_share_are_the_same() -> None:
 def test_searches_ask_for_what_the_paper_says() -> None:
     """Every search's command line parses; those of Table I have its rates, sizes and criterion."""
     assert len({search.name for search in oinit.SEARCHES}) == len(oinit.SEARCHES) == 20
+    assert len({(search.problem, search.network) for search in oinit.SEARCHES}) == 20  # the figure tells them by these
     assert sum(search.published is not None for search in oinit.SEARCHES) == len(oinit.TABLE1) == 12
     for search in oinit.SEARCHES:
         run = search.run(120)

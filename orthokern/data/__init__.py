@@ -8,6 +8,7 @@ from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
 from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation, pixel_statistics
 from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
+from orthokern.data.ptb_stream import PtbStream, load_ptb_stream, stream_rows
 from orthokern.data.random_permutation import RandomPermutationTask
 from orthokern.data.temporal_order import TemporalOrderTask
 
@@ -17,6 +18,7 @@ __all__ = [
     "Labelled",
     "Mnist",
     "Ptb",
+    "PtbStream",
     "RandomPermutationTask",
     "SentenceBatch",
     "SentenceBatches",
@@ -24,7 +26,9 @@ __all__ = [
     "TemporalOrderTask",
     "load_mnist",
     "load_ptb",
+    "load_ptb_stream",
     "pixel_permutation",
     "pixel_statistics",
     "read_sentences",
+    "stream_rows",
 ]

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from orthokern.commandline import Parser, Settings, device, integer
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce import oinit, vorontsov
+from orthokern.reproduce import nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS)}
-STUDIES = {study.name: study for study in oinit.STUDIES}
+EXPERIMENTS = {
+    experiment.name: experiment for experiment in (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *nnrnn.EXPERIMENTS)
+}
+STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES)}
 
 DESCRIPTION = """\
 Train what a table or figure of a paper needs, and set our numbers beside the published ones.
@@ -27,10 +29,10 @@ command, given again, only does what is missing. Runs that two experiments share
 
 def _epilog() -> str:
     listed = "\n".join(
-        f"  {name:<14} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
+        f"  {name:<15} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
         for name, experiment in EXPERIMENTS.items()
     )
-    listed += "".join(f"\n  {name:<14} {study.source}: {study.title}" for name, study in STUDIES.items())
+    listed += "".join(f"\n  {name:<15} {study.source}: {study.title}" for name, study in STUDIES.items())
     return f"""\
 experiments:
 {listed}

@@ -24,7 +24,7 @@ from orthokern.reproduce.search import Search, find, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run
 from orthokern.training.checkpoint import write_atomically
 
-__all__ = ["EXPERIMENTS", "SEARCHES", "STUDIES", "Study"]
+__all__ = ["EXPERIMENTS", "SEARCHES", "STUDIES", "Study", "conditions"]
 
 PAPER = "Manchev and Spratling"
 
@@ -62,7 +62,8 @@ class Study:
         return self.produce(given, folder, stream)
 
 
-def _conditions() -> str:
+def conditions() -> str:
+    """A line on versions, machine and date."""
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     return f"orthokern {__version__}, torch {torch.__version__}; {machine}; {time.strftime('%Y-%m-%d')}."
 
@@ -185,7 +186,7 @@ def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         ]
         lines.append("| " + " | ".join([*cells, f"{row['seconds']:.1f}"]) + " |")
     study = STUDIES[0]
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, "", STEPS_NOTE, "", _conditions()]
+    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, "", STEPS_NOTE, "", conditions()]
     table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
@@ -233,7 +234,7 @@ def _searches() -> tuple[Search, ...]:
     for key, (problem, task, options) in PROBLEMS.items():
         for preset, network in NETWORKS.items():
             longest, rate, strength = TABLE1[key, preset]
-            given = ("--preset", preset, "--lr", rate)
+            given: tuple[str, ...] = ("--preset", preset, "--lr", rate)
             text = f"SGD, α = {rate}"
             if strength is not None:
                 given += ("--soft-orthogonality", strength)
@@ -251,7 +252,7 @@ def _searches() -> tuple[Search, ...]:
                 )
             )
         more = (
-            ("oinit-rmsprop", "learned initialisation", "RMSprop, α = 0.001, clipped at 1 (ours)", RMSPROP),
+            ("oinit-rmsprop", "learned initialisation, RMSprop", "RMSprop, α = 0.001, clipped at 1 (ours)", RMSPROP),
             (
                 "factorized",
                 "factorized",
@@ -356,7 +357,7 @@ EXPERIMENTS = (
             _pixels("pixels", preset=preset, quick=TABLE2_QUICK, published=published)
             for preset, published in (("srnn", 11.35), ("oinit", 86.81), ("open", 91.81))
         ),
-        (ACCURACY,), figure="curves", legend=("init", "soft_orthogonality"), data="mnist", note=TABLE2_NOTE,
+        (ACCURACY,), figure="curves", legend=("preset",), data="mnist", note=TABLE2_NOTE,
     ),
     Experiment(
         "oinit-table3", "A feedforward network of ten layers on MNIST", f"{PAPER}, Table III",
@@ -393,7 +394,7 @@ EXPERIMENTS = (
             )
             for preset in ("srnn", "oinit", "open")
         ),
-        (ACCURACY,), figure="dynamics", legend=("init", "soft_orthogonality"), data="mnist", note=FIGURE3B_NOTE,
+        (ACCURACY,), figure="dynamics", legend=("preset",), data="mnist", note=FIGURE3B_NOTE,
     ),
 )  # fmt: skip
 

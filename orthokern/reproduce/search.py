@@ -173,8 +173,8 @@ def report_searches(
         OSError: a file can't be written.
     """
     found = {search.name: look(search, plan) for search in searches}
-    headings = ("problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it")
-    headings += ("the next T", "hours", "state")
+    headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]
+    headings += ["the next T", "hours", "state"]
     lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
     rows = []
     for search in searches:

@@ -71,6 +71,22 @@ _ORTHOGONAL: Settings = {
     "epochs": 320,
 }
 
+# Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN, section 4.2 and
+# Table 2: batches of 100. What the text leaves open is as in the released code: 100 epochs, modReLU, Glorot-normal
+# inputs. (The order of the pixels is another: theirs comes from numpy's generator.)
+_REPORT: Settings = {
+    "permuted": True,
+    "permutation_seed": 1234,
+    "hidden": 512,
+    "nonlinearity": "modrelu",
+    "start": "glorot-normal",
+    "clip": None,
+    "schedule": "constant",
+    "lr_decay": 0.0,
+    "batch": 100,
+    "epochs": 100,
+}
+
 PRESETS: dict[str, Settings] = {
     # Vorontsov et al. 2017, sections 3.1 and 3.1.2: 128 tanh units, 120 epochs, batches of 50, RMSprop at 1e-4 and
     # geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite matrix. What the text leaves open is
@@ -111,6 +127,19 @@ PRESETS: dict[str, Settings] = {
         "soft_orthogonality_norm": "plain",
     },
     "oinit": {**_ORTHOGONAL, "lr": 1e-5, "sigma": 0.01, "init": "learned", "start": "learned"},
+    "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "lr": 1e-4, "alpha": 0.9},
+    "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot", "lr": 5e-4, "alpha": 0.9},
+    "report-exprnn": {**_REPORT, "model": "exprnn", "init": "cayley", "lr": 5e-4, "skew_lr": 5e-5, "alpha": 0.99},
+    "report-nnrnn": {
+        **_REPORT,
+        "model": "nnrnn",
+        "init": "cayley",
+        "lr": 2e-4,
+        "skew_lr": 2e-5,
+        "alpha": 0.99,
+        "modulus_penalty": 0.1,
+        "triangle_decay": 1e-4,
+    },
 }
 PRESET_HELP = {
     "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
@@ -118,6 +147,7 @@ PRESET_HELP = {
     "srnn": "the plain network of Manchev and Spratling, Table II",
     "open": "theirs with a penalty",
     "oinit": "theirs with every matrix made orthogonal before",
+    "report-rnn, -lstm, -exprnn, -nnrnn": "those of the nnRNN report of 2019, Table 2",
 }
 
 
@@ -136,7 +166,9 @@ class PixelModel(nn.Module):
         )
         start_recurrence(self.rnn, settings)
         with torch.no_grad():
-            self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
+            normal = settings["start"] == "glorot-normal"
+            drawn = torch.empty(self.readout.weight.shape)
+            self.readout.weight.copy_((nn.init.xavier_normal_ if normal else nn.init.xavier_uniform_)(drawn))
             if settings["start"] == "learned":
                 init.learned_(self.readout.weight)
             self.readout.get_parameter("bias").zero_()
@@ -270,6 +302,7 @@ examples:
   python -m orthokern.tasks.pixel_mnist --data mnist --nonlinearity oplu --margin 0
   python -m orthokern.tasks.pixel_mnist --data mnist --gain 1.05 --margin 0       (section 3.1.3)
   python -m orthokern.tasks.pixel_mnist --data mnist --preset paper-lstm
+  python -m orthokern.tasks.pixel_mnist --data mnist --preset report-nnrnn --hidden 128 --epochs 10
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
 --resume goes on).
@@ -305,7 +338,7 @@ def _parser() -> Parser:
     recurrent.add_sigma(group)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
     add_network_options(parser, DEFAULTS)
-    add_optimizer_options(parser, DEFAULTS, PRESET_HELP)
+    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
     return parser
 

@@ -15,7 +15,7 @@ from orthokern import init
 from orthokern.commandline import Settings, integer, real
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
-from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
 from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, penalty
@@ -37,15 +37,15 @@ __all__ = [
     "stream_seed",
 ]
 
-STARTS = ("torch", "small", "glorot", "learned")
+STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
 
 def start_help(default: str) -> str:
     """The help of --start."""
     return (
         "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
-        "glorot: Glorot-uniform, biases 0; learned: as --init learned, biases 0, and the readout where the task says "
-        f"so (default {default})"
+        "glorot, glorot-normal: Glorot's, uniform or normal, biases 0; learned: as --init learned, biases 0, and the "
+        f"readout where the task says so (default {default})"
     )
 
 
@@ -119,7 +119,8 @@ def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
     if settings["start"] == "small":
         weight.copy_(torch.empty(weight.shape).uniform_(-0.01, 0.01))
     else:
-        (init.learned_ if settings["start"] == "learned" else init.glorot_uniform_)(weight)
+        starts = {"learned": init.learned_, "glorot": init.glorot_uniform_, "glorot-normal": init.glorot_}
+        starts[settings["start"]](weight)
     for name, parameter in rnn.named_parameters():
         if name.startswith("bias"):
             parameter.zero_()
@@ -199,7 +200,7 @@ class RecurrentTask(Task):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
 
     def diagnose(self) -> dict[str, Any]:
-        if not isinstance(self.rnn, (RNN, FactorizedRNN)):
+        if not isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)):
             return {}
         return diagnose_recurrence(self.rnn) | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
@@ -230,6 +231,8 @@ class RecurrentTask(Task):
             plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
             plots.plot_angles(records, folder / "angles.png", title=title),
         ]
+        if self.settings["model"] == "nnrnn":
+            drawn.append(plots.plot_moduli(records, folder / "moduli.png", title=title))
         return [path for path in drawn if path is not None]
 
 
