@@ -6,7 +6,7 @@ data on every device. Readers check what they read: a file that is missing, dama
 
 from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
-from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation
+from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation, pixel_statistics
 from orthokern.data.music import Music, Rolls, RollWindow, RollWindows, load_music
 from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
 from orthokern.data.ptb_stream import PtbStream, load_ptb_stream, stream_rows
@@ -37,6 +37,7 @@ __all__ = [
     "load_ptb_stream",
     "load_words",
     "pixel_permutation",
+    "pixel_statistics",
     "read_sentences",
     "stream_rows",
 ]

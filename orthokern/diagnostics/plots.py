@@ -34,13 +34,16 @@ __all__ = [
     "Profiles",
     "compare_angles",
     "compare_curves",
+    "compare_dynamics",
     "compare_gradients",
     "compare_spectra",
     "compare_stability",
     "compare_states",
+    "iterations_over_lengths",
     "memory",
     "plot_angles",
     "plot_gradients",
+    "plot_layers",
     "plot_learning",
     "plot_losses",
     "plot_moduli",
@@ -636,6 +639,44 @@ def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "ei
     return _plot_heat_map(_angle_profiles(records, key), path, title, _ANGLE_BAR, _from_zero, "angle (radians)")
 
 
+def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None:
+    """What happens in the layers of a feedforward network: how far each weight matrix is from orthogonal, and the norm
+    of the gradient for it, a curve for each layer, over iterations.
+
+    Args:
+        records: with "orthogonality_by_layer" and "grad_norm_by_layer", from the input's layer to the readout's.
+        path, title: as `plot_learning`.
+
+    Returns, Raises:
+        As `plot_learning`; None if no record has them.
+    """
+    panels = (
+        ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
+        ("grad_norm_by_layer", "norm of the gradient for W"),
+    )
+    taken = [r for r in records if all(isinstance(r.get(key), list) and r[key] for key, _ in panels)]
+    if not taken:
+        return None
+    figure, axes = _figure(2, 1, (7.2, 6.0), title, sharex=True)
+    iterations = np.array([r["iteration"] for r in taken], dtype=float)
+    for axis, (key, label) in zip(axes[:, 0], panels, strict=True):
+        curves = np.array([r[key] for r in taken], dtype=float)  # [P, layers]
+        curves = np.where(curves > 0, curves, math.nan)  # zero has no place on a logarithmic axis
+        count = curves.shape[1]
+        for index in range(count):
+            at, values = thin_curve(iterations, curves[:, index])
+            name = "input" if index == 0 else "readout" if index == count - 1 else None
+            shade = 0.15 + 0.7 * index / max(1, count - 1)
+            colour = _BLUE if index == 0 else _ORANGE if index == count - 1 else str(shade)
+            axis.plot(at, values, color=colour, linewidth=1.2 if name else 0.8, label=name)
+        if np.isfinite(curves).any():
+            axis.set_yscale("log")
+        axis.set_ylabel(label, fontsize=9)
+    axes[0, 0].legend(loc="best", fontsize=8, title="hidden in grey, darker is nearer to the input", title_fontsize=7)
+    axes[1, 0].set_xlabel("iteration")
+    return save(figure, path)
+
+
 def _plot_heat_map(
     found: Profiles | None,
     path: Path,
@@ -792,6 +833,84 @@ def compare_stability(
     figure, axes = _panels([panel.title for panel in panels], title, sharey=True)
     for axis, panel in zip(axes, panels, strict=True):
         _draw_stability(axis, panel.found, panel.x)
+    return figure
+
+
+_DYNAMICS = (
+    ("spectral_radius", "spectral radius of W", False),
+    ("orthogonality_error_of_w", "‖W Wᵀ − I‖", True),
+    ("recurrent_grad_norm", "norm of the gradient for W", True),
+    ("held_out_accuracy", "held-out accuracy (%)", False),
+)
+
+
+def compare_dynamics(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, title: str = ""
+) -> "Figure | None":
+    """How plain recurrent matrices become orthogonal, and what that does to gradient and accuracy, over the sequences
+    seen: Figure 3b of Manchev and Spratling.
+
+    Args:
+        runs: those are drawn whose records have "spectral_radius", "orthogonality_error_of_w" and
+            "recurrent_grad_norm", as those of a plain network have.
+        legend, title: as `compare_curves`.
+
+    Returns, Raises:
+        As `compare_curves`, with four panels.
+    """
+    drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
+    if not drawn:
+        return None
+    texts = _legend(drawn, {"": drawn}, None, legend)
+    figure, axes = _panels([label for _, label, _ in _DYNAMICS], title)
+    for axis, (key, _, logarithmic) in zip(axes, _DYNAMICS, strict=True):
+        for index, run in enumerate(drawn):
+            at, values = thin_curve(*run.series(key))
+            per_iteration = (number_at(run.settings, "batch") or 1.0) * (number_at(run.settings, "accumulate") or 1.0)
+            axis.plot(
+                at * per_iteration,
+                100 * values if "accuracy" in key else values,
+                color=_COLOURS[index % len(_COLOURS)],
+                linewidth=1.2,
+                marker="o" if len(at) <= 50 else None,
+                markersize=3,
+                label=texts[id(run)],
+            )
+        if logarithmic:
+            axis.set_yscale("log")
+        axis.set_xlabel("sequences seen")
+    axes[0].legend(loc="best", fontsize=8)
+    return figure
+
+
+def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]], title: str = "") -> "Figure | None":
+    """How many iterations networks took to solve a problem, over the length of its sequences.
+
+    Args:
+        panels: problem -> network -> T -> iterations; one panel for each problem. Networks have the same colour in all.
+        title: the figure's title.
+
+    Returns:
+        The figure; None if nothing was solved.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    drawn = {problem: networks for problem, networks in panels.items() if any(networks.values())}
+    if not drawn:
+        return None
+    names = list(dict.fromkeys(name for networks in panels.values() for name in networks))
+    figure, axes = _panels(list(drawn), title)
+    for axis, networks in zip(axes, drawn.values(), strict=True):
+        for name, solved in networks.items():
+            lengths = sorted(solved)
+            colour = _COLOURS[names.index(name) % len(_COLOURS)]
+            counts = [solved[T] for T in lengths]
+            axis.plot(lengths, counts, color=colour, linewidth=1.2, marker="o", markersize=3, label=name)
+        axis.set_yscale("log")
+        axis.set_xlabel("T")
+    axes[0].set_ylabel("iterations until solved")
+    axes[0].legend(loc="best", fontsize=8)
     return figure
 
 

@@ -14,7 +14,7 @@ from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
-PAPERS = (vorontsov, nnrnn, kanai)
+PAPERS = (vorontsov, oinit, nnrnn, kanai)
 EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
 STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES, *kanai.STUDIES)}
 
@@ -41,6 +41,7 @@ examples:
   python -m orthokern.reproduce table1 --data data --epochs 20     20 epochs instead of the paper's 120
   python -m orthokern.reproduce table2 --data data --only margin-0.1 --jobs 1
   python -m orthokern.reproduce figure1 --report                   draw what is there, train nothing
+  python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
 Written to --out: a folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged, 130 interrupted (the runs are
@@ -127,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         failed: dict[str, str] = {}
         try:
             if not given.get("report"):
-                failed = train_all(experiment, plan, runs, sys.stdout)
+                failed = train_all(plan, runs, sys.stdout)
         finally:
             files = report(experiment, plan)
         print(files[0].read_text())

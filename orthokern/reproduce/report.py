@@ -192,6 +192,8 @@ def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> P
         figure = plots.compare_gradients(records, legend=experiment.legend, title=experiment.title)
     elif experiment.figure == "stability":
         figure = plots.compare_stability(records, legend=experiment.legend, title=experiment.title)
+    elif experiment.figure == "dynamics":
+        figure = plots.compare_dynamics(records, legend=experiment.legend, title=experiment.title)
     elif experiment.figure == "spectrum":
         figure = plots.compare_spectra(records, legend=experiment.legend, title=experiment.title)
     else:
