@@ -321,7 +321,6 @@ def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]])
     for key, value in ends[0]["model"].items():
         assert torch.equal(value, ends[1]["model"][key])
     assert torch.equal(ends[0]["task_state"]["state"], ends[1]["task_state"]["state"])
-    assert result(whole)["test"] == result(parts)["test"]
 
 
 # ---- bad input -----------------------------------------------------------------------------------
