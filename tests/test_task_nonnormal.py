@@ -296,15 +296,22 @@ def test_a_stream_in_several_processes_is_refused(ptb: Path, monkeypatch: pytest
         char_lm.CharStream(settings_of("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"]))
 
 
-def test_a_base_that_is_not_orthogonal_is_refused_at_a_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "factor", "message"),
+    [
+        ("base_l0", 1.01, "rnn.base_l0 is not orthogonal: |B^T B - I| is 0.02"),
+        ("gamma_l0", math.inf, "gamma_l0 holds 4 NaN or infinite values of 4; accepted: finite moduli"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    name: str, factor: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     assert run("adding", *SMALL["adding"], "--model", "nnrnn", *QUIET, "--out", folder) == 0
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    checkpoint["model"]["rnn.base_l0"] *= 1.01
+    checkpoint["model"][f"rnn.{name}"] *= factor
     torch.save(checkpoint, folder / "checkpoint.pt")
     capsys.readouterr()
     assert run("adding", "--resume", folder, "--iterations", 15) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "rnn.base_l0 is not orthogonal: |B^T B - I| is 0.02" in error
+    assert error.count("\n") == 1 and message in error, error
