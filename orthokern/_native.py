@@ -489,10 +489,9 @@ def _large_readout(
     chunk = max(64, _LOGITS // (classes * weight.element_size()))
     chunk = -(-rows // -(-rows // chunk))  # all about alike
     loss = torch.zeros((), dtype=torch.float64)
-    empty = hidden.new_empty(0)
-    grad_hidden = torch.empty_like(hidden) if need_grad else empty
-    grad_weight = torch.empty_like(weight) if need_grad else empty
-    grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else empty
+    grad_hidden = torch.empty_like(hidden) if need_grad else hidden.new_empty(0)
+    grad_weight = torch.empty_like(weight) if need_grad else hidden.new_empty(0)
+    grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else hidden.new_empty(0)
     for begin in range(0, rows, chunk):
         h, t = hidden[begin : begin + chunk], target[begin : begin + chunk, None]
         logits = h @ weight.mT if bias is None else torch.addmm(bias, h, weight.mT)
