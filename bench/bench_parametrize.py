@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from orthokern import parametrize
 
 SIZES = [{"N": 128, "K": 128}, {"N": 512, "K": 512}]
-THIN = [{"N": 4096, "K": 32}]
+THIN = [{"N": 1024, "K": 32}]
 QUICK = [{"N": 33, "K": 33}]
 QUICK_THIN = [{"N": 60, "K": 5}]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +17,20 @@ import pytest
 import torch
 
 from orthokern.reproduce import __main__ as command
-from orthokern.reproduce import oinit, runner, vorontsov
+from orthokern.reproduce import kanai, oinit, runner, vorontsov
 from orthokern.reproduce.search import Search
 from orthokern.reproduce.spec import Experiment, Measure, Run
-from orthokern.tasks import adding, char_lm, copy, deep_mnist, pixel_mnist, random_permutation, temporal_order
+from orthokern.tasks import (
+    adding,
+    char_lm,
+    copy,
+    deep_mnist,
+    music,
+    pixel_mnist,
+    random_permutation,
+    temporal_order,
+    word_lm,
+)
 from orthokern.training import read_metrics
 
 MODULES = {
@@ -27,11 +38,13 @@ MODULES = {
     "adding": adding,
     "pixel_mnist": pixel_mnist,
     "char_lm": char_lm,
+    "music": music,
+    "word_lm": word_lm,
     "deep_mnist": deep_mnist,
     "temporal_order": temporal_order,
     "random_permutation": random_permutation,
 }
-ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS)
+ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *kanai.EXPERIMENTS)
 ACCURACY = Measure("accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("loss", "best_loss", digits=3, higher_is_better=False)
 
@@ -136,6 +149,28 @@ def test_the_steps_of_learned_orthogonality(tmp_path: Path, capsys: pytest.Captu
     assert plain["N(0, 0.1)", 200] == plain["N(0, 0.1)", 400] == 0 and plain["Glorot-uniform", 400] == 100
     assert reproduce("oinit-steps", "--epochs", 3, "--out", tmp_path) == 2
     assert capsys.readouterr().err == "error: --epochs: oinit-steps does not take it\n"
+
+
+def test_the_cost_of_the_constraint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Table 3 of Kanai et al.: measured in one run, the two ways to project agree, and the numbers follow."""
+    (tmp_path / "ptb").mkdir()
+    draw = random.Random(0)
+    for part, count in (("train", 400), ("valid", 10), ("test", 10)):
+        lines = [" ".join(draw.choices("abcdefgh", k=9)) for _ in range(count)]
+        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    assert reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 12, "--out", tmp_path) == 0
+    assert (tmp_path / "quick" / "gru-table3.md").read_text() in capsys.readouterr().out
+    found = json.loads((tmp_path / "quick" / "gru-table3.json").read_text())
+    assert found["counts"]["steps"] == 12 and found["largest_difference"] < 1e-5
+    rows = {row["method"]: row for row in found["rows"]}
+    for row in rows.values():
+        assert row["ms_per_iteration"] > 0
+        assert row["percent_of_iteration"] == pytest.approx(100 * row["ms_per_iteration"] / found["iteration_ms"])
+    assert rows["naive SVD"]["published_seconds"] == 5.02e4
+    assert reproduce("gru-table3", "--epochs", 3, "--out", tmp_path) == 2
+    assert capsys.readouterr().err == "error: --epochs: gru-table3 does not take it\n"
+    assert reproduce("gru-table3", "--data", tmp_path / "no", "--out", tmp_path) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> dict[str, Any]:

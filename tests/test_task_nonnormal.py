@@ -201,7 +201,7 @@ def test_the_stream_of_characters(ptb: Path, tmp_path: Path) -> None:
     assert len(set(STREAM_ALPHABET)) == 50
     rows = stream_rows(torch.arange(11), 3)
     assert rows.tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    with pytest.raises(InputError, match="7 characters in 4 rows"):
+    with pytest.raises(InputError, match="7 tokens in 4 rows"):
         stream_rows(torch.arange(7), 4)
 
 
@@ -276,7 +276,7 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
         ("adding", "--T 10 --model exprn", "did you mean 'exprnn'"),
         ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: of sentences, and --bptt reads none"),
         ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),
-        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "characters in 3000 rows: a row needs 2 at least"),
+        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "tokens in 3000 rows: a row needs 2 at least"),
     ],
 )  # fmt: skip
 def test_bad_input(
@@ -296,15 +296,22 @@ def test_a_stream_in_several_processes_is_refused(ptb: Path, monkeypatch: pytest
         char_lm.CharStream(settings_of("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"]))
 
 
-def test_a_base_that_is_not_orthogonal_is_refused_at_a_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "factor", "message"),
+    [
+        ("base_l0", 1.01, "rnn.base_l0 is not orthogonal: |B^T B - I| is 0.02"),
+        ("gamma_l0", math.inf, "gamma_l0 holds 4 NaN or infinite values of 4; accepted: finite moduli"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    name: str, factor: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     assert run("adding", *SMALL["adding"], "--model", "nnrnn", *QUIET, "--out", folder) == 0
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    checkpoint["model"]["rnn.base_l0"] *= 1.01
+    checkpoint["model"][f"rnn.{name}"] *= factor
     torch.save(checkpoint, folder / "checkpoint.pt")
     capsys.readouterr()
     assert run("adding", "--resume", folder, "--iterations", 15) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "rnn.base_l0 is not orthogonal: |B^T B - I| is 0.02" in error
+    assert error.count("\n") == 1 and message in error, error

@@ -74,5 +74,5 @@ def stream_rows(tokens: Tensor, rows: int) -> Tensor:
     integer("rows", rows)
     length = len(tokens) // rows
     if length < 2:
-        raise InputError(f"{len(tokens)} characters in {rows} rows: a row needs 2 at least; choose a smaller batch")
+        raise InputError(f"{len(tokens)} tokens in {rows} rows: a row needs 2 at least; choose a smaller batch")
     return tokens[: length * rows].view(rows, length).T.contiguous()

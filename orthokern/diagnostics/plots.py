@@ -37,6 +37,7 @@ __all__ = [
     "compare_dynamics",
     "compare_gradients",
     "compare_spectra",
+    "compare_stability",
     "compare_states",
     "iterations_over_lengths",
     "memory",
@@ -44,8 +45,10 @@ __all__ = [
     "plot_gradients",
     "plot_layers",
     "plot_learning",
+    "plot_losses",
     "plot_moduli",
     "plot_spectrum",
+    "plot_stability",
     "plot_states",
     "profiles",
     "save",
@@ -311,6 +314,40 @@ def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Absc
     axis.set_ylabel("singular value (no unit)")
 
 
+@dataclass(frozen=True)
+class _Stability:
+    """Norms of the gradient, divided by the largest, and by layer the spectral radius of the Jacobian at rest."""
+
+    norms: tuple[np.ndarray, np.ndarray]  # iterations [P], values [P]
+    radii: dict[str, tuple[np.ndarray, np.ndarray]]  # field -> the same
+
+
+def _stability(records: Records) -> _Stability | None:
+    records = list(records)
+    fields = list(dict.fromkeys(key for r in records for key in r if key.startswith("jacobian_radius")))
+    radii = {field: thin_curve(*series(records, field)) for field in fields}
+    radii = {field: curve for field, curve in radii.items() if len(curve[0])}
+    at, norms = series(records, "grad_norm")
+    if not radii or not len(at):
+        return None
+    # Not thinned: an explosion is one iteration.
+    return _Stability((at, norms / norms.max() if norms.max() > 0 else norms), radii)
+
+
+def _draw_stability(axis: "Axes", found: _Stability, x: _Abscissa) -> None:
+    at, norms = found.norms
+    axis.plot(at / x.per, norms, color=_GREY, linewidth=0.8, label="‖gradient‖ / its maximum")
+    for (field, (at, radius)), colour in zip(found.radii.items(), _COLOURS, strict=False):
+        layer = field.removeprefix("jacobian_radius").removeprefix("_l")
+        name = "spectral radius of J" + (f", layer {layer or 0}" if len(found.radii) > 1 else "")
+        axis.plot(at / x.per, radius, color=colour, linewidth=1.4, label=name)
+    axis.axhline(1.0, color=_RED, linestyle="--", linewidth=1.0)
+    axis.set_ylim(bottom=0.0)
+    axis.set_xlabel(x.label)
+    axis.set_ylabel("no unit")
+    axis.legend(loc="best", fontsize=8)
+
+
 def _draw_heat_map(axis: "Axes", found: Profiles, x: _Abscissa, low: float, high: float, ylabel: str = "") -> Any:
     """The picture, for a colour bar."""
     axis.grid(False)
@@ -448,6 +485,60 @@ def plot_learning(
         bottom.set_ylabel("accuracy (%)")
         bottom.legend(loc="best", fontsize=8)
     axes[-1, 0].set_xlabel("iteration")
+    return save(figure, path)
+
+
+def plot_losses(records: Records, path: Path, *, label: str, title: str = "") -> Path | None:
+    """The mean loss of the training batches and that on held-out data, over iterations.
+
+    Args:
+        records: with "iteration" and "nll"; "held_out_loss" and "held_out_initial_loss" in the same unit where known.
+        path: PNG to write.
+        label: the unit.
+        title: the figure's title.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    records = list(records)
+    at, values = thin_curve(*series(records, "nll"))
+    if not len(at):
+        return None
+    figure, axes = _figure(1, 1, (7.2, 3.8), title)
+    axis = axes[0, 0]
+    axis.plot(at, values, color=_BLUE, linewidth=1.0, label="training batch")
+    at, values = thin_curve(*series(records, "held_out_loss"))
+    if len(at):
+        axis.plot(at, values, color=_ORANGE, linewidth=1.4, marker="o", markersize=3, label="validation")
+    initial = series(records, "held_out_initial_loss")[1]
+    if len(initial):
+        axis.axhline(initial[0], color=_GREY, linestyle="--", linewidth=1.0, label="validation, untrained")
+    axis.set_xlabel("iteration")
+    axis.set_ylabel(label)
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
+def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | None:
+    """The gradient's norm and the spectral radius of a GRU's Jacobian at rest over iterations (Kanai et al. 2017,
+    Figure 1).
+
+    Args:
+        records: with "grad_norm", and "jacobian_radius" ("jacobian_radius_l1", ... for upper layers) where taken.
+        path: PNG to write.
+        title: the figure's title.
+
+    Returns:
+        `path`, or None if no record has a spectral radius.
+
+    Raises:
+        As `plot_learning`.
+    """
+    found = _stability(records)
+    if found is None:
+        return None
+    figure, axes = _figure(1, 1, (7.2, 3.8), title)
+    _draw_stability(axes[0, 0], found, _Abscissa("iteration"))
     return save(figure, path)
 
 
@@ -726,6 +817,23 @@ def compare_gradients(
     key = _GRADIENT_FIELDS[last]
     found = _per_run(runs, legend, x, lambda run: _normalized(profiles(run.records, key, run.profile_length(key))))
     return _heat_maps(found, title, _GRADIENT_BAR + (", L of the last step" if last else ""), _below_one)
+
+
+def compare_stability(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
+) -> "Figure | None":
+    """As `plot_stability`, a panel for each run.
+
+    Args, Returns, Raises:
+        As `compare_curves`, with one panel per run.
+    """
+    panels = _per_run(runs, legend, x, lambda run: _stability(run.records))
+    if not panels:
+        return None
+    figure, axes = _panels([panel.title for panel in panels], title, sharey=True)
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_stability(axis, panel.found, panel.x)
+    return figure
 
 
 _DYNAMICS = (

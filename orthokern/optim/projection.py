@@ -19,21 +19,21 @@ __all__ = ["SpectralNormProjection"]
 THRESHOLDS = ("2-delta", "2")
 # Up to this many columns a full SVD costs less than what avoids it.
 _SMALL = 96
-_BLOCK = 8
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
-_MOST_BLOCKS = 12
-_RESTART = 3  # blocks: a Krylov space holds no more copies of an eigenvalue than its start has columns
 # A certificate's directions: all singular values above this part of the threshold, within limits.
 _WATCHED = 0.9
 _FEWEST = 16
-_MOST_EXPANSIONS = 16
+_BLOCK = 8
+_MOST_EXPANSIONS = 4
+# How far a level is proved from what rounding could hide in a float32 Gram matrix and its Cholesky factorisation.
+_MARGIN = 1e-2
 
 
 @dataclass
 class _Certificate:
-    """What is proved of one constrained matrix, as a tall matrix of float64: ||W_0 (I - V V^T)||_2 <= level.
+    """What is proved of one constrained matrix, taken tall: ||W_0 (I - V V^T)||_2 <= level.
 
-    anchor: W_0 [M, K] in the matrix's dtype. v: V [K, k] orthonormal. image: W_0 V [M, k].
+    anchor: W_0 [M, K]. v: V [K, k] orthonormal. image: W_0 V [M, k]. All in the matrix's dtype.
     """
 
     anchor: Tensor
@@ -43,11 +43,12 @@ class _Certificate:
 
     def complement(self, w: Tensor, image: Tensor) -> float:
         """A bound of ||W (I - V V^T)||_2 for another W [M, K] and its W V: the level and what changed outside of V."""
-        change = w - self.anchor
-        inside = image - self.image
-        outside = float(change.square().sum() - inside.square().sum())
-        rounding = _ROUNDING * float(self.anchor.square().sum())  # of the difference of two sums
-        return self.level + math.sqrt(max(outside, 0.0) + rounding)
+        change, inside, whole = (
+            float(torch.linalg.vector_norm(x, dtype=torch.float64))
+            for x in (w - self.anchor, image - self.image, self.anchor)
+        )
+        rounding = 8 * torch.finfo(w.dtype).eps * whole
+        return self.level + math.sqrt(max(change**2 - inside**2, 0.0) + rounding * (change + inside + rounding))
 
 
 class SpectralNormProjection:
@@ -60,7 +61,7 @@ class SpectralNormProjection:
     Note [Work]
         With W_0 the matrix at its last check and b a proved bound of sigma_1(W_0), lemma 6 (Weyl's inequality) gives
         sigma_1(W) <= c = b + ||W - W_0||_F, whatever optimizer made the change. While c is at most the threshold,
-        nothing is done: two passes over W. Otherwise, in float64:
+        nothing is done: two passes over W. Otherwise:
 
         1. A certificate says of an older W_0: ||W_0 (I - V V^T)||_2 <= l, V [K, k] orthonormal, a few dozen columns. So
            ||W (I - V V^T)||_2 <= m = l + ||(W - W_0) (I - V V^T)||_F: outside of V nothing is above the threshold t
@@ -69,12 +70,13 @@ class SpectralNormProjection:
         2. Proof that nothing was missed: after that, G' is diag(theta'_i) on V, at most m^2 outside, and the r_i couple
            the two. Its eigenvalues are at most t'^2, t' = t (1 + rounding), if that of R^T R is at most t'^2 - m^2,
            R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice.
-        3. Where that fails, V no longer covers W: a new certificate. c^2 I - G is positive definite by lemma 6; its
-           Cholesky factor drives a block Krylov iteration with the inverse, which finds V; the Cholesky factorisation
-           of l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds.
+        3. Where that fails, V no longer covers W: a new certificate. A power step with G turns V towards W's, subspace
+           iteration outside of V finds what it lacks, and the Cholesky factorisation of
+           l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds.
 
         If that fails too, for the first check, and for matrices with at most 96 columns or rows, a full SVD takes over;
-        it leaves a certificate as well.
+        it leaves a certificate as well. Bounds and what is taken out are float64; directions are searched for in the
+        matrix's dtype.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
@@ -193,15 +195,14 @@ class SpectralNormProjection:
         """One matrix, of which only `bound` is known of its largest singular value."""
         matrix = self.matrices[index]
         flat = matrix.shape[0] < matrix.shape[1]
-        w = (matrix.mT if flat else matrix).double()  # [M, K], M >= K
+        w = (matrix.mT if flat else matrix).contiguous()  # [M, K], M >= K
         rounding = max(2 * torch.finfo(matrix.dtype).eps, _ROUNDING)
         result: tuple[Tensor | None, float] | None = None
-        if w.shape[1] > _SMALL:
-            certificate = self._certificates[index]
-            if certificate is not None:
-                result = self._within(w, certificate, rounding)
+        certificate = self._certificates[index]
+        if certificate is not None:
+            result = self._within(w, certificate, rounding)
             if result is None and math.isfinite(bound):
-                certificate = self._certify(w, bound)
+                certificate = self._certify(w, certificate.v)
                 if certificate is not None:
                     self.counts["certificates"] += 1
                     self._certificates[index] = certificate
@@ -218,14 +219,13 @@ class SpectralNormProjection:
 
     def _by_svd(self, w: Tensor) -> tuple[tuple[Tensor | None, float], _Certificate | None]:
         """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
-        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+        u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
         K = len(s)
         certificate = None
         if K > _SMALL:
             watched = min(max(int((s > _WATCHED * self.trigger).sum()), _FEWEST), K // 4)
-            image = u[:, :watched] * s[:watched]
-            level = float(s[watched]) * (1 + _ROUNDING)
-            certificate = _Certificate(w.clone(), vh[:watched].mT.contiguous(), image, level)
+            v = vh[:watched].mT.contiguous().to(w.dtype)
+            certificate = _Certificate(w.clone(), v, w @ v, float(s[watched]) * (1 + 1e-6))
         count = int((s > self.trigger).sum())
         if count == 0:
             return (None, float(s[0])), certificate
@@ -240,14 +240,15 @@ class SpectralNormProjection:
         top = self.trigger**2
         above = top * (1 + rounding)
         bound = top * (1 + 4 * rounding)
-        if outside >= top * (1 - 1e-3):
+        if outside >= top * (1 - _MARGIN):
             return None
         gram_basis = w.mT @ image  # G V [K, k]
         for _ in range(_MOST_EXPANSIONS + 1):
-            theta, y = torch.linalg.eigh(image.mT @ image)  # ascending
-            vectors, images = basis @ y, image @ y
-            residuals = gram_basis @ y - vectors * theta
-            products = residuals.mT @ residuals
+            theta, y = torch.linalg.eigh((image.mT @ image).double())  # ascending
+            rotation = y.to(w.dtype)
+            vectors = basis @ rotation
+            residuals = gram_basis @ rotation - vectors * theta.to(w.dtype)
+            products = (residuals.mT @ residuals).double()
             size = products.diagonal().clamp_min(0)
             large = theta > above
             left = torch.where(large, self.limit**2, theta)
@@ -262,13 +263,15 @@ class SpectralNormProjection:
                 largest = math.sqrt(min(bound, max(float(left.max()), outside) + float(size.sum().sqrt())))
                 if not bool(large.any()):
                     return None, largest
-                taken = images[:, large] * (1 - self.limit / sigma[large])
-                return w - taken @ vectors[:, large].mT, largest
+                return self._without(w.double(), vectors[:, large].double()), largest
             share = coupling.diagonal()
             grown = inexact | (share >= max(float(share.sort().values[-_BLOCK]), (bound - outside) / 100))
-            if not bool(grown.any()) or basis.shape[1] + int(grown.sum()) > w.shape[1] - _BLOCK:
+            others = torch.linalg.eigvalsh(coupling[~grown][:, ~grown])
+            hopeless = len(others) and float(others[-1]) > bound - outside  # whatever becomes of those that grow
+            if hopeless or not bool(grown.any()) or basis.shape[1] + int(grown.sum()) > w.shape[1] - _BLOCK:
                 return None
-            more = residuals[:, grown] / size[grown].sqrt()
+            shift = theta[grown].clamp_min((top + outside) / 2).to(w.dtype)
+            more = _solve_outside(w, basis, shift, residuals[:, grown])
             for _ in range(2):
                 more = torch.linalg.qr(more - basis @ (basis.mT @ more))[0]
             more_image = w @ more
@@ -276,64 +279,63 @@ class SpectralNormProjection:
             gram_basis = torch.cat([gram_basis, w.mT @ more_image], 1)
         return None
 
-    def _certify(self, w: Tensor, bound: float) -> _Certificate | None:
-        """Step 3 of Note [Work] for w [M, K] with sigma_1 at most `bound`; None without convergence or proof."""
+    def _without(self, w: Tensor, v: Tensor) -> Tensor:
+        """w [M, K] with the singular values of the directions in span v [K, s], all too large, at the limit."""
+        v = torch.linalg.qr(v)[0]
+        u, sigma, vh = torch.linalg.svd(w @ v, full_matrices=False)
+        return w - (u * (sigma - self.limit)) @ vh @ v.mT
+
+    def _certify(self, w: Tensor, v: Tensor) -> _Certificate | None:
+        """Step 3 of Note [Work] for w [M, K], from directions v [K, k] of an older one; None without proof."""
+        K = w.shape[1]
         gram = w.mT @ w
-        eye = torch.eye(len(gram), dtype=w.dtype, device=w.device)
-        factor, info = torch.linalg.cholesky_ex(bound**2 * (1 + 1e-9) * eye - gram)
-        if int(info):
-            return None
-        v = _leading_vectors(gram, factor, (_WATCHED * self.trigger) ** 2)
-        product = gram @ v
-        outer = v @ (product - v @ (v.mT @ product) / 2).mT
-        rest = gram - outer - outer.mT  # (I - V V^T) G (I - V V^T)
-        highest = (1 - 1e-2) * self.trigger**2
-        for level in (_largest_eigenvalue(rest) * (1 + 1e-2), highest):
-            if level <= highest and not int(torch.linalg.cholesky_ex(level * (1 - 1e-9) * eye - rest)[1]):
-                return _Certificate(w.clone(), v, w @ v, math.sqrt(level))
+        v = torch.linalg.qr(gram @ v)[0]
+        eye = torch.eye(K, dtype=w.dtype, device=w.device)
+        highest = (1 - 2 * _MARGIN) * self.trigger**2
+        while v.shape[1] <= K // 4:
+            product = gram @ v
+            outer = v @ (product - v @ (v.mT @ product) / 2).mT
+            rest = gram - outer - outer.mT  # (I - V V^T) G (I - V V^T)
+            block, largest = _leading_block(rest)
+            for level in (largest * (1 + 2 * _MARGIN), largest * (1 + 6 * _MARGIN)):
+                if level <= highest and not int(torch.linalg.cholesky_ex(level * eye - rest)[1]):
+                    return _Certificate(w.clone(), v, w @ v, math.sqrt(level * (1 + _MARGIN)))
+            v = torch.linalg.qr(torch.cat([v, block], 1))[0]
         return None
 
 
-def _leading_vectors(gram: Tensor, factor: Tensor, level: float) -> Tensor:
-    """About the leading eigenvectors of a Gram matrix, by Krylov blocks of the inverse that a factor stands for.
+def _solve_outside(w: Tensor, basis: Tensor, shift: Tensor, residuals: Tensor) -> Tensor:
+    """About (shift_i I - P G P)^-1 r_i for every column, P = I - V V^T, by conjugate gradients.
+
+    Where a residual r_i of G = W^T W lies outside of V, this is what V lacks of an eigenvector (to first order).
 
     Args:
-        gram: G [K, K]. factor: Cholesky's of c I - G, with c above all eigenvalues.
-        level: the space of the eigenvalues above is wanted.
-
-    Returns:
-        v [K, k], orthonormal.
+        w: [M, K]. basis: V [K, k]. shift: [s], above all eigenvalues of P G P. residuals: [K, s].
     """
-    K = len(gram)
-    basis, images = gram.new_empty(K, 0), gram.new_empty(K, 0)
-    block, y, seen = basis, basis, -1
-    for count in range(min(_MOST_BLOCKS, (K // _BLOCK - 1) // _RESTART * _RESTART)):
-        block = _start(gram, count) if count % _RESTART == 0 else block
-        block = torch.cholesky_solve(block, factor)
-        for _ in range(2):
-            block = torch.linalg.qr(block - basis @ (basis.mT @ block))[0]
-        basis, images = torch.cat([basis, block], 1), torch.cat([images, gram @ block], 1)
-        if count % _RESTART == _RESTART - 1:
-            theta, y = torch.linalg.eigh(basis.mT @ images)
-            found = int((theta > level).sum())
-            if found == seen:  # a new start brought nothing new
-                break
-            seen = found
-    return basis @ y[:, -max(seen + _FEWEST, K // 8) :]
+    # what rounding left inside of V would stay, and turn every direction
+    residuals = residuals - basis @ (basis.mT @ residuals)
+    x, p, r = torch.zeros_like(residuals), residuals, residuals
+    square = start = (r * r).sum(0)
+    for _ in range(12):
+        image = p * shift - w.mT @ (w @ p)
+        image = image - basis @ (basis.mT @ image)
+        step = square / (p * image).sum(0)
+        x, r = x + step * p, r - step * image
+        square, before = (r * r).sum(0), square
+        if bool((square <= 1e-5 * start).all()):
+            break
+        p = r + (square / before) * p
+    return x
 
 
-def _largest_eigenvalue(gram: Tensor) -> float:
-    """About it, from below: by subspace iteration of a positive semi-definite matrix [K, K]."""
-    block = _start(gram, _MOST_BLOCKS)
-    for _ in range(10):
+def _leading_block(gram: Tensor) -> tuple[Tensor, float]:
+    """About the eigenvectors [K, 8] of the largest eigenvalues of a positive semi-definite matrix [K, K], and the
+    largest, by subspace iteration."""
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(len(gram), _BLOCK, dtype=gram.dtype, generator=generator).to(gram.device)
+    for _ in range(8):
         block = gram @ torch.linalg.qr(block)[0]
-    return float(torch.linalg.matrix_norm(block, 2))
-
-
-def _start(gram: Tensor, seed: int) -> Tensor:
-    """[K, 8], the same for every matrix of a size."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(len(gram), _BLOCK, dtype=gram.dtype, generator=generator).to(gram.device)
+    return block, float(torch.linalg.matrix_norm(block, 2))
 
 
 def _of_module(module: nn.Module, inputs: str) -> list[Any]:

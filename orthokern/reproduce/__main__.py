@@ -8,16 +8,15 @@ from pathlib import Path
 
 from orthokern.commandline import Parser, Settings, device, integer
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce import nnrnn, oinit, vorontsov
+from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
-EXPERIMENTS = {
-    experiment.name: experiment for experiment in (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *nnrnn.EXPERIMENTS)
-}
-STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES)}
+PAPERS = (vorontsov, oinit, nnrnn, kanai)
+EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
+STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES, *kanai.STUDIES)}
 
 DESCRIPTION = """\
 Train what a table or figure of a paper needs, and set our numbers beside the published ones.
@@ -55,7 +54,7 @@ def _parser() -> Parser:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
     parser.add_argument("--quick", action="store_true", help="scaled down: minutes on two cores, the same trend")
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb (default data)"
+        "--data", type=Path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb, music (default data)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where runs and tables go (default runs/reproduce)")
     parser.add_argument("--only", metavar="TEXT", help="train only the runs that have TEXT in their names")

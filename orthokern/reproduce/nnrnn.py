@@ -194,8 +194,8 @@ Theta has {UNITS} units: d on the diagonal, alpha just below it, beta further do
 noise of variance 1 at all of them. J_tot is the sum of the Fisher memory curve, exact beyond the steps that are drawn.
 With d = 0.2 the covariance has a condition of up to 1e26, beyond a solve in float64, by which the published numbers are
 off in the second digit: sums in 400 bits give 11.939 for the first of them and 20.837 for the third, as here. In the
-figure, (a) is Theta; (b) the norm of the state after one input, mean and standard deviation over {INPUTS} states drawn
-uniformly from [0, 1) in every unit, with d = 0; (c) the memory curves J(k)."""
+figure, (a) is the form of Theta, with 12 units; (b) the norm of the state from h_0 on, mean and standard deviation over
+{INPUTS} of them, uniform in [0, 1) in every unit, with d = 0; (c) the memory curves J(k)."""
 
 
 def chain(alpha: float, beta: float, d: float, n: int = UNITS) -> tuple[Tensor, Tensor]:
