@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_lengths, dense, given, no_second_derivative
+from orthokern.ops._common import NO_CUDA, apart, check_lengths, dense, given, no_second_derivative
 
 VARIANTS = ("kanai", "torch")
 FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
@@ -18,7 +18,13 @@ FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Suppo
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": NO_TRITON,
+    "triton": Support(
+        devices=("cuda",),
+        dtypes=(torch.float64, torch.float32),
+        limits={"N": 512},
+        features=FEATURES,
+        capability=(8, 0),
+    ),
     "cuda": NO_CUDA,
 }
 dispatch.register("gru_scan", SUPPORT)
