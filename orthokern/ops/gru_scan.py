@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
-from orthokern.ops._common import NO_CUDA, apart, check_lengths, dense, given, no_second_derivative
+from orthokern.ops._common import apart, check_lengths, dense, given, no_second_derivative
 
 VARIANTS = ("kanai", "torch")
 FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
@@ -25,7 +25,7 @@ SUPPORT = {
         features=FEATURES,
         capability=(8, 0),
     ),
-    "cuda": NO_CUDA,
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float32,), features=FEATURES, capability=(8, 0)),
 }
 dispatch.register("gru_scan", SUPPORT)
 
