@@ -35,6 +35,7 @@ __all__ = [
     "initialize_",
     "learned_",
     "learned_orthogonal_",
+    "normal_",
     "skew_generator_",
 ]
 
@@ -178,18 +179,33 @@ def glorot_uniform_(t: Tensor, generator: torch.Generator | None = None) -> Tens
 
 
 @torch.no_grad()
-def learned_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t [..., N, K] with matrices that start Glorot-uniform and are then made orthogonal by `learned_orthogonal_`
-    (Manchev and Spratling, "OINIT": section II-A, and the start of section III-A).
+def normal_(t: Tensor, std: float, generator: torch.Generator | None = None) -> Tensor:
+    """Fill t [..., N, K] with independent normals of mean 0 and standard deviation `std`.
 
-    The descent is run in float64 and as far as rounding lets it, beyond the paper's 1e-6 by some twenty steps, so that
-    the result is as orthonormal as its dtype can be. Raises InputError for a tensor that is not a floating point
-    [..., N, K].
+    Raises InputError for a tensor that is not a floating point [..., N, K], and for a std that is not finite or not
+    above 0.
+    """
+    _check(t, "normal_")
+    if not 0.0 < std < math.inf:
+        raise InputError(f"normal_: std must be finite and above 0, got {std!r}")
+    return t if t.is_meta else t.copy_(_normal(tuple(t.shape), generator) * std)
+
+
+@torch.no_grad()
+def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float | None = None) -> Tensor:
+    """Fill t [..., N, K] with matrices that start at random and are then made orthogonal by `learned_orthogonal_`
+    (Manchev and Spratling, "OINIT", section II-A).
+
+    They start Glorot-uniform (their section III-A), or from N(0, std) (their sections III-B and III-C). The descent is
+    run in float64 and as far as rounding lets it, beyond the paper's 1e-6 by some twenty steps, so that the result is
+    as orthonormal as its dtype can be. Raises InputError for a tensor that is not a floating point [..., N, K], and for
+    a std that is not finite or not above 0.
     """
     _check(t, "learned_")
     if t.is_meta:
         return t
-    w = glorot_uniform_(torch.empty(t.shape, dtype=torch.float64, device="cpu"), generator)
+    w = torch.empty(t.shape, dtype=torch.float64, device="cpu")
+    w = glorot_uniform_(w, generator) if std is None else normal_(w, std, generator)
     learned_orthogonal_(w, tol=8.0 * min(t.shape[-2:]) * torch.finfo(w.dtype).eps ** 2)
     return t.copy_(w)
 

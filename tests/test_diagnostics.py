@@ -167,9 +167,12 @@ def test_numbers_of_every_recurrence(kind: str) -> None:
         expected = {"mean": values.mean(), "std": values.std(correction=0), "min": values[-1], "max": values[0]}
         assert found[f"spectrum{suffix}"] == pytest.approx({name: float(x) for name, x in expected.items()})
         assert found[f"spectral_radius{suffix}"] == pytest.approx(float(torch.linalg.eigvals(w).abs().max()))
+        moduli = torch.linalg.eigvals(w).abs()
+        assert found[f"eigenvalue_moduli{suffix}"]["min"] == pytest.approx(float(moduli.min()), abs=1e-5)
+        assert found[f"eigenvalue_moduli{suffix}"]["mean"] == pytest.approx(float(moduli.mean()))
         assert sum(found[f"eigenvalue_angles{suffix}"]) == 6
     assert ("orthogonality_error" in found) == (kind != "dense")
-    assert len(found) == 12 + (kind != "dense") and json.loads(json.dumps(found)) == found
+    assert len(found) == 16 + (kind != "dense") and json.loads(json.dumps(found)) == found
     fewer = diagnostics.diagnose_recurrence(module, eigenvalues=False)
     assert fewer == {name: x for name, x in found.items() if name.startswith(("spectrum", "orthogonality"))}
 

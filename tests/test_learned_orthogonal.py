@@ -183,3 +183,20 @@ def test_refusals() -> None:
         assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
     assert torch.equal(w, before)
     assert learned_orthogonal_(torch.empty(2, 3, 3, device="meta")).steps.shape == (2,)
+
+
+def test_starts_from_normal_numbers() -> None:
+    w = init.normal_(torch.empty(400, 300), 0.02, torch.Generator().manual_seed(0))
+    assert float(w.std()) == pytest.approx(0.02, rel=0.01) and abs(float(w.mean())) < 2e-4
+    again = init.normal_(torch.empty(400, 300, dtype=torch.float64), 0.02, torch.Generator().manual_seed(0))
+    assert torch.equal(again.float(), w)
+    # learned from them: the polar factor of the very matrix that is drawn, however small it is
+    for std in (1e-3, 0.5):
+        drawn = init.normal_(torch.empty(40, 60, dtype=torch.float64), std, torch.Generator().manual_seed(1))
+        u, _, vh = torch.linalg.svd(drawn, full_matrices=False)
+        learned = init.learned_(torch.empty(40, 60), torch.Generator().manual_seed(1), std=std)
+        torch.testing.assert_close(learned, (u @ vh).float(), rtol=0, atol=1e-6)
+    for std in (0.0, -1.0, math.inf, math.nan):
+        for fill in (lambda t, std: init.normal_(t, std), lambda t, std: init.learned_(t, std=std)):
+            with pytest.raises(InputError, match="std must be finite and above 0, got"):
+                fill(torch.empty(3, 3), std)

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
+import torch
 
 from orthokern.reproduce import __main__ as command
-from orthokern.reproduce import vorontsov
+from orthokern.reproduce import kanai, oinit, runner, vorontsov
+from orthokern.reproduce.search import Search
 from orthokern.reproduce.spec import Experiment, Measure, Run
-from orthokern.tasks import adding, char_lm, copy, pixel_mnist
+from orthokern.tasks import (
+    adding,
+    char_lm,
+    copy,
+    deep_mnist,
+    music,
+    pixel_mnist,
+    random_permutation,
+    temporal_order,
+    word_lm,
+)
 from orthokern.training import read_metrics
 
-MODULES = {"copy": copy, "adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
+MODULES = {
+    "copy": copy,
+    "adding": adding,
+    "pixel_mnist": pixel_mnist,
+    "char_lm": char_lm,
+    "music": music,
+    "word_lm": word_lm,
+    "deep_mnist": deep_mnist,
+    "temporal_order": temporal_order,
+    "random_permutation": random_permutation,
+}
+ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *kanai.EXPERIMENTS)
 ACCURACY = Measure("accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("loss", "best_loss", digits=3, higher_is_better=False)
 
@@ -105,6 +134,7 @@ def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_steps_of_learned_orthogonality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)  # products of matrices this small lose more by waiting for threads than they gain
     assert reproduce("oinit-steps", "--quick", "--out", tmp_path) == 0
     table = (tmp_path / "quick" / "oinit-steps.md").read_text()
     assert table in capsys.readouterr().out
@@ -121,19 +151,46 @@ def test_the_steps_of_learned_orthogonality(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == "error: --epochs: oinit-steps does not take it\n"
 
 
-@pytest.mark.parametrize("experiment", vorontsov.EXPERIMENTS, ids=lambda e: e.name)
+def test_the_cost_of_the_constraint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Table 3 of Kanai et al.: measured in one run, the two ways to project agree, and the numbers follow."""
+    (tmp_path / "ptb").mkdir()
+    draw = random.Random(0)
+    for part, count in (("train", 400), ("valid", 10), ("test", 10)):
+        lines = [" ".join(draw.choices("abcdefgh", k=9)) for _ in range(count)]
+        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    assert reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 12, "--out", tmp_path) == 0
+    assert (tmp_path / "quick" / "gru-table3.md").read_text() in capsys.readouterr().out
+    found = json.loads((tmp_path / "quick" / "gru-table3.json").read_text())
+    assert found["counts"]["steps"] == 12 and found["largest_difference"] < 1e-5
+    rows = {row["method"]: row for row in found["rows"]}
+    for row in rows.values():
+        assert row["ms_per_iteration"] > 0
+        assert row["percent_of_iteration"] == pytest.approx(100 * row["ms_per_iteration"] / found["iteration_ms"])
+    assert rows["naive SVD"]["published_seconds"] == 5.02e4
+    assert reproduce("gru-table3", "--epochs", 3, "--out", tmp_path) == 2
+    assert capsys.readouterr().err == "error: --epochs: gru-table3 does not take it\n"
+    assert reproduce("gru-table3", "--data", tmp_path / "no", "--out", tmp_path) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> dict[str, Any]:
+    """The complete settings that a command line stands for."""
+    module = MODULES[task]
+    given: dict[str, Any] = module._parser().parse(list(options))
+    preset = module.PRESETS.get(given.get("preset", ""), {})
+    complete = getattr(module, "complete", adding.recurrent.complete)
+    settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given, **more})
+    return settings
+
+
+@pytest.mark.parametrize("experiment", ALL, ids=lambda e: e.name)
 def test_command_lines_are_accepted(experiment: Experiment) -> None:
     """Every run's options parse, go together, and name the settings that legend and panel tell."""
     assert len({run.name for run in experiment.runs}) == len(experiment.runs)
     titles = {measure.title for measure in experiment.measures}
     for run in experiment.runs:
-        module = MODULES[run.task]
         for options in (run.options, (*run.options, *run.quick)):
-            given: dict[str, Any] = module._parser().parse(list(options))
-            preset = module.PRESETS.get(given.get("preset", ""), {})
-            settings = {**module.DEFAULTS, **preset, **given, **({"data": "x"} if experiment.data else {})}
-            complete = getattr(module, "complete", adding.recurrent.complete)
-            assert complete(settings)
+            settings = settings_of(run.task, options, {"data": "x"} if experiment.data else {})
             for name in (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else [])):
                 assert name in settings
         assert set(run.published) <= titles
@@ -141,7 +198,128 @@ def test_command_lines_are_accepted(experiment: Experiment) -> None:
 
 def test_runs_that_two_experiments_share_are_the_same() -> None:
     seen: dict[str, Run] = {}
-    for experiment in vorontsov.EXPERIMENTS:
+    for experiment in ALL:
         for run in experiment.runs:
             first = seen.setdefault(run.name, run)
             assert (run.task, run.options, run.quick) == (first.task, first.options, first.quick)
+
+
+# ---- the search for the longest T ------------------------------------------------------------------------------------
+
+
+def test_searches_ask_for_what_the_paper_says() -> None:
+    """Every search's command line parses; those of Table I have its rates, sizes and criterion."""
+    assert len({search.name for search in oinit.SEARCHES}) == len(oinit.SEARCHES) == 20
+    assert len({(search.problem, search.network) for search in oinit.SEARCHES}) == 20  # the figure tells them by these
+    assert sum(search.published is not None for search in oinit.SEARCHES) == len(oinit.TABLE1) == 12
+    for search in oinit.SEARCHES:
+        run = search.run(120)
+        settings = settings_of(run.task, (*run.options, *run.quick), {})
+        assert settings["hidden"] == 40 and settings["T"] == 120
+        settings = settings_of(run.task, run.options, {})
+        assert (settings["hidden"], settings["batch"], settings["iterations"]) == (100, 20, 100_000)
+        assert (settings["eval_every"], settings["eval_sequences"], settings["short_evaluations"]) == (
+            100,
+            10_000,
+            True,
+        )
+        if run.task == "adding":
+            assert (settings["goal"], settings["right"]) == (0, 100)
+            assert (settings["target"], settings["positions"]) == ("mean", "pascanu")
+        else:
+            assert settings["goal"] == 100
+        if search.published is not None:
+            assert settings["model"] == "rnn" and settings["nonlinearity"] == "tanh"
+            assert settings["optimizer"] == "sgd" and settings["momentum"] == 0 and settings["clip"] is None
+            assert float(search.parameters.split("α = ")[1].split(",")[0]) == settings["lr"]
+            assert ("λ" in search.parameters) == bool(settings["soft_orthogonality"])
+    assert {search.problem for search in oinit.SEARCHES if "--bits" in search.options} == {"3-bit temporal order"}
+
+
+def toy_search(name: str, *options: str, longest: int = 30) -> Search:
+    common = "--hidden 16 --eval-every 5 --eval-sequences 20 --no-plots --short-evaluations".split()
+    return Search(
+        name, "first symbol", name, "none", "random_permutation", (*common, *options), published=10, longest=longest
+    )
+
+
+class RunHere:
+    """Stands in for subprocess.Popen: a task's command line runs in this process, in a tenth of the time."""
+
+    def __init__(self, command: list[str], stdout: IO[bytes], stderr: int) -> None:
+        assert command[:2] == [sys.executable, "-m"] and stderr == subprocess.STDOUT
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            self.code = MODULES[command[2].removeprefix("orthokern.tasks.")].main(command[3:])
+        stdout.write(text.getvalue().encode())
+
+    def poll(self) -> int:
+        return self.code
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that solves everything up to its end (a goal of 0 %), one that solves nothing."""
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=RunHere, STDOUT=subprocess.STDOUT))
+    easy = toy_search("easy", "--goal", "0", "--iterations", "10", longest=20)
+    hard = toy_search("hard", "--iterations", "10", "--lr", "0")
+    monkeypatch.setattr(oinit, "SEARCHES", (easy, hard))
+
+
+@pytest.mark.usefixtures("searches")
+def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command_line = ("oinit-table1", "--out", tmp_path, "--jobs", 2, "--threads", 1)
+    assert reproduce(*command_line) == 0
+    folder = tmp_path / "full"
+    shown = capsys.readouterr().out
+    assert (folder / "oinit-table1.md").read_text() in shown
+    easy, hard = json.loads((folder / "oinit-table1.json").read_text())["rows"]
+    assert easy["iterations"] == {"10": 5, "20": 5} and easy["longest"] == 20 and easy["failed"] is None
+    assert hard["iterations"] == {} and hard["longest"] == 0 and hard["failed"] == 10 and hard["complete"]
+    table = {line.split(" | ")[1]: line for line in shown.splitlines() if line.startswith("| first symbol")}
+    assert "| 10 | ≥ 20 | +10 | 5 | – |" in table["easy"]
+    assert "| 10 | 0 | -10 | – | 10: not in 10 iterations" in table["hard"]
+    assert not (folder / "easy-T30").exists() and not (folder / "hard-T20").exists()
+
+    # again: nothing is trained; one of two, and longer: only what failed goes on
+    before = (folder / "hard-T10" / "metrics.jsonl").stat().st_mtime_ns
+    assert reproduce(*command_line) == 0
+    assert "2 of 2 searches are done already" in capsys.readouterr().out
+    assert (folder / "hard-T10" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert reproduce(*command_line, "--iterations", 15, "--only", "hard") == 0
+    assert len(read_metrics(folder / "hard-T10" / "metrics.jsonl")) == 15
+    assert len(read_metrics(folder / "easy-T10" / "metrics.jsonl")) == 5
+    capsys.readouterr()
+    assert reproduce(*command_line, "--iterations", 15) == 0
+    assert "2 of 2 searches are done already" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("searches")
+def test_a_search_goes_on(tmp_path: Path) -> None:
+    """After a run that was stopped; what is there can be told at any time."""
+    folder = tmp_path / "full"
+    for search, iterations in zip(oinit.SEARCHES, ("10", "3"), strict=True):
+        run = search.run(10)
+        where = ["--iterations", iterations, "--threads", "1", "--out", str(folder / run.name)]
+        assert random_permutation.main([*run.options, *where]) == 0
+    (folder / "hard-T10" / "result.json").unlink()
+    assert reproduce("oinit-table1", "--report", "--out", tmp_path) == 0
+    easy, hard = json.loads((folder / "oinit-table1.json").read_text())["rows"]
+    assert easy["longest"] == 10 and not easy["complete"] and easy["failed"] is None
+    assert hard["failed"] == 10 and not hard["complete"] and "still at 3 iterations" in hard["outcome"]
+    assert reproduce("oinit-table1", "--iterations", 10, "--out", tmp_path, "--threads", 1) == 0
+    easy, hard = json.loads((folder / "oinit-table1.json").read_text())["rows"]
+    assert easy["longest"] == 20 and easy["complete"] and hard["complete"]
+    assert [r["iteration"] for r in read_metrics(folder / "hard-T10" / "metrics.jsonl")] == list(range(1, 11))
+
+
+@pytest.mark.usefixtures("searches")
+def test_bad_input_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["--only", "none"], "no search of oinit-table1 has that in its name; they are easy, hard"),
+        (["--epochs", "3"], "--epochs: oinit-table1 does not take it"),
+        (["--iterations", "0"], "'0' is not an integer of at least 1"),
+    ):
+        assert reproduce("oinit-table1", *options, "--out", tmp_path) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error

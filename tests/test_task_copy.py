@@ -322,5 +322,6 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "10 ln 8 / (T + 20)" in text and "examples:" in text and "Exit code:" in text
     options = set(re.findall(r"^  (--[\w-]+)", text, flags=re.M))
-    settings = {"--" + key.replace("_", "-") for key in copy.DEFAULTS} - {"--plots"}
-    assert settings <= options  # every setting is an option
+    switched_off = {"--plots", "--triangle"}  # by --no-plots, --no-triangle
+    settings = {"--" + key.replace("_", "-") for key in copy.DEFAULTS} - switched_off
+    assert settings <= options

@@ -78,6 +78,27 @@ def test_an_evaluation_counts_every_sequence_once() -> None:
     )
 
 
+def test_short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End where the goal is out of reach, and not before: they never change whether it is reached."""
+    for wrong, goal, seen in (
+        (0, 100, 1000), (1, 100, 250), (1, 99.9, 1000), (2, 99.9, 250), (60, 99, 250), (10, 99, 1000)
+    ):  # fmt: skip
+        options = [*SMALL, "--eval-sequences", "1000", "--goal", str(goal), "--short-evaluations"]
+        task = build("random_permutation", *options)
+        sizes: list[int] = []
+
+        def answer(inputs: torch.Tensor, targets: torch.Tensor, sizes: list[int] = sizes, wrong: int = wrong) -> Any:
+            sizes.append(len(targets))
+            right = len(targets) - (wrong if len(sizes) == 1 else 0)
+            return torch.tensor(1.0), {"accuracy": torch.tensor(right / len(targets), dtype=torch.float64)}
+
+        monkeypatch.setattr(task, "model", answer)
+        found = task.evaluate(3)
+        assert sum(sizes) == seen, (wrong, goal)
+        assert found["accuracy"] == pytest.approx(1 - wrong / seen) and found["loss"] == 1.0
+        assert task.goal_reached(found) == (wrong <= 1000 * (1 - goal / 100) + 1e-9)
+
+
 @pytest.mark.parametrize("task", list(TASKS))
 def test_presets_start_as_the_paper_says(task: str) -> None:
     def distance(w: torch.Tensor) -> float:
@@ -143,7 +164,28 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
         ("random_permutation", ["--start", "learnt"], "did you mean 'learned'"),
         ("random_permutation", ["--preset", "opne"], "did you mean 'open'"),
         ("random_permutation", ["--init", "glorot-uniform"], "give --margin none"),
+        ("random_permutation", ["--sigma", "0.1"], "--sigma 0.1: for --model rnn, not factorized"),
+        ("temporal_order", ["--sigma", "0"], "'0' is not a number above 0 or none"),
     ):
         assert run(task, *options) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+
+
+def test_normal_starts() -> None:
+    """--sigma draws every matrix, and --init and --start say which of them are then made orthogonal."""
+
+    def distance(w: torch.Tensor) -> float:
+        wide = (w if w.shape[0] <= w.shape[1] else w.mT).detach()
+        return float((wide @ wide.mT - torch.eye(len(wide))).square().sum())
+
+    for init, start in (("orthogonal", "torch"), ("learned", "learned"), ("learned", "glorot")):
+        options = ["--T", "10", "--model", "rnn", "--sigma", "0.01", "--init", init, "--start", start]
+        task = build("random_permutation", *options)
+        for w, how in (
+            (task.rnn.weight_hh_l0, init), (task.rnn.weight_ih_l0, start), (task.readout.weight, start)
+        ):  # fmt: skip
+            assert (distance(w) < 1e-6) == (how == "learned")
+            if how != "learned":
+                assert float(w.detach().std()) == pytest.approx(0.01, rel=0.05)
+        assert not any(p.any() for name, p in task.model.named_parameters() if "bias" in name)

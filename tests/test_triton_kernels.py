@@ -34,27 +34,20 @@ sys.path.insert(0, str(HERE / "triton_leaf"))
 OPS = ("activations", "dense_scan", "factored_scan", "gru_scan", "cayley")
 
 
-def test_results_under_the_interpreter() -> None:
-    """All of tests/triton_leaf/interpreted.py, in a process that interprets kernels from the start."""
+@pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_results_under_the_interpreter(part: str) -> None:
+    """tests/triton_leaf/interpreted.py, in a process that interprets kernels from the start."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "triton_leaf")]),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "triton_leaf" / "interpreted.py"),
-    ]
+    file = str(HERE / "triton_leaf" / "interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", part, file]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert passed and int(passed[1]) > 50, done.stdout[-2000:]
+    assert passed and int(passed[1]) > 15, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("op", OPS)

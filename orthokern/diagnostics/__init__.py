@@ -15,12 +15,14 @@ from orthokern.diagnostics.spectrum import (
     spectral_radius,
     summarize_spectrum,
 )
+from orthokern.diagnostics.stability import diagnose_stability
 
 __all__ = [
     "FisherMemory",
     "RunRecord",
     "angle_histogram",
     "diagnose_recurrence",
+    "diagnose_stability",
     "eigenvalue_angles",
     "fisher_memory",
     "load_run",

@@ -82,23 +82,38 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
 
 
 def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor:
-    """|h_k| = |V^k u| for k = 0 ... T-1, [T] float64: how a single input grows and fades (the report's Figure 1).
+    """|h_k| = |V^k u| for k = 0 ... T-1: how a single input grows and fades (the report's Figure 1).
 
-    A normal V only lets it fade; V need not be stable. `steps` is T, 2 N for None. Raises InputError as
-    `fisher_memory` does.
+    A normal V only lets it fade; V need not be stable.
+
+    Args:
+        v: [N,N] float, applied to column vectors.
+        u: [N] float, where the input enters; or [N,M], M such inputs side by side.
+        steps: T at least 1; None for 2 N.
+
+    Returns:
+        [T] float64 on the CPU; [T,M] for M inputs.
+
+    Raises:
+        InputError: wrong shapes, numbers that are not finite, steps below 1.
     """
-    v, u = _inputs(v, u)
-    return torch.linalg.vector_norm(_history(v, u, _steps(steps, 2 * len(v))), dim=1)
+    v, h = _inputs(v, u, several=True)
+    norms = []
+    for _ in range(_steps(steps, 2 * len(v))):
+        norms.append(torch.linalg.vector_norm(h, dim=0))
+        h = v @ h
+    return torch.stack(norms)
 
 
-def _inputs(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _inputs(v: Tensor, u: Tensor, several: bool = False) -> tuple[Tensor, Tensor]:
     for name, value, letters in (("v", v, "[N,N]"), ("u", u, "[N]")):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise InputError(f"{name} must be a floating point tensor {letters}, got {type(value).__name__}")
     if v.dim() != 2 or v.shape[0] != v.shape[1] or v.shape[0] < 1:
         raise InputError(f"v has shape {tuple(v.shape)}; accepted: [N,N] with N at least 1")
-    if u.shape != v.shape[:1]:
-        raise InputError(f"u has shape {tuple(u.shape)}; accepted: [N] = ({len(v)},)")
+    if u.shape[:1] != v.shape[:1] or u.dim() > 1 + several:
+        accepted = f"[N] = ({len(v)},)" + (f" or [N,M] = ({len(v)}, M)" if several else "")
+        raise InputError(f"u has shape {tuple(u.shape)}; accepted: {accepted}")
     for name, value in (("v", v), ("u", u)):
         if not bool(value.isfinite().all()):
             raise InputError(f"{name} holds NaN or infinity; accepted: finite numbers")

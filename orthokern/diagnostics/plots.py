@@ -12,7 +12,7 @@ equal length, extremes become those of the stretch, and a heat map shows 600 of 
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -27,19 +27,28 @@ from orthokern.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 __all__ = [
     "AXES",
     "Profiles",
     "compare_angles",
     "compare_curves",
+    "compare_dynamics",
     "compare_gradients",
     "compare_spectra",
+    "compare_stability",
     "compare_states",
+    "iterations_over_lengths",
+    "memory",
     "plot_angles",
     "plot_gradients",
+    "plot_layers",
     "plot_learning",
+    "plot_losses",
+    "plot_moduli",
     "plot_spectrum",
+    "plot_stability",
     "plot_states",
     "profiles",
     "save",
@@ -305,6 +314,40 @@ def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Absc
     axis.set_ylabel("singular value (no unit)")
 
 
+@dataclass(frozen=True)
+class _Stability:
+    """Norms of the gradient, divided by the largest, and by layer the spectral radius of the Jacobian at rest."""
+
+    norms: tuple[np.ndarray, np.ndarray]  # iterations [P], values [P]
+    radii: dict[str, tuple[np.ndarray, np.ndarray]]  # field -> the same
+
+
+def _stability(records: Records) -> _Stability | None:
+    records = list(records)
+    fields = list(dict.fromkeys(key for r in records for key in r if key.startswith("jacobian_radius")))
+    radii = {field: thin_curve(*series(records, field)) for field in fields}
+    radii = {field: curve for field, curve in radii.items() if len(curve[0])}
+    at, norms = series(records, "grad_norm")
+    if not radii or not len(at):
+        return None
+    # Not thinned: an explosion is one iteration.
+    return _Stability((at, norms / norms.max() if norms.max() > 0 else norms), radii)
+
+
+def _draw_stability(axis: "Axes", found: _Stability, x: _Abscissa) -> None:
+    at, norms = found.norms
+    axis.plot(at / x.per, norms, color=_GREY, linewidth=0.8, label="‖gradient‖ / its maximum")
+    for (field, (at, radius)), colour in zip(found.radii.items(), _COLOURS, strict=False):
+        layer = field.removeprefix("jacobian_radius").removeprefix("_l")
+        name = "spectral radius of J" + (f", layer {layer or 0}" if len(found.radii) > 1 else "")
+        axis.plot(at / x.per, radius, color=colour, linewidth=1.4, label=name)
+    axis.axhline(1.0, color=_RED, linestyle="--", linewidth=1.0)
+    axis.set_ylim(bottom=0.0)
+    axis.set_xlabel(x.label)
+    axis.set_ylabel("no unit")
+    axis.legend(loc="best", fontsize=8)
+
+
 def _draw_heat_map(axis: "Axes", found: Profiles, x: _Abscissa, low: float, high: float, ylabel: str = "") -> Any:
     """The picture, for a colour bar."""
     axis.grid(False)
@@ -445,6 +488,60 @@ def plot_learning(
     return save(figure, path)
 
 
+def plot_losses(records: Records, path: Path, *, label: str, title: str = "") -> Path | None:
+    """The mean loss of the training batches and that on held-out data, over iterations.
+
+    Args:
+        records: with "iteration" and "nll"; "held_out_loss" and "held_out_initial_loss" in the same unit where known.
+        path: PNG to write.
+        label: the unit.
+        title: the figure's title.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    records = list(records)
+    at, values = thin_curve(*series(records, "nll"))
+    if not len(at):
+        return None
+    figure, axes = _figure(1, 1, (7.2, 3.8), title)
+    axis = axes[0, 0]
+    axis.plot(at, values, color=_BLUE, linewidth=1.0, label="training batch")
+    at, values = thin_curve(*series(records, "held_out_loss"))
+    if len(at):
+        axis.plot(at, values, color=_ORANGE, linewidth=1.4, marker="o", markersize=3, label="validation")
+    initial = series(records, "held_out_initial_loss")[1]
+    if len(initial):
+        axis.axhline(initial[0], color=_GREY, linestyle="--", linewidth=1.0, label="validation, untrained")
+    axis.set_xlabel("iteration")
+    axis.set_ylabel(label)
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
+def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | None:
+    """The gradient's norm and the spectral radius of a GRU's Jacobian at rest over iterations (Kanai et al. 2017,
+    Figure 1).
+
+    Args:
+        records: with "grad_norm", and "jacobian_radius" ("jacobian_radius_l1", ... for upper layers) where taken.
+        path: PNG to write.
+        title: the figure's title.
+
+    Returns:
+        `path`, or None if no record has a spectral radius.
+
+    Raises:
+        As `plot_learning`.
+    """
+    found = _stability(records)
+    if found is None:
+        return None
+    figure, axes = _figure(1, 1, (7.2, 3.8), title)
+    _draw_stability(axes[0, 0], found, _Abscissa("iteration"))
+    return save(figure, path)
+
+
 def plot_spectrum(
     records: Records, path: Path, *, margin: float | None = None, title: str = "", key: str = "spectrum"
 ) -> Path | None:
@@ -467,6 +564,28 @@ def plot_spectrum(
         return None
     figure, (axis,) = _panels([""], title)
     _draw_spectrum(axis, found, margin, _Abscissa("iteration"))
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
+def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
+    """Magnitudes of the eigenvalues over iterations, drawn as `plot_spectrum` draws singular values: those of an nnRNN
+    stay near the circle whatever its singular values do.
+
+    Args:
+        records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
+        path, title: as in `plot_learning`.
+        key: the field of the records, for another recurrence than the first.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    found = _spectra(records, key)
+    if found is None:
+        return None
+    figure, (axis,) = _panels([""], title)
+    _draw_spectrum(axis, found, None, _Abscissa("iteration"))
+    axis.set_ylabel("|eigenvalue| (no unit)")
     axis.legend(loc="best", fontsize=8)
     return save(figure, path)
 
@@ -518,6 +637,44 @@ def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "ei
         As `plot_learning`.
     """
     return _plot_heat_map(_angle_profiles(records, key), path, title, _ANGLE_BAR, _from_zero, "angle (radians)")
+
+
+def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None:
+    """What happens in the layers of a feedforward network: how far each weight matrix is from orthogonal, and the norm
+    of the gradient for it, a curve for each layer, over iterations.
+
+    Args:
+        records: with "orthogonality_by_layer" and "grad_norm_by_layer", from the input's layer to the readout's.
+        path, title: as `plot_learning`.
+
+    Returns, Raises:
+        As `plot_learning`; None if no record has them.
+    """
+    panels = (
+        ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
+        ("grad_norm_by_layer", "norm of the gradient for W"),
+    )
+    taken = [r for r in records if all(isinstance(r.get(key), list) and r[key] for key, _ in panels)]
+    if not taken:
+        return None
+    figure, axes = _figure(2, 1, (7.2, 6.0), title, sharex=True)
+    iterations = np.array([r["iteration"] for r in taken], dtype=float)
+    for axis, (key, label) in zip(axes[:, 0], panels, strict=True):
+        curves = np.array([r[key] for r in taken], dtype=float)  # [P, layers]
+        curves = np.where(curves > 0, curves, math.nan)  # zero has no place on a logarithmic axis
+        count = curves.shape[1]
+        for index in range(count):
+            at, values = thin_curve(iterations, curves[:, index])
+            name = "input" if index == 0 else "readout" if index == count - 1 else None
+            shade = 0.15 + 0.7 * index / max(1, count - 1)
+            colour = _BLUE if index == 0 else _ORANGE if index == count - 1 else str(shade)
+            axis.plot(at, values, color=colour, linewidth=1.2 if name else 0.8, label=name)
+        if np.isfinite(curves).any():
+            axis.set_yscale("log")
+        axis.set_ylabel(label, fontsize=9)
+    axes[0, 0].legend(loc="best", fontsize=8, title="hidden in grey, darker is nearer to the input", title_fontsize=7)
+    axes[1, 0].set_xlabel("iteration")
+    return save(figure, path)
 
 
 def _plot_heat_map(
@@ -662,6 +819,101 @@ def compare_gradients(
     return _heat_maps(found, title, _GRADIENT_BAR + (", L of the last step" if last else ""), _below_one)
 
 
+def compare_stability(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
+) -> "Figure | None":
+    """As `plot_stability`, a panel for each run.
+
+    Args, Returns, Raises:
+        As `compare_curves`, with one panel per run.
+    """
+    panels = _per_run(runs, legend, x, lambda run: _stability(run.records))
+    if not panels:
+        return None
+    figure, axes = _panels([panel.title for panel in panels], title, sharey=True)
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_stability(axis, panel.found, panel.x)
+    return figure
+
+
+_DYNAMICS = (
+    ("spectral_radius", "spectral radius of W", False),
+    ("orthogonality_error_of_w", "‖W Wᵀ − I‖", True),
+    ("recurrent_grad_norm", "norm of the gradient for W", True),
+    ("held_out_accuracy", "held-out accuracy (%)", False),
+)
+
+
+def compare_dynamics(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, title: str = ""
+) -> "Figure | None":
+    """How plain recurrent matrices become orthogonal, and what that does to gradient and accuracy, over the sequences
+    seen: Figure 3b of Manchev and Spratling.
+
+    Args:
+        runs: those are drawn whose records have "spectral_radius", "orthogonality_error_of_w" and
+            "recurrent_grad_norm", as those of a plain network have.
+        legend, title: as `compare_curves`.
+
+    Returns, Raises:
+        As `compare_curves`, with four panels.
+    """
+    drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
+    if not drawn:
+        return None
+    texts = _legend(drawn, {"": drawn}, None, legend)
+    figure, axes = _panels([label for _, label, _ in _DYNAMICS], title)
+    for axis, (key, _, logarithmic) in zip(axes, _DYNAMICS, strict=True):
+        for index, run in enumerate(drawn):
+            at, values = thin_curve(*run.series(key))
+            per_iteration = (number_at(run.settings, "batch") or 1.0) * (number_at(run.settings, "accumulate") or 1.0)
+            axis.plot(
+                at * per_iteration,
+                100 * values if "accuracy" in key else values,
+                color=_COLOURS[index % len(_COLOURS)],
+                linewidth=1.2,
+                marker="o" if len(at) <= 50 else None,
+                markersize=3,
+                label=texts[id(run)],
+            )
+        if logarithmic:
+            axis.set_yscale("log")
+        axis.set_xlabel("sequences seen")
+    axes[0].legend(loc="best", fontsize=8)
+    return figure
+
+
+def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]], title: str = "") -> "Figure | None":
+    """How many iterations networks took to solve a problem, over the length of its sequences.
+
+    Args:
+        panels: problem -> network -> T -> iterations; one panel for each problem. Networks have the same colour in all.
+        title: the figure's title.
+
+    Returns:
+        The figure; None if nothing was solved.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    drawn = {problem: networks for problem, networks in panels.items() if any(networks.values())}
+    if not drawn:
+        return None
+    names = list(dict.fromkeys(name for networks in panels.values() for name in networks))
+    figure, axes = _panels(list(drawn), title)
+    for axis, networks in zip(axes, drawn.values(), strict=True):
+        for name, solved in networks.items():
+            lengths = sorted(solved)
+            colour = _COLOURS[names.index(name) % len(_COLOURS)]
+            counts = [solved[T] for T in lengths]
+            axis.plot(lengths, counts, color=colour, linewidth=1.2, marker="o", markersize=3, label=name)
+        axis.set_yscale("log")
+        axis.set_xlabel("T")
+    axes[0].set_ylabel("iterations until solved")
+    axes[0].legend(loc="best", fontsize=8)
+    return figure
+
+
 def compare_states(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
 ) -> "Figure | None":
@@ -727,3 +979,48 @@ def _per_run(
         _Panel(text, found, _Abscissa.of(run, x), number_at(run.settings, "margin"))
         for text, (run, found) in zip(texts, pairs, strict=True)
     ]
+
+
+# ---- linear networks -------------------------------------------------------------------------------------------------
+
+
+def memory(
+    matrix: "Tensor", transients: Mapping[str, "Tensor"], curves: Mapping[str, "Tensor"], title: str = ""
+) -> "Figure":
+    """What a non-normal matrix does to its inputs: the nnRNN report's Figure 1 (Jahagirdar et al. 2019).
+
+    Args:
+        matrix: [N, N], drawn as it stands.
+        transients: name -> [T, M], the norms of M states over time (`transient_norms`): mean and standard deviation are
+            drawn.
+        curves: name -> [T], Fisher memory curves (`fisher_memory`).
+        title: the figure's title.
+
+    Returns:
+        The figure, three axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure, axes = _panels(["(a) the matrix", "(b) norm of the state", "(c) Fisher memory J(k)"], title)
+    picture = axes[0].imshow(matrix.numpy(), cmap="viridis")
+    axes[0].grid(False)
+    figure.colorbar(picture, ax=axes[0], shrink=0.8)
+    for index, (name, norms) in enumerate(transients.items()):
+        colour, line = _COLOURS[index % len(_COLOURS)], _LINES[index // 3 % len(_LINES)]
+        mean, spread = norms.mean(1).numpy(), norms.std(1).numpy()
+        alive = mean > 0  # a nilpotent matrix ends in exact zeros
+        at = np.arange(len(mean))[alive]
+        axes[1].plot(at, mean[alive], color=colour, linestyle=line, linewidth=1.2, label=name)
+        low = np.maximum(mean - spread, 0.1 * mean)[alive]
+        axes[1].fill_between(at, low, (mean + spread)[alive], color=colour, alpha=0.15, linewidth=0)
+    for index, (name, curve) in enumerate(curves.items()):
+        values = curve.numpy()
+        at = np.flatnonzero(values > 1e-8 * values.max())
+        colour, line = _COLOURS[index % len(_COLOURS)], _LINES[index // len(_COLOURS) % len(_LINES)]
+        axes[2].plot(at, values[at], color=colour, linestyle=line, linewidth=1.2, label=name)
+    for axis in axes[1:]:
+        axis.set_yscale("log")
+        axis.set_xlabel("steps after the input")
+        axis.legend(loc="best", fontsize=6)
+    return figure

@@ -118,11 +118,12 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
 
     Args:
         module: a recurrence of orthokern.nn; see `Recurrence`.
-        eigenvalues: also what needs the eigenvalues, "spectral_radius" and "eigenvalue_angles".
+        eigenvalues: also what needs the eigenvalues, "spectral_radius", "eigenvalue_moduli" and "eigenvalue_angles".
 
     Returns:
         "spectrum" (as `summarize_spectrum`; for a factorized recurrence of rank K < N of the K values, without the
-        N - K zeros), "spectral_radius", "eigenvalue_angles" (as `angle_histogram`): of the first recurrence under these
+        N - K zeros), "spectral_radius", "eigenvalue_moduli" (of |lambda|, as `summarize_spectrum`; a normal matrix's
+        are its singular values), "eigenvalue_angles" (as `angle_histogram`): of the first recurrence under these
         names, of the others under names that end in "_l0_reverse", "_l1", ..., as parameters do.
         "orthogonality_error", the largest |M^T M - I| of all bases, where the module has bases.
         NaN stands for what a matrix that is not finite has.
@@ -151,6 +152,7 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
             if eigenvalues and w is not None:
                 values = _eigenvalues(w)
                 found[f"spectral_radius{suffix}"] = _largest(values)
+                found[f"eigenvalue_moduli{suffix}"] = summarize_spectrum(values.abs())
                 found[f"eigenvalue_angles{suffix}"] = angle_histogram(_angles(values))
         if error is not None:
             found["orthogonality_error"] = float(error())

@@ -83,12 +83,13 @@ class _Exponential(_Recurrent):
     """A recurrence with an orthogonal P = B exp(A) per direction and layer; a subclass makes its matrix of it."""
 
     _half_ok = False
+    _inits: tuple[str, ...] = INITS
 
     def _set_up_exponential(
         self, init: str, rebase_every: int | None, project_every: int, optimizer_state: str
     ) -> None:
-        if init not in INITS:
-            raise unknown_name("init", init, INITS)
+        if init not in self._inits:
+            raise unknown_name("init", init, self._inits)
         self.init = init
         self.rebase_every = None if rebase_every is None else positive_int("rebase_every", rebase_every)
         self.project_every = positive_int("project_every", project_every)
@@ -111,7 +112,7 @@ class _Exponential(_Recurrent):
             init_.haar_rotation_(base, generator)
             return
         init_.identity_(base)
-        init_.skew_generator_(parameter, self.init, generator)
+        init_.skew_generator_(parameter, "identity" if self.init == "legacy" else self.init, generator)
         if self.rebase_every is not None and not parameter.is_meta:
             base.copy_(functional.skew_exp(skew_from(parameter.double())))
             nn.init.zeros_(parameter)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from orthokern.nn._checks import parameter_dtype
-from orthokern.nn._exponential import _Exponential
+from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
 
-__all__ = ["ExpRNN"]
+__all__ = ["INITS", "OPTIMIZER_STATES", "ExpRNN"]
 
 
 class ExpRNN(_Exponential):

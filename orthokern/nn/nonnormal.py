@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import flag, parameter_dtype
+from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
 
-__all__ = ["MASKS", "NonNormalRNN", "schur_product", "triangular_mask"]
+__all__ = ["INITS", "MASKS", "NonNormalRNN", "schur_product", "triangular_mask"]
 
+INITS = (*_INITS, "legacy")
 MASKS = ("block", "legacy")
 
 
@@ -60,8 +62,9 @@ class NonNormalRNN(_Exponential):
     Args:
         input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
             in orthokern.nn.FactorizedRNN. The literature takes nonlinearity="modrelu".
-        init: of A, and so of P, as in orthokern.nn.ExpRNN. Angles theta are U(0, 2 pi), moduli gamma 1, T 0: V is
-            orthogonal at first.
+        init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": the released code's last commit leaves A as it
+            finds the memory, and that is mostly A = 0, P = I (its earlier ones draw A by name, as here). Angles theta
+            are U(0, 2 pi), moduli gamma 1, T 0: V is orthogonal at first.
         mask: "block": T acts below the 2 x 2 blocks, and |lambda_i| = gamma_i exactly. "legacy", as the released code
             has it: T acts in the whole strictly lower triangle, so also inside the blocks, and the moduli move away
             from gamma; N must be even.
@@ -78,6 +81,8 @@ class NonNormalRNN(_Exponential):
 
     Raises InputError, one line, for a bad argument, and in forward for a gamma that is not finite (on a CPU).
     """
+
+    _inits = INITS
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,36 @@ __all__ = ["SpectralNormProjection"]
 THRESHOLDS = ("2-delta", "2")
 # Up to this many columns a full SVD costs less than what avoids it.
 _SMALL = 96
-_BLOCK = 8
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
-_MOST_BLOCKS = 12
+# A certificate's directions: all singular values above this part of the threshold, within limits.
+_WATCHED = 0.9
+_FEWEST = 16
+_BLOCK = 8
+_MOST_EXPANSIONS = 4
+# How far a level is proved from what rounding could hide in a float32 Gram matrix and its Cholesky factorisation.
+_MARGIN = 1e-2
+
+
+@dataclass
+class _Certificate:
+    """What is proved of one constrained matrix, taken tall: ||W_0 (I - V V^T)||_2 <= level.
+
+    anchor: W_0 [M, K]. v: V [K, k] orthonormal. image: W_0 V [M, k]. All in the matrix's dtype.
+    """
+
+    anchor: Tensor
+    v: Tensor
+    image: Tensor
+    level: float
+
+    def complement(self, w: Tensor, image: Tensor) -> float:
+        """A bound of ||W (I - V V^T)||_2 for another W [M, K] and its W V: the level and what changed outside of V."""
+        change, inside, whole = (
+            float(torch.linalg.vector_norm(x, dtype=torch.float64))
+            for x in (w - self.anchor, image - self.image, self.anchor)
+        )
+        rounding = 8 * torch.finfo(w.dtype).eps * whole
+        return self.level + math.sqrt(max(change**2 - inside**2, 0.0) + rounding * (change + inside + rounding))
 
 
 class SpectralNormProjection:
@@ -34,17 +61,22 @@ class SpectralNormProjection:
     Note [Work]
         With W_0 the matrix at its last check and b a proved bound of sigma_1(W_0), lemma 6 (Weyl's inequality) gives
         sigma_1(W) <= c = b + ||W - W_0||_F, whatever optimizer made the change. While c is at most the threshold,
-        nothing is done: two passes over W. Otherwise, in float64 and with G = W^T W:
+        nothing is done: two passes over W. Otherwise:
 
-        1. c^2 I - G is positive definite by the lemma. Its Cholesky factor drives a block Krylov iteration with the
-           inverse, which amplifies the singular directions near c: a few blocks of 8 vectors. It ends when every Ritz
-           pair of G above the threshold has a residual ||G v - theta v|| at the level of rounding.
-        2. These directions, few of them, are taken out: W's new value, and G' = W'^T W' from them.
-        3. Proof: the Cholesky factorisation of t^2 I - G' exists if and only if sigma_1(W') < t. It is tried just above
-           the largest singular value that is left, which becomes the new b, and else at the threshold.
+        1. A certificate says of an older W_0: ||W_0 (I - V V^T)||_2 <= l, V [K, k] orthonormal, a few dozen columns. So
+           ||W (I - V V^T)||_2 <= m = l + ||(W - W_0) (I - V V^T)||_F: outside of V nothing is above the threshold t
+           while m is below it. Rayleigh and Ritz in V (G = W^T W, G y_i ~ theta_i y_i, residuals r_i, and V grows by
+           residuals where they are too large) give the directions y_i above t, which are taken out.
+        2. Proof that nothing was missed: after that, G' is diag(theta'_i) on V, at most m^2 outside, and the r_i couple
+           the two. Its eigenvalues are at most t'^2, t' = t (1 + rounding), if that of R^T R is at most t'^2 - m^2,
+           R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice.
+        3. Where that fails, V no longer covers W: a new certificate. A power step with G turns V towards W's, subspace
+           iteration outside of V finds what it lacks, and the Cholesky factorisation of
+           l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds.
 
-        If any of the three fails, and for the first check and for matrices with at most 96 columns or rows, a full SVD
-        takes over. What comes out depends on W alone, not on the history: there is no state to save.
+        If that fails too, for the first check, and for matrices with at most 96 columns or rows, a full SVD takes over;
+        it leaves a certificate as well. Bounds and what is taken out are float64; directions are searched for in the
+        matrix's dtype.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
@@ -57,7 +89,8 @@ class SpectralNormProjection:
         inputs: "upper", the input matrices of the layers above the first; "all", as eq. 10; or "none".
 
     Attributes:
-        counts: of "steps", "checks" (matrices whose bound did not suffice), "projections" (matrices changed), "svds".
+        counts: of "steps", "checks" (matrices whose bound did not suffice), "projections" (matrices changed),
+            "certificates" (found by step 3 of the note), "svds".
 
     Raises:
         InputError: for a delta outside (0, 2), for what is no matrix, and from ``step`` for NaN or infinity.
@@ -89,7 +122,8 @@ class SpectralNormProjection:
         self._matrices = [_checked(index, item) for index, item in enumerate(found)]
         self._before: list[Tensor | None] = [None] * len(self._matrices)
         self._bounds = [math.inf] * len(self._matrices)
-        self.counts = {"steps": 0, "checks": 0, "projections": 0, "svds": 0}
+        self._certificates: list[_Certificate | None] = [None] * len(self._matrices)
+        self.counts = {"steps": 0, "checks": 0, "projections": 0, "certificates": 0, "svds": 0}
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -104,18 +138,42 @@ class SpectralNormProjection:
     def step(self) -> None:
         """Project every constrained matrix, where its bound does not show that there is nothing to do."""
         self.counts["steps"] += 1
-        by_kind: dict[Any, list[int]] = defaultdict(list)
         for index, bound in enumerate(self._upper_bounds()):
             if math.isfinite(bound) and bound <= self.trigger:
                 continue
             self.counts["checks"] += 1
-            self._bounds[index] = bound
             w = self.matrices[index]
             if not w.isfinite().all():
                 raise InputError(f"constrained matrix {index} (shape {list(w.shape)}) holds NaN or infinity")
-            by_kind[(min(w.shape), max(w.shape), w.dtype, w.device)].append(index)
-        for indices in by_kind.values():
-            self._project(indices)
+            self._project(index, bound)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is proved so far. With it a resumed training repeats the bits of one that was not interrupted."""
+        return {
+            "before": [None if w is None else w.clone() for w in self._before],
+            "bounds": list(self._bounds),
+            "certificates": [None if c is None else (c.anchor, c.v, c.image, c.level) for c in self._certificates],
+            "counts": dict(self.counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InputError: the state is of other matrices."""
+        shapes = [None if w is None else list(w.shape) for w in state["before"]]
+        for index, (shape, w) in enumerate(zip(shapes, self.matrices, strict=False)):
+            if shape is not None and shape != list(w.shape):
+                raise InputError(f"state of constrained matrix {index} has shape {shape}: accepted is {list(w.shape)}")
+        if len(shapes) != len(self._matrices):
+            raise InputError(f"the state is of {len(shapes)} matrices: accepted is one of {len(self._matrices)}")
+        devices = [w.device for w in self.matrices]
+        self._before = [
+            None if w is None else w.to(device, copy=True) for w, device in zip(state["before"], devices, strict=True)
+        ]
+        self._bounds = list(state["bounds"])
+        self._certificates = [
+            None if c is None else _Certificate(c[0].to(device), c[1].to(device), c[2].to(device), c[3])
+            for c, device in zip(state["certificates"], devices, strict=True)
+        ]
+        self.counts = dict(state["counts"])
 
     def _upper_bounds(self) -> list[float]:
         """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
@@ -133,120 +191,151 @@ class SpectralNormProjection:
                 bounds[i] = self._bounds[i] + distance * (1 + 1e-6)
         return bounds
 
-    def _project(self, indices: list[int]) -> None:
-        """Matrices of one shape (or its transpose), dtype and device."""
-        matrices = [self.matrices[i] for i in indices]
-        tall = torch.stack([(w if w.shape[0] >= w.shape[1] else w.mT).double() for w in matrices])  # [L, M, K], M >= K
-        bounds = [self._bounds[i] for i in indices]
-        rounding = max(2 * torch.finfo(matrices[0].dtype).eps, _ROUNDING)
-        results = self._few_directions(tall, bounds, rounding)
-        for index, w, whole, result in zip(indices, matrices, tall, results, strict=True):
-            if result is None:
-                self.counts["svds"] += 1
-                result = self._by_svd(whole)
-            projected, bound = result
-            if projected is not None:
-                self.counts["projections"] += 1
-                w.copy_(projected if w.shape[0] >= w.shape[1] else projected.mT)
-            self._before[index] = w.clone()
-            self._bounds[index] = bound * (1 + 4 * rounding)  # of what was rounded to the matrix's dtype
+    def _project(self, index: int, bound: float) -> None:
+        """One matrix, of which only `bound` is known of its largest singular value."""
+        matrix = self.matrices[index]
+        flat = matrix.shape[0] < matrix.shape[1]
+        w = (matrix.mT if flat else matrix).contiguous()  # [M, K], M >= K
+        rounding = max(2 * torch.finfo(matrix.dtype).eps, _ROUNDING)
+        result: tuple[Tensor | None, float] | None = None
+        certificate = self._certificates[index]
+        if certificate is not None:
+            result = self._within(w, certificate, rounding)
+            if result is None and math.isfinite(bound):
+                certificate = self._certify(w, certificate.v)
+                if certificate is not None:
+                    self.counts["certificates"] += 1
+                    self._certificates[index] = certificate
+                    result = self._within(w, certificate, rounding)
+        if result is None:
+            self.counts["svds"] += 1
+            result, self._certificates[index] = self._by_svd(w)
+        projected, largest = result
+        if projected is not None:
+            self.counts["projections"] += 1
+            matrix.copy_(projected.mT if flat else projected)
+        self._before[index] = matrix.clone()
+        self._bounds[index] = largest * (1 + 4 * rounding)  # of what was rounded to the matrix's dtype
 
-    def _by_svd(self, w: Tensor) -> tuple[Tensor | None, float]:
-        """(the projection of w [M, K] or None if it is w, largest singular value of it)."""
-        u, s, vh = torch.linalg.svd(w, full_matrices=False)
-        large = s > self.trigger
-        count = int(large.sum())
+    def _by_svd(self, w: Tensor) -> tuple[tuple[Tensor | None, float], _Certificate | None]:
+        """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
+        u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
+        K = len(s)
+        certificate = None
+        if K > _SMALL:
+            watched = min(max(int((s > _WATCHED * self.trigger).sum()), _FEWEST), K // 4)
+            v = vh[:watched].mT.contiguous().to(w.dtype)
+            certificate = _Certificate(w.clone(), v, w @ v, float(s[watched]) * (1 + 1e-6))
+        count = int((s > self.trigger).sum())
         if count == 0:
-            return None, float(s[0])
-        rest = float(s[count]) if count < len(s) else 0.0
-        return w - (u[:, :count] * (s[:count] - self.limit)) @ vh[:count], max(self.limit, rest)
+            return (None, float(s[0])), certificate
+        rest = float(s[count]) if count < K else 0.0
+        return (w - (u[:, :count] * (s[:count] - self.limit)) @ vh[:count], max(self.limit, rest)), certificate
 
-    def _few_directions(
-        self, w: Tensor, bounds: list[float], rounding: float
-    ) -> list[tuple[Tensor | None, float] | None]:
-        """As ``_by_svd`` for each of w [L, M, K], by Note [Work]; None where that fails or does not pay."""
-        found: list[tuple[Tensor | None, float] | None] = [None] * len(w)
-        usable = [i for i, bound in enumerate(bounds) if math.isfinite(bound)]
-        K = w.shape[2]
-        if K <= _SMALL or not usable:
-            return found
-        w = w[usable] if len(usable) < len(w) else w
-        gram = w.mT @ w  # [L, K, K]
+    def _within(self, w: Tensor, certificate: _Certificate, rounding: float) -> tuple[Tensor | None, float] | None:
+        """As ``_by_svd`` by steps 1 and 2 of Note [Work]; None where the certificate does not suffice."""
+        basis = certificate.v
+        image = w @ basis  # W V [M, k]
+        outside = certificate.complement(w, image) ** 2
+        top = self.trigger**2
+        above = top * (1 + rounding)
+        bound = top * (1 + 4 * rounding)
+        if outside >= top * (1 - _MARGIN):
+            return None
+        gram_basis = w.mT @ image  # G V [K, k]
+        for _ in range(_MOST_EXPANSIONS + 1):
+            theta, y = torch.linalg.eigh((image.mT @ image).double())  # ascending
+            rotation = y.to(w.dtype)
+            vectors = basis @ rotation
+            residuals = gram_basis @ rotation - vectors * theta.to(w.dtype)
+            products = (residuals.mT @ residuals).double()
+            size = products.diagonal().clamp_min(0)
+            large = theta > above
+            left = torch.where(large, self.limit**2, theta)
+            # the part of the projection's error that a direction outside of V makes, per direction taken out
+            sigma = theta.clamp_min(0).sqrt()
+            wrong = torch.where(large, (sigma - self.limit) * size.sqrt() / (theta - outside), 0.0)
+            inexact = wrong > rounding * self.limit
+            room = (bound - left).clamp_min(rounding * top).sqrt()
+            coupling = products / (room * room[:, None])
+            if not bool(inexact.any()) and float(torch.linalg.eigvalsh(coupling)[-1]) <= bound - outside:
+                # Weyl's inequality for what is left, where it says more
+                largest = math.sqrt(min(bound, max(float(left.max()), outside) + float(size.sum().sqrt())))
+                if not bool(large.any()):
+                    return None, largest
+                return self._without(w.double(), vectors[:, large].double()), largest
+            share = coupling.diagonal()
+            grown = inexact | (share >= max(float(share.sort().values[-_BLOCK]), (bound - outside) / 100))
+            others = torch.linalg.eigvalsh(coupling[~grown][:, ~grown])
+            hopeless = len(others) and float(others[-1]) > bound - outside  # whatever becomes of those that grow
+            if hopeless or not bool(grown.any()) or basis.shape[1] + int(grown.sum()) > w.shape[1] - _BLOCK:
+                return None
+            shift = theta[grown].clamp_min((top + outside) / 2).to(w.dtype)
+            more = _solve_outside(w, basis, shift, residuals[:, grown])
+            for _ in range(2):
+                more = torch.linalg.qr(more - basis @ (basis.mT @ more))[0]
+            more_image = w @ more
+            basis, image = torch.cat([basis, more], 1), torch.cat([image, more_image], 1)
+            gram_basis = torch.cat([gram_basis, w.mT @ more_image], 1)
+        return None
+
+    def _without(self, w: Tensor, v: Tensor) -> Tensor:
+        """w [M, K] with the singular values of the directions in span v [K, s], all too large, at the limit."""
+        v = torch.linalg.qr(v)[0]
+        u, sigma, vh = torch.linalg.svd(w @ v, full_matrices=False)
+        return w - (u * (sigma - self.limit)) @ vh @ v.mT
+
+    def _certify(self, w: Tensor, v: Tensor) -> _Certificate | None:
+        """Step 3 of Note [Work] for w [M, K], from directions v [K, k] of an older one; None without proof."""
+        K = w.shape[1]
+        gram = w.mT @ w
+        v = torch.linalg.qr(gram @ v)[0]
         eye = torch.eye(K, dtype=w.dtype, device=w.device)
-        squares = w.new_tensor([bounds[i] ** 2 * (1 + 1e-9) for i in usable])
-        factors, info = torch.linalg.cholesky_ex(squares[:, None, None] * eye - gram)
-        cleaned, projected, levels, kept = [], [], [], []
-        for j, failed in enumerate(info.tolist()):
-            pairs = None if failed else _pairs_above(gram[j], factors[j], self.trigger**2 * (1 + rounding), rounding)
-            if pairs is None:
-                continue
-            theta, v, rest = pairs
-            if len(theta):
-                wv = w[j] @ v
-                sigma = torch.linalg.vector_norm(wv, dim=0)
-                projected.append(w[j] - (wv * ((sigma - self.limit) / sigma)) @ v.mT)
-                cleaned.append(gram[j] - (v * (theta - self.limit**2)) @ v.mT)
-            else:
-                projected.append(None)
-                cleaned.append(gram[j])
-            largest = max(math.sqrt(max(rest, 0.0)), self.limit if len(theta) else 0.0)
-            levels.append(min(largest * (1 + 1e-3), self.trigger))
-            kept.append(usable[j])
-        if not kept:
-            return found
-        # The proof, at a level as low as it may be, and where that fails at the threshold.
-        left = torch.stack(cleaned)
-        level = left.new_tensor(levels) * (1 + 2 * rounding)
-        _, info = torch.linalg.cholesky_ex(level.square()[:, None, None] * eye - left)
-        for j, failed in enumerate(info.tolist()):
-            bound = float(level[j])
-            if failed and levels[j] < self.trigger:
-                bound = self.trigger * (1 + 2 * rounding)
-                failed = int(torch.linalg.cholesky_ex(bound**2 * eye - left[j])[1])
-            if not failed:
-                found[kept[j]] = (projected[j], bound)
-        return found
+        highest = (1 - 2 * _MARGIN) * self.trigger**2
+        while v.shape[1] <= K // 4:
+            product = gram @ v
+            outer = v @ (product - v @ (v.mT @ product) / 2).mT
+            rest = gram - outer - outer.mT  # (I - V V^T) G (I - V V^T)
+            block, largest = _leading_block(rest)
+            for level in (largest * (1 + 2 * _MARGIN), largest * (1 + 6 * _MARGIN)):
+                if level <= highest and not int(torch.linalg.cholesky_ex(level * eye - rest)[1]):
+                    return _Certificate(w.clone(), v, w @ v, math.sqrt(level * (1 + _MARGIN)))
+            v = torch.linalg.qr(torch.cat([v, block], 1))[0]
+        return None
 
 
-def _pairs_above(gram: Tensor, factor: Tensor, level: float, rounding: float) -> tuple[Tensor, Tensor, float] | None:
-    """Eigenpairs of a Gram matrix above a level, by Krylov blocks of the inverse that a Cholesky factor stands for.
+def _solve_outside(w: Tensor, basis: Tensor, shift: Tensor, residuals: Tensor) -> Tensor:
+    """About (shift_i I - P G P)^-1 r_i for every column, P = I - V V^T, by conjugate gradients.
+
+    Where a residual r_i of G = W^T W lies outside of V, this is what V lacks of an eigenvector (to first order).
 
     Args:
-        gram: G [K, K]. factor: of c I - G, with c above all eigenvalues.
-        level: what counts as above.
-        rounding: residuals are to be below this times the largest eigenvalue.
-
-    Returns:
-        (theta [s], v [K, s] orthonormal, the largest Ritz value that is not above), or None without convergence.
+        w: [M, K]. basis: V [K, k]. shift: [s], above all eigenvalues of P G P. residuals: [K, s].
     """
-    K = len(gram)
-    generator = torch.Generator().manual_seed(K)
-    block = torch.randn(K, _BLOCK, dtype=gram.dtype, generator=generator).to(gram.device)
-    basis, images = gram.new_empty(K, 0), gram.new_empty(K, 0)
-    for count in range(1, _MOST_BLOCKS + 1):
-        block = torch.cholesky_solve(block, factor)
-        for _ in range(2):
-            block = torch.linalg.qr(block - basis @ (basis.mT @ block))[0]
-        basis, images = torch.cat([basis, block], 1), torch.cat([images, gram @ block], 1)
-        if count == 1:
-            continue
-        small = basis.mT @ images
-        theta, y = torch.linalg.eigh((small + small.mT) / 2)  # ascending
-        number = int((theta > level).sum())
-        if number > basis.shape[1] // 2:
-            continue
-        first = len(theta) - number
-        # the next one below is watched as well: one that is about to rise above the level is seen in time
-        vectors = basis @ y[:, first - 1 :]
-        residual = torch.linalg.vector_norm(images @ y[:, first - 1 :] - vectors * theta[first - 1 :], dim=0)
-        near = float(residual[0]) <= max(level - float(theta[first - 1]), 1e-3 * level)
-        if near and bool((residual[1:] <= rounding * theta[-1]).all()):
-            return (
-                theta[first:],
-                torch.linalg.qr(vectors[:, 1:])[0] if number else vectors[:, 1:],
-                float(theta[first - 1]),
-            )
-    return None
+    # what rounding left inside of V would stay, and turn every direction
+    residuals = residuals - basis @ (basis.mT @ residuals)
+    x, p, r = torch.zeros_like(residuals), residuals, residuals
+    square = start = (r * r).sum(0)
+    for _ in range(12):
+        image = p * shift - w.mT @ (w @ p)
+        image = image - basis @ (basis.mT @ image)
+        step = square / (p * image).sum(0)
+        x, r = x + step * p, r - step * image
+        square, before = (r * r).sum(0), square
+        if bool((square <= 1e-5 * start).all()):
+            break
+        p = r + (square / before) * p
+    return x
+
+
+def _leading_block(gram: Tensor) -> tuple[Tensor, float]:
+    """About the eigenvectors [K, 8] of the largest eigenvalues of a positive semi-definite matrix [K, K], and the
+    largest, by subspace iteration."""
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(len(gram), _BLOCK, dtype=gram.dtype, generator=generator).to(gram.device)
+    for _ in range(8):
+        block = gram @ torch.linalg.qr(block)[0]
+    return block, float(torch.linalg.matrix_norm(block, 2))
 
 
 def _of_module(module: nn.Module, inputs: str) -> list[Any]:

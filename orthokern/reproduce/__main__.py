@@ -8,14 +8,15 @@ from pathlib import Path
 
 from orthokern.commandline import Parser, Settings, device, integer
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce import oinit, vorontsov
+from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
-EXPERIMENTS = {experiment.name: experiment for experiment in vorontsov.EXPERIMENTS}
-STUDIES = {study.name: study for study in oinit.STUDIES}
+PAPERS = (vorontsov, oinit, nnrnn, kanai)
+EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
+STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES, *kanai.STUDIES)}
 
 DESCRIPTION = """\
 Train what a table or figure of a paper needs, and set our numbers beside the published ones.
@@ -27,10 +28,10 @@ command, given again, only does what is missing. Runs that two experiments share
 
 def _epilog() -> str:
     listed = "\n".join(
-        f"  {name:<12} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
+        f"  {name:<15} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
         for name, experiment in EXPERIMENTS.items()
     )
-    listed += "".join(f"\n  {name:<12} {study.source}: {study.title}" for name, study in STUDIES.items())
+    listed += "".join(f"\n  {name:<15} {study.source}: {study.title}" for name, study in STUDIES.items())
     return f"""\
 experiments:
 {listed}
@@ -40,6 +41,7 @@ examples:
   python -m orthokern.reproduce table1 --data data --epochs 20     20 epochs instead of the paper's 120
   python -m orthokern.reproduce table2 --data data --only margin-0.1 --jobs 1
   python -m orthokern.reproduce figure1 --report                   draw what is there, train nothing
+  python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
 Written to --out: a folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged, 130 interrupted (the runs are
@@ -52,7 +54,7 @@ def _parser() -> Parser:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
     parser.add_argument("--quick", action="store_true", help="scaled down: minutes on two cores, the same trend")
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb (default data)"
+        "--data", type=Path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb, music (default data)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where runs and tables go (default runs/reproduce)")
     parser.add_argument("--only", metavar="TEXT", help="train only the runs that have TEXT in their names")
@@ -126,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         failed: dict[str, str] = {}
         try:
             if not given.get("report"):
-                failed = train_all(experiment, plan, runs, sys.stdout)
+                failed = train_all(plan, runs, sys.stdout)
         finally:
             files = report(experiment, plan)
         print(files[0].read_text())

@@ -49,11 +49,17 @@ def _epochs_to_99(record: RunRecord) -> float | None:
     return float(held_out[0]["iteration"]) / 100.0 if held_out else None
 
 
+def _success(record: RunRecord) -> float | None:
+    """Whether a run did what its task calls a success so far; one that diverged did not."""
+    return 0.0 if record.result.get("diverged") else record.last("held_out_success")
+
+
 QUANTITIES: dict[str, Callable[[RunRecord], float | None]] = {
     "seconds_per_1000": _seconds_per_1000,
     "epochs_to_99": _epochs_to_99,
+    "success": _success,
 }
-_LESS_IS_BETTER = ("loss", "bpc")
+_LESS_IS_BETTER = ("loss", "bpc", "perplexity")
 
 
 def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> float | None:
@@ -94,7 +100,8 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
     if result.get("diverged"):
         row["state"] = "diverged"
     elif result:
-        row["state"] = "solved" if result.get("reached") else "done"
+        # without a goal to solve, what a task calls reached is the end of its schedule
+        row["state"] = "solved" if result.get("reached") and record.settings.get("goal") is not None else "done"
     else:
         row["state"] = "unfinished"
     return row, record
@@ -183,6 +190,10 @@ def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> P
 
     if experiment.figure == "gradients":
         figure = plots.compare_gradients(records, legend=experiment.legend, title=experiment.title)
+    elif experiment.figure == "stability":
+        figure = plots.compare_stability(records, legend=experiment.legend, title=experiment.title)
+    elif experiment.figure == "dynamics":
+        figure = plots.compare_dynamics(records, legend=experiment.legend, title=experiment.title)
     elif experiment.figure == "spectrum":
         figure = plots.compare_spectra(records, legend=experiment.legend, title=experiment.title)
     else:

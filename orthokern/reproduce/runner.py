@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from orthokern.errors import InputError
-from orthokern.reproduce.spec import Experiment, Run
+from orthokern.reproduce.spec import Run
 from orthokern.training.cli import EXIT_BAD_INPUT
 from orthokern.training.loop import EXIT_DIVERGED
 
@@ -75,16 +75,14 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
         settings = json.loads((folder / "config.json").read_bytes())["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    if result.get("diverged"):
+    if result.get("diverged") or result.get("reached"):
         return True
-    if result.get("reached"):
-        return True
-    asked = dict(zip(longer[::2], longer[1::2], strict=True))
-    for option, value in asked.items():
-        key = option.removeprefix("--")
-        if settings.get(key) is not None and settings[key] < int(value):
-            return False
-    return bool(result.get("iteration", 0) >= (settings.get("iterations") or 0))
+    # config.json keeps the length that a run began with; result.json tells how far it has come since.
+    target = settings.get("iterations") or 0
+    for option, value in zip(longer[::2], longer[1::2], strict=True):
+        per_unit = 1 if option == "--iterations" else settings.get("iterations_per_epoch") or 0
+        target = int(value) * per_unit or target
+    return bool(result.get("iteration", 0) >= target)
 
 
 def _last_record(path: Path) -> dict[str, Any] | None:
@@ -103,8 +101,9 @@ def _last_record(path: Path) -> dict[str, Any] | None:
 class _Board:
     """Says how the runs stand: one line that is written over on a terminal, a line a minute elsewhere."""
 
-    def __init__(self, total: int, stream: TextIO) -> None:
+    def __init__(self, total: int, stream: TextIO, what: str) -> None:
         self.total = total
+        self.what = what
         self.stream = stream
         self.terminal = stream.isatty()
         self.shown = False
@@ -125,7 +124,7 @@ class _Board:
             return
         self.next = now + (1.0 if self.terminal else 60.0)
         parts = [f"{name}: {child.progress()}" for name, child in children.items()]
-        line = f"{done} of {self.total} runs done; " + "; ".join(parts)
+        line = f"{done} of {self.total} {self.what} done; " + "; ".join(parts)
         if self.terminal:
             columns = os.get_terminal_size(self.stream.fileno()).columns
             print("\r\033[K" + line[: columns - 1], end="", file=self.stream, flush=True)
@@ -158,14 +157,17 @@ class _Child:
         return lines[-1] if lines else "no output"
 
 
-def train_all(experiment: Experiment, plan: Plan, runs: Sequence[Run], stream: TextIO) -> dict[str, str]:
+def train_all(
+    plan: Plan, runs: Sequence[Run], stream: TextIO, successor: Callable[[Run], Run | None] | None = None
+) -> dict[str, str]:
     """Trains what is not done.
 
     Args:
-        experiment: for its name and whether its runs are timed.
         plan: how.
-        runs: which of its runs.
+        runs: which.
         stream: where to say how it stands.
+        successor: a run that is done -> the one that comes after it, or None: each of `runs` is then the first of a
+            chain, and counts as done when the chain is.
 
     Returns:
         Name -> last line of output of the runs that failed or diverged.
@@ -174,11 +176,11 @@ def train_all(experiment: Experiment, plan: Plan, runs: Sequence[Run], stream: T
         InputError: a run's command line or data was refused: all others would be, too.
         KeyboardInterrupt: after the children saved their runs.
     """
-    board = _Board(len(runs), stream)
-    waiting = [run for run in runs if not is_done(plan.run_folder(run), plan.longer)]
+    board = _Board(len(runs), stream, "runs" if successor is None else "searches")
+    waiting = [open_run for run in runs if (open_run := _open(run, plan, successor)) is not None]
     done = len(runs) - len(waiting)
     if done:
-        board.say(f"{done} of {len(runs)} runs are done already")
+        board.say(f"{done} of {len(runs)} {board.what} are done already")
     children: dict[str, _Child] = {}
     failed: dict[str, str] = {}
     try:
@@ -192,7 +194,6 @@ def train_all(experiment: Experiment, plan: Plan, runs: Sequence[Run], stream: T
                 if code is None:
                     continue
                 del children[name]
-                done += 1
                 line = child.last_line()
                 board.say(f"{name}: {line}")
                 if code == EXIT_BAD_INPUT:
@@ -201,6 +202,13 @@ def train_all(experiment: Experiment, plan: Plan, runs: Sequence[Run], stream: T
                     _mark_diverged(child.folder, line)
                 if code != 0:
                     failed[name] = line
+                following = _open(child.run, plan, successor)
+                if (
+                    following is None or following.name == name
+                ):  # the chain's end, or a run that did not come to its own
+                    done += 1
+                else:
+                    waiting.insert(0, following)
             if children:
                 board.status(done, children)
     except BaseException:
@@ -212,6 +220,14 @@ def train_all(experiment: Experiment, plan: Plan, runs: Sequence[Run], stream: T
         raise
     board.clear()
     return failed
+
+
+def _open(run: Run, plan: Plan, successor: Callable[[Run], Run | None] | None) -> Run | None:
+    """The first run of a chain that is not done, or None."""
+    following: Run | None = run
+    while following is not None and is_done(plan.run_folder(following), plan.longer):
+        following = None if successor is None else successor(following)
+    return following
 
 
 def _mark_diverged(folder: Path, line: str) -> None:

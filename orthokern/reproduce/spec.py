@@ -59,7 +59,7 @@ class Experiment:
         source: where the published numbers stand.
         runs: what is trained.
         measures: the columns of numbers.
-        figure: how the runs are drawn: "curves", "gradients", "spectrum" or None.
+        figure: how the runs are drawn: "curves", "gradients", "spectrum", "stability", "dynamics" or None.
         quantity: for "curves": what is drawn.
         panel: for "curves": the setting that has a panel of its own for each of its values, or None.
         legend: the settings that legends and panels' titles tell; None for those in which the runs differ.

@@ -2,7 +2,8 @@
 
 A recurrent network reads a sentence character by character and predicts the next one at every step; sentences are
 independent and of different lengths (Vorontsov et al. 2017, section 3.1.2, Tables 3 and 4; the data are
-`orthokern.data.load_ptb`'s).
+`orthokern.data.load_ptb`'s). With --bptt the text is one stream of characters instead, read in rows that never end, and
+the state is carried from batch to batch (Kerg, Goyette et al. 2019, section 4.3; `orthokern.data.load_ptb_stream`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
-from orthokern.data import load_ptb
+from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
+from orthokern.data.ptb_stream import STREAM_ALPHABET
+from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
-from orthokern.tasks.optimization import add_optimizer_options
+from orthokern.tasks.optimization import add_optimizer_options, penalty
 from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_recurrence, stream_seed
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
@@ -32,6 +35,7 @@ DEFAULTS: Settings = {
     "length": 75,
     "bucket": 16,
     "released_targets": False,
+    "bptt": None,
     "hidden": 512,
     "margin": 1.0,
     "start": "torch",
@@ -43,6 +47,25 @@ DEFAULTS: Settings = {
     "iterations": None,
     "checkpoint_every": 200,
     "diagnose_every": 50,
+}
+
+# The README of the code released with Kerg, Goyette et al. 2019, "Hyperparameters for reported results", PTB; batches
+# of 128 rows and 100 epochs as in that code. (Its embedding of 200, U(-0.1, 0.1), goes through the input matrix: here
+# characters select columns of it. It halves the rates when the validation loss stops to fall.)
+_NNRNN: Settings = {
+    "model": "nnrnn",
+    "hidden": 1024,
+    "nonlinearity": "modrelu",
+    "init": "cayley",
+    "start": "glorot-normal",
+    "optimizer": "adam",
+    "beta1": 0.0,
+    "beta2": 0.9,
+    "lr": 2e-3,
+    "skew_lr": 2e-4,
+    "modulus_penalty": 1e-4,
+    "batch": 128,
+    "epochs": 100,
 }
 
 PRESETS: dict[str, Settings] = {
@@ -61,7 +84,17 @@ PRESETS: dict[str, Settings] = {
         "weight_decay": 1e-4,
         "epochs": 200,
     },
+    "nnrnn-150": {**_NNRNN, "bptt": 150, "triangle_decay": 1e-5, "clip": 10.0},
+    "nnrnn-300": {**_NNRNN, "bptt": 300, "triangle_decay": 1e-6, "clip": 5.0},
 }
+PRESET_HELP = {
+    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
+    "nnrnn-150, nnrnn-300": "those of the code released with Kerg et al. 2019, with --bptt",
+}
+
+
+State = Tensor | tuple[Tensor, Tensor]  # [1, B, N]; an lstm has two
+STREAM_ROWS = 10  # rows in which validation and test are read, as the code of Kerg et al. 2019 does
 
 
 class CharModel(nn.Module):
@@ -69,68 +102,78 @@ class CharModel(nn.Module):
 
     Args:
         settings: as DEFAULTS, complete.
+        characters: how many there are.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, characters: int = len(ALPHABET)) -> None:
         super().__init__()
         self.embed = settings["model"] == "lstm"  # torch's takes no token ids
-        self.rnn = build_recurrence(len(ALPHABET), settings)
+        self.characters = characters
+        self.rnn = build_recurrence(characters, settings)
         self.readout = LinearCrossEntropy(
-            settings["hidden"], len(ALPHABET), device=settings["device"], backend=settings["backend"]
+            settings["hidden"], characters, device=settings["device"], backend=settings["backend"]
         )
         start_recurrence(self.rnn, settings)
         with torch.no_grad():
             self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
             self.readout.get_parameter("bias").zero_()
 
+    def features(self, ids: Tensor) -> Tensor:
+        """What the recurrence is given for ids [...] int64: [..., characters] float for torch's LSTM, else the ids."""
+        if not self.embed:
+            return ids
+        return nn.functional.one_hot(ids, self.characters).to(self.readout.weight.dtype)
+
     def forward(self, inputs: PackedSequence, targets: Tensor, weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs: P packed ids int64, targets [P] int64 -> cross-entropy in nats per character (0-dim) and "accuracy",
         both times `weight`."""
-        if self.embed:
-            ids, batch_sizes, *order = inputs
-            features = nn.functional.one_hot(ids, len(ALPHABET)).to(self.readout.weight.dtype)
-            inputs = PackedSequence(features, batch_sizes, *order)
-        states, _ = self.rnn(inputs)
+        ids, batch_sizes, *order = inputs
+        states, _ = self.rnn(PackedSequence(self.features(ids), batch_sizes, *order))
+        loss, right = self.read(states.data, targets)
+        return (loss if weight == 1.0 else weight * loss), {"accuracy": weight * right}
+
+    def read(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """states [..., N], targets [...] int64 -> cross-entropy in nats per character (0-dim), accuracy (0-dim)."""
         with torch.no_grad():
-            right = self.readout(states.data.detach()).argmax(-1) == targets
-        loss = self.readout.loss(states.data, targets)
-        return (loss if weight == 1.0 else weight * loss), {"accuracy": weight * right.double().mean()}
+            right = self.readout(states.detach()).argmax(-1) == targets
+        return self.readout.loss(states, targets), right.double().mean()
 
 
-class CharLm(RecurrentTask):
-    """Penn Treebank characters for the training loop; settings as DEFAULTS, complete."""
+class StreamModel(CharModel):
+    """The same over a piece of a stream, from the state that the piece before it left.
+
+    Args:
+        settings: as DEFAULTS, complete.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, len(STREAM_ALPHABET))
+
+    def forward(  # type: ignore[override]
+        self, inputs: Tensor, targets: Tensor, state: State | None
+    ) -> tuple[Tensor, dict[str, Tensor], State]:
+        """inputs, targets [T, B] int64, state as the recurrence's (None: its own initial one) -> cross-entropy in nats
+        per character (0-dim), "accuracy", the state after the piece, detached."""
+        states, last = self.rnn(self.features(inputs), state)
+        loss, right = self.read(states, targets)
+        carried = last.detach() if isinstance(last, Tensor) else (last[0].detach(), last[1].detach())
+        return loss, {"accuracy": right}, carried
+
+
+class CharTask(RecurrentTask):
+    """What both ways of reading the text have in common; a subclass has `model`, `_evaluate` and `parts`."""
 
     name = "char_lm"
     loss_label = "cross-entropy (nats per character)"
     baseline = None
     iterations_per_epoch: int
+    parts: dict[str, Any]  # "validation" and "test", for `_evaluate`
+    steps: int  # of the last batch
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, classes=len(ALPHABET))
-        self.data = load_ptb(
-            settings["data"], max_length=settings["length"], released_targets=settings["released_targets"]
-        )
-        self.time_steps = int(self.data.train.lengths.max())
-        shard = current_shard()
-        generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
-        self.batches = self.data.train.batches(
-            settings["batch"], generator, bucket=settings["bucket"], part=(shard.rank, shard.world)
-        )
-        self.iterations_per_epoch = max(1, self.batches.per_epoch // settings["accumulate"])
-        if settings["epochs"] is not None:
-            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
-        self.build(CharModel(settings))
-
-    # ---- training
-
-    def next_batch(self) -> tuple[PackedSequence, Tensor, float]:
-        """Inputs, targets, and the weight of this process's mean loss: 1, or where several share a batch, what makes
-        the mean of their weighted means the mean over all targets."""
-        batch = next(self.batches)
-        self.steps = len(batch.batch_sizes)
-        weight = len(batch.targets) * current_shard().world / self.batches.joint_targets
-        batch = batch.to(self.device)
-        return batch.packed(), batch.targets, weight
+    def _count_iterations(self, batches_per_epoch: int) -> None:
+        self.iterations_per_epoch = max(1, batches_per_epoch // self.settings["accumulate"])
+        if self.settings["epochs"] is not None:
+            self.settings["iterations"] = self.settings["epochs"] * self.iterations_per_epoch
 
     # ---- evaluation
 
@@ -138,22 +181,21 @@ class CharLm(RecurrentTask):
         """After every epoch."""
         return iteration % self.iterations_per_epoch == 0
 
-    def _evaluate(self, sentences: Sentences) -> dict[str, float]:
-        total = {"loss": 0.0, "accuracy": 0.0}
-        for part in sentences.ordered(200):
-            batch = part.to(self.device)
-            loss, numbers = self.model(batch.packed(), batch.targets)
-            total["loss"] += loss.item() * len(batch.targets)
-            total["accuracy"] += numbers["accuracy"].item() * len(batch.targets)
-        means = {name: value / sentences.targets for name, value in total.items()}
+    def _evaluate(self, part: Any) -> dict[str, float]:
+        """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _means(total: dict[str, float], targets: int) -> dict[str, float]:
+        means = {name: value / targets for name, value in total.items()}
         return {**means, "bpc": means["loss"] / math.log(2.0)}
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """On the validation sentences, all characters alike: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
-        return self._evaluate(self.data.validation)
+        """On the validation text, all characters alike: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
+        return self._evaluate(self.parts["validation"])
 
     def test(self) -> dict[str, float]:
-        return self._evaluate(self.data.test)
+        return self._evaluate(self.parts["test"])
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         goal = self.settings["goal"]
@@ -167,12 +209,6 @@ class CharLm(RecurrentTask):
     def diagnose(self) -> dict[str, Any]:
         return {**super().diagnose(), "time_steps": self.steps}  # norms through time are of this many steps
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches.load_state_dict(state["batches"])
-
     def progress_text(self, metrics: dict[str, Any]) -> str:
         bits = metrics["loss"] / math.log(2.0)
         return f"{bits:.3f} bits per character, accuracy {100 * metrics['accuracy']:.1f} %"
@@ -184,8 +220,117 @@ class CharLm(RecurrentTask):
         result = f"{evaluation['bpc']:.3f} bits per character, accuracy {100 * evaluation['accuracy']:.2f} %"
         return f"validation: {result}, {done}"
 
+
+class CharLm(CharTask):
+    """Penn Treebank characters by sentence for the training loop; settings as DEFAULTS, complete."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, classes=len(ALPHABET))
+        data = load_ptb(settings["data"], max_length=settings["length"], released_targets=settings["released_targets"])
+        self.parts = {"validation": data.validation, "test": data.test}
+        self.time_steps = int(data.train.lengths.max())
+        shard = current_shard()
+        generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
+        self.batches = data.train.batches(
+            settings["batch"], generator, bucket=settings["bucket"], part=(shard.rank, shard.world)
+        )
+        self._count_iterations(self.batches.per_epoch)
+        self.build(CharModel(settings))
+
+    def next_batch(self) -> tuple[PackedSequence, Tensor, float]:
+        """Inputs, targets, and the weight of this process's mean loss: 1, or where several share a batch, what makes
+        the mean of their weighted means the mean over all targets."""
+        batch = next(self.batches)
+        self.steps = len(batch.batch_sizes)
+        weight = len(batch.targets) * current_shard().world / self.batches.joint_targets
+        batch = batch.to(self.device)
+        return batch.packed(), batch.targets, weight
+
+    def _evaluate(self, part: Sentences) -> dict[str, float]:
+        total = {"loss": 0.0, "accuracy": 0.0}
+        for sentences in part.ordered(200):
+            batch = sentences.to(self.device)
+            loss, numbers = self.model(batch.packed(), batch.targets)
+            total["loss"] += loss.item() * len(batch.targets)
+            total["accuracy"] += numbers["accuracy"].item() * len(batch.targets)
+        return self._means(total, part.targets)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state["batches"])
+
     def title(self) -> str:
         return f"up to {self.settings['length']} characters, {super().title()}"
+
+
+class CharStream(CharTask):
+    """Penn Treebank characters as one stream for the training loop, --bptt of them at a time; settings as DEFAULTS,
+    complete.
+
+    The stream is cut into --batch rows of equal length, read side by side. The state that a piece leaves is where the
+    next one starts, through checkpoints and across validations; gradients end at the piece. An epoch starts at zero, or
+    at the learned initial state.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, classes=len(STREAM_ALPHABET))
+        if current_shard().world > 1:
+            raise InputError(f"--bptt in {current_shard().world} processes: its state is carried in one, run it in one")
+        data = load_ptb_stream(settings["data"])
+        rows = {"train": settings["batch"], "validation": STREAM_ROWS, "test": STREAM_ROWS}
+        self.parts = {part: stream_rows(getattr(data, part), count).to(self.device) for part, count in rows.items()}
+        self.time_steps = min(settings["bptt"], len(self.parts["train"]) - 1)
+        self.pieces = -(-(len(self.parts["train"]) - 1) // settings["bptt"])
+        self._count_iterations(self.pieces)
+        self.position = 0  # of the next piece in the epoch
+        self.carried: State | None = None
+        self.build(StreamModel(settings))
+
+    def _piece(self, tokens: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """tokens [L, B] uint8 -> inputs, targets [T, B] int64 of piece `index`; the last one of a text is shorter."""
+        length = self.settings["bptt"]
+        piece = tokens[index * length : (index + 1) * length + 1].long()
+        return piece[:-1], piece[1:]
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        if self.position == 0:
+            self.carried = None
+        inputs, targets = self._piece(self.parts["train"], self.position)
+        self.position = (self.position + 1) % self.pieces
+        self.steps = len(inputs)
+        return inputs, targets
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, numbers, self.carried = self.module(*batch, self.carried)
+        added = penalty(self.rnn, self.readout, self.settings)
+        return loss if added is None else loss + added, numbers
+
+    def _evaluate(self, part: Tensor) -> dict[str, float]:
+        total, targets, state = {"loss": 0.0, "accuracy": 0.0}, part[1:].numel(), None
+        for index in range(-(-(len(part) - 1) // self.settings["bptt"])):
+            inputs, expected = self._piece(part, index)
+            loss, numbers, state = self.model(inputs, expected, state)
+            total["loss"] += loss.item() * expected.numel()
+            total["accuracy"] += numbers["accuracy"].item() * expected.numel()
+        return self._means(total, targets)
+
+    def state_dict(self) -> dict[str, Any]:
+        carried = [] if self.carried is None else [self.carried] if isinstance(self.carried, Tensor) else self.carried
+        return {"position": self.position, "carried": [state.clone() for state in carried]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        carried = [tensor.to(self.device) for tensor in state["carried"]]
+        self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
+
+    def title(self) -> str:
+        return f"{self.settings['bptt']} characters at a time, {super().title()}"
+
+
+def _task(settings: Settings) -> CharTask:
+    return CharLm(settings) if settings["bptt"] is None else CharStream(settings)
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -197,6 +342,9 @@ Train a recurrent network to predict the next character of Penn Treebank sentenc
 characters (ptb.char.train.txt, ...). Sentences of up to --length characters are used, each a sequence
 of its own; there is no work on padding. The test sentences are looked at once, at the end, with the
 parameters that are best on the validation sentences.
+
+With --bptt N the whole text is one stream, cut into --batch rows that are read N characters at a time;
+the state is carried from one piece to the next.
 """
 
 EXAMPLES = """\
@@ -205,6 +353,8 @@ examples:
   python -m orthokern.tasks.char_lm --data ptb --length 300              nearly all of them
   python -m orthokern.tasks.char_lm --data ptb --preset paper --margin 0.1 --epochs 20
   python -m orthokern.tasks.char_lm --data ptb --model lstm --hidden 256
+  python -m orthokern.tasks.char_lm --data ptb --bptt 150 --batch 128 --model nnrnn --nonlinearity modrelu
+  python -m orthokern.tasks.char_lm --data ptb --preset nnrnn-150
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
 --resume goes on).
@@ -227,6 +377,12 @@ def _parser() -> Parser:
         help="count two trivial targets per sentence too, as the code released with the paper does",
     )  # fmt: skip
     group.add_argument(
+        "--bptt",
+        type=integer(1),
+        metavar="N",
+        help="one stream of characters instead of sentences, N at a time, the state carried on (default: sentences)",
+    )
+    group.add_argument(
         "--goal",
         type=real(0.0, exclusive=True, none=True),
         metavar="BITS",
@@ -235,7 +391,7 @@ def _parser() -> Parser:
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
     add_network_options(parser, DEFAULTS)
-    add_optimizer_options(parser, DEFAULTS, {"paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2"})
+    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
     return parser
 
@@ -247,12 +403,18 @@ def complete(settings: Settings) -> Settings:
         InputError: no --data, or settings that don't go together.
     """
     settings = recurrent.complete_with_data(settings, "the Penn Treebank's text files")
+    if settings["bptt"] is not None:
+        for key in ("length", "bucket", "released_targets"):
+            if settings[key] != DEFAULTS[key]:
+                raise InputError(
+                    f"--{key.replace('_', '-')}: of sentences, and --bptt reads none; leave one of them out"
+                )
     return settings
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("char_lm", _parser(), DEFAULTS, PRESETS, complete, CharLm, arguments)
+    return cli.run("char_lm", _parser(), DEFAULTS, PRESETS, complete, _task, arguments)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
+from orthokern.init import glorot_
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
@@ -42,7 +43,7 @@ from orthokern.tasks.recurrent import DrawnTask
 from orthokern.training import cli
 
 INPUTS = ("onehot", "scalar")
-STARTS = ("zero", "random")
+STARTS = ("zero", "random", "glorot-normal")
 GEODESIC_RATE_TIMES_T, LARGEST_GEODESIC_RATE = 1e-2, 1e-4
 SPECTRUM_RATE_TIMES_T, LARGEST_SPECTRUM_RATE = 2e-2, 1e-3
 
@@ -68,6 +69,25 @@ DEFAULTS: Settings = {
     "eval_sequences": 200,
 }
 
+# Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN (Kerg, Goyette et
+# al. 2019), section 4.1: RMSprop, batches of 10. What the text leaves open is as in the released code: T = 200, 1500
+# updates, the symbols as numbers 0 ... 9, modReLU, Glorot-normal inputs and readout.
+_REPORT: Settings = {
+    "T": 200,
+    "input": "scalar",
+    "marker": 9.0,
+    "hidden": 128,
+    "nonlinearity": "modrelu",
+    "start": "glorot-normal",
+    "input_lr": None,
+    "schedule": "constant",
+    "lr_decay": 0.0,
+    "basis_clip": None,
+    "batch": 10,
+    "iterations": 1500,
+    "eval_every": 50,
+}
+
 PRESETS: dict[str, Settings] = {
     # Vorontsov et al. 2017, section 3: RMSprop at 1e-4, geodesic descent on the bases at 1e-6, batches of 50, clipping
     # at 100, weight decay 1e-4 on the composite matrix; section 3.1.1: 128 units, no non-linearity. What the text
@@ -87,6 +107,23 @@ PRESETS: dict[str, Settings] = {
         "weight_decay": 1e-4,
         "iterations": 100_000,
     },
+    "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "lr": 1e-3, "alpha": 0.9},
+    "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot", "lr": 5e-4, "alpha": 0.99},
+    "report-exprnn": {**_REPORT, "model": "exprnn", "init": "henaff", "lr": 1e-3, "skew_lr": 1e-4, "alpha": 0.99},
+    "report-nnrnn": {
+        **_REPORT,
+        "model": "nnrnn",
+        "init": "henaff",
+        "lr": 5e-4,
+        "skew_lr": 1e-6,
+        "alpha": 0.99,
+        "modulus_penalty": 1e-4,
+        "triangle_decay": 1e-6,
+    },
+}
+PRESET_HELP = {
+    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3",
+    "report-rnn, -lstm, -exprnn, -nnrnn": "those of the nnRNN report of 2019, Table 1",
 }
 
 
@@ -122,6 +159,9 @@ class CopyModel(nn.Module):
                 nn.init.zeros_(self.readout.weight)
                 # The log-odds of the blank against any one symbol, as often as they are targets.
                 bias[0] = math.log((data.length - data.recall) * data.symbols / data.recall)
+            elif settings["start"] == "glorot-normal":
+                table.copy_(glorot_(torch.empty(table.shape)))
+                self.readout.weight.copy_(glorot_(torch.empty(self.readout.weight.shape)))
             else:
                 table.copy_(torch.empty(table.shape).uniform_(-0.01, 0.01))
                 self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
@@ -249,6 +289,8 @@ examples:
   python -m orthokern.tasks.copy --T 200 --nonlinearity tanh      with a non-linearity
   python -m orthokern.tasks.copy --T 1000 --margin 0.3 --nonlinearity prelu --slope 0.7
   python -m orthokern.tasks.copy --T 1000 --preset paper          the paper's hyper-parameters (slow)
+  python -m orthokern.tasks.copy --preset report-nnrnn            an nnRNN, as the report of 2019
+  python -m orthokern.tasks.copy --T 200 --model exprnn --lr 1e-3 --rebase-every 100
   python -m orthokern.tasks.copy --T 10000 --out runs/a           choose the run folder ...
   python -m orthokern.tasks.copy --resume runs/a                  ... and go on with it after Ctrl-C
 
@@ -295,10 +337,11 @@ def _parser() -> Parser:
 
     group.add_argument(
         "--start", type=one_of("start", STARTS), metavar="NAME",
-        help="zero: silent readout and blank, its output bias at its log-odds; random: as the paper's (default zero)",
+        help="zero: silent readout and blank, its output bias at its log-odds; random: as the paper's; glorot-normal: "
+        "both Glorot-normal (default zero)",
     )  # fmt: skip
     add_network_options(parser, DEFAULTS)
-    add_optimizer_options(parser, DEFAULTS, {"paper": "hyper-parameters of Vorontsov et al. 2017, section 3"})
+    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
     return parser
 

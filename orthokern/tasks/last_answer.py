@@ -3,6 +3,7 @@ random_permutation (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section 
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import STARTS, DrawnTask, start_recurrence
+from orthokern.tasks.recurrent import STARTS, DrawnTask, start_normal, start_recurrence
 from orthokern.training import cli
 
-__all__ = ["DEFAULTS", "PRESETS", "LastAnswer", "make_parser"]
+__all__ = ["DEFAULTS", "PAPER", "PRESETS", "LastAnswer", "add_short_evaluations", "make_parser", "out_of_reach"]
 
 
 DEFAULTS: Settings = {
@@ -33,11 +34,13 @@ DEFAULTS: Settings = {
     "goal": 100.0,
     "eval_every": 100,
     "eval_sequences": 10_000,
+    "short_evaluations": False,
+    "sigma": None,
 }
 
 # Manchev and Spratling, section III-A: 100 tanh units, batches of 20, SGD, up to 100 000 iterations, every 100 of them
 # a test on 10 000 sequences; every matrix Glorot-uniform. The rates are those of their Table I for temporal order.
-_PAPER: Settings = {
+PAPER: Settings = {
     "model": "rnn",
     "hidden": 100,
     "init": "glorot-uniform",
@@ -50,16 +53,30 @@ _PAPER: Settings = {
 }
 
 PRESETS: dict[str, Settings] = {
-    "srnn": {**_PAPER, "lr": 0.01},
+    "srnn": {**PAPER, "lr": 0.01},
     # the strengths of the paper's tables are for the norm, not for its square as in its text
-    "open": {**_PAPER, "lr": 0.001, "soft_orthogonality": 1.0, "soft_orthogonality_norm": "plain"},
-    "oinit": {**_PAPER, "lr": 1e-4, "init": "learned", "start": "learned"},
+    "open": {**PAPER, "lr": 0.001, "soft_orthogonality": 1.0, "soft_orthogonality_norm": "plain"},
+    "oinit": {**PAPER, "lr": 1e-4, "init": "learned", "start": "learned"},
 }
 PRESET_HELP = {
     "srnn": "the plain network of Manchev and Spratling",
     "open": "theirs with a penalty",
     "oinit": "theirs with every matrix made orthogonal before; each with the paper's rate for temporal order",
 }
+
+
+def out_of_reach(right: int, done: int, count: int, goal: float) -> bool:
+    """Whether `goal` percent of `count` answers can't be right any more after `right` of `done` were."""
+    return 100.0 * (right + count - done) < goal * count
+
+
+def add_short_evaluations(group: argparse._ArgumentGroup) -> None:
+    """Adds --short-evaluations."""
+    group.add_argument(
+        "--short-evaluations", action="store_true",
+        help="end an evaluation as soon as so many answers are wrong that the goal is out of reach: it then tells the "
+        "loss and accuracy of the sequences so far",
+    )  # fmt: skip
 
 
 class LastAnswerModel(nn.Module):
@@ -79,6 +96,7 @@ class LastAnswerModel(nn.Module):
         with torch.no_grad():
             (init.learned_ if settings["start"] == "learned" else init.glorot_uniform_)(self.readout.weight)
             self.readout.get_parameter("bias").zero_()
+        start_normal(self.rnn, self.readout, settings)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs [T, B, features] float32, targets [B] int64 -> cross-entropy in nats (0-dim), "accuracy" (0-dim)."""
@@ -102,6 +120,10 @@ class LastAnswer(DrawnTask):
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         every = self.settings["eval_every"]
         return every > 0 and iteration % every == 0
+
+    def settled(self, right: int, done: int) -> bool:
+        settings = self.settings
+        return settings["short_evaluations"] and out_of_reach(right, done, settings["eval_sequences"], settings["goal"])
 
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
@@ -142,7 +164,9 @@ def make_parser(name: str, description: str, epilog: str, shortest: int, default
     group.add_argument(
         "--eval-sequences", type=integer(1), metavar="N", help="fresh sequences of an evaluation (default 10000)"
     )
+    add_short_evaluations(group)
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.start_help("glorot"))
+    recurrent.add_sigma(group)
     add_network_options(parser, defaults)
     add_optimizer_options(parser, defaults, PRESET_HELP)
     cli.add_run_options(parser, defaults)

@@ -12,13 +12,17 @@ from orthokern import dispatch, init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
-from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn.exprnn import INITS, OPTIMIZER_STATES
+from orthokern.nn.nonnormal import INITS as SCHUR_INITS
+from orthokern.nn.nonnormal import MASKS
 from orthokern.nn.rnn import APPLY, NONLINEARITIES
 
 __all__ = ["MODELS", "NETWORK_DEFAULTS", "add_network_options", "build_recurrence", "check_backend", "check_network"]
 
-MODELS = ("factorized", "rnn", "lstm", "peephole-lstm")
+MODELS = ("factorized", "rnn", "lstm", "peephole-lstm", "exprnn", "nnrnn")
 LSTMS = ("lstm", "peephole-lstm")
+EXPONENTIALS = ("exprnn", "nnrnn")
 
 NETWORK_DEFAULTS: Settings = {
     "model": "factorized",
@@ -34,6 +38,11 @@ NETWORK_DEFAULTS: Settings = {
     "learned_h0": False,
     "message_clip": None,
     "forget_bias": 1.0,
+    "rebase_every": None,
+    "project_every": 100,
+    "rebase_state": "transport",
+    "schur_mask": "block",
+    "triangle": True,
 }
 
 
@@ -49,7 +58,8 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         "--model",
         type=one_of("model", MODELS),
         metavar="NAME",
-        help="factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch's; peephole-lstm: gates see the cell "
+        help="factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch's; peephole-lstm: gates see the cell; "
+        "exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, its eigenvalues' moduli learned "
         + default("model"),
     )
     group.add_argument("--hidden", type=integer(1), metavar="N", help=f"hidden units {default('hidden')}")
@@ -85,9 +95,10 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     )
     group.add_argument(
         "--init",
-        type=one_of("init", init.INITS),
+        type=one_of("init", dict.fromkeys((*init.INITS, *SCHUR_INITS))),
         metavar="NAME",
-        help=f"recurrent matrix at the start: {', '.join(init.INITS)} {default('init')}",
+        help=f"recurrent matrix at the start: {', '.join(init.INITS)}; of exp(A) in exprnn and nnrnn: "
+        f"{', '.join(SCHUR_INITS)} (the last for nnrnn) {default('init')}",
     )
     group.add_argument(
         "--rank",
@@ -117,6 +128,35 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         metavar="X",
         help=f"both lstms: the forget gate's bias at the start {default('forget_bias')}",
     )
+    group.add_argument(
+        "--rebase-every",
+        type=integer(1),
+        metavar="K",
+        help="exprnn, nnrnn: every K forwards the exponential starts anew from where it has come (default: never)",
+    )
+    group.add_argument(
+        "--project-every",
+        type=integer(1),
+        metavar="M",
+        help=f"with --rebase-every: every M times the base is made orthogonal anew {default('project_every')}",
+    )
+    group.add_argument(
+        "--rebase-state",
+        type=one_of("rebase-state", OPTIMIZER_STATES),
+        metavar="NAME",
+        help=f"with --rebase-every: the optimizer's state then: {', '.join(OPTIMIZER_STATES)} "
+        + default("rebase_state"),
+    )
+    group.add_argument(
+        "--schur-mask",
+        type=one_of("schur-mask", MASKS),
+        metavar="NAME",
+        help="nnrnn: block: T leaves the rotations alone, the moduli are gamma; legacy: as the released code, T acts "
+        f"inside them too {default('schur_mask')}",
+    )
+    group.add_argument(
+        "--no-triangle", dest="triangle", action="store_false", help="nnrnn: leave T out, for a normal matrix"
+    )
 
 
 def check_network(settings: Settings) -> None:
@@ -135,6 +175,7 @@ def check_network(settings: Settings) -> None:
             "from 0 to 2, give --margin none"
         )
     lstm = settings["model"] in LSTMS
+    _check_exponential(settings)
     if settings["model"] != "factorized" and settings.get("spectrum_prior"):
         raise InputError(f"--spectrum-prior: for --model factorized, not {settings['model']}; see --soft-orthogonality")
     if lstm and settings.get("soft_orthogonality"):
@@ -144,6 +185,39 @@ def check_network(settings: Settings) -> None:
             if settings[key] != NETWORK_DEFAULTS[key]:
                 option = "--" + key.replace("_", "-")
                 raise InputError(f"{option}: not for an lstm; leave the option out, or choose another --model")
+
+
+# setting -> (the value that asks for nothing, the models that know it)
+_FOR_SOME_MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "rebase_every": (None, EXPONENTIALS),
+    "skew_lr": (None, EXPONENTIALS),
+    "schur_mask": ("block", ("nnrnn",)),
+    "modulus_penalty": (0.0, ("nnrnn",)),
+    "triangle_decay": (0.0, ("nnrnn",)),
+}
+
+
+def _check_exponential(settings: Settings) -> None:
+    """Of check_network, what concerns exprnn and nnrnn."""
+    model = settings["model"]
+    for key, (nothing, models) in _FOR_SOME_MODELS.items():
+        if settings.get(key, nothing) != nothing and model not in models:
+            raise InputError(f"--{key.replace('_', '-')}: for --model {' or '.join(models)}, not {model}")
+    if not settings["triangle"] and model != "nnrnn":
+        raise InputError(f"--no-triangle: for --model nnrnn, not {model}")
+    if not settings["triangle"] and settings.get("triangle_decay"):
+        raise InputError(f"--triangle-decay {settings['triangle_decay']:g} with --no-triangle: give one of the two")
+    accepted = {"exprnn": INITS, "nnrnn": SCHUR_INITS}.get(model, tuple(init.INITS))
+    if settings["init"] not in accepted:
+        raise InputError(f"--init {settings['init']}: not for --model {model}; accepted: {', '.join(accepted)}")
+    if settings["rebase_every"] is None:
+        for key in ("project_every", "rebase_state"):
+            if settings[key] != NETWORK_DEFAULTS[key]:
+                raise InputError(f"--{key.replace('_', '-')} {settings[key]}: give --rebase-every too")
+    if settings["schur_mask"] == "legacy" and settings["hidden"] % 2:
+        raise InputError(f"--hidden {settings['hidden']}: --schur-mask legacy works on pairs, give an even number")
+    if model == "exprnn" and settings.get("soft_orthogonality"):
+        raise InputError("--soft-orthogonality: not for --model exprnn, whose matrix is orthogonal")
 
 
 def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> nn.Module:
@@ -183,6 +257,19 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
             init=settings["init"],
             **common,
         )
+    elif settings["model"] in EXPONENTIALS:
+        common |= {
+            "nonlinearity": settings["nonlinearity"],
+            "bias": bias,
+            "init": settings["init"],
+            "rebase_every": settings["rebase_every"],
+            "project_every": settings["project_every"],
+            "optimizer_state": settings["rebase_state"],
+        }
+        if settings["model"] == "exprnn":
+            rnn = ExpRNN(inputs, hidden, **common)
+        else:
+            rnn = NonNormalRNN(inputs, hidden, mask=settings["schur_mask"], triangular=settings["triangle"], **common)
     else:
         rnn = FactorizedRNN(
             inputs,
@@ -225,6 +312,8 @@ def check_backend(settings: Settings, classes: int) -> None:
     ops = {
         "factorized": ("factored_scan" if settings["apply"] == "factored" else "dense_scan", "cayley"),
         "rnn": ("dense_scan",),
+        "exprnn": ("dense_scan",),
+        "nnrnn": ("dense_scan",),
         "lstm": (),
         "peephole-lstm": (),
     }[settings["model"]]

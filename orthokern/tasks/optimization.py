@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, split_parameters
-from orthokern.penalties import OrthogonalPenalty, composite_weight_decay, spectrum_prior
+from orthokern.penalties import (
+    OrthogonalPenalty,
+    composite_weight_decay,
+    modulus_penalty,
+    spectrum_prior,
+    triangular_decay,
+)
 
 __all__ = [
     "OPTIMIZER_DEFAULTS",
@@ -26,6 +32,8 @@ __all__ = [
 OPTIMIZERS = ("rmsprop", "adam", "sgd")
 GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
+MODULUS_NORMS = ("l2", "l1")
+SKEW_RATE = 0.1  # of --lr: what the searches of Kerg et al. 2019 and Lezcano-Casado 2019 begin with
 SCHEDULES = ("constant", "inverse", "exponential", "cosine")
 
 OPTIMIZER_DEFAULTS: Settings = {
@@ -36,7 +44,10 @@ OPTIMIZER_DEFAULTS: Settings = {
     "spectrum_lr": None,
     "geodesic": "sgd",
     "geodesic_lr": 1e-6,
+    "skew_lr": None,
     "alpha": 0.9,
+    "beta1": 0.9,
+    "beta2": 0.999,
     "eps": 1e-8,
     "momentum": 0.9,
     "schedule": "constant",
@@ -48,16 +59,25 @@ OPTIMIZER_DEFAULTS: Settings = {
     "soft_orthogonality": 0.0,
     "soft_orthogonality_norm": "squared",
     "spectrum_prior": 0.0,
+    "modulus_penalty": 0.0,
+    "modulus_norm": "l2",
+    "triangle_decay": 0.0,
 }
 
 
-def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: Mapping[str, str]) -> None:
+def add_optimizer_options(
+    parser: Parser,
+    defaults: Mapping[str, Any],
+    presets: Mapping[str, object],
+    preset_help: Mapping[str, str] | None = None,
+) -> None:
     """Adds the options of OPTIMIZER_DEFAULTS and --preset.
 
     Args:
         parser: a task's parser.
         defaults: the task's own, shown by the help.
-        presets: the task's presets by name, each with a line of help.
+        presets: the task's presets by name, each with a line of help where `preset_help` is None.
+        preset_help: name, or several names in one, -> a line of help.
     """
 
     def default(key: str, none: str = "none") -> str:
@@ -70,7 +90,7 @@ def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: 
             "--preset",
             type=one_of("preset", presets),
             metavar="NAME",
-            help="; ".join(f"{name}: {text}" for name, text in presets.items()),
+            help="; ".join(f"{name}: {text}" for name, text in (preset_help or presets).items()),
         )
     group.add_argument("--batch", type=integer(1), metavar="N", help=f"sequences per batch {default('batch')}")
     group.add_argument(
@@ -105,9 +125,21 @@ def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: 
         metavar="X",
         help="factorized: rate of the geodesic steps on U and V " + default("geodesic_lr", "by T"),
     )
+    group.add_argument(
+        "--skew-lr",
+        type=real(0.0),
+        metavar="X",
+        help="exprnn, nnrnn: rate of A in the orthogonal exp(A) " + default("skew_lr", "a tenth of --lr"),
+    )
     group.add_argument("--alpha", type=real(0.0, maximum=1.0), metavar="X", help=f"rmsprop's memory {default('alpha')}")
     group.add_argument(
         "--eps", type=real(0.0), metavar="X", help=f"rmsprop, adam: added to the gradient's size {default('eps')}"
+    )
+    group.add_argument(
+        "--beta1", type=real(0.0, maximum=1.0), metavar="X", help=f"adam's memory of the gradient {default('beta1')}"
+    )
+    group.add_argument(
+        "--beta2", type=real(0.0, maximum=1.0), metavar="X", help=f"adam's memory of its square {default('beta2')}"
     )
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
     group.add_argument(
@@ -157,6 +189,25 @@ def add_optimizer_options(parser: Parser, defaults: Mapping[str, Any], presets: 
         metavar="X",
         help=f"factorized: X sum (s - 1)^2 of the singular values is added to the loss {default('spectrum_prior')}",
     )
+    group.add_argument(
+        "--modulus-penalty",
+        type=real(0.0),
+        metavar="X",
+        help=f"nnrnn: X sum (gamma - 1)^2 of the moduli is added to the loss {default('modulus_penalty')}",
+    )
+    group.add_argument(
+        "--modulus-norm",
+        type=one_of("modulus-norm", MODULUS_NORMS),
+        metavar="NAME",
+        help=f"l2: as above; l1: X sum |gamma - 1| {default('modulus_norm')}",
+    )
+    group.add_argument(
+        "--triangle-decay",
+        type=real(0.0),
+        metavar="X",
+        help="nnrnn: X / 2 ||T||^2 is added to the loss, as an optimizer's weight decay of X on T "
+        + default("triangle_decay"),
+    )
 
 
 def schedule_factor(settings: Settings) -> Callable[[int], float]:
@@ -187,8 +238,8 @@ def build_optimizer(
         settings: OPTIMIZER_DEFAULTS' keys with "geodesic_lr" a number, "margin", "iterations" and "backend".
 
     Returns:
-        The optimizer; groups have "role": "readout", "input", "spectrum" or "geodesic". And a scheduler to be stepped
-        once an iteration.
+        The optimizer; groups have "role": "readout", "input", "rotation", "skew", "spectrum" or "geodesic". And a
+        scheduler to be stepped once an iteration.
     """
     split = split_parameters(rnn)
     input_lr = settings["lr"] if settings["input_lr"] is None else settings["input_lr"]
@@ -196,6 +247,11 @@ def build_optimizer(
         {"params": list(readout.parameters()), "lr": settings["lr"], "role": "readout"},
         {"params": split["other"], "lr": input_lr, "role": "input"},
     ]
+    if split["rotation"]:
+        groups.append({"params": split["rotation"], "lr": input_lr, "role": "rotation"})
+    if split["skew"]:
+        rate = SKEW_RATE * settings["lr"] if settings["skew_lr"] is None else settings["skew_lr"]
+        groups.append({"params": split["skew"], "lr": rate, "role": "skew"})
     parts: dict[str, torch.optim.Optimizer] = {}
     if split["spectrum"]:
         # ds/dp is proportional to 2m: dividing by it, a rate means the same at every margin (the paper, below eq. 11).
@@ -217,21 +273,25 @@ def build_optimizer(
         else:
             parts["geodesic"] = GeodesicSGD(bases, **common)
     parts["euclidean"] = _euclidean(groups, settings)
+    track = getattr(rnn, "track_optimizer", None)
+    if callable(track):  # moves of an exponential's base reach the optimizer's state
+        track(parts["euclidean"])
     optimizer = CombinedOptimizer(parts)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(settings))
 
 
 def _euclidean(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
     if settings["optimizer"] == "adam":
-        return torch.optim.Adam(groups, eps=settings["eps"])
+        return torch.optim.Adam(groups, betas=(settings["beta1"], settings["beta2"]), eps=settings["eps"])
     if settings["optimizer"] == "sgd":
         return torch.optim.SGD(groups, momentum=settings["momentum"], nesterov=settings["momentum"] > 0.0)
     return torch.optim.RMSprop(groups, alpha=settings["alpha"], eps=settings["eps"])
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: Settings) -> Tensor | None:
-    """What the settings add to the loss: weight decay on the matrices, for factorized ones on the composite; and what
-    draws the recurrent matrix to an orthogonal one (Vorontsov et al. 2017, section 3.2).
+    """What the settings add to the loss: weight decay on the matrices, for factorized ones on the composite; what
+    draws the recurrent matrix to an orthogonal one (Vorontsov et al. 2017, section 3.2); and an nnRNN's moduli and T
+    to those of a rotation (Kerg et al. 2019). An orthogonal matrix, and what nnrnn makes of one, has no weight decay.
 
     Args:
         rnn: the recurrence.
@@ -258,4 +318,8 @@ def penalty(rnn: nn.Module, readout: nn.Module, settings: Settings) -> Tensor | 
         terms.append(OrthogonalPenalty(settings["soft_orthogonality"], squared=squared, on="recurrent")(rnn))
     if settings["spectrum_prior"]:
         terms.append(settings["spectrum_prior"] * spectrum_prior(rnn))
+    if settings["modulus_penalty"]:
+        terms.append(settings["modulus_penalty"] * modulus_penalty(rnn, settings["modulus_norm"]))
+    if settings["triangle_decay"]:
+        terms.append(settings["triangle_decay"] / 2 * triangular_decay(rnn))
     return torch.stack(terms).sum() if terms else None

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthokern import init
 from orthokern.commandline import Parser, Settings, integer, one_of, real
-from orthokern.data import load_mnist, pixel_permutation
+from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, epoch_order, start_recurrence
+from orthokern.tasks.recurrent import STARTS, RecurrentTask, epoch_order, start_normal, start_recurrence
 from orthokern.training import cli
 
 DEFAULTS: Settings = {
@@ -30,6 +31,8 @@ DEFAULTS: Settings = {
     "permutation_seed": 0,
     "validation": 10_000,
     "pool": 1,
+    "standardize": False,
+    "sigma": None,
     # After three epochs of the ordered task 90.7 % of the test images; tanh and a random orthogonal start get 85 %,
     # geodesic rates of 1e-4 and 1e-2 get 78 and 66 %, all at constant rates.
     "nonlinearity": "modrelu",
@@ -45,6 +48,43 @@ DEFAULTS: Settings = {
     "iterations": None,
     "checkpoint_every": 200,
     "diagnose_every": 50,
+}
+
+# Manchev and Spratling, section III-B and Table II: 100 tanh units, every matrix from N(0, sigma), batches of 16, 10^6
+# of them, no clipping; the penalty is the norm without its square. Pixels are standardised, as in the released code.
+# The text names no optimizer. It can't be plain descent: at a rate of 1e-4 the penalty of 0.1 would take more than a
+# million batches to bring N(0, 0.001) to orthogonal, where their Figure 3b shows some 4000. RMSprop, the default of the
+# released code for recurrent networks, takes so many; its eps: see "paper".
+_ORTHOGONAL: Settings = {
+    "model": "rnn",
+    "hidden": 100,
+    "nonlinearity": "tanh",
+    "init": "glorot-uniform",
+    "start": "glorot",
+    "standardize": True,
+    "batch": 16,
+    "optimizer": "rmsprop",
+    "eps": 1e-3,
+    "schedule": "constant",
+    "lr_decay": 0.0,
+    "clip": None,
+    "epochs": 320,
+}
+
+# Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN, section 4.2 and
+# Table 2: batches of 100. What the text leaves open is as in the released code: 100 epochs, modReLU, Glorot-normal
+# inputs. (The order of the pixels is another: theirs comes from numpy's generator.)
+_REPORT: Settings = {
+    "permuted": True,
+    "permutation_seed": 1234,
+    "hidden": 512,
+    "nonlinearity": "modrelu",
+    "start": "glorot-normal",
+    "clip": None,
+    "schedule": "constant",
+    "lr_decay": 0.0,
+    "batch": 100,
+    "epochs": 100,
 }
 
 PRESETS: dict[str, Settings] = {
@@ -78,10 +118,36 @@ PRESETS: dict[str, Settings] = {
         "weight_decay": 1e-4,
         "epochs": 150,
     },
+    "srnn": {**_ORTHOGONAL, "lr": 1e-4, "sigma": 0.001},
+    "open": {
+        **_ORTHOGONAL,
+        "lr": 1e-4,
+        "sigma": 0.001,
+        "soft_orthogonality": 0.1,
+        "soft_orthogonality_norm": "plain",
+    },
+    "oinit": {**_ORTHOGONAL, "lr": 1e-5, "sigma": 0.01, "init": "learned", "start": "learned"},
+    "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "lr": 1e-4, "alpha": 0.9},
+    "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot", "lr": 5e-4, "alpha": 0.9},
+    "report-exprnn": {**_REPORT, "model": "exprnn", "init": "cayley", "lr": 5e-4, "skew_lr": 5e-5, "alpha": 0.99},
+    "report-nnrnn": {
+        **_REPORT,
+        "model": "nnrnn",
+        "init": "cayley",
+        "lr": 2e-4,
+        "skew_lr": 2e-5,
+        "alpha": 0.99,
+        "modulus_penalty": 0.1,
+        "triangle_decay": 1e-4,
+    },
 }
 PRESET_HELP = {
     "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
     "paper-lstm": "that section's LSTM",
+    "srnn": "the plain network of Manchev and Spratling, Table II",
+    "open": "theirs with a penalty",
+    "oinit": "theirs with every matrix made orthogonal before",
+    "report-rnn, -lstm, -exprnn, -nnrnn": "those of the nnRNN report of 2019, Table 2",
 }
 
 
@@ -100,8 +166,13 @@ class PixelModel(nn.Module):
         )
         start_recurrence(self.rnn, settings)
         with torch.no_grad():
-            self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
+            normal = settings["start"] == "glorot-normal"
+            drawn = torch.empty(self.readout.weight.shape)
+            self.readout.weight.copy_((nn.init.xavier_normal_ if normal else nn.init.xavier_uniform_)(drawn))
+            if settings["start"] == "learned":
+                init.learned_(self.readout.weight)
             self.readout.get_parameter("bias").zero_()
+        start_normal(self.rnn, self.readout, settings)
 
     def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """pixels [T, B, 1] float32 in [0, 1], labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy"."""
@@ -126,6 +197,10 @@ class PixelMnist(RecurrentTask):
         self.train_set = self._on_device(data.train.images, data.train.labels)
         self.validation_set = self._on_device(data.validation.images, data.validation.labels)
         self.test_set = self._on_device(data.test.images, data.test.labels)
+        self._scaling: tuple[Tensor, Tensor] | None = None  # mean and deviation [T, 1] of the training pixels
+        if settings["standardize"]:
+            mean, deviation = pixel_statistics(self.train_set[0].T.cpu())
+            self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
         count = len(self.train_set[1])
         if settings["batch"] > count:
             raise InputError(f"--batch {settings['batch']}: there are {count} training images")
@@ -148,10 +223,10 @@ class PixelMnist(RecurrentTask):
             pixels = pixels[pixel_permutation(self.settings["permutation_seed"], self.time_steps)]
         return pixels.contiguous().to(self.device), labels.to(self.device)
 
-    @staticmethod
-    def _batch(data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
         pixels, labels = data
-        return (pixels[:, chosen].float() / 255.0).unsqueeze(-1), labels[chosen]
+        mean, deviation = self._scaling or (0.0, 255.0)
+        return ((pixels[:, chosen].float() - mean) / deviation).unsqueeze(-1), labels[chosen]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, batch = divmod(self.position, self.batches_per_epoch)
@@ -227,6 +302,7 @@ examples:
   python -m orthokern.tasks.pixel_mnist --data mnist --nonlinearity oplu --margin 0
   python -m orthokern.tasks.pixel_mnist --data mnist --gain 1.05 --margin 0       (section 3.1.3)
   python -m orthokern.tasks.pixel_mnist --data mnist --preset paper-lstm
+  python -m orthokern.tasks.pixel_mnist --data mnist --preset report-nnrnn --hidden 128 --epochs 10
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
 --resume goes on).
@@ -249,15 +325,20 @@ def _parser() -> Parser:
         help="average squares of N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14 (default 1)",
     )
     group.add_argument(
+        "--standardize", action="store_true",
+        help="every pixel with mean 0 and variance 1 over the training images, instead of all in [0, 1]",
+    )  # fmt: skip
+    group.add_argument(
         "--goal",
         type=real(0.0, exclusive=True, maximum=100.0, none=True),
         metavar="PERCENT",
         help="stop at this validation accuracy; none (default none)",
     )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
+    recurrent.add_sigma(group)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
     add_network_options(parser, DEFAULTS)
-    add_optimizer_options(parser, DEFAULTS, PRESET_HELP)
+    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
     return parser
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings, integer
+from orthokern.commandline import Settings, integer, real
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
-from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
+from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
 from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, penalty
 from orthokern.training import Task, cli
@@ -26,23 +27,25 @@ __all__ = [
     "DrawnTask",
     "RecurrentTask",
     "add_epochs",
+    "add_sigma",
     "complete",
     "complete_with_data",
     "epoch_order",
     "start_help",
+    "start_normal",
     "start_recurrence",
     "stream_seed",
 ]
 
-STARTS = ("torch", "small", "glorot", "learned")
+STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
 
 def start_help(default: str) -> str:
     """The help of --start."""
     return (
         "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
-        "glorot: Glorot-uniform, biases 0; learned: as --init learned, biases 0, and the readout where the task says "
-        f"so (default {default})"
+        "glorot, glorot-normal: Glorot's, uniform or normal, biases 0; learned: as --init learned, biases 0, and the "
+        f"readout where the task says so (default {default})"
     )
 
 
@@ -74,6 +77,39 @@ def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
     )
 
 
+def add_sigma(group: argparse._ArgumentGroup) -> None:
+    """Adds --sigma, for tasks whose model calls `start_normal`."""
+    group.add_argument(
+        "--sigma",
+        type=real(0.0, exclusive=True, none=True),
+        metavar="X",
+        help="rnn: draw all matrices from N(0, X), whatever --init and --start, biases 0; those that are to be learned "
+        "are then made orthogonal from there; none (default none)",
+    )
+
+
+@torch.no_grad()
+def start_normal(rnn: nn.Module, readout: nn.Module, settings: Settings) -> None:
+    """Where "sigma" is set, draws the matrices of a plain recurrence and of its readout anew from N(0, sigma), those
+    that are "learned" made orthogonal from there, biases 0 (Manchev and Spratling, sections III-B and II-A)."""
+    sigma = settings["sigma"]
+    if sigma is None:
+        return
+    for weight, how in (
+        (rnn.get_parameter("weight_hh_l0"), settings["init"]),
+        (rnn.get_parameter("weight_ih_l0"), settings["start"]),
+        (readout.get_parameter("weight"), settings["start"]),
+    ):
+        if how == "learned":
+            init.learned_(weight, std=sigma)
+        else:
+            init.normal_(weight, sigma)
+    for module in (rnn, readout):
+        for name, parameter in module.named_parameters():
+            if name.startswith("bias"):
+                parameter.zero_()
+
+
 @torch.no_grad()
 def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
     """Draws the input weights anew unless "start" says "torch", biases 0. LSTMs keep theirs."""
@@ -83,7 +119,8 @@ def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
     if settings["start"] == "small":
         weight.copy_(torch.empty(weight.shape).uniform_(-0.01, 0.01))
     else:
-        (init.learned_ if settings["start"] == "learned" else init.glorot_uniform_)(weight)
+        starts = {"learned": init.learned_, "glorot": init.glorot_uniform_, "glorot-normal": init.glorot_}
+        starts[settings["start"]](weight)
     for name, parameter in rnn.named_parameters():
         if name.startswith("bias"):
             parameter.zero_()
@@ -112,7 +149,20 @@ def complete(settings: Settings) -> Settings:
         InputError: settings that don't go together.
     """
     check_network(settings)
+    if settings.get("sigma") is not None and settings["model"] != "rnn":
+        raise InputError(f"--sigma {settings['sigma']:g}: for --model rnn, not {settings['model']}; see --init")
     return dict(settings)
+
+
+@torch.no_grad()
+def plain_numbers(rnn: RNN) -> dict[str, float]:
+    """For the record, of the first layer's recurrent matrix W [N, N]: "orthogonality_error_of_w", ||W W^T - I||_F; and
+    "recurrent_grad_norm", the norm of the whole loss's gradient for it, after clipping."""
+    weight = rnn.get_parameter("weight_hh_l0")
+    found = {"orthogonality_error_of_w": OrthogonalPenalty(squared=False)(weight).item()}
+    if weight.grad is not None:
+        found["recurrent_grad_norm"] = torch.linalg.vector_norm(weight.grad).item()
+    return found
 
 
 class RecurrentTask(Task):
@@ -150,7 +200,9 @@ class RecurrentTask(Task):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
 
     def diagnose(self) -> dict[str, Any]:
-        return diagnose_recurrence(self.rnn) if isinstance(self.rnn, (RNN, FactorizedRNN)) else {}
+        if not isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)):
+            return {}
+        return diagnose_recurrence(self.rnn) | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
     def title(self) -> str:
         """What the plots' titles say of the settings."""
@@ -179,6 +231,8 @@ class RecurrentTask(Task):
             plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
             plots.plot_angles(records, folder / "angles.png", title=title),
         ]
+        if self.settings["model"] == "nnrnn":
+            drawn.append(plots.plot_moduli(records, folder / "moduli.png", title=title))
         return [path for path in drawn if path is not None]
 
 
@@ -225,7 +279,8 @@ class DrawnTask(RecurrentTask):
             yield inputs, targets
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """On "eval_sequences" fresh sequences: their mean "loss", and "accuracy" (a fraction)."""
+        """On "eval_sequences" fresh sequences: their mean "loss", and "accuracy" (a fraction). Fewer, where the rest of
+        them can change nothing that matters: see `settled`."""
         count = self.settings["eval_sequences"]
         size = min(self.EVALUATION_BATCH, count)
         loss, right, done = 0.0, 0.0, 0
@@ -235,9 +290,14 @@ class DrawnTask(RecurrentTask):
             loss += batch_loss.item() * taken
             right += numbers["accuracy"].item() * taken
             done += taken
-            if done == count:
+            if done == count or self.settled(round(right), done):
                 break
-        return {"loss": loss / count, "accuracy": round(right) / count}
+        return {"loss": loss / done, "accuracy": round(right) / done}
+
+    def settled(self, right: int, done: int) -> bool:
+        """Whether an evaluation that has seen `done` sequences, `right` of them answered right, may end here. Default:
+        never."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state()}

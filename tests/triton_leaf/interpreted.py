@@ -1,8 +1,9 @@
 """The Triton kernels against the reference, under Triton's interpreter, on a CPU.
 
-``tests/test_triton_kernels.py`` runs this file in a process of its own. The functions of the leaf are called directly:
-the dispatcher has no CUDA device to serve here. Sizes are tiny, because the interpreter needs a millisecond for what a
-GPU does in a microsecond; sizes that the compiled code cares about are in ``tests/test_triton_kernels.py``.
+``tests/test_triton_kernels.py`` runs this file in a process of its own; what is marked slow belongs to its slow tests.
+The functions of the leaf are called directly: the dispatcher has no CUDA device to serve here. Sizes are tiny, because
+the interpreter needs a millisecond for what a GPU does in a microsecond; sizes that the compiled code cares about are
+in ``tests/test_triton_kernels.py``.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def test_rank_below_n() -> None:
         check(scan_problem("factored_scan", B=2, T=3, N=9, K=K, activation="tanh", inputs="tokens"), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("way", ["panels", "narrow panels", "dot"])
 def test_the_other_ways_to_multiply(op: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +170,7 @@ def test_lower_precision_is_near(op: str, precision: str, monkeypatch: pytest.Mo
         assert actual[name].dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_checkpoints_give_the_same_bits(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gradients, "BLOCK_ROWS", 4)  # blocks of 2 steps, so that segments and blocks cross
@@ -188,6 +191,7 @@ def test_blocks_of_the_gradient_product(op: str, monkeypatch: pytest.MonkeyPatch
     check(scan_problem(op, B=2, T=7, N=3, activation="modrelu", inputs="tokens"), torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("checkpoint_every", [0, 2])
 def test_forward_of_one_backward_of_the_other(op: str, checkpoint_every: int) -> None:
@@ -252,6 +256,7 @@ def test_lengths_and_clip(op: str, activation: str) -> None:
         check(problem, dtypes[1 - index], message_clip=0.3, checkpoint_every=2 * (1 - index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_padding_plays_no_part(op: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +282,7 @@ def test_padding_plays_no_part(op: str, way: str, monkeypatch: pytest.MonkeyPatc
         same_bits(run(problem, lengths=full), run(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_lengths_in_chunks(op: str) -> None:
     for lengths, inputs, dtype in (([6, 1], "dense", torch.float32), ([3, 5], "tokens", torch.float64)):
@@ -287,6 +293,7 @@ def test_lengths_in_chunks(op: str) -> None:
         same_bits(plain, run(poisoned, algorithm="chunked", lengths=ragged, checkpoint_every=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_a_length_out_of_range_counts_as_the_nearest_one(op: str) -> None:
     """Nobody checks the lengths of a GPU's tensors: what is wrong must not be read or written with."""

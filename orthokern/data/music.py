@@ -1,0 +1,310 @@
+"""Piano rolls of four collections of polyphonic music (Boulanger-Lewandowski, Bengio and Vincent 2012).
+
+A piece is a matrix of 0 and 1, time steps by the 88 keys of a piano, from MIDI note 21 to 108. A model predicts every
+step's notes but the first's from the steps before it; the usual figure is the negative log-likelihood per time step,
+summed over notes.
+
+Two forms of the files are read, whichever is there, MATLAB's first:
+
+    Nottingham.mat    cell arrays traindata, validdata, testdata, of one [steps, 88] matrix a piece
+    nottingham.npz    <split>_bits uint8 [steps, 11], numpy.packbits of all steps, and <split>_lengths, steps a piece
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orthokern.data._checks import integer
+from orthokern.data._files import data_folder, read_first
+from orthokern.data._mat import read_cells
+from orthokern.errors import InputError, unknown_name
+
+__all__ = ["COLLECTIONS", "NOTES", "Music", "RollWindow", "RollWindows", "Rolls", "load_music"]
+
+NOTES = 88
+LOWEST = 21  # MIDI number of the first key
+
+# Name -> its file, without the ending, in both forms.
+COLLECTIONS = {
+    "nottingham": ("Nottingham", "nottingham"),
+    "jsb": ("JSB_Chorales", "jsb_chorales"),
+    "musedata": ("MuseData", "musedata"),
+    "piano-midi": ("Piano_midi", "piano_midi"),
+}
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class RollWindow:
+    """The same number of steps of several pieces.
+
+    Attributes:
+        inputs: [T, B, 88] float32, 0 or 1: the notes of a step; zeros where there is nothing to predict.
+        targets: [T, B, 88] float32, 0 or 1: the notes of the step after it; zeros behind a piece's end.
+        valid: [T, B] bool, whether the piece has a step after this one.
+        fresh: [B] bool, whether the window is the first of its piece.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    valid: Tensor
+    fresh: Tensor
+
+    def to(self, device: torch.device | str) -> RollWindow:
+        """The same window on a device."""
+        return RollWindow(*(tensor.to(device) for tensor in (self.inputs, self.targets, self.valid, self.fresh)))
+
+
+@dataclass(frozen=True)
+class Rolls:
+    """Pieces of music, of at least two steps each.
+
+    Attributes:
+        notes: [total, 88] uint8, 0 or 1, all pieces one after the other.
+        offsets: [n + 1] int64; piece i is notes[offsets[i] : offsets[i + 1]].
+    """
+
+    notes: Tensor
+    offsets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[n] int64: steps of each piece."""
+        return self.offsets.diff()
+
+    @property
+    def predictions(self) -> int:
+        """Steps to predict: those of all pieces but the first ones."""
+        return len(self.notes) - len(self)
+
+    def piece(self, index: int) -> Tensor:
+        """[steps, 88] uint8."""
+        return self.notes[self.offsets[index] : self.offsets[index + 1]]
+
+    def window(self, pieces: Tensor, begin: Tensor, steps: int) -> RollWindow:
+        """A stretch of each of some pieces.
+
+        Args:
+            pieces: [B] int64.
+            begin: [B] int64, the first input step of each; below the piece's last.
+            steps: T.
+        """
+        step = begin + torch.arange(steps).unsqueeze(1)  # [T, B]
+        valid = step + 1 < self.lengths[pieces]
+        place = (self.offsets[pieces] + step).clamp(max=len(self.notes) - 2)
+        kept = valid.unsqueeze(-1)
+        return RollWindow(self.notes[place].float() * kept, self.notes[place + 1].float() * kept, valid, begin == 0)
+
+    def whole(self, batch: int, steps: int) -> Iterator[tuple[int, RollWindow]]:
+        """Every piece once, from its first step to its last, for evaluation: the longest first, in groups that are cut
+        into windows; a piece with nothing left to predict is not in the windows that follow.
+
+        Args:
+            batch: pieces in a group, at least 1. steps: of a window, at least 1.
+
+        Yields:
+            (rows, window): the first `rows` pieces of the group's last window go on.
+        """
+        integer("batch", batch)
+        integer("steps", steps)
+        lengths = self.lengths - 1  # to predict
+        for pieces in lengths.argsort(descending=True, stable=True).split(batch):
+            for begin in range(0, int(lengths[pieces[0]]), steps):
+                alive = pieces[lengths[pieces] > begin]
+                longest = min(steps, int(lengths[alive[0]]) - begin)
+                yield len(alive), self.window(alive, torch.full_like(alive, begin), longest)
+
+    def windows(self, batch: int, steps: int, generator: torch.Generator) -> RollWindows:
+        """An endless stream of windows for truncated back-propagation, see RollWindows.
+
+        Args:
+            batch: pieces at once, B, at least 1.
+            steps: of a window, T, at least 1.
+            generator: on the CPU, for this stream alone.
+
+        Raises:
+            InputError: batch or steps below 1.
+        """
+        return RollWindows(self, batch, steps, generator)
+
+
+class RollWindows:
+    """An endless stream of windows of B pieces, each going on where the one before ended.
+
+    A row that comes to its piece's end begins the next one with the next window, which says so (`fresh`): the state of
+    that row is to be set to zero. The pieces come in a new random order in every epoch; epochs follow one another
+    without a break, so every batch is full. An epoch is as many batches as hold the windows of all pieces.
+
+    Args: as in Rolls.windows.
+
+    Attributes:
+        per_epoch: batches in an epoch.
+    """
+
+    def __init__(self, rolls: Rolls, batch: int, steps: int, generator: torch.Generator) -> None:
+        self.rolls = rolls
+        self.batch = integer("batch", batch)
+        self.steps = integer("steps", steps)
+        self.generator = generator
+        self._to_predict = rolls.lengths - 1
+        windows = int((-(-self._to_predict // steps)).sum())
+        self.per_epoch = -(-windows // batch)
+        self._drawn_from = generator.get_state()
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._next = 0  # in the order
+        self._pieces = torch.zeros(batch, dtype=torch.int64)
+        self._begin = self._to_predict[self._pieces]  # at the end: every row begins a piece
+
+    def __iter__(self) -> RollWindows:
+        return self
+
+    def __next__(self) -> RollWindow:
+        ended = (self._begin >= self._to_predict[self._pieces]).nonzero().squeeze(1)
+        for row in ended.tolist():
+            if self._next == len(self._order):
+                self._draw()
+                self._next = 0
+            self._pieces[row], self._begin[row] = self._order[self._next], 0
+            self._next += 1
+        window = self.rolls.window(self._pieces, self._begin, self.steps)
+        self._begin = self._begin + self.steps
+        return window
+
+    def _draw(self) -> None:
+        self._drawn_from = self.generator.get_state()
+        self._order = torch.randperm(len(self.rolls), generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of types that a checkpoint may hold: tensors and integers."""
+        return {
+            "generator": self._drawn_from.clone(),
+            "drawn": len(self._order) > 0,
+            "next": self._next,
+            "pieces": self._pieces.clone(),
+            "begin": self._begin.clone(),
+            "steps": self.steps,
+            "total": self.rolls.predictions,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a stream over the same pieces was when `state_dict` was called.
+
+        Raises:
+            InputError: the state is one of other pieces, another batch or other windows.
+        """
+        for name, theirs, ours in (
+            ("time steps to predict", state["total"], self.rolls.predictions),
+            ("batch", len(state["pieces"]), self.batch),
+            ("window", state["steps"], self.steps),
+        ):
+            if theirs != ours:
+                raise InputError(f"the saved order of the data has {name} {theirs}; expected: {ours}")
+        self.generator.set_state(state["generator"])
+        self._drawn_from, self._order = state["generator"].clone(), torch.empty(0, dtype=torch.int64)
+        if state["drawn"]:
+            self._draw()
+        self._next = state["next"]
+        self._pieces, self._begin = state["pieces"].clone(), state["begin"].clone()
+
+
+@dataclass(frozen=True)
+class Music:
+    """The three parts of a collection."""
+
+    train: Rolls
+    validation: Rolls
+    test: Rolls
+
+
+def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
+    """Reads and checks a collection, from either form of its file.
+
+    Args:
+        folder: where the files are.
+        collection: one of COLLECTIONS.
+
+    Returns:
+        Music, on the CPU; 23 MB for Nottingham.
+
+    Raises:
+        InputError: an unknown name; a file that is missing, not readable, damaged, cut off or of another kind; a part
+            without pieces; pieces of fewer than two steps or of another number of notes than 88; values other than 0
+            and 1.
+    """
+    if collection not in COLLECTIONS:
+        raise unknown_name("collection", collection, COLLECTIONS)
+    mat, npz = COLLECTIONS[collection]
+    path, content = read_first(data_folder(folder), [f"{mat}.mat", f"{npz}.npz"])
+    if path.suffix == ".mat":
+        cells = read_cells(path, content, tuple(f"{split}data" for split in SPLITS))
+        train, validation, test = (_joined(path, split, cells[f"{split}data"]) for split in SPLITS)
+    else:
+        train, validation, test = _from_npz(path, content)
+    return Music(train, validation, test)
+
+
+def _joined(path: Path, split: str, pieces: list[np.ndarray]) -> Rolls:
+    """One part of a MATLAB file."""
+    for index, piece in enumerate(pieces):
+        if piece.shape[1] != NOTES or len(piece) < 2:
+            raise InputError(
+                f"{path}: {split} piece {index} is {piece.shape[0]} x {piece.shape[1]}; "
+                f"expected: steps x {NOTES} notes, two steps at least"
+            )
+        wrong = np.argwhere((piece != 0) & (piece != 1))
+        if len(wrong):
+            step, key = wrong[0].tolist()
+            raise InputError(
+                f"{path}: {split} piece {index} has the value {piece[step, key]} at step {step}, note {LOWEST + key}; "
+                "expected: 0 and 1 only"
+            )
+    if not pieces:
+        raise InputError(f"{path} has no pieces in {split}; expected: at least one")
+    notes = torch.from_numpy(np.concatenate([piece.astype(np.uint8) for piece in pieces]))
+    return Rolls(notes, _offsets(np.asarray([len(piece) for piece in pieces])))
+
+
+def _from_npz(path: Path, content: bytes) -> tuple[Rolls, Rolls, Rolls]:
+    wanted = [f"{split}_{part}" for split in SPLITS for part in ("bits", "lengths")]
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            names = list(file) if hasattr(file, "files") else []
+            missing = [name for name in wanted if name not in names]
+            arrays = {name: file[name] for name in wanted} if not missing else {}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise InputError(f"{path} is damaged or no .npz file ({len(content)} bytes): {reason}") from None
+    if missing:
+        raise InputError(f"{path} has no array {missing[0]}; expected: {', '.join(wanted)}")
+    parts = []
+    for split in SPLITS:
+        bits, lengths = arrays[f"{split}_bits"], arrays[f"{split}_lengths"]
+        if bits.dtype != np.uint8 or bits.ndim != 2 or bits.shape[1] * 8 != NOTES:
+            raise InputError(
+                f"{path}: {split}_bits is {bits.dtype} {list(bits.shape)}; expected: uint8 [steps, {NOTES // 8}]"
+            )
+        if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not len(lengths) or lengths.min() < 2:
+            raise InputError(f"{path}: {split}_lengths must be integers of at least 2, for at least one piece")
+        if int(lengths.astype(np.int64).sum()) != len(bits):
+            raise InputError(
+                f"{path}: {split}_lengths tell of {int(lengths.astype(np.int64).sum())} steps, {split}_bits has "
+                f"{len(bits)}; expected: the same"
+            )
+        parts.append(Rolls(torch.from_numpy(np.unpackbits(bits, axis=1)), _offsets(lengths)))
+    return parts[0], parts[1], parts[2]
+
+
+def _offsets(lengths: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths.astype(np.int64))]))

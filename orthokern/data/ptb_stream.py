@@ -1,0 +1,78 @@
+"""The Penn Treebank as one stream of characters, as language models with a carried state read it.
+
+    word file     " no it was <unk> \\n and \\n"
+    stream        "no it was <unk>\\nand\\n"
+
+No space stands around a line end, and <unk> is the five characters it is written with: 50 characters in all, those of
+the character files ("pennchar") that Merity et al. 2018 and Kerg, Goyette et al. 2019 count their bits over. Sentences
+(`orthokern.data.load_ptb`) count otherwise, so compare bits per character only with those of the same reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from orthokern.data._checks import integer
+from orthokern.data.ptb import ALPHABET, Sentences, decode, load_ptb
+from orthokern.errors import InputError
+
+__all__ = ["STREAM_ALPHABET", "PtbStream", "load_ptb_stream", "stream_rows"]
+
+# Token id -> character.
+STREAM_ALPHABET: tuple[str, ...] = (*ALPHABET[1:], "<", ">")
+
+_IDS = bytearray(256)
+for _id, _character in enumerate(STREAM_ALPHABET):
+    _IDS[ord(_character)] = _id
+
+
+@dataclass(frozen=True)
+class PtbStream:
+    """The three parts of the corpus, [n] uint8 each on the CPU: ids of STREAM_ALPHABET."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+def load_ptb_stream(folder: str | Path) -> PtbStream:
+    """Reads and checks the train, valid and test files of either form, as `load_ptb` does.
+
+    Args:
+        folder: where ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ... are.
+
+    Raises:
+        InputError: what `load_ptb` refuses.
+    """
+    data = load_ptb(folder, max_length=None)
+    return PtbStream(_stream(data.train), _stream(data.validation), _stream(data.test))
+
+
+def _stream(sentences: Sentences) -> Tensor:
+    lines = decode(sentences.tokens).split("\n")
+    text = "\n".join(line.strip(" ") for line in lines).encode("ascii")
+    return torch.frombuffer(bytearray(text.translate(_IDS)), dtype=torch.uint8)
+
+
+def stream_rows(tokens: Tensor, rows: int) -> Tensor:
+    """A stream cut into rows of equal length, to be read side by side; what is left at its end is dropped.
+
+    Args:
+        tokens: [n], any dtype.
+        rows: B, at least 1.
+
+    Returns:
+        [n // B, B], contiguous: column b is tokens[b (n // B) : (b + 1) (n // B)].
+
+    Raises:
+        InputError: rows below 1, or so many that none has an input and a target.
+    """
+    integer("rows", rows)
+    length = len(tokens) // rows
+    if length < 2:
+        raise InputError(f"{len(tokens)} tokens in {rows} rows: a row needs 2 at least; choose a smaller batch")
+    return tokens[: length * rows].view(rows, length).T.contiguous()

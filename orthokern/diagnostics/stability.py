@@ -1,0 +1,51 @@
+"""Whether a GRU forgets: the spectral radius of its linearisation at rest (Kanai et al. 2017, Figure 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.diagnostics.spectrum import spectral_radius
+from orthokern.errors import InputError
+
+__all__ = ["diagnose_stability"]
+
+
+@torch.no_grad()
+def diagnose_stability(module: nn.Module) -> dict[str, float]:
+    """Numbers on the recurrent matrices of a GRU for a record.
+
+    Without input and biases, h_t = J h_{t-1} near h = 0 with J = W_hn / 4 + I / 2, wherever the reset gate stands
+    (lemma 2 of the paper). Below a spectral radius of 1 the state decays; a spectral norm of W_hn below 2 is
+    sufficient for that (lemma 3).
+
+    Costs an eigenvalue decomposition per recurrence, in float64 on the CPU: about 20 ms for N = 200 and 0.5 s for 650.
+
+    Args:
+        module: an orthokern.nn.GRU or a torch.nn.GRU.
+
+    Returns:
+        "jacobian_radius", the largest |eigenvalue| of J, and "recurrent_norm", the largest singular value of W_hn: of
+        the first recurrence under these names, of the others under names that end in "_l0_reverse", "_l1", ...
+        NaN for a matrix that is not finite.
+
+    Raises:
+        InputError: the module is no GRU.
+    """
+    weights = [(name, p) for name, p in module.named_parameters(recurse=False) if name.startswith("weight_hh_l")]
+    if not weights or any(p.dim() != 2 or p.shape[0] != 3 * p.shape[1] for _, p in weights):
+        raise InputError(f"module is a {type(module).__name__}; accepted: a GRU of orthokern.nn or torch.nn")
+    found: dict[str, float] = {}
+    for index, (name, parameter) in enumerate(weights):
+        suffix = f"_{name.removeprefix('weight_hh_')}" if index else ""
+        w = parameter[2 * parameter.shape[1] :].detach().double().cpu()
+        found[f"jacobian_radius{suffix}"] = spectral_radius(w / 4 + torch.eye(len(w), dtype=w.dtype) / 2)
+        found[f"recurrent_norm{suffix}"] = _norm(w)
+    return found
+
+
+def _norm(w: Tensor) -> float:
+    """The largest singular value of w [N, N], by the eigenvalues of W^T W, which are cheaper than singular values."""
+    if not bool(w.isfinite().all()):
+        return float("nan")
+    return float(torch.linalg.eigvalsh(w.mT @ w)[-1].clamp(min=0).sqrt())

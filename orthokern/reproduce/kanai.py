@@ -1,0 +1,269 @@
+"""The tables and the figure of Kanai, Fujiwara and Iwamura, "Preventing gradient explosions in gated recurrent units",
+2017."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.commandline import Settings
+from orthokern.errors import InputError
+from orthokern.optim import SpectralNormProjection
+from orthokern.reproduce.oinit import Study, conditions
+from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.tasks import word_lm
+from orthokern.training.checkpoint import load_checkpoint, seed_all, write_atomically
+
+__all__ = ["EXPERIMENTS", "STUDIES"]
+
+PAPER = "Kanai et al. 2017"
+LEGEND = ("delta", "clip")
+
+SUCCESS = Measure("success (%)", "success", scale=100.0, digits=0)
+
+# ---- Table 1: words of the Penn Treebank -----------------------------------------------------------------------------
+
+VALIDATION_PERPLEXITY = Measure("validation perplexity", "best_perplexity", digits=1, higher_is_better=False)
+TEST_PERPLEXITY = Measure("test perplexity", "test_perplexity", digits=1, higher_is_better=False)
+
+# option, success in %, validation and test perplexity; None where no run succeeded
+WORDS = (
+    ("delta", "0.2", 100, 102.0, 97.6),
+    ("delta", "0.5", 100, 102.8, 98.4),
+    ("delta", "0.8", 100, 103.7, 99.0),
+    ("delta", "1.1", 100, 105.2, 100.3),
+    ("delta", "1.4", 100, 107.0, 102.1),
+    ("clip", "5", 100, 109.3, 106.9),
+    ("clip", "10", 40, 103.1, 100.4),
+    ("clip", "15", 0, None, None),
+    ("clip", "20", 0, None, None),
+)
+WORDS_QUICK = ("--hidden", "64", "--epochs", "1")
+
+# ---- Table 2: Nottingham ---------------------------------------------------------------------------------------------
+
+VALIDATION_NLL = Measure("validation NLL", "best_loss", digits=3, higher_is_better=False)
+TEST_NLL = Measure("test NLL", "test_loss", digits=3, higher_is_better=False)
+
+MUSIC = (
+    ("delta", "0.2", 100, 3.46, 3.53),
+    ("delta", "0.5", 100, 3.47, 3.53),
+    ("delta", "0.8", 100, 3.59, 3.64),
+    ("delta", "1.1", 100, 4.58, 4.56),
+    ("delta", "1.4", 100, 4.64, 4.62),
+    ("clip", "15", 100, 3.57, 3.64),
+    ("clip", "30", 100, 3.61, 3.64),
+    ("clip", "45", 100, 3.88, 3.89),
+    ("clip", "60", 100, 5.26, 5.36),
+)
+MUSIC_QUICK = ("--hidden", "64", "--epochs", "8", "--patience", "2", "--input-scale", "0.1")
+
+METHODS = {"delta": "spectral constraint, δ", "clip": "gradient clipping, threshold"}
+
+
+def _runs(
+    task: str, prefix: str, rows: tuple[Any, ...], quick: tuple[str, ...], measures: tuple[Measure, Measure, Measure]
+) -> tuple[Run, ...]:
+    runs = []
+    for option, value, *published in rows:
+        numbers = {measure.title: number for measure, number in zip(measures, published, strict=True)}
+        runs.append(
+            Run(
+                name=f"{prefix}-{option}-{value}",
+                task=task,
+                options=(f"--{option}", value),
+                quick=quick,
+                labels={"method": METHODS[option], "value": value},
+                published={title: number for title, number in numbers.items() if number is not None},
+            )
+        )
+    return tuple(runs)
+
+
+ONE_RUN = """\
+One run a row, so a success rate is 0 or 100 %: a run is a success if the validation loss after every epoch is no
+greater than that of the untrained model (section 4.1 of the paper). The paper gives means over several runs, and does
+not say how many."""
+
+# ---- Figure 1 --------------------------------------------------------------------------------------------------------
+
+
+def _figure1() -> tuple[Run, ...]:
+    return tuple(
+        Run(
+            name=f"stability-{option}-{value}",
+            task="word_lm",
+            options=(f"--{option}", value, "--iterations", "500", "--diagnose-every", "1"),
+            quick=("--hidden", "64", "--iterations", "150"),
+            labels={"method": METHODS[option], "value": value},
+        )
+        for option, value in (("clip", "5"), ("delta", "0.2"))
+    )
+
+
+EXPERIMENTS = (
+    Experiment(
+        "gru-table1", "Words of the Penn Treebank", f"{PAPER}, Table 1",
+        _runs("word_lm", "words", WORDS, WORDS_QUICK, (SUCCESS, VALIDATION_PERPLEXITY, TEST_PERPLEXITY)),
+        (SUCCESS, VALIDATION_PERPLEXITY, TEST_PERPLEXITY),
+        figure="curves", quantity="held_out_perplexity", legend=LEGEND, data="ptb", note=ONE_RUN,
+    ),
+    Experiment(
+        "gru-table2", "Polyphonic music, Nottingham", f"{PAPER}, Table 2",
+        _runs("music", "nottingham", MUSIC, MUSIC_QUICK, (SUCCESS, VALIDATION_NLL, TEST_NLL)),
+        (SUCCESS, VALIDATION_NLL, TEST_NLL),
+        figure="curves", quantity="held_out_loss", legend=LEGEND, data="music", note=ONE_RUN,
+    ),
+    Experiment(
+        "gru-figure1", "Norm of the gradient and spectral radius of the Jacobian at rest", f"{PAPER}, Figure 1",
+        _figure1(), (SUCCESS,), figure="stability", legend=LEGEND, data="ptb", epochs=False,
+    ),
+)  # fmt: skip
+
+
+# ---- Table 3: what the constraint costs ------------------------------------------------------------------------------
+
+DELTA = 0.2
+EPOCHS = 75
+# seconds of a whole training
+PUBLISHED = {"naive SVD": 5.02e4, "projection": 4.55e4, "gradient clipping": 4.96e4}
+TITLES = {
+    "naive SVD": "P_δ by a full SVD after every step",
+    "projection": "P_δ by `SpectralNormProjection`",
+    "gradient clipping": "the gradient's norm, and scaling",
+}
+SVD_EVERY = 10  # iterations
+
+
+def _naive(w: Tensor, limit: float) -> Tensor:
+    """P_delta as eq. 12 to 14 have it: w [N, N] with no singular value above `limit`."""
+    u, s, vh = torch.linalg.svd(w, full_matrices=False)
+    return (u * s.clamp(max=limit)) @ vh
+
+
+def _timed(into: list[float], work: Callable[[], Any]) -> Any:
+    began = time.perf_counter()
+    result = work()
+    into.append(1e3 * (time.perf_counter() - began))
+    return result
+
+
+def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
+    """Trains in the setting of Table 1 and times every method on the same iterations."""
+    quick = given.get("quick", False)
+    if "threads" in given:
+        torch.set_num_threads(given["threads"])
+    root = given.get("data", Path("data"))
+    data = root / "ptb" if (root / "ptb").is_dir() else root
+    if not data.is_dir():
+        raise InputError(f"--data {root}: no such folder; it must hold ptb/ (see README, Data)")
+    iterations = given.get("iterations", 20 if quick else 200)
+    scale = {"hidden": 128, "window": 10} if quick else {}
+    # without the task's own projection, which would run within its optimizer's step: it could not be timed alone
+    settings = word_lm.complete({**word_lm.DEFAULTS, "data": data, "device": "cpu", "constraint": "none", **scale})
+    seed_all(settings["seed"])
+    task = word_lm.WordLm(settings)
+    task.initial_loss = 0.0  # not looked at
+    began_with = "the start of the training"
+    earlier = folder / f"words-delta-{DELTA}" / "checkpoint.pt"
+    if earlier.exists():
+        found = load_checkpoint(earlier)
+        task.model.load_state_dict(found["model"])
+        began_with = f"iteration {found['iteration']} of the run words-delta-{DELTA}"
+    projection = SpectralNormProjection(task.model, DELTA)
+    times: dict[str, list[float]] = {name: [] for name in ("iteration", *PUBLISHED)}
+    worst = 0.0  # the difference of the two ways to project
+
+    def train() -> None:
+        task.optimizer.zero_grad(set_to_none=True)
+        loss, _ = task.loss(task.next_batch())
+        loss.backward()
+
+    task.model.train()
+    warm_up = 3
+    for i in range(warm_up + iterations):
+        _timed(times["iteration"], train)
+        # with a bound that no gradient exceeds, the same work and no change
+        _timed(times["gradient clipping"], lambda: nn.utils.clip_grad_norm_(task.model.parameters(), 1e30))
+        began = time.perf_counter()
+        task.optimizer.step()
+        times["iteration"][-1] += 1e3 * (time.perf_counter() - began)
+        expected = None
+        if i % SVD_EVERY == 0:
+            before = projection.matrices[0].clone()
+            expected = _timed(times["naive SVD"], partial(_naive, before, projection.limit))
+        _timed(times["projection"], projection.step)
+        if expected is not None:
+            worst = max(worst, float((projection.matrices[0] - expected).abs().max()))
+        if i == warm_up - 1:
+            for values in times.values():
+                values.clear()
+            projection.counts = dict.fromkeys(projection.counts, 0)
+        if (i + 1) % 50 == 0:
+            print(f"iteration {i + 1} of {warm_up + iterations}", file=stream)
+    # the projection works now and then: its mean is its cost, and that of the others is their median
+    each = {name: (statistics.fmean if name == "projection" else statistics.median)(v) for name, v in times.items()}
+    rows: list[dict[str, Any]] = [
+        {
+            "method": name,
+            "what": TITLES[name],
+            "ms_per_iteration": each[name],
+            "percent_of_iteration": 100.0 * each[name] / each["iteration"],
+            "hours_of_training": (each["iteration"] + each[name]) * EPOCHS * task.iterations_per_epoch / 3.6e6,
+            "published_seconds": seconds,
+        }
+        for name, seconds in PUBLISHED.items()
+    ]
+    study = STUDIES[0]
+    lines = [
+        "| method | ms per iteration | % of an iteration | hours of training | over clipping | published |",
+        "|" + " --- |" * 6,
+    ]
+    clipping = next(row for row in rows if row["method"] == "gradient clipping")
+    for row in rows:
+        ratio = row["hours_of_training"] / clipping["hours_of_training"]
+        published = row["published_seconds"] / clipping["published_seconds"]
+        lines.append(
+            f"| {row['method']}: {row['what']} | {row['ms_per_iteration']:.2f} | {row['percent_of_iteration']:.1f} "
+            f"| {row['hours_of_training']:.1f} | {ratio:.3f} | {published:.3f} |"
+        )
+    counts = ", ".join(f"{count} {what}" for what, count in projection.counts.items())
+    text = [
+        f"# {study.name}: {study.title}", "", f"{study.source}. {scale and 'Scaled down (`--quick`).' or ''}".rstrip(),
+        "", *lines, "",
+        f"An iteration without any of them takes {each['iteration']:.1f} ms ({settings['hidden']} units, windows of "
+        f"{settings['window']} steps, batch {settings['batch']}, {len(task.data.vocabulary)} words): the median of "
+        f"{iterations} iterations from {began_with}, in one process. The projection did {counts}; the largest "
+        f"difference of an entry between the two ways to project was {worst:.1e}. Hours are of {EPOCHS} epochs of "
+        f"{task.iterations_per_epoch} iterations without evaluation; what is published of them is their ratio to "
+        "clipping's.",
+        "", conditions(),
+    ]  # fmt: skip
+    table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
+    write_atomically(table, ("\n".join(text) + "\n").encode())
+    summary = {
+        "experiment": study.name, "source": study.source, "quick": quick, "rows": rows,
+        "iteration_ms": each["iteration"], "iterations": iterations, "counts": projection.counts,
+        "largest_difference": worst,
+    }  # fmt: skip
+    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
+    return [table, numbers]
+
+
+STUDIES = (
+    Study(
+        "gru-table3",
+        "What the spectral constraint costs in language modelling",
+        f"{PAPER}, Table 3",
+        ("data", "threads", "iterations"),
+        _cost,
+    ),
+)

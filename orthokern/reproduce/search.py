@@ -1,0 +1,239 @@
+"""The search for the longest sequences that a network solves: T grows until one training run doesn't reach its goal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from orthokern._version import __version__
+from orthokern.diagnostics.runs import read_metrics
+from orthokern.errors import InputError
+from orthokern.reproduce.runner import Plan, is_done, train_all
+from orthokern.reproduce.spec import Run
+from orthokern.training.checkpoint import write_atomically
+
+__all__ = ["Search", "find", "report_searches"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """One row: a problem and a network, trained at T = step, 2 step, ... until it fails.
+
+    Attributes:
+        name: its run folders' names begin with it.
+        problem, network: what the table says of it.
+        parameters: the same of its rates.
+        task: a module of orthokern.tasks with --T, whose runs end early when they reach their goal.
+        options: its command line, but for --T.
+        quick: options that come after those with --quick, and overrule them.
+        published: the paper's longest T, or None.
+        step: what T begins with and grows by.
+        longest, quick_longest: where the search ends at the latest.
+    """
+
+    name: str
+    problem: str
+    network: str
+    parameters: str
+    task: str
+    options: tuple[str, ...]
+    quick: tuple[str, ...] = ()
+    published: int | None = None
+    step: int = 10
+    longest: int = 500
+    quick_longest: int = 30
+
+    def run(self, T: int) -> Run:
+        return Run(f"{self.name}-T{T}", self.task, (*self.options, "--T", str(T)), self.quick)
+
+    def last(self, quick: bool) -> int:
+        return self.quick_longest if quick else self.longest
+
+
+@dataclass
+class Found:
+    """How far a search is.
+
+    Attributes:
+        solved: T -> iterations that it took.
+        failed: the T that was not solved, or None.
+        outcome: what became of that one.
+        complete: whether there is nothing more to train.
+        seconds: of training, all runs together.
+        machine: what they ran on.
+    """
+
+    solved: dict[int, int] = field(default_factory=dict)
+    failed: int | None = None
+    outcome: str = ""
+    complete: bool = False
+    seconds: float = 0.0
+    machine: str | None = None
+
+
+def find(searches: Sequence[Search], plan: Plan, stream: TextIO) -> dict[str, str]:
+    """Trains what the searches need, several at once, and goes on where they were stopped.
+
+    Args, Raises:
+        As `orthokern.reproduce.runner.train_all`, for searches in the place of runs.
+
+    Returns:
+        Name -> last line of output of the runs that failed otherwise than by not reaching their goal.
+    """
+    place = {search.run(T).name: (search, T) for search in searches for T in _lengths(search, plan.quick)}
+
+    def successor(run: Run) -> Run | None:
+        search, T = place[run.name]
+        following = T + search.step
+        return (
+            search.run(following)
+            if _result(plan, run).get("reached") and following <= search.last(plan.quick)
+            else None
+        )
+
+    failed = train_all(plan, [search.run(search.step) for search in searches], stream, successor)
+    return {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
+
+
+def _lengths(search: Search, quick: bool) -> range:
+    return range(search.step, search.last(quick) + 1, search.step)
+
+
+def _result(plan: Plan, run: Run) -> dict[str, Any]:
+    try:
+        found = json.loads((plan.run_folder(run) / "result.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def look(search: Search, plan: Plan) -> Found:
+    """How far a search is, from its run folders alone."""
+    found = Found()
+    for T in _lengths(search, plan.quick):
+        run = search.run(T)
+        folder, result = plan.run_folder(run), _result(plan, run)
+        try:
+            config = _config(folder)
+        except InputError:
+            return found
+        found.machine = f"{config.get('machine', {}).get('processor', 'unknown')}, {config.get('threads')} thread(s)"
+        if result.get("reached"):
+            found.solved[T] = int(result["iteration"])
+            found.seconds += float(result["seconds"])
+            continue
+        records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        accuracies = [r["held_out_accuracy"] for r in records if isinstance(r.get("held_out_accuracy"), float)]
+        iterations = int(records[-1]["iteration"]) if records else 0
+        found.seconds += float(records[-1]["seconds"]) if records else 0.0
+        best = f", {100 * max(accuracies):.1f} % right at best" if accuracies else ""
+        found.complete = is_done(folder, plan.longer)
+        found.failed = T
+        verb = "diverged at" if result.get("diverged") else "not in" if found.complete else "still at"
+        found.outcome = f"{verb} {iterations} iterations{best}"
+        return found
+    found.complete = True
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What a run folder's config.json holds.
+
+    Raises:
+        InputError: there is no run.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        raise InputError(f"no run in {folder}") from None
+    return dict(config)
+
+
+def report_searches(
+    name: str, title: str, source: str, note: str, searches: Sequence[Search], plan: Plan
+) -> list[Path]:
+    """Writes the table (Markdown and JSON) and the figure (PNG) of what is there.
+
+    Args:
+        name, title, source: as of an Experiment.
+        note: under the table.
+        searches: the rows.
+        plan: where their runs are.
+
+    Returns:
+        The files written; without matplotlib, or with nothing solved, no figure.
+
+    Raises:
+        OSError: a file can't be written.
+    """
+    found = {search.name: look(search, plan) for search in searches}
+    headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]
+    headings += ["the next T", "hours", "state"]
+    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    rows = []
+    for search in searches:
+        state = found[search.name]
+        longest = max(state.solved, default=0)
+        known = bool(state.solved) or state.failed is not None
+        capped = state.complete and state.failed is None
+        difference = None if search.published is None or not state.complete else longest - search.published
+        cells = [search.problem, search.network, search.parameters]
+        cells += ["–" if search.published is None else str(search.published)]
+        cells += ["–" if not known else f"≥ {longest}" if capped or not state.complete else str(longest)]
+        cells += ["–" if difference is None else f"{difference:+d}"]
+        cells += [str(state.solved[longest]) if longest else "–"]
+        cells += [f"{state.failed}: {state.outcome}" if state.failed is not None else "–"]
+        cells += [f"{state.seconds / 3600:.2f}" if known else "–"]
+        cells += ["not run" if not known else "done" if state.complete else "unfinished"]
+        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(
+            {
+                "name": search.name,
+                "problem": search.problem,
+                "network": search.network,
+                "parameters": search.parameters,
+                "published": search.published,
+                "longest": longest if known else None,
+                "iterations": {str(T): count for T, count in state.solved.items()},
+                "failed": state.failed,
+                "outcome": state.outcome,
+                "complete": state.complete,
+                "seconds": state.seconds,
+            }
+        )
+    scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
+    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", *lines, "", note, "", "How each row was trained:", ""]
+    for search in searches:
+        options = (*search.options, *(search.quick if plan.quick else ()), *plan.longer)
+        text.append(
+            f"- {search.problem}, {search.network}: `python -m orthokern.tasks.{search.task} {' '.join(options)} --T N`"
+        )
+    machines = ", ".join(sorted({state.machine for state in found.values() if state.machine})) or "nothing trained yet"
+    text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
+    table, numbers = plan.folder / f"{name}.md", plan.folder / f"{name}.json"
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(table, ("\n".join(text) + "\n").encode())
+    summary = {"experiment": name, "source": source, "quick": plan.quick, "rows": rows}
+    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
+    drawn = _draw(searches, found, plan.folder / f"{name}.png", title)
+    return [table, numbers, *([drawn] if drawn is not None else [])]
+
+
+def _draw(searches: Sequence[Search], found: Mapping[str, Found], path: Path, title: str) -> Path | None:
+    try:
+        import matplotlib  # noqa: F401 (an optional dependency)
+    except ImportError:
+        return None
+    from orthokern.diagnostics import plots
+
+    panels: dict[str, dict[str, dict[int, int]]] = {}
+    for search in searches:
+        panels.setdefault(search.problem, {})[search.network] = found[search.name].solved
+    figure = plots.iterations_over_lengths(panels, title)
+    return None if figure is None else plots.save(figure, path)

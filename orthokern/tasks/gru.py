@@ -1,0 +1,369 @@
+"""What the experiments of Kanai et al. 2017 have in common: a GRU that reads on from batch to batch, trained under a
+spectral-norm constraint or with clipped gradients (section 4.1 of the paper)."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import dispatch
+from orthokern import init as init_
+from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.diagnostics.stability import diagnose_stability
+from orthokern.errors import InputError
+from orthokern.nn import GRU
+from orthokern.optim import SpectralNormProjection
+from orthokern.training import Task, cli
+from orthokern.training.distributed import current_shard
+
+__all__ = ["DEFAULTS", "GruTask", "add_gru_options", "build_gru", "complete"]
+
+MODELS = ("gru", "torch-gru")
+CONSTRAINTS = ("projection", "none")
+THRESHOLDS = ("2-delta", "2")
+INPUTS = ("upper", "all", "none")
+OPTIMIZERS = ("sgd", "adam", "rmsprop")
+
+DEFAULTS: Settings = {
+    **cli.RUN_DEFAULTS,
+    "preset": None,
+    "data": None,
+    "model": "gru",
+    "variant": "kanai",
+    "layers": 1,
+    "dropout": 0.5,
+    "input_scale": 0.01,
+    "constraint": None,
+    "delta": 0.2,
+    "threshold": "2-delta",
+    "constrained_inputs": "upper",
+    "clip": None,
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "batch": 20,
+    "window": 35,
+    "iterations": None,
+    "checkpoint_every": 500,
+    "diagnose_every": 50,
+}
+
+
+def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
+    """Adds the options of DEFAULTS, but for --data; the help shows the task's own defaults."""
+
+    def default(key: str) -> str:
+        value = defaults[key]
+        return f"(default {'none' if value is None else f'{value:g}' if isinstance(value, float) else value})"
+
+    group = parser.add_argument_group("the network")
+    group.add_argument(
+        "--model", type=one_of("model", MODELS), metavar="NAME",
+        help=f"gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases {default('model')}",
+    )  # fmt: skip
+    group.add_argument(
+        "--variant", type=one_of("variant", ("kanai", "torch")), metavar="NAME",
+        help=f"gru: the reset gate before the recurrent matrix (kanai) or after it (torch) {default('variant')}",
+    )  # fmt: skip
+    group.add_argument("--hidden", type=integer(1), metavar="N", help=f"units of a layer {default('hidden')}")
+    group.add_argument("--layers", type=integer(1), metavar="N", help=f"GRU layers {default('layers')}")
+    group.add_argument(
+        "--dropout", type=real(0.0), metavar="X",
+        help=f"share of every layer's output that is dropped, but for the recurrence, below 1 {default('dropout')}",
+    )  # fmt: skip
+    group.add_argument(
+        "--init-std", type=real(0.0, exclusive=True), metavar="X",
+        help="standard deviation of all weights at the start but the candidate's recurrent matrices, which are "
+        "orthogonal (default: the paper's for this task)",
+    )  # fmt: skip
+    group.add_argument(
+        "--input-scale", type=real(0.0, exclusive=True), metavar="X",
+        help=f"what the first, linear layer's output is multiplied by {default('input_scale')}",
+    )  # fmt: skip
+    group = parser.add_argument_group("the constraint")
+    group.add_argument(
+        "--constraint", type=one_of("constraint", CONSTRAINTS), metavar="NAME",
+        help="projection: after every step no singular value above 2 - delta; none (default: none with --clip, else "
+        "projection)",
+    )  # fmt: skip
+    group.add_argument("--delta", type=real(), metavar="X", help=f"projection: in (0, 2) {default('delta')}")
+    group.add_argument(
+        "--threshold", type=one_of("threshold", THRESHOLDS), metavar="NAME",
+        help=f"projection: which singular values become 2 - delta: those above 2-delta, or above 2 "
+        f"{default('threshold')}",
+    )  # fmt: skip
+    group.add_argument(
+        "--constrained-inputs", type=one_of("constrained-inputs", INPUTS), metavar="NAME",
+        help="projection: the candidate's input matrices that are constrained too: those of the upper layers, all, "
+        f"none {default('constrained_inputs')}",
+    )  # fmt: skip
+    group.add_argument(
+        "--clip", type=real(0.0, exclusive=True, none=True), metavar="X",
+        help=f"clip the norm of the whole gradient; none {default('clip')}",
+    )  # fmt: skip
+    group = parser.add_argument_group("the optimizer")
+    group.add_argument("--batch", type=integer(1), metavar="N", help=f"sequences at once {default('batch')}")
+    group.add_argument(
+        "--window", type=integer(1), metavar="N",
+        help=f"time steps of back-propagation; the state goes on {default('window')}",
+    )  # fmt: skip
+    group.add_argument(
+        "--optimizer", type=one_of("optimizer", OPTIMIZERS), metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)} {default('optimizer')}",
+    )  # fmt: skip
+    group.add_argument("--lr", type=real(0.0, exclusive=True), metavar="X", help=f"learning rate {default('lr')}")
+    group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
+
+
+def complete(settings: Settings, what: str) -> Settings:
+    """Fills in what depends on other options, and checks what argparse can't.
+
+    Args:
+        settings: of a task with these options.
+        what: the files that the folder of --data must hold.
+
+    Raises:
+        InputError: no --data, or settings that don't go together or are out of range.
+    """
+    settings = dict(settings)
+    if settings["data"] is None:
+        raise InputError(f"--data is needed: the folder with {what}")
+    if settings["delta"] is not None and not 0 < settings["delta"] < 2:
+        raise InputError(f"--delta {settings['delta']:g}: accepted is a number in (0, 2), the bound is 2 - delta")
+    if not 0 <= settings["dropout"] < 1:
+        raise InputError(f"--dropout {settings['dropout']:g}: accepted is a number in [0, 1)")
+    if settings["model"] == "torch-gru" and settings["variant"] == "kanai":
+        settings["variant"] = "torch"  # what it is
+    if settings["constraint"] is None:
+        settings["constraint"] = "projection" if settings["clip"] is None else "none"
+    if settings["constraint"] == "none":
+        settings["delta"] = None
+    return settings
+
+
+def build_gru(inputs: int, settings: Settings) -> nn.Module:
+    """The recurrence that the settings ask for, initialised as in section 4.1 of the paper.
+
+    Args:
+        inputs: number of input features.
+        settings: "model", "variant", "hidden", "layers", "dropout", "init_std", "backend".
+
+    Returns:
+        A module with torch.nn.GRU's interface, its parameters drawn from torch's global generator on the CPU.
+    """
+    layers = settings["layers"]
+    dropout = settings["dropout"] if layers > 1 else 0.0  # of the last layer's output it is the task's
+    if settings["model"] == "gru":
+        return GRU(
+            inputs,
+            settings["hidden"],
+            layers,
+            dropout=dropout,
+            variant=settings["variant"],
+            init="kanai",
+            init_std=settings["init_std"],
+            backend=settings["backend"],
+        )
+    rnn = nn.GRU(inputs, settings["hidden"], layers, bias=False, dropout=dropout)
+    with torch.no_grad():
+        for name, weight in rnn.named_parameters():
+            nn.init.normal_(weight, 0.0, settings["init_std"])
+            if name.startswith("weight_hh"):
+                init_.initialize_(weight[2 * rnn.hidden_size :], "orthogonal")
+    return rnn
+
+
+class GruTask(Task):
+    """A GRU whose state goes on from batch to batch.
+
+    A subclass sets its data up, calls `build`, and says what a batch is (`read`) and how the model is evaluated
+    (`measure`). Its model is a module with `rnn` (a GRU), and
+
+        model(inputs [T, B, ...], targets [T, B, ...], valid [T, B] bool or None, h0 [layers, B, N])
+            -> (negative log-likelihood, the sum over all valid steps of all rows, 0-dim; h_T)
+
+    What is minimised is the mean over the batch of the sum over the window's steps: so gradient norms are those that
+    the paper clips. Records hold it as "loss", and as "nll" the mean over steps.
+
+    A run is a success as the paper defines it (section 4.1) if the validation loss after every epoch is no greater than
+    that of the untrained model.
+    """
+
+    unit = "step"  # what a loss is per
+    iterations_per_epoch: int
+
+    def __init__(self, settings: Settings) -> None:
+        """Args: settings: complete."""
+        if current_shard().world > 1:
+            raise InputError(f"{self.name} carries states from batch to batch in one process; run it without torchrun")
+        self.settings = settings
+        self.device = torch.device(settings["device"])
+        self.time_steps = settings["window"]
+        if settings["model"] == "gru":
+            dispatch.resolve(
+                "gru_scan", settings["backend"], device=self.device, dtype=torch.get_default_dtype()
+            )  # raises now, not in the first iteration
+        self.state: Tensor | None = None  # [layers, B, N]
+        self.initial_loss: float | None = None  # on the validation data, before training
+        self.worst_loss = -math.inf  # on the validation data, after any epoch so far
+        self.epoch_ended = False
+
+    def build(self, model: nn.Module) -> None:
+        """Takes the model over and makes its optimizer, with the projection attached."""
+        settings = self.settings
+        self.model = model.to(self.device)
+        self.rnn: nn.Module = model.get_submodule("rnn")
+        parameters = self.model.parameters()
+        if settings["optimizer"] == "adam":
+            self.optimizer = torch.optim.Adam(parameters, lr=settings["lr"])
+        elif settings["optimizer"] == "rmsprop":
+            self.optimizer = torch.optim.RMSprop(parameters, lr=settings["lr"])
+        else:
+            self.optimizer = torch.optim.SGD(parameters, lr=settings["lr"], momentum=settings["momentum"])
+        self.projection: SpectralNormProjection | None = None
+        if settings["constraint"] == "projection":
+            self.projection = SpectralNormProjection(
+                self.model,
+                settings["delta"],
+                threshold=settings["threshold"],
+                inputs=settings["constrained_inputs"],
+            )
+            self.projection.attach(self.optimizer)
+
+    def zero_state(self, batch: int) -> Tensor:
+        """[layers, batch, N]."""
+        return torch.zeros(self.settings["layers"], batch, self.settings["hidden"], device=self.device)
+
+    # ---- training
+
+    @abstractmethod
+    def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | bool]:
+        """The next window: inputs, targets, valid (None: all steps are) and fresh, the rows whose state is to be zero:
+        [B] bool, or one bool for all."""
+
+    @abstractmethod
+    def measure(self, part: str) -> float:
+        """Mean negative log-likelihood per step of "validation" or "test", forward only, from zero states."""
+
+    def next_batch(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        if self.initial_loss is None:
+            self.model.eval()
+            with torch.no_grad():
+                self.initial_loss = self.measure("validation")
+            self.model.train()
+        inputs, targets, valid, fresh = self.read()
+        if self.state is None:
+            self.state = self.zero_state(inputs.shape[1])
+        if isinstance(fresh, Tensor):
+            state = self.state.masked_fill(fresh.view(1, -1, 1), 0.0)
+        else:
+            state = torch.zeros_like(self.state) if fresh else self.state
+        return inputs, targets, valid, state
+
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs, _, valid, _ = batch
+        total, state = self.module(*batch)
+        self.state = state.detach()
+        steps = inputs.shape[0] * inputs.shape[1] if valid is None else valid.sum()
+        return total / inputs.shape[1], {"nll": total.detach() / steps}
+
+    def clip_gradients(self) -> None:
+        if self.settings["clip"] is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+
+    # ---- evaluation
+
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        """After every epoch."""
+        self.epoch_ended = iteration % self.iterations_per_epoch == 0
+        return self.epoch_ended
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """On the validation data: "loss" (nats per word or time step), "initial_loss", the untrained model's, and
+        "success", 1 or 0, whether the loss has never been greater than that."""
+        loss, initial = self.measure("validation"), self.initial_loss
+        assert initial is not None  # since the first batch
+        worst = max(self.worst_loss, loss)
+        return {"loss": loss, "initial_loss": initial, "success": float(worst <= initial)}
+
+    def test(self) -> dict[str, float]:
+        return {"loss": self.measure("test")}
+
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        if not self.epoch_ended:  # the run's last iteration, in the middle of an epoch
+            return False
+        loss = evaluation["loss"]
+        self.worst_loss = math.inf if math.isnan(loss) else max(self.worst_loss, loss)
+        return self.schedule_ended(loss)
+
+    def schedule_ended(self, loss: float) -> bool:
+        """Whether training is over after this epoch, with this validation loss."""
+        return False
+
+    def score(self, evaluation: dict[str, float]) -> float:
+        return -evaluation["loss"]
+
+    # ---- records
+
+    def diagnose(self) -> dict[str, Any]:
+        """Spectral radius of the Jacobian at rest and norm of the recurrent matrix, per layer, the learning rate, and
+        how often the projection had work."""
+        found: dict[str, Any] = {**diagnose_stability(self.rnn), "lr": self.optimizer.param_groups[0]["lr"]}
+        if self.projection is not None:
+            found["projection"] = dict(self.projection.counts)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "initial_loss": self.initial_loss,
+            "worst_loss": self.worst_loss,
+            "projection": None if self.projection is None else self.projection.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = None if state["state"] is None else state["state"].to(self.device)
+        self.initial_loss, self.worst_loss = state["initial_loss"], state["worst_loss"]
+        if self.projection is not None and state["projection"] is not None:
+            self.projection.load_state_dict(state["projection"])
+
+    def progress_text(self, metrics: dict[str, Any]) -> str:
+        return f"{metrics['nll']:.3f} nats per {self.unit}, gradient {metrics['grad_norm']:.3g}"
+
+    def result_text(self, loss: float) -> str:
+        """How the summary says a validation loss."""
+        return f"{loss:.4f} nats per {self.unit}"
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        done = f"iteration {iteration}, {seconds:.0f} s"
+        if evaluation is None:
+            return f"not evaluated: {done}"
+        verdict = "" if evaluation["success"] else " (no success: the loss has exceeded that of the untrained model)"
+        return f"validation: {self.result_text(evaluation['loss'])}{verdict}, {done}"
+
+    def title(self) -> str:
+        """What the plots' titles say of the settings."""
+        settings = self.settings
+        parts = [f"{self.name}, {settings['model']}, {settings['layers']} x {settings['hidden']} units"]
+        if settings["constraint"] == "projection":
+            parts.append(f"δ = {settings['delta']:g}")
+        if settings["clip"] is not None:
+            parts.append(f"clipping at {settings['clip']:g}")
+        return ", ".join(parts)
+
+    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
+        from orthokern.diagnostics import plots
+
+        title = self.title()
+        drawn = [
+            plots.plot_losses(records, folder / "learning.png", label=f"nats per {self.unit}", title=title),
+            plots.plot_stability(records, folder / "stability.png", title=title),
+            plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
+            plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
+        ]
+        return [path for path in drawn if path is not None]

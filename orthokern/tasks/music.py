@@ -1,0 +1,202 @@
+"""Polyphonic music: `python -m orthokern.tasks.music --data FOLDER --delta 0.2`.
+
+A GRU reads piano rolls and predicts the notes of the next time step, each of 88 by a logistic unit (Kanai et al. 2017,
+section 4.1.2, Table 2; the data are `orthokern.data.load_music`'s).
+
+    x_t in {0, 1}^88  ->  0.01 E x_t [200]  ->  two GRU layers of 200  ->  W h_t + b [88]  ->  logistic
+
+with dropout of 50 % on what goes from layer to layer. What the paper leaves open: a row of the batch begins a piece
+with a zero state and keeps to it through its windows of 35 steps; the first step of a piece is not predicted.
+
+Note [First weights]
+    The paper draws them from N(0, 1e-4/200), but for orthogonal W_hn. Read so, states begin at 1e-7, and the gradient
+    of all weights but the readout's bias below 1e-5: after a thousand iterations at a rate of 0.1 they have not moved
+    (`--init-std 0.000707` shows it). The default here is N(0, 1/200), as the paper has it for its language model.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.data.music import COLLECTIONS, NOTES, load_music
+from orthokern.tasks import gru
+from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.recurrent import add_epochs, stream_seed
+from orthokern.training import cli
+
+# Kanai et al. 2017, section 4.1.2. Training ends when the rate falls below lr_floor; "epochs" is a bound for that.
+DEFAULTS: Settings = {
+    **gru.DEFAULTS,
+    "collection": "nottingham",
+    "hidden": 200,
+    "layers": 2,
+    "init_std": None,  # 1 / sqrt(hidden)
+    "bias": True,
+    "lr": 0.1,
+    "patience": 10,
+    "decay": 1.25,
+    "lr_floor": 1e-4,
+    "epochs": 1000,
+}
+
+
+class MusicModel(nn.Module):
+    """Notes in, the likelihood of the next notes out.
+
+    Args:
+        settings: as DEFAULTS, complete.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.scale, self.dropout = settings["input_scale"], settings["dropout"]
+        self.input = nn.Linear(NOTES, settings["hidden"], bias=False)
+        self.rnn = build_gru(settings["hidden"], settings)
+        self.readout = nn.Linear(settings["hidden"], NOTES, bias=settings["bias"])
+        for layer in (self.input, self.readout):
+            nn.init.normal_(layer.weight, 0.0, settings["init_std"])
+        if settings["bias"]:
+            nn.init.zeros_(self.readout.bias)
+
+    def forward(self, inputs: Tensor, targets: Tensor, valid: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T, B, 88], valid [T, B] bool, h0 [layers, B, N] -> (negative log-likelihood in nats, summed
+        over notes and valid steps, 0-dim; h_T)."""
+        x = nn.functional.dropout(self.scale * self.input(inputs), self.dropout, self.training)
+        states, last = self.rnn(x, h0)
+        logits = self.readout(nn.functional.dropout(states, self.dropout, self.training))
+        each = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return (each * valid.unsqueeze(-1)).sum(), last
+
+
+class MusicTask(GruTask):
+    """Polyphonic music for the training loop; settings as DEFAULTS, complete."""
+
+    name = "music"
+    unit = "time step"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.data = load_music(settings["data"], settings["collection"])
+        generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
+        self.windows = self.data.train.windows(settings["batch"], settings["window"], generator)
+        self.iterations_per_epoch = max(1, self.windows.per_epoch // settings["accumulate"])
+        if settings["epochs"] is not None:
+            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
+        self.best_loss, self.waited = math.inf, 0
+        self.build(MusicModel(settings))
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        window = next(self.windows).to(self.device)
+        return window.inputs, window.targets, window.valid, window.fresh
+
+    def measure(self, part: str) -> float:
+        rolls = self.data.validation if part == "validation" else self.data.test
+        total, state = 0.0, self.zero_state(0)
+        for rows, window in rolls.whole(batch=100, steps=200):
+            window = window.to(self.device)
+            state = self.zero_state(rows) if bool(window.fresh[0]) else state[:, :rows]
+            loss, state = self.model(window.inputs, window.targets, window.valid, state)
+            total += loss.item()
+        return total / rolls.predictions
+
+    def schedule_ended(self, loss: float) -> bool:
+        """Divides the rate by "decay" after "patience" epochs without improvement; over when it is below "lr_floor"."""
+        if loss < self.best_loss:
+            self.best_loss, self.waited = loss, 0
+            return False
+        self.waited += 1
+        if self.waited < self.settings["patience"]:
+            return False
+        self.waited = 0
+        for group in self.optimizer.param_groups:
+            group["lr"] /= self.settings["decay"]
+        return bool(self.optimizer.param_groups[0]["lr"] < self.settings["lr_floor"])
+
+    def state_dict(self) -> dict[str, Any]:
+        order = {"windows": self.windows.state_dict(), "best_loss": self.best_loss, "waited": self.waited}
+        return {**super().state_dict(), **order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.windows.load_state_dict(state["windows"])
+        self.best_loss, self.waited = state["best_loss"], state["waited"]
+
+    def title(self) -> str:
+        return f"{self.settings['collection']}, {super().title()}"
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+DESCRIPTION = """\
+Train a GRU to predict the notes of the next time step of polyphonic music.
+
+--data names the folder with the piano rolls: Nottingham.mat, JSB_Chorales.mat, MuseData.mat, Piano_midi.mat,
+or .npz files of the same content. --delta X constrains the spectral norm of the recurrent matrices to 2 - X,
+--clip X clips gradients instead. The learning rate falls while the validation loss does not, and training
+ends when it is very small. The test pieces are looked at once, at the end, with the parameters that are
+best on the validation pieces.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m orthokern.tasks.music --data music                             Nottingham, delta 0.2
+  python -m orthokern.tasks.music --data music --delta 1.1
+  python -m orthokern.tasks.music --data music --clip 15                   no constraint
+  python -m orthokern.tasks.music --data music --collection jsb --epochs 100
+
+Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
+--resume goes on).
+"""
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m orthokern.tasks.music", description=DESCRIPTION, epilog=EXAMPLES)
+    group = parser.add_argument_group("the task")
+    group.add_argument("--data", metavar="DIR", help="folder with the piano rolls (needed)")
+    group.add_argument(
+        "--collection", type=one_of("collection", COLLECTIONS), metavar="NAME",
+        help=f"{', '.join(COLLECTIONS)} (default nottingham)",
+    )  # fmt: skip
+    group.add_argument("--no-bias", dest="bias", action="store_false", help="a readout without bias")
+    add_epochs(group, DEFAULTS["epochs"])
+    group.add_argument(
+        "--patience", type=integer(1), metavar="N",
+        help="epochs without a better validation loss after which the rate falls (default 10)",
+    )  # fmt: skip
+    group.add_argument("--decay", type=real(1.0, exclusive=True), metavar="X", help="by this factor (default 1.25)")
+    group.add_argument(
+        "--lr-floor", type=real(0.0), metavar="X", help="training ends with a rate below this (default 1e-4)"
+    )
+    add_gru_options(parser, DEFAULTS)
+    cli.add_run_options(parser, DEFAULTS)
+    return parser
+
+
+def complete(settings: Settings) -> Settings:
+    """Checks what argparse can't.
+
+    Raises:
+        InputError: no --data, or settings that don't go together.
+    """
+    settings = gru.complete(settings, "the piano rolls")
+    if settings["init_std"] is None:
+        settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
+    return settings
+
+
+PRESETS: dict[str, Settings] = {}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    return cli.run("music", _parser(), DEFAULTS, PRESETS, complete, MusicTask, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Words of the Penn Treebank: `python -m orthokern.tasks.word_lm --data FOLDER --delta 0.2`.
+
+A GRU reads the text word by word and predicts the next one (Kanai et al. 2017, section 4.1.1, Table 1, after Zaremba et
+al. 2014; the data are `orthokern.data.load_words`'s).
+
+    word  ->  0.01 E[word] [650]  ->  a GRU layer of 650  ->  W h_t + b [10 000]  ->  softmax
+
+with dropout of 50 % on what goes from layer to layer. The text is cut into 20 streams side by side; the state goes on
+from window to window, and is zero at the beginning of an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import dispatch
+from orthokern.commandline import Parser, Settings, integer, real
+from orthokern.data import load_words, stream_rows
+from orthokern.nn import LinearCrossEntropy
+from orthokern.tasks import gru
+from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.recurrent import add_epochs
+from orthokern.training import cli
+
+# Kanai et al. 2017, section 4.1.1.
+DEFAULTS: Settings = {
+    **gru.DEFAULTS,
+    "vocabulary": 10_000,
+    "hidden": 650,
+    "init_std": None,  # 1 / sqrt(hidden)
+    "bias": True,
+    "lr": 1.0,
+    "decay": 1.1,
+    "decay_after": 10,
+    "epochs": 75,
+    "goal": None,
+}
+
+
+class WordModel(nn.Module):
+    """Words in, the likelihood of the next word out.
+
+    Args:
+        words: C, size of the vocabulary.
+        settings: as DEFAULTS, complete.
+    """
+
+    def __init__(self, words: int, settings: Settings) -> None:
+        super().__init__()
+        self.scale, self.dropout = settings["input_scale"], settings["dropout"]
+        self.embedding = nn.Embedding(words, settings["hidden"])
+        self.rnn = build_gru(settings["hidden"], settings)
+        self.readout = LinearCrossEntropy(
+            settings["hidden"], words, settings["bias"], reduction="sum", backend=settings["backend"]
+        )
+        for weight in (self.embedding.weight, self.readout.weight):
+            nn.init.normal_(weight, 0.0, settings["init_std"])
+        if settings["bias"]:
+            nn.init.zeros_(self.readout.get_parameter("bias"))
+
+    def forward(self, inputs: Tensor, targets: Tensor, valid: Tensor | None, h0: Tensor) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T, B] int64, valid [T, B] bool or None, h0 [layers, B, N] -> (negative log-likelihood in
+        nats, summed over the valid words, 0-dim; h_T)."""
+        x = nn.functional.dropout(self.scale * self.embedding(inputs), self.dropout, self.training)
+        states, last = self.rnn(x, h0)
+        states = nn.functional.dropout(states, self.dropout, self.training)
+        if valid is not None:
+            states, targets = states[valid], targets[valid]
+        return self.readout.loss(states, targets), last
+
+
+class WordLm(GruTask):
+    """Penn Treebank words for the training loop; settings as DEFAULTS, complete."""
+
+    name = "word_lm"
+    unit = "word"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.data = load_words(settings["data"], limit=settings["vocabulary"])
+        words = len(self.data.vocabulary)
+        dispatch.resolve(
+            "linear_cross_entropy", settings["backend"], device=self.device, dtype=torch.get_default_dtype(),
+            N=settings["hidden"], C=words,
+        )  # fmt: skip
+        self.streams = stream_rows(self.data.train, settings["batch"]).to(self.device)  # [L, B]
+        self.windows_per_epoch = -(-(len(self.streams) - 1) // settings["window"])
+        self.iterations_per_epoch = max(1, self.windows_per_epoch // settings["accumulate"])
+        if settings["epochs"] is not None:
+            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
+        self.position = 0  # windows read
+        self.build(WordModel(words, settings))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda iteration: self._rate(iteration))
+
+    def _rate(self, iteration: int) -> float:
+        """What the learning rate is multiplied by; iteration 0 is the first."""
+        epoch = iteration // self.iterations_per_epoch
+        return float(self.settings["decay"] ** -max(0, epoch + 1 - self.settings["decay_after"]))
+
+    def read(self) -> tuple[Tensor, Tensor, None, bool]:
+        window = self.position % self.windows_per_epoch
+        self.position += 1
+        begin = window * self.settings["window"]
+        end = min(begin + self.settings["window"], len(self.streams) - 1)
+        return self.streams[begin:end], self.streams[begin + 1 : end + 1], None, window == 0
+
+    def _evaluation_windows(self, text: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Inputs, targets and valid, [T, B] each: every word of the text but the first is a target once."""
+        count, rows, steps = len(text) - 1, self.settings["batch"], self.settings["window"]
+        length = -(-count // rows)
+        first = length * torch.arange(rows)
+        for begin in range(0, length, steps):
+            step = torch.arange(begin, min(begin + steps, length)).unsqueeze(1)
+            place = (first + step).clamp(max=count)
+            valid = (first + step) < count
+            yield text[place], text[(place + 1).clamp(max=count)], valid
+
+    def measure(self, part: str) -> float:
+        text = self.data.validation if part == "validation" else self.data.test
+        total, state = 0.0, self.zero_state(self.settings["batch"])
+        for batch in self._evaluation_windows(text):
+            inputs, targets, valid = (tensor.to(self.device) for tensor in batch)
+            loss, state = self.model(inputs, targets, valid, state)
+            total += loss.item()
+        return total / (len(text) - 1)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """As GruTask's, and "perplexity"."""
+        found = super().evaluate(iteration)
+        return {**found, "perplexity": _perplexity(found["loss"])}
+
+    def test(self) -> dict[str, float]:
+        found = super().test()
+        return {**found, "perplexity": _perplexity(found["loss"])}
+
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        ended = super().goal_reached(evaluation)
+        goal = self.settings["goal"]
+        return ended or (goal is not None and evaluation["perplexity"] <= goal)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.position = state["position"]
+
+    def progress_text(self, metrics: dict[str, Any]) -> str:
+        return f"perplexity {_perplexity(metrics['nll']):.1f}, gradient {metrics['grad_norm']:.3g}"
+
+    def result_text(self, loss: float) -> str:
+        return f"perplexity {_perplexity(loss):.2f}"
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+DESCRIPTION = """\
+Train a GRU to predict the next word of the Penn Treebank.
+
+--data names the folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt. --delta X constrains the spectral
+norm of the recurrent matrix to 2 - X, --clip X clips gradients instead. The test text is looked at once, at
+the end, with the parameters that are best on the validation text.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m orthokern.tasks.word_lm --data ptb                        delta 0.2
+  python -m orthokern.tasks.word_lm --data ptb --clip 5               no constraint
+  python -m orthokern.tasks.word_lm --data ptb --hidden 200 --epochs 5
+
+Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
+--resume goes on).
+"""
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m orthokern.tasks.word_lm", description=DESCRIPTION, epilog=EXAMPLES)
+    group = parser.add_argument_group("the task")
+    group.add_argument("--data", metavar="DIR", help="folder with the three text files (needed)")
+    group.add_argument(
+        "--vocabulary", type=integer(2), metavar="N", help="words that the training text may have (default 10000)"
+    )
+    group.add_argument(
+        "--goal", type=real(1.0, exclusive=True, none=True), metavar="X",
+        help="stop at this validation perplexity; none (default none)",
+    )  # fmt: skip
+    group.add_argument("--no-bias", dest="bias", action="store_false", help="a readout without bias")
+    add_epochs(group, DEFAULTS["epochs"])
+    group.add_argument(
+        "--decay", type=real(1.0), metavar="X", help="what the rate is divided by after every epoch (default 1.1)"
+    )
+    group.add_argument("--decay-after", type=integer(1), metavar="N", help="epochs at the first rate (default 10)")
+    add_gru_options(parser, DEFAULTS)
+    cli.add_run_options(parser, DEFAULTS)
+    return parser
+
+
+def complete(settings: Settings) -> Settings:
+    """Checks what argparse can't.
+
+    Raises:
+        InputError: no --data, or settings that don't go together.
+    """
+    settings = gru.complete(settings, "the Penn Treebank's text files")
+    if settings["init_std"] is None:
+        settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
+    return settings
+
+
+PRESETS: dict[str, Settings] = {}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    return cli.run("word_lm", _parser(), DEFAULTS, PRESETS, complete, WordLm, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

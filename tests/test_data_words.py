@@ -1,0 +1,73 @@
+"""Words of the Penn Treebank: vocabulary, streams, and every text that is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from orthokern.data import load_words
+from orthokern.errors import InputError
+
+TRAIN = b" the cat <unk> the dog \n a cat \n\n"
+VALID = b" the bird sat \n"
+TEST = b"dog the\n"
+
+
+def folder(path: Path, train: bytes = TRAIN, valid: bytes = VALID, test: bytes = TEST) -> Path:
+    for part, content in (("train", train), ("valid", valid), ("test", test)):
+        (path / f"ptb.{part}.txt").write_bytes(content)
+    return path
+
+
+def test_ids(tmp_path: Path) -> None:
+    words = load_words(folder(tmp_path))
+    assert words.vocabulary == ("<eos>", "cat", "the", "<unk>", "a", "dog")
+    assert words.train.dtype == torch.int64
+    assert words.text(words.train) == "the cat <unk> the dog <eos> a cat <eos>"
+    assert words.text(words.validation) == "the <unk> <unk> <eos>"  # unknown to the training text
+    assert words.test.tolist() == [5, 2, 0]
+
+
+def test_the_limit(tmp_path: Path) -> None:
+    assert len(load_words(folder(tmp_path), limit=6).vocabulary) == 6
+    with pytest.raises(InputError, match=r"ptb.train.txt has 6 distinct words, <eos> included; accepted: at most 5"):
+        load_words(tmp_path, limit=5)
+    with pytest.raises(InputError, match="limit must be an integer of at least 2"):
+        load_words(tmp_path, limit=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": b""}, "ptb.train.txt is empty: 0 bytes"),
+        ({"valid": b" \n \n"}, "ptb.valid.txt is empty"),
+        ({"test": b" the dog"}, "ptb.test.txt does not end with a line end: is it cut off?"),
+        ({"test": b" the\n d\xffg \n"}, "ptb.test.txt line 2: byte 0xff is no text"),
+        ({"train": b" the\n \0\0 \n"}, "ptb.train.txt line 2: a zero byte"),
+        ({"train": b" the cat dog a \n"}, "'bird', which the training file lacks"),
+    ],
+)
+def test_refused(tmp_path: Path, changes: dict[str, bytes], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_words(folder(tmp_path, **changes))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    folder(tmp_path)
+    (tmp_path / "ptb.valid.txt").unlink()
+    with pytest.raises(InputError, match=r"missing data file ptb.valid.txt; looked for in"):
+        load_words(tmp_path)
+    with pytest.raises(InputError, match="does not exist"):
+        load_words(tmp_path / "no")
+
+
+@pytest.mark.skipif("ORTHOKERN_DATA" not in os.environ, reason="ORTHOKERN_DATA: the folder with the real files")
+def test_the_real_files() -> None:
+    words = load_words(Path(os.environ["ORTHOKERN_DATA"]) / "ptb")
+    assert len(words.vocabulary) == 10_000
+    assert (len(words.train), len(words.validation), len(words.test)) == (929_589, 73_760, 82_430)
+    assert words.vocabulary[:3] == ("the", "<unk>", "<eos>")

@@ -1,0 +1,91 @@
+"""The nnRNN report's figures: command lines that the tasks accept, a quick run, the Fisher memory's table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orthokern.reproduce import __main__ as command
+from orthokern.reproduce import nnrnn
+from orthokern.reproduce.spec import Experiment, Run
+from orthokern.tasks import adding, char_lm, copy, pixel_mnist, recurrent
+
+MODULES = {"copy": copy, "adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
+
+
+def settings_of(run: Run, options: tuple[str, ...]) -> dict[str, Any]:
+    module = MODULES[run.task]
+    given: dict[str, Any] = module._parser().parse(list(options))
+    preset = module.PRESETS[given["preset"]] if "preset" in given else {}
+    data = {"data": "somewhere"} if "data" in module.DEFAULTS else {}
+    complete = getattr(module, "complete", recurrent.complete)
+    settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given, **data})
+    return settings
+
+
+@pytest.mark.parametrize("experiment", nnrnn.EXPERIMENTS, ids=lambda e: e.name)
+def test_command_lines_are_accepted(experiment: Experiment) -> None:
+    """Every run's options parse, go together, and name the settings that legend and panel tell; no two runs of a panel
+    have the same legend."""
+    assert len({run.name for run in experiment.runs}) == len(experiment.runs)
+    titles = {measure.title for measure in experiment.measures}
+    for extra in (False, True):
+        told = set()
+        for run in experiment.runs:
+            settings = settings_of(run, (*run.options, *(run.quick if extra else ())))
+            names = (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else []))
+            told.add(tuple(settings[name] for name in names))
+            assert set(run.published) <= titles
+        assert len(told) == len(experiment.runs)
+
+
+def test_an_ablation_changes_one_thing() -> None:
+    (ablations,) = (experiment for experiment in nnrnn.EXPERIMENTS if experiment.name == "nnrnn-ablations")
+    base, *others = (settings_of(run, run.options) for run in ablations.runs)
+    changed = [{key: other[key] for key in other if other[key] != base[key]} for other in others]
+    assert changed == [
+        {"modulus_norm": "l1"},
+        {"hidden": 256},
+        {"optimizer": "adam"},
+        {"init": "cayley"},
+        {"init": "orthogonal"},
+    ]
+
+
+def test_a_figure_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "nnrnn-copy",
+        "--quick",
+        "--only",
+        "nnrnn",
+        "--iterations",
+        "4",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert command.main(options) == 0
+    folder = tmp_path / "quick"
+    rows = json.loads((folder / "nnrnn-copy.json").read_text())["rows"]
+    assert [row["state"] for row in rows] == ["not run", "not run", "not run", "done"]
+    assert rows[-1]["settings"]["model"] == "nnrnn" and rows[-1]["settings"]["T"] == 20
+    assert (folder / "nnrnn-copy.md").read_text() in capsys.readouterr().out
+
+
+def test_the_fisher_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["nnrnn-fisher", "--out", str(tmp_path)]) == 0
+    table = (tmp_path / "full" / "nnrnn-fisher.md").read_text()
+    assert table in capsys.readouterr().out
+    rows = json.loads((tmp_path / "full" / "nnrnn-fisher.json").read_text())["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        assert row["ours"] == pytest.approx(row["published"], rel=5e-3 if row["d"] == 0 else 2.5e-2)
+        assert f"| {row['published']:.3g} | {row['ours']:.3f} |" in table
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "full" / "nnrnn-fisher.png").read_bytes().startswith(b"\x89PNG")
+    assert command.main(["nnrnn-fisher", "--epochs", "3", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: --epochs: nnrnn-fisher does not take it\n"

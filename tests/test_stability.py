@@ -1,0 +1,77 @@
+"""The spectral radius of a GRU's Jacobian at rest, against autograd, and its plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from orthokern.diagnostics import diagnose_stability, load_run
+from orthokern.diagnostics.plots import compare_stability, plot_losses, plot_stability, save
+from orthokern.errors import InputError
+from orthokern.nn import GRU
+
+
+@pytest.mark.parametrize("kind", ["kanai", "torch", "torch.nn"])
+def test_the_radius_is_that_of_the_map(kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "torch.nn":
+        module: torch.nn.Module = torch.nn.GRU(3, 6, 2, bias=False, dtype=torch.float64)
+    else:
+        module = GRU(3, 6, 2, variant=kind, init="kanai", init_std=0.7, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(3.0)
+    found = diagnose_stability(module)
+    for layer, suffix in enumerate(("", "_l1")):
+        weight = module.get_parameter(f"weight_hh_l{layer}")
+        one = GRU(6, 6, variant="torch" if kind == "torch.nn" else kind, dtype=torch.float64)
+        with torch.no_grad():
+            one.weight_hh_l0.copy_(weight)
+
+        def step(h: torch.Tensor, one: GRU = one) -> torch.Tensor:
+            return one(torch.zeros(1, 1, 6, dtype=torch.float64), h.view(1, 1, 6))[0].flatten()
+
+        jacobian = torch.autograd.functional.jacobian(step, torch.zeros(6, dtype=torch.float64))
+        assert found[f"jacobian_radius{suffix}"] == pytest.approx(torch.linalg.eigvals(jacobian).abs().max().item())
+        largest = torch.linalg.matrix_norm(weight[12:], 2).item()
+        assert found[f"recurrent_norm{suffix}"] == pytest.approx(largest)
+    assert set(found) == {"jacobian_radius", "recurrent_norm", "jacobian_radius_l1", "recurrent_norm_l1"}
+
+
+def test_what_is_no_gru() -> None:
+    for module in (torch.nn.LSTM(3, 4), torch.nn.Linear(3, 4), torch.nn.RNN(3, 4)):
+        with pytest.raises(InputError, match=f"module is a {type(module).__name__}; accepted: a GRU"):
+            diagnose_stability(module)
+    broken = GRU(3, 4)
+    with torch.no_grad():
+        broken.weight_hh_l0.fill_(torch.inf)
+    assert all(value != value for value in diagnose_stability(broken).values())
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [{"iteration": i, "grad_norm": 1.0 + (i == 7) * 50, "nll": 3.0 / i} for i in range(1, 21)]
+    assert plot_stability(records, tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
+    assert plot_losses([], tmp_path / "none.png", label="nats") is None
+    for record in records[::3]:
+        record |= {"jacobian_radius": 0.9 + record["iteration"] / 100, "jacobian_radius_l1": 0.8, "held_out_loss": 2.0}
+    for drawn in (
+        plot_stability(records, tmp_path / "stability.png", title="a run"),
+        plot_losses(records, tmp_path / "losses.png", label="nats", title="a run"),
+    ):
+        assert drawn is not None and drawn.read_bytes().startswith(b"\x89PNG")
+    runs = []
+    for delta in (0.2, 1.1):
+        folder = tmp_path / f"run{delta}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"task": "music", "settings": {"delta": delta}}))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        runs.append(load_run(folder))
+    figure = compare_stability(runs, legend=("delta",), title="two runs")
+    assert figure is not None and len(figure.axes) == 2
+    norms = figure.axes[0].get_lines()[0].get_ydata()
+    assert max(norms) == 1 and sorted(norms)[-2] == pytest.approx(1 / 51)  # an explosion stays one point
+    save(figure, tmp_path / "both.png")

@@ -1,0 +1,363 @@
+"""The tasks music and word_lm: they learn, carry their state, keep the constraint, resume to the same bits, know a
+success, refuse bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from orthokern.data.music import NOTES
+from orthokern.tasks import gru, music, word_lm
+from orthokern.training import read_metrics
+from orthokern.training.distributed import Shard
+from orthokern.training.metrics import TIMING_FIELDS
+
+TASKS: dict[str, ModuleType] = {"music": music, "word_lm": word_lm}
+BUILD = {"music": music.MusicTask, "word_lm": word_lm.WordLm}
+
+
+@pytest.fixture(scope="session")
+def rolls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scales, each upwards from a note of its own: after the first step every note is certain."""
+    folder = tmp_path_factory.mktemp("music")
+    draw = random.Random(0)
+    arrays = {}
+    for split, count in (("train", 30), ("valid", 8), ("test", 8)):
+        pieces = []
+        for _ in range(count):
+            steps, first = draw.randint(8, 40), draw.randint(0, 11)
+            piece = np.zeros((steps, NOTES), np.uint8)
+            piece[np.arange(steps), (first + np.arange(steps)) % 12] = 1
+            pieces.append(piece)
+        arrays[f"{split}_bits"] = np.packbits(np.concatenate(pieces), axis=1)
+        arrays[f"{split}_lengths"] = np.asarray([len(piece) for piece in pieces], np.int32)
+    np.savez(folder / "nottingham.npz", **arrays)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences that count upwards from a word that is drawn."""
+    folder = tmp_path_factory.mktemp("ptb")
+    draw = random.Random(0)
+    for part, count in (("train", 500), ("valid", 31), ("test", 37)):
+        starts = [draw.randint(0, 5) for _ in range(count)]
+        lines = [" ".join(f"w{n}" for n in range(start, start + 6)) for start in starts]
+        (folder / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def small(rolls: Path, words: Path) -> dict[str, list[str]]:
+    """Command lines of a second or two, with weights large enough to learn at once."""
+    common = "--batch 5 --window 7 --hidden 12 --init-std 0.2 --input-scale 1 --threads 1 --diagnose-every 4".split()
+    common += ["--no-plots"]
+    return {"music": ["--data", str(rolls), *common], "word_lm": ["--data", str(words), *common]}
+
+
+def run(task: str, *options: object) -> int:
+    code: int = TASKS[task].main([str(option) for option in options])
+    return code
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def build(task: str, options: list[str], *more: str) -> gru.GruTask:
+    module = TASKS[task]
+    given = module._parser().parse([*options, *more])
+    torch.manual_seed(0)
+    return BUILD[task](module.complete({**module.DEFAULTS, **given}))
+
+
+# ---- learning ------------------------------------------------------------------------------------
+
+
+def test_music_learns(tmp_path: Path, rolls: Path) -> None:
+    options = "--batch 10 --window 12 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.05 --epochs 40"
+    folder = tmp_path / "run"
+    assert run("music", "--data", rolls, *options.split(), "--threads", 1, "--out", folder) == 0
+    found = result(folder)
+    # not knowing which of twelve notes it is costs 3.4 nats a step
+    assert found["test"]["loss"] < 1.0 and found["last"]["success"] == 1
+    assert found["last"]["initial_loss"] == pytest.approx(88 * math.log(2), rel=0.05)
+    held_out = [r["held_out_loss"] for r in records(folder) if "held_out_loss" in r]
+    assert len(held_out) == 40 and -found["best"]["score"] == min(held_out)
+    assert {"learning.png", "stability.png", "gradients.png", "states.png"} <= {p.name for p in folder.iterdir()}
+
+
+def test_word_lm_learns(tmp_path: Path, words: Path) -> None:
+    options = "--batch 10 --window 14 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.15 --epochs 5"
+    folder = tmp_path / "run"
+    assert run("word_lm", "--data", words, *options.split(), "--threads", 1, "--no-plots", "--out", folder) == 0
+    found = result(folder)
+    # one word of seven is drawn of six
+    assert found["test"]["perplexity"] < 1.15 * 6 ** (1 / 7)
+    assert found["test"]["perplexity"] == pytest.approx(math.exp(found["test"]["loss"]))
+    assert found["last"]["success"] == 1 and found["last"]["initial_loss"] == pytest.approx(math.log(12), rel=0.3)
+
+
+# ---- what is computed ----------------------------------------------------------------------------
+
+
+def test_music_is_measured_piece_by_piece(small: dict[str, list[str]]) -> None:
+    task = build("music", small["music"])
+    task.model.eval()
+    model, pieces = task.model, task.data.test
+    total = 0.0
+    with torch.no_grad():
+        for index in range(len(pieces)):
+            piece = pieces.piece(index).float().unsqueeze(1)
+            logits = model.readout(model.rnn(task.settings["input_scale"] * model.input(piece[:-1]))[0])
+            total -= torch.distributions.Bernoulli(logits=logits).log_prob(piece[1:]).sum().item()
+        assert task.measure("test") == pytest.approx(total / pieces.predictions, rel=1e-5)
+
+
+def test_words_are_measured_as_streams(small: dict[str, list[str]]) -> None:
+    """Each of the streams in one go; every word but the first is a target once."""
+    task = build("word_lm", small["word_lm"])
+    task.model.eval()
+    model, text = task.model, task.data.test
+    count, rows = len(text) - 1, task.settings["batch"]
+    length = -(-count // rows)
+    assert count % rows  # the last stream is shorter
+    total = 0.0
+    with torch.no_grad():
+        for begin in range(0, count, length):
+            inputs, targets = text[begin : begin + length][: count - begin], text[begin + 1 : begin + length + 1]
+            states, _ = model.rnn(task.settings["input_scale"] * model.embedding(inputs).unsqueeze(1))
+            total += nn.functional.cross_entropy(model.readout(states[:, 0]), targets, reduction="sum").item()
+        assert task.measure("test") == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_state_goes_on(name: str, small: dict[str, list[str]]) -> None:
+    """Windows of seven steps with their carried states see what one window of all steps sees, and the loss is the sum
+    over a window's steps, the mean over the batch."""
+    short = build(name, small[name], "--dropout", "0")
+    long = build(name, small[name], "--dropout", "0", "--window", "28")
+    long.model.load_state_dict(short.model.state_dict())
+    if name == "music":  # rows begin new pieces at other times
+        short.windows.rolls = long.windows.rolls = task_rolls([200] * 9)
+        short.windows = short.windows.rolls.windows(5, 7, torch.Generator().manual_seed(0))
+        long.windows = long.windows.rolls.windows(5, 28, torch.Generator().manual_seed(0))
+    parts = [short.loss(short.next_batch()) for _ in range(4)]
+    whole, numbers = long.loss(long.next_batch())
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-5)
+    assert numbers["nll"].item() == pytest.approx(whole.item() / 28, rel=1e-6)
+    torch.testing.assert_close(short.state, long.state)
+    assert short.state is not None and not short.state.requires_grad and short.state.abs().max() > 0
+
+
+def task_rolls(lengths: list[int]) -> Any:
+    from orthokern.data import Rolls
+
+    notes = (torch.rand(sum(lengths), NOTES, generator=torch.Generator().manual_seed(0)) < 0.1).to(torch.uint8)
+    return Rolls(notes, torch.tensor([0, *lengths]).cumsum(0))
+
+
+def test_states_begin_at_zero(small: dict[str, list[str]]) -> None:
+    """Of a piece's rows where the piece begins, of words at an epoch's beginning."""
+    task = build("music", small["music"])
+    seen = 0
+    for _ in range(25):
+        order = task.windows.state_dict()
+        fresh = next(task.windows).fresh  # looked at, and put back
+        task.windows.load_state_dict(order)
+        batch = task.next_batch()
+        rows = batch[3].abs().sum((0, 2))
+        assert torch.equal(rows == 0, fresh)
+        seen += int(fresh.sum())
+        task.loss(batch)
+    assert 5 < seen < 125
+
+    lm = build("word_lm", small["word_lm"])
+    for index in range(2 * lm.iterations_per_epoch):
+        batch = lm.next_batch()
+        assert bool((batch[3] == 0).all()) == (index % lm.iterations_per_epoch == 0)
+        lm.loss(batch)
+
+
+@pytest.mark.parametrize("model", ["gru", "torch-gru"])
+def test_the_constraint_holds(model: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
+    options = ["--model", model, "--iterations", 25, "--lr", 0.05, "--delta", 1.5]
+    assert run("music", *small["music"], *options, "--out", tmp_path / "run") == 0
+    parameters = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    for name in ("weight_hh_l0", "weight_hh_l1", "weight_ih_l1"):
+        largest = float(torch.linalg.matrix_norm(parameters[f"rnn.{name}"][24:].double(), 2))
+        assert largest <= 0.5 * (1 + 1e-5)
+    diagnosed = [r for r in records(tmp_path / "run") if "recurrent_norm" in r]
+    assert len(diagnosed) == 7 and all(r["recurrent_norm_l1"] <= 0.5 * (1 + 1e-5) for r in diagnosed)
+    assert all(0.5 <= r["jacobian_radius"] <= 0.625 + 1e-5 for r in diagnosed)
+    assert diagnosed[-1]["projection"]["steps"] == 25 and diagnosed[-1]["lr"] == 0.05
+
+
+def test_clipping_instead(tmp_path: Path, small: dict[str, list[str]]) -> None:
+    options = ["--optimizer", "sgd", "--lr", 0.5, "--clip", 1e-3, "--iterations", 1]
+    assert run("music", *small["music"], *options, "--out", tmp_path / "run") == 0
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    assert settings["constraint"] == "none" and settings["delta"] is None
+    after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    # what the task is built from: the same seed, the same parameters
+    from orthokern.training.checkpoint import seed_all
+
+    seed_all(0)
+    given = music._parser().parse([*small["music"], "--clip", "1e-3"])
+    before = music.MusicTask(music.complete({**music.DEFAULTS, **given})).model.state_dict()
+    moved = math.sqrt(sum(float((after[name] - before[name]).double().square().sum()) for name in before))
+    assert moved == pytest.approx(0.5 * 1e-3, rel=1e-3)
+
+
+def test_initial_weights(words: Path, rolls: Path) -> None:
+    """Section 4.1 of the paper: N(0, 1/650), the candidate's recurrent matrix orthogonal; music as its note says."""
+    for task, data, std in (("word_lm", words, 650**-0.5), ("music", rolls, 200**-0.5)):
+        for model in ("gru", "torch-gru"):
+            built = build(task, ["--data", str(data), "--model", model])
+            n = built.settings["hidden"]
+            assert built.settings["layers"] == (1 if task == "word_lm" else 2) and built.time_steps == 35
+            for name, weight in built.model.named_parameters():
+                if name.endswith("bias"):
+                    assert not weight.any()
+                    continue
+                weight = weight.detach()
+                if "weight_hh" in name:
+                    candidate = weight[2 * n :].double()
+                    assert (candidate @ candidate.T - torch.eye(n)).abs().max() < 1e-5
+                    weight = weight[: 2 * n]
+                assert weight.std().item() == pytest.approx(std, rel=0.03), name
+
+
+# ---- schedules and success -----------------------------------------------------------------------
+
+
+def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
+    task = build("word_lm", small["word_lm"], "--decay-after", "2", "--decay", "1.1")
+    per = task.iterations_per_epoch
+    rates = [task._rate(iteration) for iteration in range(4 * per)]
+    assert rates[: 2 * per] == [1.0] * (2 * per)
+    assert rates[2 * per : 3 * per] == pytest.approx([1 / 1.1] * per)
+    assert rates[3 * per] == pytest.approx(1.1**-2)
+    paper = word_lm.DEFAULTS
+    assert (paper["lr"], paper["decay"], paper["decay_after"], paper["epochs"]) == (1.0, 1.1, 10, 75)
+
+
+def test_the_rate_of_music(small: dict[str, list[str]]) -> None:
+    """Divided after `patience` epochs without improvement, over below the floor."""
+    task = build("music", small["music"], "--patience", "2", "--decay", "2", "--lr", "0.1", "--lr-floor", "0.03")
+    task.initial_loss = 100.0
+    ends, rates = [], []
+    for loss in (9, 8, 8, 8, 8, 7, 7.5, 7.5, 7):
+        task.wants_evaluation(task.iterations_per_epoch, {})
+        ends.append(task.goal_reached({"loss": float(loss)}))
+        rates.append(task.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05, 0.025, 0.025])
+    assert ends == [False] * 7 + [True, False]
+    # in the middle of an epoch, where a run's last iteration may be, nothing is decided
+    task.wants_evaluation(task.iterations_per_epoch + 1, {})
+    waited, worst = task.waited, task.worst_loss
+    assert not task.goal_reached({"loss": 1000.0}) and (task.waited, task.worst_loss) == (waited, worst)
+
+
+def test_success(small: dict[str, list[str]]) -> None:
+    """Never above the untrained model's loss, after any epoch."""
+    task = build("word_lm", small["word_lm"])
+    losses = iter([2.0, 1.5, 2.0, 2.5, 1.0, math.nan, 1.0])
+    task.measure = lambda part: next(losses)  # type: ignore[method-assign]
+    task.next_batch()  # the untrained model's
+    found = []
+    for _ in range(6):
+        task.wants_evaluation(task.iterations_per_epoch, {})
+        found.append(task.evaluate(0))
+        task.goal_reached(found[-1])
+    assert [f["success"] for f in found] == [1, 1, 0, 0, 0, 0] and {f["initial_loss"] for f in found} == {2.0}
+
+
+def test_no_success(tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate at which the loss rises."""
+    options = ["--lr", 60, "--epochs", 2, "--constraint", "none"]
+    code = run("word_lm", *small["word_lm"], *options, "--out", tmp_path / "run")
+    if code == 0:
+        assert result(tmp_path / "run")["last"]["success"] == 0
+        assert "no success" in capsys.readouterr().out
+    else:
+        assert code == 3
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
+    """State, dropout, order of the pieces, rates and projection: stopped twice, the same bits."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = [*small[name], "--delta", "1.4", "--lr", "0.1"]
+    options += ["--patience", "1"] if name == "music" else ["--decay-after", "1"]
+    length = 2 * build(name, options).iterations_per_epoch + 9
+    assert run(name, *options, "--out", whole, "--iterations", length) == 0
+    assert run(name, *options, "--out", parts, "--iterations", 5) == 0
+    assert run(name, "--resume", parts, "--iterations", length - 6) == 0
+    assert run(name, "--resume", parts, "--iterations", length) == 0
+    for ours, theirs in zip(records(parts), records(whole), strict=True):
+        if ours["iteration"] in (5, length - 6):  # evaluated because the part ended there
+            ours = {key: value for key, value in ours.items() if not key.startswith("held_out")}
+            theirs = {key: value for key, value in theirs.items() if not key.startswith("held_out")}
+        assert ours == theirs
+    ends = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, parts)]
+    for key, value in ends[0]["model"].items():
+        assert torch.equal(value, ends[1]["model"][key])
+    assert torch.equal(ends[0]["task_state"]["state"], ends[1]["task_state"]["state"])
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["--delta", "0"], "--delta 0: accepted is a number in (0, 2), the bound is 2 - delta"),
+        (["--delta", "2"], "--delta 2: accepted is a number in (0, 2)"),
+        (["--delta", "-1"], "--delta -1: accepted"),
+        (["--delta", "nan"], "--delta: 'nan' is not a number"),
+        (["--constraint", "projektion"], "did you mean 'projection'"),
+        (["--clip", "0"], "--clip: '0' is not a number above 0"),
+        (["--dropout", "1"], "--dropout 1: accepted is a number in [0, 1)"),
+        (["--model", "lstm"], "unknown model 'lstm'"),
+        (["--data", tmp_path / "no"], "does not exist"),
+        (["--data", tmp_path], "missing data file"),
+        (["--epochs", "2", "--iterations", "9"], "give one of the two"),
+    ):
+        assert run(name, *small[name], *options, "--out", tmp_path / "out") == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+        assert not (tmp_path / "out").exists()
+    assert run(name) == 2
+    assert "--data is needed" in capsys.readouterr().err
+
+
+def test_bad_data(tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("word_lm", *small["word_lm"], "--vocabulary", "11", "--out", tmp_path / "out") == 2
+    assert "has 12 distinct words, <eos> included; accepted: at most 11" in capsys.readouterr().err
+    assert run("music", *small["music"], "--collection", "jsb", "--out", tmp_path / "out") == 2
+    assert "missing data file JSB_Chorales.mat (nor jsb_chorales.npz)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_process_only(name: str, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gru, "current_shard", lambda: Shard(0, 2))
+    with pytest.raises(ValueError, match="without torchrun"):
+        build(name, small[name])

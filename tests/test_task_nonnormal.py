@@ -1,0 +1,317 @@
+"""The models exprnn and nnrnn in the tasks, and characters as a stream: learning, resuming, rates, penalties, records,
+presets, bad input.
+
+tests/test_tasks.py trains every model on every task.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from orthokern import InputError
+from orthokern.data import load_ptb_stream, stream_rows
+from orthokern.data.ptb_stream import STREAM_ALPHABET
+from orthokern.tasks import adding, char_lm, copy, pixel_mnist, recurrent
+from orthokern.training import read_metrics
+from orthokern.training.distributed import Shard
+from orthokern.training.metrics import TIMING_FIELDS
+
+TASKS: dict[str, ModuleType] = {"adding": adding, "copy": copy, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
+SMALL = {
+    "adding": "--T 10 --eval-every 10 --eval-sequences 60 --batch 20 --hidden 8 --iterations 12".split(),
+    "copy": "--T 5 --batch 20 --hidden 8 --iterations 12".split(),
+}
+QUIET = "--threads 1 --no-plots --diagnose-every 3".split()
+
+
+@pytest.fixture(scope="module")
+def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ptb")
+    draw = random.Random(0)
+    for part, count in (("train", 150), ("valid", 30), ("test", 30)):
+        lines = [" ".join(draw.choices(["black", "<unk>", "quiz"], k=draw.randint(1, 5))) for _ in range(count)]
+        (folder / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    return folder
+
+
+def run(task: str, *options: object) -> int:
+    code: int = TASKS[task].main([str(option) for option in options])
+    return code
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def settings_of(task: str, options: list[str]) -> dict[str, Any]:
+    module = TASKS[task]
+    given = module._parser().parse(options)
+    preset = module.PRESETS.get(given.get("preset", ""), {})
+    complete = getattr(module, "complete", recurrent.complete)
+    settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given})
+    return settings
+
+
+def same_checkpoints(ours: Path, theirs: Path) -> None:
+    final, expected = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (ours, theirs))
+    for part in ("model", "task_state", "optimizer"):
+        _assert_equal(final[part], expected[part], part)
+
+
+def _assert_equal(ours: Any, theirs: Any, where: str) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in theirs:
+            _assert_equal(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs), where
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            _assert_equal(a, b, f"{where}[{i}]")
+    else:
+        assert torch.equal(ours, theirs) if isinstance(theirs, Tensor) else ours == theirs, where
+
+
+# ---- the models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["exprnn", "nnrnn"])
+def test_the_copy_task_is_learned(model: str, tmp_path: Path) -> None:
+    options = f"--T 10 --hidden 64 --model {model} --lr 1e-2 --skew-lr 1e-3 --iterations 400 --goal 95".split()
+    assert run("copy", *options, *QUIET, "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["reached"] and result["last"]["accuracy"] >= 0.95
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--model exprnn --rebase-every 2 --project-every 2 --optimizer adam",
+        "--model nnrnn --rebase-every 3 --rebase-state reset --modulus-penalty 0.1 --modulus-norm l1",
+        "--model nnrnn --schur-mask legacy --init torus --triangle-decay 1e-2 --last-step-gradient --accumulate 2",
+        "--model exprnn --rebase-every 1 --last-step-gradient --init cayley --optimizer sgd",
+    ],
+)
+def test_resume_is_exact(options: str, tmp_path: Path) -> None:
+    given = [*SMALL["copy"], *options.split(), *QUIET, "--nonlinearity", "modrelu", "--goal", "100"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run("copy", *given, "--out", whole) == 0
+    assert run("copy", *given, "--out", parts, "--iterations", 5) == 0
+    assert run("copy", "--resume", parts, "--iterations", 12) == 0
+    for ours, theirs in zip(records(parts), records(whole), strict=True):
+        assert {k: v for k, v in ours.items() if k in theirs} == theirs
+    same_checkpoints(parts, whole)
+    moved = torch.load(whole / "checkpoint.pt", weights_only=True)["model"]["rnn._extra_state"]
+    assert (moved["rebases"] > 0) == ("--rebase-every" in options)
+
+
+def test_rates_and_penalties() -> None:
+    """Each kind of parameter at its rate; the loss exceeds the batch's by what the penalties' definitions say."""
+    options = "--model nnrnn --lr 0.1 --input-lr 0.2 --modulus-penalty 0.3 --triangle-decay 0.5".split()
+    for norm, skew in (("l2", []), ("l1", ["--skew-lr", "0.07"])):
+        task = adding.Adding(settings_of("adding", [*SMALL["adding"], *options, *skew, "--modulus-norm", norm]))
+        rates = {group["role"]: group["lr"] for group in task.optimizer.param_groups}
+        expected = {"readout": 0.1, "input": 0.2, "rotation": 0.2, "skew": 0.07 if skew else 0.01}
+        assert rates == pytest.approx(expected)
+        held = sum(len(group["params"]) for group in task.optimizer.param_groups)
+        assert held == len(list(task.model.parameters()))
+        gamma, triangle = task.rnn.get_parameter("gamma_l0"), task.rnn.get_parameter("triangle_l0")
+        with torch.no_grad():
+            gamma.normal_()
+            triangle.normal_()
+        batch = task.next_batch()
+        plain, _ = task.model(*batch)
+        total, _ = task.loss(batch)
+        off = gamma.detach() - 1
+        moduli = off.square().sum() if norm == "l2" else off.abs().sum()
+        below = triangle.detach().tril(-1)
+        below[1::2, 0::2].diagonal().zero_()  # the elements of the rotations
+        added = 0.3 * moduli + 0.25 * below.square().sum()
+        assert (total - plain).item() == pytest.approx(added.item(), rel=1e-4)
+
+
+def test_the_mask_decides_whether_moduli_are_gamma(tmp_path: Path) -> None:
+    """Every diagnosed record has the spectrum of V; with the block mask, and gamma held, |lambda| stays 1 while the
+    singular values leave it; with the released code's mask it does not."""
+    spread = {}
+    for mask in ("block", "legacy"):
+        options = (
+            f"--model nnrnn --schur-mask {mask} --modulus-penalty 1e4 --lr 3e-2 --optimizer sgd --momentum 0".split()
+        )
+        task = adding.Adding(settings_of("adding", [*SMALL["adding"], *options]))
+        with torch.no_grad():
+            task.rnn.get_parameter("triangle_l0").normal_().mul_(0.3)
+        found = task.diagnose()
+        spread[mask] = found["eigenvalue_moduli"]["max"] - found["eigenvalue_moduli"]["min"]
+        assert found["orthogonality_error"] < 1e-5 and found["spectrum"]["max"] > 1.2
+    assert spread["block"] < 1e-4 < 0.05 < spread["legacy"]
+    folder = tmp_path / "run"
+    pytest.importorskip("matplotlib")
+    assert run("adding", *SMALL["adding"], "--model", "nnrnn", "--threads", 1, "--out", folder) == 0
+    drawn = {path.name for path in folder.glob("*.png")}
+    assert {"learning.png", "spectrum.png", "moduli.png", "angles.png", "gradients.png"} <= drawn
+
+
+def test_the_reports_tables() -> None:
+    """Tables 1 to 3: units, rates, smoothing, delta, T decay, initialisation."""
+    keys = ("hidden", "lr", "skew_lr", "alpha", "modulus_penalty", "triangle_decay", "init", "nonlinearity", "batch")
+    rows: dict[tuple[str, str], tuple[Any, ...]] = {
+        ("copy", "rnn"): (128, 1e-3, None, 0.9, 0, 0, "glorot", "modrelu", 10),
+        ("copy", "nnrnn"): (128, 5e-4, 1e-6, 0.99, 1e-4, 1e-6, "henaff", "modrelu", 10),
+        ("copy", "lstm"): (128, 5e-4, None, 0.99, 0, 0, "glorot", "modrelu", 10),
+        ("copy", "exprnn"): (128, 1e-3, 1e-4, 0.99, 0, 0, "henaff", "modrelu", 10),
+        ("pixel_mnist", "rnn"): (512, 1e-4, None, 0.9, 0, 0, "glorot", "modrelu", 100),
+        ("pixel_mnist", "nnrnn"): (512, 2e-4, 2e-5, 0.99, 0.1, 1e-4, "cayley", "modrelu", 100),
+        ("pixel_mnist", "lstm"): (512, 5e-4, None, 0.9, 0, 0, "glorot", "modrelu", 100),
+        ("pixel_mnist", "exprnn"): (512, 5e-4, 5e-5, 0.99, 0, 0, "cayley", "modrelu", 100),
+        ("adding", "rnn"): (128, 2e-4, None, 0.99, 0, 0, "glorot", "tanh", 10),
+        ("adding", "nnrnn"): (512, 2e-4, 2e-5, 0.99, 1e-4, 1e-4, "cayley", "modrelu", 10),
+        ("adding", "lstm"): (128, 2e-4, None, 0.99, 0, 0, "glorot", "modrelu", 10),
+        ("adding", "exprnn"): (512, 2e-4, 2e-5, 0.99, 0, 0, "cayley", "modrelu", 10),
+    }
+    for (task, model), row in rows.items():
+        data = ["--data", "somewhere"] if task == "pixel_mnist" else []
+        settings = settings_of(task, ["--preset", f"report-{model}", *data])
+        assert tuple(settings[key] for key in keys) == row and settings["model"] == model
+        assert settings["optimizer"] == "rmsprop" and settings["schedule"] == "constant" and settings["clip"] is None
+
+
+# ---- characters as a stream ------------------------------------------------------------------------------------------
+
+
+def test_the_stream_of_characters(ptb: Path, tmp_path: Path) -> None:
+    """Both forms of the files give the same 50 characters, those of the sentences without the spaces around line
+    ends."""
+    stream = load_ptb_stream(ptb)
+    text = (ptb / "ptb.valid.txt").read_text()
+    assert "".join(STREAM_ALPHABET[i] for i in stream.validation.tolist()) == text.replace(" \n ", "\n")[1:-2] + "\n"
+    for part in ("train", "valid", "test"):
+        lines = (ptb / f"ptb.{part}.txt").read_text().splitlines()
+        characters = "".join(" ".join(line[1:-1].replace(" ", "_")) + " \n " for line in lines)
+        (tmp_path / f"ptb.char.{part}.txt").write_text(characters)
+    assert torch.equal(load_ptb_stream(tmp_path).train, stream.train)
+    assert len(set(STREAM_ALPHABET)) == 50
+    rows = stream_rows(torch.arange(11), 3)
+    assert rows.tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    with pytest.raises(InputError, match="7 tokens in 4 rows"):
+        stream_rows(torch.arange(7), 4)
+
+
+@pytest.mark.parametrize("model", ["nnrnn", "lstm", "peephole-lstm"])
+def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> None:
+    """The losses of the pieces of an epoch are those of all rows read in one piece, which they would not be if a state
+    were lost, or a character read twice; and so is a validation's."""
+    options = ["--data", str(ptb), "--batch", "5", "--hidden", "8", "--model", model]
+    states: dict[int, dict[str, Tensor]] = {}
+    losses, evaluations = {}, {}
+    for bptt in (7, 10_000):
+        torch.manual_seed(0)
+        task = char_lm.CharStream(settings_of("char_lm", [*options, "--bptt", str(bptt)]))
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for piece in range(task.pieces):
+                batch = task.next_batch()
+                total += task.loss(batch)[0].item() * batch[1].numel()
+                count += batch[1].numel()
+                if piece == 1:
+                    evaluations[bptt] = task.evaluate(0)  # in the middle: it must not touch the carried state
+        if bptt == 10_000:
+            evaluations[bptt] = task.evaluate(0)
+        states[bptt] = task.model.state_dict()
+        losses[bptt] = total / count
+        assert count == task.parts["train"][1:].numel() and task.position == 0
+    assert losses[7] == pytest.approx(losses[10_000], rel=1e-5)
+    assert evaluations[7] == pytest.approx(evaluations[10_000], rel=1e-5)
+    assert evaluations[7]["bpc"] == pytest.approx(evaluations[7]["loss"] / math.log(2))
+
+
+@pytest.mark.parametrize("model", ["nnrnn", "lstm"])
+def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> None:
+    """Bit for bit, the carried state too: the part ends in the middle of an epoch."""
+    given = f"--data {ptb} --bptt 20 --batch 8 --hidden 24 --model {model} --nonlinearity modrelu --lr 1e-2".split()
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run("char_lm", *given, *QUIET, "--iterations", 60, "--out", whole) == 0
+    assert run("char_lm", *given, *QUIET, "--iterations", 25, "--out", parts) == 0
+    state = torch.load(parts / "checkpoint.pt", weights_only=True)["task_state"]
+    assert state["position"] > 0 and len(state["carried"]) == (2 if model == "lstm" else 1)
+    assert all(bool(tensor.any()) for tensor in state["carried"])
+    assert run("char_lm", "--resume", parts, "--iterations", 60) == 0
+    for ours, theirs in zip(records(parts), records(whole), strict=True):
+        assert {k: v for k, v in ours.items() if k in theirs} == theirs
+    same_checkpoints(parts, whole)
+    assert json.loads((whole / "result.json").read_text())["test"]["bpc"] < 3.5  # of 5.6 for 50 characters alike
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("adding", "--T 10 --model nnrnn --schur-mask legacy --hidden 7", "--hidden 7: --schur-mask legacy works on"),
+        ("adding", "--T 10 --model exprnn --rebase-every 0", "--rebase-every: '0' is not an integer of at least 1"),
+        ("adding", "--T 10 --model exprnn --project-every 0", "--project-every: '0' is not an integer of at least 1"),
+        ("adding", "--T 10 --model exprnn --project-every 5", "--project-every 5: give --rebase-every too"),
+        ("adding", "--T 10 --model exprnn --rebase-state keep", "--rebase-state keep: give --rebase-every too"),
+        ("adding", "--T 10 --rebase-every 5", "--rebase-every: for --model exprnn or nnrnn, not factorized"),
+        ("adding", "--T 10 --model rnn --skew-lr 1e-4", "--skew-lr: for --model exprnn or nnrnn, not rnn"),
+        ("adding", "--T 10 --model exprnn --schur-mask legacy", "--schur-mask: for --model nnrnn, not exprnn"),
+        ("adding", "--T 10 --model exprnn --modulus-penalty 1", "--modulus-penalty: for --model nnrnn, not exprnn"),
+        ("adding", "--T 10 --model lstm --triangle-decay 1", "--triangle-decay: for --model nnrnn, not lstm"),
+        ("adding", "--T 10 --model nnrnn --no-triangle --triangle-decay 1", "--triangle-decay 1 with --no-triangle"),
+        ("adding", "--T 10 --model rnn --no-triangle", "--no-triangle: for --model nnrnn, not rnn"),
+        ("adding", "--T 10 --model rnn --init torus", "--init torus: not for --model rnn; accepted: orthogonal"),
+        ("adding", "--T 10 --model exprnn --init glorot", "--init glorot: not for --model exprnn; accepted: henaff"),
+        ("adding", "--T 10 --model exprnn --init legacy", "--init legacy: not for --model exprnn; accepted: henaff"),
+        ("adding", "--T 10 --model exprnn --soft-orthogonality 1", "--soft-orthogonality: not for --model exprnn"),
+        ("adding", "--T 10 --model nnrnn --margin 1 --spectrum-prior 1", "--spectrum-prior: for --model factorized"),
+        ("adding", "--T 10 --model exprn", "did you mean 'exprnn'"),
+        ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: of sentences, and --bptt reads none"),
+        ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),
+        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "tokens in 3000 rows: a row needs 2 at least"),
+    ],
+)  # fmt: skip
+def test_bad_input(
+    task: str, options: str, message: str, tmp_path: Path, ptb: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defaults = ["--init", "orthogonal"] if task == "adding" and "--init" not in options else []
+    assert run(task, *options.format(ptb=ptb).split(), *defaults, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_in_several_processes_is_refused(ptb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (recurrent, char_lm):
+        monkeypatch.setattr(module, "current_shard", lambda: Shard(0, 2))
+    with pytest.raises(InputError, match="--bptt in 2 processes"):
+        char_lm.CharStream(settings_of("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "message"),
+    [
+        ("base_l0", 1.01, "rnn.base_l0 is not orthogonal: |B^T B - I| is 0.02"),
+        ("gamma_l0", math.inf, "gamma_l0 holds 4 NaN or infinite values of 4; accepted: finite moduli"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    name: str, factor: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run("adding", *SMALL["adding"], "--model", "nnrnn", *QUIET, "--out", folder) == 0
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    checkpoint["model"][f"rnn.{name}"] *= factor
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    capsys.readouterr()
+    assert run("adding", "--resume", folder, "--iterations", 15) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error, error
