@@ -58,6 +58,7 @@ GruArgs gru_args(const py::dict& d) {
   a.B = number(d, "B"), a.T = number(d, "T"), a.N = number(d, "N");
   a.dtype = static_cast<int>(number(d, "dtype")), a.threads = static_cast<int>(number(d, "threads"));
   a.kanai = static_cast<int>(number(d, "kanai"));
+  a.lengths = address<int64_t>(d, "lengths");
   a.w = address<void>(d, "w"), a.h0 = address<void>(d, "h0"), a.x = address<void>(d, "x"), a.bias = address<void>(d, "bias");
   a.hs = address<void>(d, "hs"), a.gates = address<void>(d, "gates"), a.pre = address<void>(d, "pre");
   a.grad_hs = address<void>(d, "grad_hs"), a.saved_hs = address<void>(d, "saved_hs");

@@ -337,10 +337,10 @@ def dense_scan_bwd(
 
 
 def gru_scan_fwd(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.gru_scan`."""
-    sizes, ready = _gru_inputs(w, h0, variant, x.shape[0])
+    sizes, ready = _gru_inputs(w, h0, variant, x.shape[0], lengths)
     dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
     hs, gates = _new(t, b, n, dtype=dtype), _new(t, b, 3 * n, dtype=dtype)
     pre = None if variant == "kanai" else _new(t, b, n, dtype=dtype)
@@ -360,9 +360,10 @@ def gru_scan_bwd(
     *,
     variant: str,
     need_params: bool = True,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.gru_scan`."""
-    sizes, ready = _gru_inputs(w, h0, variant, grad_hs.shape[0])
+    sizes, ready = _gru_inputs(w, h0, variant, grad_hs.shape[0], lengths)
     dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
     kanai = variant == "kanai"
     saved = {"grad_hs": grad_hs, "saved_hs": hs, "saved_gates": gates, "saved_pre": None if kanai else pre}
@@ -396,10 +397,13 @@ def gru_scan_bwd(
     return grad_x, grad_w, grad_h0, grad_bias, grad_norm
 
 
-def _gru_inputs(w: Tensor, h0: Tensor, variant: str, steps: int) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+def _gru_inputs(
+    w: Tensor, h0: Tensor, variant: str, steps: int, lengths: Tensor | None
+) -> tuple[dict[str, int], dict[str, Tensor | None]]:
     b, n = h0.shape
     sizes = {"B": b, "T": steps, "N": n, "dtype": _DTYPES[h0.dtype], "kanai": int(variant == "kanai")}
-    return sizes, {"w": _ready(w, h0.dtype, "w"), "h0": _ready(h0, h0.dtype, "h0")}
+    ready = {"w": _ready(w, h0.dtype, "w"), "h0": _ready(h0, h0.dtype, "h0")}
+    return sizes, {**ready, "lengths": _ready(lengths, torch.int64, "lengths")}
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:

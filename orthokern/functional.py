@@ -167,6 +167,7 @@ def gru_scan(
     bias: Tensor | None = None,
     variant: str = "kanai",
     backend: str | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """A gated recurrent unit over a sequence; z = 1 keeps the state: h_t = z_t h_{t-1} + (1 - z_t) n_t.
 
@@ -180,12 +181,13 @@ def gru_scan(
         variant: "kanai", the reset gate acts on the state before W_n (Kanai et al. 2017, eq. 4), or "torch", on
             W_n h + b_n, as in torch.nn.GRU and cuDNN.
         backend: see the module's docstring.
+        lengths: int64 [B] or None, the steps of each sequence, as in ``factored_scan``.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T. Differentiable in x, w, h0 and bias.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps. Differentiable in x, w, h0 and bias.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices or variant.
+        InputError: wrong shapes, dtypes, devices, variant or lengths.
         BackendUnavailable: the backend asked for cannot serve.
     """
     check.is_tensor("w", w)
@@ -208,7 +210,8 @@ def gru_scan(
         check.same_kind("bias", bias, "w", w)
     if variant not in ops.gru_scan.VARIANTS:
         raise unknown_name("variant", variant, ops.gru_scan.VARIANTS)
-    return ops.gru_scan.gru_scan(x, w, h0, bias, variant=variant, backend=backend)
+    check.scan_lengths(lengths, x)
+    return ops.gru_scan.gru_scan(x, w, h0, bias, variant=variant, backend=backend, lengths=lengths)
 
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:

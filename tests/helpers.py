@@ -299,6 +299,56 @@ def with_poisoned_padding(problem: ScanProblem, lengths: Tensor) -> ScanProblem:
     return copy
 
 
+@dataclasses.dataclass
+class GruProblem:
+    """Inputs and a cotangent of gru_scan: x [T, B, 3N], w [3N, N], h0 [B, N], bias [3N] or None, grad_hs [T, B, N]."""
+
+    variant: str
+    x: Tensor
+    w: Tensor
+    h0: Tensor
+    bias: Tensor | None
+    grad_hs: Tensor
+
+    NAMES = ("hs", "gates", "pre", "grad_x", "grad_w", "grad_h0", "grad_bias", "grad_norm")
+
+    @classmethod
+    def random(cls, variant: str, T: int, B: int, N: int, *, bias: bool = True, seed: int = 0) -> GruProblem:
+        """Float64, weights with singular values up to about 2."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+        x, w, h0, b, g = normal(T, B, 3 * N), normal(3 * N, N) / N**0.5, normal(B, N), normal(3 * N), normal(T, B, N)
+        return cls(variant, x, w, h0, b if bias else None, g)
+
+    def map(self, fn: Any) -> GruProblem:
+        """A copy with every tensor changed by a function of a tensor."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return GruProblem(**{k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """The positional arguments of the forward."""
+        return (self.x, self.w, self.h0, self.bias)
+
+    def run(self, backend: str, bwd_backend: str | None = None, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
+        """Forward and backward op, everything that comes out, by the names of NAMES."""
+        namespace = torch.ops.orthokern
+        saved = namespace.gru_scan_fwd(*self.inputs(), self.variant, backend, lengths)
+        grads = namespace.gru_scan_bwd(
+            self.grad_hs, *saved, self.w, self.h0, self.bias, self.variant, True, bwd_backend or backend, lengths
+        )
+        return dict(zip(self.NAMES, (*saved, *grads), strict=True))
+
+    def with_poisoned_padding(self, lengths: Tensor) -> GruProblem:
+        """A copy whose padding holds what must not be looked at."""
+        copy = self.map(torch.clone)
+        padding = torch.arange(self.x.shape[0]).unsqueeze(1) >= lengths
+        copy.x[padding] = copy.grad_hs[padding] = float("nan")
+        return copy
+
+
 class ClipGradient(torch.autograd.Function):
     """The identity, whose backward clips the gradient to [-c, c]."""
 

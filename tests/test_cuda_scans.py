@@ -7,6 +7,7 @@ choose the path where the size would choose another one.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from cuda_host import build
 from helpers import (
+    GruProblem,
     ScanProblem,
     assert_matches_reference,
     assert_same_bits,
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from orthokern import _native_cuda
 from orthokern.ops.activations import NAMES
+from orthokern.ops.gru_scan import VARIANTS
 
 OPS = ("factored_scan", "dense_scan")
 RESIDENT, CLUSTER, STEPS = 0, 1, 2
@@ -359,6 +362,114 @@ def test_only_what_is_needed(op: str) -> None:
                 assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
 
 
+# ----------------------------------------------------------------------------------------------------------------- GRU
+
+GRU_PATHS = {"resident": {"path": 0, "group": 1}, "resident-3": {"path": 0, "group": 3}, "steps": {"path": 1}}
+
+
+def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, Tensor]:
+    """Parity of everything that comes out of one problem; returns it."""
+    inexact = problem.map(Tensor.float)
+    untouched = inexact.map(torch.clone)
+    expected, plain = (p.run("reference", lengths=lengths) for p in (inexact.map(Tensor.double), inexact))
+    actual = inexact.run("cuda", lengths=lengths)
+    for name, tensor in actual.items():
+        assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
+    for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
+        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))  # type: ignore[arg-type]
+    return actual
+
+
+@pytest.mark.parametrize("path", GRU_PATHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_parity_of_every_path(variant: str, path: str, wish: Any) -> None:
+    wish(GRU_PATHS[path])
+    # more steps than inputs are fetched ahead, and than squares are summed at a time; every number of warps
+    for index, (T, B, N) in enumerate([(4, 5, 33), (35, 2, 7), (1, 1, 1), (6, 4, 100)]):
+        problem = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index)
+        check_gru(problem)
+        lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
+        lengths -= (lengths > 1).long() * (index % 2)  # nobody has the last step
+        check_gru(problem, lengths)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_parity_at_large_sizes(variant: str) -> None:
+    for T, B, N in ((3, 3, 200), (2, 40, 130), (3, 2, 128)):
+        check_gru(GruProblem.random(variant, T, B, N))
+
+
+@pytest.mark.parametrize("path", GRU_PATHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_no_schedule_changes_a_bit(variant: str, path: str, wish: Any, harness: Any) -> None:
+    wish(GRU_PATHS[path])
+    problem = GruProblem.random(variant, 6, 7, 34).map(Tensor.float)
+    for lengths in (None, torch.tensor([1, 5, 3, 4, 4, 3, 2])):
+        results = []
+        for order in build.ORDERS.values():
+            harness.set_schedule(*order)
+            results.append(problem.run("cuda", lengths=lengths))
+        assert_same_bits(results[0], results[1])
+        assert_same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize("path", GRU_PATHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_padding_plays_no_part(variant: str, path: str, wish: Any) -> None:
+    """Not its contents, and a length out of range, which nobody checks on a GPU, counts as the nearest one."""
+    wish(GRU_PATHS[path])
+    B, T = 5, 11
+    problem = GruProblem.random(variant, T, B, 18).map(Tensor.float)
+    lengths = torch.tensor([4, 1, 10, 3, 10])
+    first = problem.run("cuda", lengths=lengths)
+    padding = torch.arange(T).unsqueeze(1) >= lengths
+    for name in ("hs", "gates", "pre", "grad_x"):
+        assert not first[name].numel() or not first[name][padding].any(), name
+    assert_same_bits(first, problem.with_poisoned_padding(lengths).run("cuda", lengths=lengths))
+    assert_same_bits(problem.run("cuda", lengths=torch.full((B,), T)), problem.run("cuda"))
+    results = []
+    for given in (torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1, 2]), torch.tensor([0, T, T, 0, 2])):
+        options: dict[str, Any] = {"variant": variant, "lengths": given}  # the ops check the lengths of CPU tensors
+        saved = _native_cuda.gru_scan_fwd(problem.x, problem.w, problem.h0, problem.bias, **options)
+        grads = _native_cuda.gru_scan_bwd(problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, **options)
+        results.append((*saved, *grads))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gru_with_the_reference_and_without_parameters() -> None:
+    for variant in VARIANTS:
+        problem = GruProblem.random(variant, 4, 3, 9).map(Tensor.float)
+        expected = problem.run("cuda")
+        for one, other in (("cuda", "reference"), ("reference", "cuda")):
+            for name, tensor in problem.run(one, other).items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+        saved = (expected[name] for name in ("hs", "gates", "pre"))
+        some = _native_cuda.gru_scan_bwd(
+            problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, variant=variant, need_params=False
+        )
+        for name, tensor in zip(problem.NAMES[3:], some, strict=True):
+            assert not tensor.numel() if name in ("grad_w", "grad_bias") else torch.equal(tensor, expected[name]), name
+
+
+def test_gru_plan(harness: Any) -> None:
+    def made(N: int, B: int, backward: bool = True, **wish: int) -> dict[str, int]:
+        asked = {"T": 1, "B": B, "N": N, "kanai": 1, "backward": int(backward), "device": 0, **wish}
+        plan: dict[str, int] = harness.gru_scan_plan(asked)
+        return plan
+
+    assert [made(N, 50)["path"] for N in (1, 128, 129, 650)] == [0, 0, 1, 1]
+    assert [made(128, B)["group"] for B in (1, 132, 133, 265)] == [1, 1, 2, 3]
+    for shared in (99 << 10, 163 << 10, 227 << 10):
+        harness.set_chip(shared_per_block=shared)
+        for N, B, backward in itertools.product((1, 64, 128), (1, 200, 3000), (False, True)):
+            plan = made(N, B, backward)
+            assert plan["path"] == 0 and plan["shared_bytes"] <= shared
+            assert plan["blocks"] * plan["group"] >= B
+    with pytest.raises(RuntimeError, match="does not serve this size"):
+        made(129, 5, wish_path=0)
+
+
 # ------------------------------------------------------------------------------------------------------------- planner
 
 
@@ -421,7 +532,7 @@ def test_a_path_that_cannot_serve_says_so(wish: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nvcc_arch", ["80", "90", "100"])
-@pytest.mark.parametrize("op", (*OPS, "cayley", "activations"))
+@pytest.mark.parametrize("op", (*OPS, "gru_scan", "cayley", "activations"))
 def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp_path: Path) -> None:
     """No kernel spills: the maps are in registers, and a spilled weight would be read from memory in every step."""
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -441,9 +552,11 @@ def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp
         used = re.search(r"Used (\d+) registers", entry)
         assert spills is not None and used is not None, entry
         assert spills.groups() == ("0", "0"), f"{name} spills {spills.groups()} bytes"
-        shape = re.search(r"resident_scan_kernelILb[01]ELb[01]ELi(\d+)E", name)
+        shape = re.search(r"(?:resident_scan_kernelILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", name)
         threads = 32 * int(shape.group(1)) if shape else 256
         warps = -(-threads // 128) * 4  # registers are given to the four parts of a multiprocessor, evenly
         assert int(used.group(1)) <= min(255, 65536 // (32 * warps)), name
         static = re.search(r"(\d+) bytes smem", entry)
-        assert static is None or int(static.group(1)) <= (9 if op in OPS else 48) << 10, name
+        assert (
+            static is None or int(static.group(1)) <= {"cayley": 48, "activations": 48, "gru_scan": 17}.get(op, 9) << 10
+        ), name

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
+from orthokern import functional
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 
@@ -46,6 +47,27 @@ def test_torch_variant_is_torchs(layout: str, options: dict[str, Any]) -> None:
     x_of_theirs = pack_sequence(inputs[:-1], enforce_sorted=layout == "packed") if layout.startswith("packed") else x
     for a, b in zip(results(ours, x, hx, inputs), results(theirs, x_of_theirs, hx, inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["kanai", "torch"])
+def test_packed_sequences_are_each_on_its_own(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both directions, with a backend that is given the lengths: one scan a direction, of all sequences."""
+    module = GRU(3, 5, bidirectional=True, bias=True, dtype=F64, variant=variant)
+    sequences = [torch.randn(n, 3, dtype=F64) for n in (2, 6, 1, 4)]
+    given: list[Any] = []
+    true_scan = functional.gru_scan
+    monkeypatch.setattr(
+        functional,
+        "gru_scan",
+        lambda *a, lengths=None, **k: given.append(lengths) or true_scan(*a, lengths=lengths, **k),
+    )
+    output, h_n = module(pack_sequence(sequences, enforce_sorted=False))
+    assert [lengths.tolist() for lengths in given] == [[6, 4, 2, 1]] * 2
+    padded, _ = pad_packed_sequence(output)
+    for b, x in enumerate(sequences):
+        alone, last = module(x)
+        torch.testing.assert_close(padded[: len(x), b], alone, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(h_n[:, b], last, rtol=1e-12, atol=1e-12)
 
 
 def test_same_seed_same_parameters_as_torch() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_matches_reference, strided
+from helpers import GruProblem, assert_matches_reference, assert_same_bits, some_lengths, strided
 from torch import Tensor
 
 import orthokern
@@ -21,42 +20,6 @@ WHY_NO_CPU = dispatch.absence("gru_scan", "cpu")
 needs_cpu = pytest.mark.skipif(WHY_NO_CPU is not None, reason=f"cpu: {WHY_NO_CPU}")
 
 
-@dataclasses.dataclass
-class Problem:
-    """x [T, B, 3N], w [3N, N], h0 [B, N], bias [3N] or None, grad_hs [T, B, N]."""
-
-    variant: str
-    x: Tensor
-    w: Tensor
-    h0: Tensor
-    bias: Tensor | None
-    grad_hs: Tensor
-
-    @classmethod
-    def random(cls, variant: str, T: int, B: int, N: int, *, bias: bool = True, seed: int = 0) -> Problem:
-        """Float64, weights with singular values up to about 2."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-        x, w, h0, b, g = normal(T, B, 3 * N), normal(3 * N, N) / N**0.5, normal(B, N), normal(3 * N), normal(T, B, N)
-        return cls(variant, x, w, h0, b if bias else None, g)
-
-    def map(self, fn: Any) -> Problem:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Problem(**{k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()})
-
-    def run(self, backend: str, bwd_backend: str | None = None) -> dict[str, Tensor]:
-        """Forward and backward op, everything that comes out."""
-        hs, gates, pre = NAMESPACE.gru_scan_fwd(self.x, self.w, self.h0, self.bias, self.variant, backend)
-        grads = NAMESPACE.gru_scan_bwd(
-            self.grad_hs, hs, gates, pre, self.w, self.h0, self.bias, self.variant, True, bwd_backend or backend
-        )
-        names = ("grad_x", "grad_w", "grad_h0", "grad_bias", "grad_norm")
-        return {"hs": hs, "gates": gates, "pre": pre, **dict(zip(names, grads, strict=True))}
-
-
 # ------------------------------------------------------------------------------------------------------------ reference
 
 
@@ -64,7 +27,7 @@ class Problem:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reference_backward_is_the_derivative(variant: str, bias: bool) -> None:
     """The hand-derived backward against autograd of the forward, and autograd against finite differences."""
-    p = Problem.random(variant, 5, 3, 4, bias=bias)
+    p = GruProblem.random(variant, 5, 3, 4, bias=bias)
     leaves = [t.clone().requires_grad_() for t in (p.x, p.w, p.h0, p.bias) if t is not None]
 
     def run(x: Tensor, w: Tensor, h0: Tensor, b: Tensor | None = None) -> Tensor:
@@ -83,7 +46,7 @@ def test_reference_backward_is_the_derivative(variant: str, bias: bool) -> None:
 
 def test_kanai_by_the_paper() -> None:
     """Equations 1 to 4, one sequence, one step at a time, written down from the paper."""
-    p = Problem.random("kanai", 6, 1, 5, bias=False)
+    p = GruProblem.random("kanai", 6, 1, 5, bias=False)
     w_r, w_z, w_h = p.w.split(5)
     h = p.h0[0]
     for x_t, h_t in zip(p.x, reference.gru_scan_fwd(p.x, p.w, p.h0, None, variant="kanai")[0], strict=True):
@@ -123,7 +86,7 @@ SIZES = [(7, 3, 63), (5, 2, 1), (1, 3, 8), (4, 1, 16), (5, 4, 17), (3, 26, 33), 
 def test_cpu_matches_the_reference(variant: str, dtype: torch.dtype) -> None:
     for index, (T, B, N) in enumerate(SIZES):
         torch.set_num_threads(1 + index % 2)
-        inexact = Problem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
+        inexact = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
         expected = inexact.map(Tensor.double).run("reference")
         plain, actual = inexact.run("reference"), inexact.run("cpu")
         for name in actual:
@@ -135,7 +98,7 @@ def test_cpu_matches_the_reference(variant: str, dtype: torch.dtype) -> None:
 @needs_cpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_long_sequences(variant: str) -> None:
-    inexact = Problem.random(variant, 300, 4, 24).map(Tensor.float)
+    inexact = GruProblem.random(variant, 300, 4, 24).map(Tensor.float)
     expected, plain = inexact.map(Tensor.double).run("reference"), inexact.run("reference")
     for name, tensor in inexact.run("cpu").items():
         assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
@@ -145,7 +108,7 @@ def test_long_sequences(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_large_inputs_saturate_and_nans_stay(variant: str) -> None:
     """Gates far out are 0 and 1, with zero gradients and no overflow; a NaN reaches its own sequence only."""
-    p = Problem.random(variant, 4, 3, 20).map(Tensor.float)
+    p = GruProblem.random(variant, 4, 3, 20).map(Tensor.float)
     p.x *= 1e4
     expected = p.map(Tensor.double).run("reference")
     for name, tensor in p.run("cpu").items():
@@ -160,7 +123,7 @@ def test_large_inputs_saturate_and_nans_stay(variant: str) -> None:
 @needs_cpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_bits_whatever_the_threads_strides_and_repetition(variant: str) -> None:
-    p = Problem.random(variant, 6, 31, 37).map(Tensor.float)
+    p = GruProblem.random(variant, 6, 31, 37).map(Tensor.float)
     torch.set_num_threads(2)
     first = p.run("cpu")
     for other in (p.run("cpu"), p.map(strided).run("cpu")):
@@ -175,11 +138,81 @@ def test_same_bits_whatever_the_threads_strides_and_repetition(variant: str) -> 
 @needs_cpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_backends_can_be_mixed(variant: str) -> None:
-    p = Problem.random(variant, 5, 3, 18)
+    p = GruProblem.random(variant, 5, 3, 18)
     expected = p.run("reference")
     for one, other in (("cpu", "reference"), ("reference", "cpu")):
         for name, tensor in p.run(one, other).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-11)
+
+
+# -------------------------------------------------------------------------------------------------------------- lengths
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reference_with_lengths_is_every_sequence_on_its_own(variant: str) -> None:
+    """Values and gradients of each sequence alone; zeros behind it, and gradcheck of the whole."""
+    lengths = torch.tensor([3, 1, 5, 2])
+    p = GruProblem.random(variant, 5, 4, 3)
+    together = p.with_poisoned_padding(lengths).run("reference", lengths=lengths)
+    grad_w, grad_bias = torch.zeros_like(p.w), torch.zeros(9, dtype=torch.float64)
+    for b, n in enumerate(lengths.tolist()):
+        alone = p.map(lambda t, b=b, n=n: t[:n, b : b + 1] if t.ndim == 3 else t)
+        alone.h0 = p.h0[b : b + 1]
+        result = alone.run("reference")
+        for name in ("hs", "gates", "pre", "grad_x"):
+            if together[name].numel():
+                torch.testing.assert_close(together[name][:n, b : b + 1], result[name], rtol=1e-12, atol=1e-12)
+                assert not together[name][n:, b].any()
+        torch.testing.assert_close(together["grad_h0"][b : b + 1], result["grad_h0"], rtol=1e-12, atol=1e-12)
+        grad_w, grad_bias = grad_w + result["grad_w"], grad_bias + result["grad_bias"]
+    torch.testing.assert_close(together["grad_w"], grad_w, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(together["grad_bias"], grad_bias, rtol=1e-12, atol=1e-12)
+
+    leaves = [t.clone().requires_grad_() for t in (p.x, p.w, p.h0, p.bias) if t is not None]
+
+    def run(x: Tensor, w: Tensor, h0: Tensor, b: Tensor) -> Tensor:
+        return functional.gru_scan(x, w, h0, bias=b, variant=variant, backend="reference", lengths=lengths)
+
+    assert torch.autograd.gradcheck(run, leaves)
+    expected = torch.autograd.grad(run(*leaves), leaves, p.grad_hs)
+    for name, wanted in zip(("grad_x", "grad_w", "grad_h0", "grad_bias"), expected, strict=True):
+        torch.testing.assert_close(together[name], wanted, rtol=1e-12, atol=1e-12)
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cpu_with_lengths_matches_the_reference(variant: str, dtype: torch.dtype) -> None:
+    for index, (T, B, N) in enumerate([(7, 3, 63), (5, 2, 1), (9, 1, 16), (6, 26, 33), (4, 230, 20), (12, 9, 40)]):
+        torch.set_num_threads(1 + index % 2)
+        lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
+        lengths -= (lengths == T).long() * (index % 2)  # nobody has the last step
+        lengths.clamp_(min=1)
+        inexact = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
+        expected = inexact.map(Tensor.double).run("reference", lengths=lengths)
+        plain = inexact.run("reference", lengths=lengths)
+        actual = inexact.run("cpu", lengths=lengths)
+        for name in actual:
+            assert_matches_reference(
+                actual[name], expected[name], plain[name], name=f"{name} of {(T, B, N)}", gradient="grad" in name
+            )
+        assert_same_bits(actual, inexact.with_poisoned_padding(lengths).run("cpu", lengths=lengths))
+    p = inexact
+    assert_same_bits(p.run("cpu"), p.run("cpu", lengths=torch.full((p.h0.shape[0],), p.x.shape[0])))
+
+
+def test_lengths_through_autograd_and_wrong_ones() -> None:
+    lengths = torch.tensor([2, 4])
+    p = GruProblem.random("kanai", 4, 2, 3)
+    grads = []
+    for backend in ("reference", None):
+        w = p.w.clone().requires_grad_()
+        hs = functional.gru_scan(p.x, w, p.h0, backend=backend, lengths=lengths)
+        grads.append(torch.autograd.grad(hs, w, p.grad_hs)[0])
+    torch.testing.assert_close(*grads)
+    for wrong in ([0, 4], [2, 5]):
+        with pytest.raises(InputError, match=r"lengths must be in \[1, T\] = \[1, 4\]"):
+            functional.gru_scan(p.x, p.w, lengths=torch.tensor(wrong))
 
 
 # ------------------------------------------------------------------------------------------------------------------- op
@@ -188,7 +221,7 @@ def test_backends_can_be_mixed(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck(variant: str) -> None:
     for bias in (True, False):
-        p = Problem.random(variant, 4, 2, 3, bias=bias)
+        p = GruProblem.random(variant, 4, 2, 3, bias=bias)
         leaf = p.map(lambda t: t.clone().requires_grad_())
         torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant))
         saved = NAMESPACE.gru_scan_fwd(p.x, p.w, p.h0, p.bias, variant)
@@ -196,10 +229,12 @@ def test_opcheck(variant: str) -> None:
             torch.library.opcheck(
                 NAMESPACE.gru_scan_bwd.default, (p.grad_hs, *saved, p.w, p.h0, p.bias, variant, need_params)
             )
+        ragged = (None, torch.tensor([4, 2]))
+        torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant, *ragged))
 
 
 def test_each_input_on_its_own() -> None:
-    p = Problem.random("kanai", 4, 2, 3)
+    p = GruProblem.random("kanai", 4, 2, 3)
     inputs = {"x": p.x, "w": p.w, "h0": p.h0, "bias": p.bias}
     for name in inputs:
         grads = []
@@ -211,7 +246,7 @@ def test_each_input_on_its_own() -> None:
 
 
 def test_second_derivative_names_the_way_out() -> None:
-    p = Problem.random("torch", 3, 2, 3)
+    p = GruProblem.random("torch", 3, 2, 3)
     x = p.x.requires_grad_()
     (first,) = torch.autograd.grad(functional.gru_scan(x, p.w, variant="torch").sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gru_scan has no second derivative .* backend='reference'"):
@@ -222,7 +257,7 @@ def test_second_derivative_names_the_way_out() -> None:
 
 
 def test_taps_see_the_states_and_their_gradients() -> None:
-    p = Problem.random("kanai", 5, 2, 4)
+    p = GruProblem.random("kanai", 5, 2, 4)
     with orthokern.diagnostics.tap() as tap:
         hs = functional.gru_scan(p.x, p.w.requires_grad_(), p.h0)
         hs.backward(p.grad_hs)
@@ -232,7 +267,7 @@ def test_taps_see_the_states_and_their_gradients() -> None:
 
 
 def test_compiled() -> None:
-    p = Problem.random("kanai", 4, 2, 3)
+    p = GruProblem.random("kanai", 4, 2, 3)
     compiled = torch.compile(lambda x, w: functional.gru_scan(x, w).square().sum(), backend="aot_eager", fullgraph=True)
     grads = []
     for function in (compiled, lambda x, w: functional.gru_scan(x, w).square().sum()):
@@ -254,6 +289,8 @@ def test_compiled() -> None:
         ({"bias": torch.zeros(2)}, "bias has shape [2]: accepted is [3N] = [6]"),
         ({"variant": "tourch"}, "unknown variant 'tourch': did you mean 'torch'?"),
         ({"backend": "gpu"}, "unknown backend 'gpu'"),
+        ({"lengths": torch.ones(2, dtype=torch.int64)}, "lengths has shape [2]: accepted is [B] = [1]"),
+        ({"lengths": torch.ones(1)}, "lengths has dtype float32: accepted is int64"),
     ],
 )
 def test_wrong_inputs(changes: dict[str, Any], message: str) -> None:

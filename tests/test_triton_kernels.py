@@ -31,7 +31,7 @@ if not triton.__version__.startswith(f"{PROVED_WITH}."):
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "triton_leaf"))
 
-OPS = ("activations", "dense_scan", "factored_scan", "cayley")
+OPS = ("activations", "dense_scan", "factored_scan", "gru_scan", "cayley")
 
 
 @pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
@@ -91,6 +91,7 @@ SPILLS_F64 = 64
 SPILLS_DOT = 16
 SPILLS_BF16_256 = 64
 SPILLS_CAYLEY = 32
+SPILLS_GRU_512 = 64  # two panels of 512 rows at hand; of float64 numbers too
 
 
 def scan_arguments(
@@ -210,6 +211,47 @@ def test_the_tables_are_covered() -> None:
         seen[precision if plan.way == "dot" else plan.way].add(plan.num_warps)
     for name, warps in tables.items():
         assert seen[name] >= warps, f"{name}: {warps - seen[name]} warps are in no case"
+
+
+def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, ...] = ("kanai", "torch")) -> None:
+    from resources import SHARED_KIB, resources
+
+    from orthokern.triton_kernels import gru_scan
+
+    plan = gru_scan.plan(N, dtype)
+    for variant in variants:
+        kanai = variant == "kanai"
+        common: dict[str, Any] = {
+            "p_pre": None if kanai else dtype, "p_h0": dtype, "p_hs": dtype, "p_gates": dtype, "T": "i32", "B": "i32",
+            "p_lengths": torch.int64, "LENGTHS": True, "N": N, "KANAI": kanai, "WAY": plan.way,
+            "BLOCK_N": plan.block_n,
+        }  # fmt: skip
+        forward = {**common, "p_x": dtype, "p_w": dtype, "p_bias": dtype, "BIAS": True}
+        backward = {**common, **dict.fromkeys(("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0"), dtype)}
+        backward |= {"p_square": dtype, "FACTOR": True}
+        for kernel, arguments in (
+            (gru_scan.gru_scan_fwd_kernel, forward), (gru_scan.gru_scan_bwd_kernel, backward)
+        ):  # fmt: skip
+            used = resources(kernel, arguments, capability, plan.num_warps)
+            what = f"{kernel.__name__} {variant} {plan}: {used}"
+            assert used.shared <= SHARED_KIB[capability] * 1024, what
+            assert used.spills <= (SPILLS_GRU_512 if N == 512 else 0), what
+            assert used.registers * 32 * plan.num_warps <= 65536, what
+
+
+def test_the_gru_fits_on_a_processor() -> None:
+    check_gru(64, F32, 90, ("kanai",))
+
+
+@pytest.mark.slow
+def test_every_gru_fits_on_every_processor() -> None:
+    """Every way to multiply, at the sizes where registers are scarcest."""
+    for N in (64, 256, 512):
+        check_gru(N, F32, 90)
+    check_gru(512, F64, 90, ("kanai",))
+    for capability in (80, 100):
+        check_gru(64, F32, capability, ("torch",))
+        check_gru(512, F32, capability, ("kanai",))
 
 
 def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:

@@ -12,6 +12,9 @@
 //              q, n, h     <- epilogue of h  W_n^T
 //
 // Every gate is finished a panel of 2 L columns at a time, while the product's result is in the nearest cache. Weights are packed once a call.
+//
+// Sequences of different lengths: step t works on the first R_t rows of a group, those up to the last one that still runs, and passes over the
+// ended ones between them. In a batch sorted by falling length no product touches a row that has ended. Padding in the results is zeros.
 // Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
@@ -40,7 +43,9 @@ struct GruPlan {
   Packed<T> gate[3];       // forward [N, N]: W_r^T, W_z^T, W_n^T
   Packed<T> back, back_n;  // backward: [2N or 3N, N] W_r, W_z (, W_n); kanai: [N, N] W_n
   Scratch<T> bias;         // [3][round_up(N)]
+  Scratch<int> begin;      // [threads + 1]: rows [begin[i], begin[i + 1]) of the batch are task i's
 
+  int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
   int lanes(int b) const { return N - b * kLanes<T> < kLanes<T> ? N - b * kLanes<T> : kLanes<T>; }
@@ -72,6 +77,67 @@ void block_rows(const GruPlan<T>& plan, const T* from, int R, T* to) {
     for (int r = 0; r < R; r++) store(to + (static_cast<ptrdiff_t>(b) * R + r) * L, read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
 }
 
+// Which rows [row0, row0 + R) of a group run at which step.
+template <class T>
+struct GruRows {
+  const GruPlan<T>& plan;
+  const int row0, R;
+  const bool ragged;
+  int longest, shortest;  // steps
+  Scratch<int> steps;     // ragged: [R]
+  Scratch<int> active;    // ragged: [T] R_t, one more than the last row that runs at step t
+  Scratch<int> running;   // ragged: [T] how many run; fewer than R_t where a row in between has ended
+
+  GruRows(const GruPlan<T>& plan_, int row0_, int R_)
+      : plan(plan_), row0(row0_), R(R_), ragged(plan_.args->lengths != nullptr), longest(static_cast<int>(plan_.args->T)), shortest(longest) {}
+
+  bool allocate() {
+    if (!ragged) return true;
+    const int64_t T_ = plan.args->T;
+    if (!steps.allocate(R) || !active.allocate(T_) || !running.allocate(T_)) return false;
+    longest = 0;
+    for (int r = 0; r < R; r++) {
+      const int last = (steps[r] = plan.length(row0 + r)) - 1;
+      active[last] = r + 1;
+      running[last]++;
+      if (last >= longest) longest = last + 1;
+      if (last < shortest) shortest = last + 1;
+    }
+    for (int t = longest - 2; t >= 0; t--) {
+      if (active[t] < active[t + 1]) active[t] = active[t + 1];
+      running[t] += running[t + 1];
+    }
+    return true;
+  }
+  int at(int64_t t) const { return ragged ? active[t] : R; }
+  // fn(block, count of lanes, row, element of blocked matrices) for all rows that run at step t, of some blocks.
+  template <class F>
+  ORTHOKERN_INLINE void each(int64_t t, int first, int last, const F& fn) const {
+    constexpr int L = kLanes<T>;
+    const int R_t = at(t);
+    const bool gaps = ragged && running[t] < R_t;
+    for (int b = first; b < last && b < plan.blocks(); b++) {
+      const int count = plan.lanes(b);
+      ptrdiff_t to = static_cast<ptrdiff_t>(b) * R * L;
+      if (gaps) {
+        for (int r = 0; r < R_t; r++, to += L)
+          if (t < steps[r]) fn(b, count, r, to);
+      } else if (count == L) {
+        for (int r = 0; r < R_t; r++, to += L) fn(b, L, r, to);
+      } else {
+        for (int r = 0; r < R_t; r++, to += L) fn(b, count, r, to);
+      }
+    }
+  }
+  // Zeros for the padding of a result [T, B, width].
+  void clear_padding(void* result, int64_t width) const {
+    if (!ragged || !result) return;
+    for (int64_t t = shortest; t < plan.args->T; t++)
+      for (int r = 0; r < R; r++)
+        if (steps[r] <= t) memset(static_cast<T*>(result) + (t * plan.B + row0 + r) * width, 0, static_cast<size_t>(width) * sizeof(T));
+  }
+};
+
 template <class T, bool KANAI>
 bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   constexpr int L = kLanes<T>;
@@ -80,10 +146,16 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;  // a product writes whole panels
   Scratch<T> state, next, acc, m, z;                                      // [N/L][R][L] each
   if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !m.allocate(size) || !z.allocate(size)) return false;
+  GruRows<T> rows(plan, row0, R);
+  if (!rows.allocate()) return false;
+  rows.clear_padding(args.hs, N);
+  rows.clear_padding(args.gates, 3 * N);
+  rows.clear_padding(args.pre, N);
   block_rows(plan, static_cast<const T*>(args.h0) + row0 * N, R, state.get());
   const bool stream = plan.stream;
 
-  for (int64_t t = 0; t < args.T; t++) {
+  for (int64_t t = 0; t < rows.longest; t++) {
+    const int R_t = rows.at(t);
     const ptrdiff_t row = t * plan.B + row0;
     const T* x = static_cast<const T*>(args.x) + row * 3 * N;
     T* gates = static_cast<T*>(args.gates) + row * 3 * N;
@@ -93,43 +165,32 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
     const Segment<T> from_h = {state, block, plan.N}, from_m = {m, block, plan.N};
     T *h = state, *h_new = next;
 
-    // fn(block, count of lanes, row, element of blocked matrices) for all rows of some blocks.
-    auto each = [&](int first, int last, const auto& fn) {
-      for (int b = first; b < last && b < plan.blocks(); b++) {
-        const int count = plan.lanes(b);
-        ptrdiff_t at = b * block;
-        if (count == L)
-          for (int r = 0; r < R; r++, at += L) fn(b, L, r, at);
-        else
-          for (int r = 0; r < R; r++, at += L) fn(b, count, r, at);
-      }
-    };
     // What the next step reads first is fetched during this one, a third with each product.
     Errands<T> errands[3];
-    if (t + 1 < args.T)
-      for (int g = 0; g < 3; g++) errands[g].fetch(x_next + g * N, 3 * N, L, R, plan.blocks());
+    if (t + 1 < rows.longest)
+      for (int g = 0; g < 3; g++) errands[g].fetch(x_next + g * N, 3 * N, L, rows.at(t + 1), plan.blocks());
     if (!stream)
-      for (int g = 0; g < 3; g++) errands[g].fetch(gates + g * N, 3 * N, L, R, plan.blocks());
-    errands[2].fetch(hs, N, L, R, plan.blocks());
+      for (int g = 0; g < 3; g++) errands[g].fetch(gates + g * N, 3 * N, L, R_t, plan.blocks());
+    errands[2].fetch(hs, N, L, R_t, plan.blocks());
 
-    multiply<T>(&from_h, 1, plan.gate[0], R, acc, block, &errands[0], [&](int first, int last) {
-      each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &errands[0], [&](int first, int last) {
+      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + b * L;
         const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + b * L));
         write(gates + to, gate, count, stream);
         store(m + at, KANAI ? gate * load(h + at) : gate);
       });
     });
-    multiply<T>(&from_h, 1, plan.gate[1], R, acc, block, &errands[1], [&](int first, int last) {
-      each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &errands[1], [&](int first, int last) {
+      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + N + b * L;
         const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + plan.padded() + b * L));
         write(gates + to, gate, count, stream);
         store(z + at, gate);
       });
     });
-    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R, acc, block, &errands[2], [&](int first, int last) {
-      each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &errands[2], [&](int first, int last) {
+      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + 2 * N + b * L;
         const V<T> q = load(acc + at) + load(plan.bias + 2 * plan.padded() + b * L);
         if (!KANAI) write(pre + r * N + b * L, q, count, false);
@@ -161,16 +222,11 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   const bool stream = plan.stream;
   int now = 0;  // which of the two are those of the step at hand
 
-  auto each = [&](int first, int last, const auto& fn) {
-    for (int b = first; b < last && b < plan.blocks(); b++) {
-      const int count = plan.lanes(b);
-      ptrdiff_t at = b * block;
-      if (count == L)
-        for (int r = 0; r < R; r++, at += L) fn(b, L, r, at);
-      else
-        for (int r = 0; r < R; r++, at += L) fn(b, count, r, at);
-    }
-  };
+  // Rows that have not begun are zeros in all of these, so that they begin with what zeros give.
+  GruRows<T> rows(plan, row0, R);
+  if (!rows.allocate()) return false;
+  rows.clear_padding(args.grad_x, 3 * N);
+  rows.clear_padding(args.factor, N);
   auto rows_of = [&](const void* from, int64_t t, int width) {
     return static_cast<T*>(const_cast<void*>(from)) + (t * plan.B + row0) * width * N;
   };
@@ -184,7 +240,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     T *to_z = d_z[now], *to_r = d_r[now], *to_q = d_q[now];
     V<T> square = V<T>{};
     const V<T> one = splat<T>(1);
-    each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+    rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
       const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
       const V<T> ghat = read(g + of_h, count) + (load(acc + at) + load(direct + at));
       square += ghat * ghat;
@@ -209,24 +265,25 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     norms[t] += sum_lanes<T>(square);
   };
 
-  begin(args.T - 1, 0, plan.blocks());
-  for (int64_t t = args.T - 1; t >= 0; t--) {
+  begin(rows.longest - 1, 0, plan.blocks());
+  for (int64_t t = rows.longest - 1; t >= 0; t--) {
+    const int R_t = rows.at(t), R_next = t > 0 ? rows.at(t - 1) : 0;
     // What step t - 1 reads is fetched during the products of this one.
     Errands<T> errands[2];
     const int with_r = KANAI ? 0 : 1;
     if (t > 0) {
-      errands[with_r].fetch(rows_of(args.grad_hs, t - 1, 1), N, L, R, plan.blocks());
-      errands[with_r].fetch(state_before(t - 1), N, L, R, plan.blocks());
-      errands[1].fetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R, (3 * plan.N + L - 1) / L);
-      if (!KANAI) errands[1].fetch(rows_of(args.saved_pre, t - 1, 1), N, L, R, plan.blocks());
+      errands[with_r].fetch(rows_of(args.grad_hs, t - 1, 1), N, L, R_next, plan.blocks());
+      errands[with_r].fetch(state_before(t - 1), N, L, R_next, plan.blocks());
+      errands[1].fetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R_next, (3 * plan.N + L - 1) / L);
+      if (!KANAI) errands[1].fetch(rows_of(args.saved_pre, t - 1, 1), N, L, R_next, plan.blocks());
     }
     if (KANAI) {
       const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
       T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
       const Segment<T> from = {d_n, block, plan.N};
-      multiply<T>(&from, 1, plan.back_n, R, acc, block, &errands[0], [&](int first, int last) {
+      multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &errands[0], [&](int first, int last) {
         const V<T> one = splat<T>(1);
-        each(first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
           const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
           const V<T> gate = read(gates + of_r, count), before = read(h + of_h, count), d_m = load(acc + at);
           const V<T> r_out = d_m * before * (gate * (one - gate));
@@ -239,12 +296,12 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     }
     const Segment<T> from[3] = {{d_r[now], block, plan.N}, {d_z[now], block, plan.N}, {d_q[now], block, plan.N}};
     now = 1 - now;
-    multiply<T>(from, KANAI ? 2 : 3, plan.back, R, acc, block, &errands[1], [&](int first, int last) {
+    multiply<T>(from, KANAI ? 2 : 3, plan.back, R_t, acc, block, &errands[1], [&](int first, int last) {
       if (t > 0) begin(t - 1, first, last);
     });
   }
   T* grad_h0 = static_cast<T*>(args.grad_h0) + row0 * N;
-  each(0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+  rows.each(0, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
     write(grad_h0 + r * N + b * L, load(acc + at) + load(direct + at), count, false);
   });
   if (stream) stream_fence();
@@ -256,8 +313,7 @@ void gru_task(void* context, int task) {
   GruCall<T>& call = *static_cast<GruCall<T>*>(context);
   const GruPlan<T>& plan = call.plan;
   const FlushDenormals flush;
-  const int64_t B = plan.B;
-  const int first = static_cast<int>(B * task / plan.threads), last = static_cast<int>(B * (task + 1) / plan.threads);
+  const int first = plan.begin[task], last = plan.begin[task + 1];
   const int groups = (last - first + kGruGroupRows - 1) / kGruGroupRows;
   for (int g = 0; g < groups; g++) {
     const int row0 = first + (last - first) * g / groups, R = first + (last - first) * (g + 1) / groups - row0;
@@ -288,6 +344,22 @@ void gru_pack_task(void* context, int task) {
   }
 }
 
+// Each task gets about the same number of steps, summed over its rows.
+template <class T>
+bool share_gru_rows(GruPlan<T>* plan) {
+  const int64_t tasks = plan->threads;
+  if (!plan->begin.allocate(tasks + 1)) return false;
+  int64_t total = 0, taken = 0;
+  for (int b = 0; b < plan->B; b++) total += plan->length(b);
+  int b = 0;
+  for (int64_t task = 1; task < tasks; task++) {
+    while (b < plan->B && (2 * taken + plan->length(b)) * tasks < 2 * total * task) taken += plan->length(b++);
+    plan->begin[task] = b;
+  }
+  plan->begin[tasks] = plan->B;
+  return true;
+}
+
 template <class T>
 bool run_gru(const GruArgs& args, bool backward) {
   GruCall<T> call;
@@ -296,6 +368,7 @@ bool run_gru(const GruArgs& args, bool backward) {
   plan.B = static_cast<int>(args.B), plan.N = static_cast<int>(args.N);
   plan.threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
   call.backward = backward, call.failed = false;
+  if (!share_gru_rows(&plan)) return false;
   const void* large = backward ? args.grad_x : args.gates;
   plan.stream = plan.N % kLanes<T> == 0 && args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGruStreamBytes &&
                 reinterpret_cast<uintptr_t>(large) % kVectorBytes == 0;

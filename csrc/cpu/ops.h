@@ -59,6 +59,7 @@ struct GruArgs {
   const void* h0;    // [B, N]
   const void* x;     // [T, B, 3N]       (forward)
   const void* bias;  // [3N] or null     (forward)
+  const int64_t* lengths;  // [B] in [1, T], steps of each sequence; null: T for all. Results are zero after them.
 
   // forward results
   void* hs;     // [T, B, N]

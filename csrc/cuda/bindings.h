@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include "arguments.h"
+#include "cuda/gru_scan.h"
 #include "cuda/ops.h"
 #include "cuda/scan_bindings.h"
 
@@ -42,9 +43,47 @@ inline CayleyArgs cayley_args(const pybind11::dict& d) {
   return a;
 }
 
+inline GruScanArgs gru_scan_args(const pybind11::dict& d) {
+  GruScanArgs a{};
+  a.device = static_cast<int>(number(d, "device"));
+  a.T = number(d, "T"), a.B = number(d, "B"), a.N = number(d, "N");
+  a.kanai = static_cast<int>(number(d, "kanai"));
+  a.w = address<float>(d, "w"), a.h0 = address<float>(d, "h0"), a.lengths = address<int64_t>(d, "lengths");
+  a.x = address<float>(d, "x"), a.bias = address<float>(d, "bias");
+  a.hs = address<float>(d, "hs"), a.gates = address<float>(d, "gates"), a.pre = address<float>(d, "pre");
+  a.grad_hs = address<float>(d, "grad_hs"), a.grad_x = address<float>(d, "grad_x"), a.factor = address<float>(d, "factor");
+  a.grad_h0 = address<float>(d, "grad_h0"), a.norms = address<float>(d, "norms"), a.work = address<float>(d, "work");
+  return a;
+}
+
+// `gru_scan_plan` gives the numbers of a GruPlan as a dict; `gru_scan` takes them back among its own.
+inline void bind_gru_scan(pybind11::module_& m) {
+  m.def("gru_scan_plan", [](const pybind11::dict& d) {
+    GruWish wish;
+    if (d.contains("wish_path")) wish.path = static_cast<int>(number(d, "wish_path"));
+    wish.group = static_cast<int>(number(d, "wish_group"));
+    const GruPlan plan = plan_gru_scan(gru_scan_args(d), number(d, "backward"), wish);
+    pybind11::dict result;
+    result["path"] = plan.path, result["group"] = plan.group, result["blocks"] = plan.blocks, result["norm_columns"] = plan.norm_columns;
+    result["work_floats"] = plan.work, result["shared_bytes"] = plan.shared_bytes;
+    return result;
+  });
+  m.def("gru_scan", [](const pybind11::dict& d) {
+    const GruScanArgs args = gru_scan_args(d);
+    GruPlan plan{};
+    plan.path = static_cast<int>(number(d, "path")), plan.group = static_cast<int>(number(d, "group"));
+    plan.blocks = static_cast<int>(number(d, "blocks")), plan.shared_bytes = number(d, "shared_bytes");
+    const bool backward = number(d, "backward");
+    void* const stream = address<void>(d, "stream");
+    pybind11::gil_scoped_release release;
+    run_gru_scan(args, backward, plan, stream);
+  });
+}
+
 inline void bind(pybind11::module_& m) {
   using Dict = const pybind11::dict&;
   bind_scans(m);
+  bind_gru_scan(m);
   m.def("activation_fwd", [](Dict d) { run(activation_fwd, activation_args(d)); });
   m.def("activation_bwd", [](Dict d) { run(activation_bwd, activation_args(d)); });
   m.def("activation_workspace", [](Dict d) { return activation_workspace(activation_args(d)); }, "Bytes.");

@@ -59,6 +59,8 @@ class GRU(_Recurrent):
         learned_h0: learn the initial states, h0_l0 [N], ..., which begin as zeros.
         backend: see ``orthokern.functional``.
 
+    The cpu backend does no work on the padding of a PackedSequence.
+
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [3N, D], weight_hh_l0 [3N, N], bias_ih_l0 [3N],
     bias_hh_l0 [3N], blocks in the order r, z, n.
 
@@ -195,7 +197,7 @@ class GRU(_Recurrent):
         return (self._tensor(f"weight_hh_{suffix}"),)
 
     def _op(self) -> tuple[str, dict[str, Any]]:
-        return "gru_scan", {}
+        return "gru_scan", {"N": self.hidden_size}
 
     def _scan(
         self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
@@ -208,7 +210,9 @@ class GRU(_Recurrent):
             self._check_ids(x)
             e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
         bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
-        return functional.gru_scan(e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend)
+        return functional.gru_scan(
+            e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths
+        )
 
     def _check_ids(self, x: Tensor) -> None:
         """On a CPU, where looking at values costs nothing."""

@@ -10,15 +10,22 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, dense, given, no_second_derivative
+from orthokern.ops._common import apart, check_lengths, dense, given, no_second_derivative
 
 VARIANTS = ("kanai", "torch")
+FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
 
 SUPPORT = {
-    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": NO_TRITON,
-    "cuda": NO_CUDA,
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
+    "triton": Support(
+        devices=("cuda",),
+        dtypes=(torch.float64, torch.float32),
+        limits={"N": 512},
+        features=FEATURES,
+        capability=(8, 0),
+    ),
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float32,), features=FEATURES, capability=(8, 0)),
 }
 dispatch.register("gru_scan", SUPPORT)
 
@@ -31,6 +38,7 @@ def gru_scan(
     *,
     variant: str,
     backend: str | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """A GRU layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -42,7 +50,7 @@ def gru_scan(
             = tanh(x_n + r_t * (W_n h_{t-1} + b_n))        variant "torch": torch.nn.GRU, cuDNN
         h_t = z_t * h_{t-1} + (1 - z_t) * n_t.
         z = 1 keeps the state, in both variants: that of Kanai et al., eq. 3, and that of torch are the same convention
-        (Cho et al. 2014 too; others exchange z and 1 - z).
+        (Cho et al. 2014 too; others exchange z and 1 - z). With lengths, h_t = 0 for t > lengths[b].
         Backward: Note [GRU scan backward] in ``orthokern/reference/gru_scan.py``.
 
     Args:
@@ -52,19 +60,24 @@ def gru_scan(
         bias: [3N] or None, recurrent biases. In variant "kanai" and in r and z the same as adding it to x.
         variant: one of VARIANTS.
         backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
+        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; on a GPU,
+            where the values would have to travel to the host, the kernels count one below 0 or above T as 0 or T.
+            What stands on padding in x, and in the cotangent of hs, is not read.
         Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
 
     Saved:
-        hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), w, h0, bias.
+        hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), all zero on
+        padding, w, h0, bias and lengths.
         The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
         Forward 6 T B N^2 flops, backward scan the same, gradient of w the same. Forward reads 3 T B N elements and
         writes 4 T B N (5 in variant "torch"); backward reads 5 T B N (6) and writes 3 T B N, and T B N more for the
-        gradient of W_n.
+        gradient of W_n. With lengths, the cpu backend's scans do no work on padding in a batch that is sorted by
+        falling length; in another order products run up to the last sequence that has not ended.
 
     Numerics:
         Accumulation in the dtype of w, fixed order of sums in the scans: the same bits for the same inputs, machine and
@@ -73,31 +86,54 @@ def gru_scan(
     """
     if dispatch.plain_reference(backend):
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
-        hs: Tensor = reference.gru_scan_fwd(x, w, h0, bias, variant=variant)[0]
+        check_lengths(lengths, x.shape[0])
+        hs: Tensor = reference.gru_scan_fwd(x, w, h0, bias, variant=variant, lengths=lengths)[0]
         _taps.record_states("gru_scan", hs)
         return hs
-    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend)
+    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, lengths)
     return hs
+
+
+def _leaf(w: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
+    return dispatch.resolve(
+        "gru_scan", backend, device=w.device, dtype=w.dtype, features=() if lengths is None else FEATURES, N=w.shape[1]
+    )  # fmt: skip
 
 
 @torch.library.custom_op(
     "orthokern::gru_scan_fwd",
     mutates_args=(),
-    schema="(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _fwd(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None = None
+    x: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    variant: str,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
-    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype)
-    outputs = leaf.gru_scan_fwd(dense(x), dense(w), dense(h0), dense(bias), variant=variant)
+    leaf = _leaf(w, backend, lengths)
+    check_lengths(lengths, x.shape[0])
+    outputs = leaf.gru_scan_fwd(
+        dense(x), dense(w), dense(h0), dense(bias), variant=variant, lengths=dense(lengths)
+    )  # fmt: skip
     _taps.record_states("gru_scan", outputs[0])
     return apart(outputs)
 
 
 @_fwd.register_fake
 def _fwd_fake(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None = None
+    x: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    variant: str,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     T, (B, N) = x.shape[0], h0.shape
     pre = w.new_empty(T, B, N) if variant == "torch" else w.new_empty(0)
@@ -108,7 +144,7 @@ def _fwd_fake(
     "orthokern::gru_scan_bwd",
     mutates_args=(),
     schema="(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, Tensor w, Tensor h0, Tensor? bias, str variant, "
-    "bool need_params=True, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool need_params=True, str? backend=None, Tensor? lengths=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
     grad_hs: Tensor,
@@ -121,12 +157,14 @@ def _bwd(
     variant: str,
     need_params: bool = True,
     backend: str | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(grad_x, grad_w, grad_h0, grad_bias, grad_norm); what is not needed is empty. grad_norm: [T]."""
-    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype)
+    leaf = _leaf(w, backend, lengths)
+    check_lengths(lengths, grad_hs.shape[0])
     grads = leaf.gru_scan_bwd(
         dense(grad_hs), dense(hs), dense(gates), dense(pre), dense(w), dense(h0), dense(bias),
-        variant=variant, need_params=need_params,
+        variant=variant, need_params=need_params, lengths=dense(lengths),
     )  # fmt: skip
     if _taps.SINKS:
         _taps.record("gru_scan", grads[-1])
@@ -145,6 +183,7 @@ def _bwd_fake(
     variant: str,
     need_params: bool = True,
     backend: str | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if tensor is not None and wanted else w.new_empty(0)
@@ -160,22 +199,22 @@ def _bwd_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, w, h0, bias, ctx.variant, ctx.backend = inputs
+    _, w, h0, bias, ctx.variant, ctx.backend, lengths = inputs
     hs, gates, pre = output
     ctx.mark_non_differentiable(gates, pre)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hs, gates, pre, w, h0, bias)
+    ctx.save_for_backward(hs, gates, pre, w, h0, bias, lengths)
 
 
 def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
-        return (None,) * 6
-    hs, gates, pre, w, h0, bias = ctx.saved_tensors
+        return (None,) * 7
+    hs, gates, pre, w, h0, bias, lengths = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grads = torch.ops.orthokern.gru_scan_bwd(
-        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend
+        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths
     )
-    return (*(given(grad, need) for grad, need in zip(grads[:4], needs[:4], strict=True)), None, None)
+    return (*(given(grad, need) for grad, need in zip(grads[:4], needs[:4], strict=True)), None, None, None)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

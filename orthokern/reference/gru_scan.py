@@ -20,6 +20,9 @@ Note [GRU scan backward]
     The gradient of x_t is (d_r, d_z, d_n). Those of the recurrent weights are sums over all steps and sequences, so
     they are products after the loop: W_r and W_z get d_r h'^T and d_z h'^T, W_n gets d_n m^T or d_q h'^T; the biases
     get the sums of d_r, d_z, and d_n or d_q.
+
+    With lengths, states, gates and pre are zeros once a sequence has ended, see Note [Sequences of different lengths]
+    in ``_scan.py``: ghat is zero there, with it all of the above, and the sums over steps take no notice of padding.
 """
 
 from __future__ import annotations
@@ -27,19 +30,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.reference._scan import norm_over_batch
+from orthokern.reference._scan import norm_over_batch, running, without_padding
 
 
 def gru_scan_fwd(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(hs [T, B, N], gates [T, B, 3N], pre [T, B, N] or empty), see the op. Differentiable by autograd."""
     N = h0.shape[1]
     w_r, w_z, w_n = w.split(N)
     b_r, b_z, b_n = w.new_zeros(3, N) if bias is None else bias.view(3, N)
+    alive = running(x.shape[0], lengths)
     h = h0
     states, gates, pre = [], [], []
-    for x_t in x.unbind(0):
+    for t, x_t in enumerate(without_padding(x, alive).unbind(0)):
+        here = None if alive is None else alive[t]
         x_r, x_z, x_n = x_t.split(N, 1)
         r = torch.sigmoid(h @ w_r.mT + b_r + x_r)
         z = torch.sigmoid(h @ w_z.mT + b_z + x_z)
@@ -48,10 +53,10 @@ def gru_scan_fwd(
         else:
             q = h @ w_n.mT + b_n
             n = torch.tanh(r * q + x_n)
-            pre.append(q)
-        h = z * h + (1 - z) * n
+            pre.append(without_padding(q, here))
+        h = without_padding(z * h + (1 - z) * n, here)
         states.append(h)
-        gates.append(torch.cat([r, z, n], 1))
+        gates.append(without_padding(torch.cat([r, z, n], 1), here))
     return torch.stack(states), torch.stack(gates), torch.stack(pre) if pre else x.new_empty(0)
 
 
@@ -66,9 +71,11 @@ def gru_scan_bwd(
     *,
     variant: str,
     need_params: bool = True,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(grad_x, grad_w, grad_h0, grad_bias, grad_norm), see Note [GRU scan backward]; what is not needed is empty."""
     T, _, N = grad_hs.shape
+    grad_hs = without_padding(grad_hs, running(T, lengths))
     w_r, w_z, w_n = w.split(N)
     before = torch.cat([h0.unsqueeze(0), hs[:-1]])  # h', [T, B, N]
     carry = torch.zeros_like(h0)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import (
     SHORT,
+    GruProblem,
     ScanProblem,
     assert_matches_reference,
     assert_same_bits,
@@ -28,6 +29,7 @@ from helpers import (
 
 from orthokern import dispatch, functional, nn, optim
 from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.ops.gru_scan import VARIANTS
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -252,6 +254,47 @@ def test_capture_in_a_graph(op: str, activation: str, N: int, backend: str) -> N
     graph.replay()
     torch.cuda.synchronize()
     assert_same_bits(run_scan(problem, backend), captured)
+
+
+def check_gru(problem: GruProblem, dtype: torch.dtype, backend: str, lengths: torch.Tensor | None = None) -> None:
+    """Parity of everything that comes out of one problem, with the reference on the CPU."""
+    inexact = problem.map(lambda t: t.to(dtype))
+    expected, plain = (p.run("reference", lengths=lengths) for p in (inexact.map(torch.Tensor.double), inexact))
+    actual = inexact.map(torch.Tensor.cuda).run(backend, lengths=None if lengths is None else lengths.cuda())
+    for name, tensor in actual.items():
+        assert_matches_reference(tensor.cpu(), expected[name], plain[name], name=name, gradient="grad" in name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("size", [*SIZES, (20, 35, 200), (20, 5, 650)], ids=lambda s: "B{}-T{}-N{}".format(*s))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_parity(variant: str, size: tuple[int, int, int], dtype: torch.dtype, backend: str) -> None:
+    B, T, N = size
+    need("gru_scan", backend, dtype, N=N)
+    problem = GruProblem.random(variant, T, B, N, bias=B != 50)
+    check_gru(problem, dtype, backend)
+    check_gru(problem, dtype, backend, some_lengths(B, T, "any"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_long_and_padded_in_a_graph(variant: str, backend: str) -> None:
+    """Long sequences; padding plays no part; a replay reads the lengths that are there then, and breaks nothing."""
+    for N in (64, 128, 200):
+        need("gru_scan", backend, N=N)
+        check_gru(GruProblem.random(variant, 300, 4, N), torch.float32, backend)
+    problem = GruProblem.random(variant, 40, 4, 66).map(torch.Tensor.float)
+    lengths = torch.tensor([40, 1, 20, 39])
+    there, poisoned = (p.map(torch.Tensor.cuda) for p in (problem, problem.with_poisoned_padding(lengths)))
+    lengths = lengths.cuda()
+    assert_same_bits(there.run(backend, lengths=lengths), poisoned.run(backend, lengths=lengths))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = there.run(backend, lengths=lengths)
+    lengths.copy_(torch.tensor([-(2**63), 2**40 + 1, 17, 2**63 - 1]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(there.run(backend, lengths=torch.tensor([0, 40, 17, 40], device="cuda")), captured)
 
 
 def test_nothing_waits_for_the_device(backend: str) -> None:

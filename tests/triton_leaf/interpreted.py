@@ -23,6 +23,7 @@ import torch
 import triton.language as tl
 from helpers import (
     SHORT,
+    GruProblem,
     ScanProblem,
     assert_matches_reference,
     scan_problem,
@@ -32,7 +33,8 @@ from helpers import (
 from torch import Tensor
 
 from orthokern.ops.activations import NAMES, PARAMETER
-from orthokern.triton_kernels import _gradients, _inputs, _scan
+from orthokern.ops.gru_scan import VARIANTS
+from orthokern.triton_kernels import _gradients, _inputs, _scan, gru_scan
 
 DTYPES = (torch.float32, torch.float64)
 OPS = ("dense_scan", "factored_scan")
@@ -312,6 +314,76 @@ def test_lengths_of_one_backend_in_the_other(op: str) -> None:
             actual = run(problem, fwd, bwd, checkpoint_every=every, **options)
             for name in problem.grad_names():
                 assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
+
+
+# ------------------------------------------------------------------------------------------------------------------ GRU
+
+
+def run_gru(
+    p: GruProblem, fwd: str = "triton", bwd: str = "triton", *, need_params: bool = True, lengths: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Forward and backward of the leaves, everything that comes out."""
+    options: dict[str, Any] = {"variant": p.variant, "lengths": lengths}
+    saved = leaf("gru_scan", fwd).gru_scan_fwd(*p.inputs(), **options)
+    grads = leaf("gru_scan", bwd).gru_scan_bwd(p.grad_hs, *saved, p.w, p.h0, p.bias, need_params=need_params, **options)
+    return dict(zip(p.NAMES, (*saved, *grads), strict=True))
+
+
+def check_gru(p: GruProblem, dtype: torch.dtype, lengths: Tensor | None = None) -> dict[str, Tensor]:
+    inexact = p.map(lambda t: t.to(dtype))
+    exact = inexact.map(Tensor.double)
+    expected, plain = (run_gru(q, "reference", "reference", lengths=lengths) for q in (exact, inexact))
+    actual = run_gru(inexact, lengths=lengths)
+    for name, tensor in actual.items():
+        assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
+    return actual
+
+
+GRU_WAYS = {"rows": gru_scan.ROWS_WARPS, "panels": ()}
+
+
+@pytest.mark.parametrize("way", GRU_WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_parity(variant: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gru_scan, "ROWS_WARPS", GRU_WAYS[way])
+    turn = VARIANTS.index(variant)
+    for index, (B, T, N) in enumerate([(1, 1, 1), (3, 3, 3), (2, 2, 34)]):
+        assert gru_scan.plan(N, torch.float32).way == way
+        problem = GruProblem.random(variant, T, B, N, bias=(index + turn) % 3 != 0, seed=index)
+        check_gru(problem, DTYPES[(turn + index) % 2])
+        lengths = some_lengths(B, T, "any", seed=index)
+        lengths -= (lengths > 1).long() * (index % 2)  # nobody has the last step
+        check_gru(problem, DTYPES[(turn + index + 1) % 2], lengths)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_padding_plays_no_part(variant: str) -> None:
+    """Not its contents, and a length out of range, which nobody checks on a GPU, counts as the nearest one."""
+    B, T = 4, 3
+    problem = GruProblem.random(variant, T, B, 5).map(Tensor.float)
+    lengths = torch.tensor([2, 1, 0, 2])
+    first = run_gru(problem, lengths=lengths)
+    padding = torch.arange(T).unsqueeze(1) >= lengths
+    for name in ("hs", "gates", "pre", "grad_x"):
+        assert not first[name].numel() or not first[name][padding].any(), name
+    same_bits(first, run_gru(problem.with_poisoned_padding(lengths), lengths=lengths))
+    same_bits(run_gru(problem), run_gru(problem, lengths=torch.tensor([T, 2**40, 2**63 - 1, T])))
+    wrong = torch.tensor([2, 1, -(2**63), 2])
+    same_bits(first, run_gru(problem, lengths=wrong))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_with_the_reference_and_without_parameters(variant: str) -> None:
+    problem = GruProblem.random(variant, 3, 2, 6)
+    lengths = torch.tensor([3, 1])
+    expected = run_gru(problem, "reference", "reference", lengths=lengths)
+    for fwd, bwd in (("triton", "reference"), ("reference", "triton")):
+        actual = run_gru(problem, fwd, bwd, lengths=lengths)
+        for name in problem.NAMES:
+            assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
+    everything, some = run_gru(problem), run_gru(problem, need_params=False)
+    for name, tensor in some.items():
+        assert not tensor.numel() if name in ("grad_w", "grad_bias") else torch.equal(tensor, everything[name]), name
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens

@@ -1,0 +1,125 @@
+// gru_scan on CUDA: a gated recurrent unit and its adjoint recurrence. gru_scan.h says what a caller passes, gru_resident.h and gru_steps.h how
+// a step is carried out; here: the choice between them and their launches.
+#include "cuda/gru_resident.h"
+#include "cuda/gru_steps.h"
+#include "cuda/scan_launch.h"
+
+namespace orthokern {
+namespace cuda {
+namespace {
+
+// Warps of the resident kernels: 16 units each. Three matrices of more do not fit into the registers.
+int gru_warps(int64_t n) {
+  for (int warps : {2, 4, 8})
+    if (n <= 16 * warps) return warps;
+  return 0;
+}
+int64_t gru_bytes(bool backward, int warps, int64_t group) {
+  return GruMemory(backward, 16 * warps, static_cast<int>(group), 32 * warps).total;
+}
+
+template <class F>
+void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
+  with_direction(kanai, [&](auto variant) {
+    with_value<2, 4, 8>(warps, [&](auto c) {
+      constexpr bool kKanai = decltype(variant)::value;
+      constexpr int C = decltype(c)::value;
+      if (backward)
+        f(gru_resident_bwd_kernel<kKanai, C>);
+      else
+        f(gru_resident_fwd_kernel<kKanai, C>);
+    });
+  });
+}
+
+template <bool kKanai, GruStep kStep>
+void launch_gru_step(const GruScanArgs& a, const GruProduct& p, int64_t t, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(divide_up(p.rows, kTile)), static_cast<unsigned>(divide_up(a.B, kTile)));
+  launch(gru_step_kernel<kKanai, kStep>, {grid, dim3(kStepThreads), stream}, a, p, static_cast<int>(t));
+}
+
+template <bool kKanai>
+void gru_steps_forward(const GruScanArgs& a, cudaStream_t stream) {
+  const int N = static_cast<int>(a.N);
+  for (int64_t t = 0; t < a.T; t++) {
+    const GruColumns h = {t ? a.hs + (t - 1) * a.B * a.N : a.h0, N, N}, m = {a.work, N, N}, none = {nullptr, 0, 0};
+    if constexpr (kKanai) {
+      launch_gru_step<kKanai, GruStep::kGates>(a, {{h, none}, a.w, N, 1, 2 * N}, t, stream);
+      launch_gru_step<kKanai, GruStep::kCandidate>(a, {{m, none}, a.w + 2 * a.N * a.N, N, 1, N}, t, stream);
+    } else {
+      launch_gru_step<kKanai, GruStep::kAll>(a, {{h, none}, a.w, N, 1, N}, t, stream);
+    }
+  }
+}
+
+template <bool kKanai>
+void gru_steps_backward(const GruScanArgs& a, cudaStream_t stream) {
+  const int N = static_cast<int>(a.N);
+  const GruColumns none = {nullptr, 0, 0};
+  fill_zero(a.work, static_cast<size_t>(a.B * a.N) * sizeof(float), stream);
+  launch_gru_step<kKanai, GruStep::kCarry>(a, {{none, none}, a.w, 1, N, N}, a.T, stream);
+  for (int64_t t = a.T - 1; t >= 0; t--) {
+    const float* const grad_x = a.grad_x + 3 * t * a.B * a.N;
+    const GruColumns rz = {grad_x, 3 * a.N, 2 * N};
+    GruColumns q = none;
+    if constexpr (kKanai)
+      launch_gru_step<kKanai, GruStep::kReset>(a, {{{grad_x + 2 * N, 3 * a.N, N}, none}, a.w + 2 * a.N * a.N, 1, N, N}, t, stream);
+    else
+      q = {a.factor + t * a.B * a.N, N, N};
+    launch_gru_step<kKanai, GruStep::kCarry>(a, {{rz, q}, a.w, 1, N, N}, t, stream);
+  }
+}
+
+}  // namespace
+
+GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) {
+  use_device(a.device);
+  const DeviceLimits limits = device_limits();
+  GruPlan plan{};
+  const int warps = gru_warps(a.N);
+  if (warps && wish.path != static_cast<int>(GruPath::kSteps)) {
+    // As few sequences a block as keep every multiprocessor busy, see plan_resident.
+    const int64_t waves = std::max<int64_t>(1, divide_up(a.B, kLargestGroup * limits.multiprocessors));
+    int64_t group = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.B, waves * limits.multiprocessors));
+    while (group > 1 && gru_bytes(backward, warps, group) > static_cast<int64_t>(limits.shared_per_block)) group--;
+    plan.path = static_cast<int>(GruPath::kResident);
+    plan.group = static_cast<int>(group);
+    plan.blocks = plan.norm_columns = static_cast<int>(divide_up(a.B, group));
+    plan.shared_bytes = gru_bytes(backward, warps, group);
+    if (plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block)) return plan;
+  }
+  if (wish.path == static_cast<int>(GruPath::kResident)) throw Error("the path that was asked for does not serve this size on this device");
+  plan = {};
+  plan.path = static_cast<int>(GruPath::kSteps);
+  plan.group = kTile;
+  plan.blocks = plan.norm_columns = static_cast<int>(divide_up(a.N, kTile) * divide_up(a.B, kTile));
+  plan.work = a.B * a.N;
+  return plan;
+}
+
+void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void* stream_address) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
+  if (!a.T || !a.B) return;
+  use_device(a.device);
+  if (a.lengths) {
+    const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
+    launch(clear_gru_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, backward ? a.grad_x : a.gates,
+           backward ? a.factor : a.hs, backward ? nullptr : a.pre);
+  }
+  if (plan.path == static_cast<int>(GruPath::kResident)) {
+    const int warps = gru_warps(a.N);
+    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
+                    static_cast<size_t>(plan.shared_bytes)};
+    with_gru_kernel(backward, a.kanai, warps, [&](auto kernel) { launch(kernel, at, a, plan.group); });
+    return;
+  }
+  with_direction(a.kanai, [&](auto variant) {
+    if (backward)
+      gru_steps_backward<decltype(variant)::value>(a, stream);
+    else
+      gru_steps_forward<decltype(variant)::value>(a, stream);
+  });
+}
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,64 @@
+// What the bindings hand to the CUDA kernels of gru_scan: plain addresses and sizes, no torch. float32, contiguous, row-major. B batch, T time,
+// N hidden. Blocks of 3N in the order reset gate r, update gate z, candidate n. Equations: orthokern/ops/gru_scan.py; those of the backward and
+// the names d_*: Note [GRU scan backward] of the reference.
+//
+// With lengths, a sequence has the steps before its length, and the results are zeros after them. Nobody has looked at the values of lengths:
+// one below 0 or above T counts as 0 or T.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cuda/launch.h"
+
+namespace orthokern {
+namespace cuda {
+
+enum class GruPath {
+  kResident = 0,  // one block owns sequences, w stays in its registers (gru_resident.h)
+  kSteps = 1,     // one or two launches a step (gru_steps.h)
+};
+
+// How a scan is carried out. Made by plan_gru_scan from sizes and the device, without looking at any data.
+struct GruPlan {
+  int path;
+  int group;         // sequences of a block
+  int blocks;        // of the grid
+  int norm_columns;  // partial sums of squares that each step leaves in `norms`
+  int64_t work;      // floats of workspace
+  int64_t shared_bytes;
+};
+
+struct GruScanArgs {
+  int device;
+  int64_t T, B, N;
+  int kanai;               // 1: the reset gate before W_n; 0: after, as torch has it
+  const float* w;          // [3N, N]
+  const float* h0;         // [B, N]
+  const int64_t* lengths;  // [B] or null: T for all
+
+  const float* x;     // forward: [T, B, 3N]
+  const float* bias;  // forward: [3N] or null
+  float* hs;          // [T, B, N]; a result forward, an input backward, as gates and pre
+  float* gates;       // [T, B, 3N]
+  float* pre;         // [T, B, N]: W_n h_{t-1} + b_n; null for kanai
+
+  const float* grad_hs;  // backward: [T, B, N]
+  float* grad_x;         // [T, B, 3N]: d_r, d_z, d_n
+  float* factor;         // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
+  float* grad_h0;        // [B, N]
+  float* norms;          // [T, norm_columns] partial sums of squares of dL/dh_t; comes in as zeros, which padding leaves
+  float* work;           // see GruPlan
+};
+
+// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small sizes.
+struct GruWish {
+  int path = -1, group = 0;
+};
+
+GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruWish& wish);
+// `stream` is a cudaStream_t of args.device.
+void run_gru_scan(const GruScanArgs& args, bool backward, const GruPlan& plan, void* stream);
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,52 @@
+// What the gru_scan kernels share: one unit of a step, the steps of a sequence, the padding of the results.
+#pragma once
+
+#include "cuda/gru_scan.h"
+#include "cuda/scan_units.h"
+
+namespace orthokern {
+namespace cuda {
+
+// 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+// Steps that sequence b has.
+__device__ __forceinline__ int gru_steps_of(const GruScanArgs& a, int64_t b) {
+  if (b >= a.B) return 0;
+  if (!a.lengths) return static_cast<int>(a.T);
+  const int64_t length = a.lengths[b];
+  return static_cast<int>(length < 0 ? 0 : length < a.T ? length : a.T);
+}
+
+// What a unit of the backward reads of its step: g is dL/dh_t as far as the loss gives it directly.
+struct GruUnit {
+  float g, before, r, z, n, q;
+};
+// The first half of a backward step of one unit, with ghat = dL/dh_t complete.
+struct GruAdjoint {
+  float d_z, d_n, d_r, d_q;  // d_r and d_q: torch's variant only
+};
+__device__ __forceinline__ GruAdjoint gru_adjoint(const GruUnit& u, float ghat) {
+  GruAdjoint d;
+  d.d_z = ghat * (u.before - u.n) * (u.z * (1.f - u.z));
+  d.d_n = ghat * (1.f - u.z) * (1.f - u.n * u.n);
+  d.d_q = d.d_n * u.r;
+  d.d_r = d.d_n * u.q * (u.r * (1.f - u.r));
+  return d;
+}
+
+// Zeros for the padding of two tensors [T, B, wide] and [T, B, N], and of a third [T, B, N], each of them or null: a warp for each step of a row.
+static __global__ void __launch_bounds__(kPaddingThreads)
+    clear_gru_padding_kernel(const GruScanArgs a, float* wide, float* one, float* other) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPaddingThreads / 32) + threadIdx.x / 32, t = row / a.B;
+  if (t >= a.T || t < gru_steps_of(a, row - t * a.B)) return;
+  for (int64_t n = threadIdx.x % 32; n < 3 * a.N; n += 32) {
+    if (wide) wide[row * 3 * a.N + n] = 0;
+    if (n >= a.N) continue;
+    if (one) one[row * a.N + n] = 0;
+    if (other) other[row * a.N + n] = 0;
+  }
+}
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,371 @@
+"""gru_scan: a gated recurrent unit, the whole time loop in one launch; Note [GRU scan backward] of the reference.
+
+    program i_b  ->  one sequence, all its steps; nothing is exchanged between programs
+
+    forward   kanai   (r, z) of h, then n of r * h       two products one after the other, of 2 N^2 and N^2
+              torch   (r, z, q) of h                     one product of 3 N^2
+    backward  kanai   d_m of d_n, then carry of (d_r, d_z)
+              torch   carry of (d_r, d_z, d_q)
+
+    on chip, for all T:    way "rows": the three matrices [N, N] in registers, 48 KiB at N = 64 in float32
+    L1 or L2, every step:  way "panels": the same, 32 columns of each at a time
+    shared memory:         the state (backward: the adjoints) on its way between threads
+    HBM, in every step:    forward: in x_t 3 N; out r, z, n, h (q) 4 N (5 N). backward: in g, h', r, z, n (q) 5 N (6 N);
+                           out d_r, d_z, d_n 3 N, |ghat|^2, and for the gradient of W_n its other factor N. What the
+                           next step reads is fetched during this one.
+
+The gradients of w and bias are torch's products over all steps afterwards. The product with a matrix and its tile's
+layout are those of ``_scan.py``. Limits: IEEE products only; N up to 512; from N = 65 on (float64: 33) w is read in
+every step.
+"""
+
+# Triton compiles the functions below; their arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from orthokern.triton_kernels._activation import tanh
+from orthokern.triton_kernels._scan import PANEL_WARPS, WIDE, load_matrix, look_up, multiply_row
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+@triton.jit
+def sigmoid(b_x):
+    """1 / (1 + exp(-x)), accurate in relative terms; a NaN stays a NaN."""
+    return 1.0 / (1.0 + tl.exp(-b_x))
+
+
+@triton.jit
+def resident(p_matrix, N: tl.constexpr, WAY: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The matrix [N, N] in registers, or 0.0 where it is read in panels."""
+    b_matrix = 0.0
+    if WAY == "rows":
+        b_matrix = load_matrix(p_matrix, 0, 0, N, N, BLOCK_N, BLOCK_N)
+    return b_matrix
+
+
+@triton.jit
+def elements(b_x, i_n, BLOCK_N: tl.constexpr):
+    """Elements [i_n, i_n + WIDE) of the row b_x [1, BLOCK_N], [1, WIDE].
+
+    Registers cannot be indexed, so all are compared; where, not a product, because a NaN elsewhere must stay there.
+    """
+    m_pick = (i_n + tl.arange(0, WIDE))[:, None] == tl.arange(0, BLOCK_N)[None, :]
+    return tl.sum(tl.where(m_pick, b_x, 0.0), axis=1)[None, :]
+
+
+@triton.jit
+def product(b_x, b_matrix, p_matrix, N: tl.constexpr, WAY: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The row b_x [1, BLOCK_N] times the transpose of a matrix [N, N]."""
+    if WAY == "rows":
+        b_y = multiply_row(b_x, b_matrix, BLOCK_N)
+    else:
+        b_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
+        for i_n in range(0, N, WIDE):
+            b_y += multiply_row(elements(b_x, i_n, BLOCK_N), load_matrix(p_matrix, 0, i_n, N, N, BLOCK_N, WIDE), WIDE)
+    return b_y
+
+
+@triton.jit
+def two_products(b_x, b_y, b_first, b_second, p_first, p_second, SAME: tl.constexpr, N: tl.constexpr,
+                 WAY: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """(first x, second y) as ``product`` has them; SAME: y is x, whose elements are then picked once."""
+    if WAY == "rows":
+        b_to_x = multiply_row(b_x, b_first, BLOCK_N)
+        b_to_y = multiply_row(b_y, b_second, BLOCK_N)
+    else:
+        b_to_x = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
+        b_to_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
+        for i_n in range(0, N, WIDE):
+            b_few_x = elements(b_x, i_n, BLOCK_N)
+            b_few_y = b_few_x
+            if not SAME:
+                b_few_y = elements(b_y, i_n, BLOCK_N)
+            b_to_x += multiply_row(b_few_x, load_matrix(p_first, 0, i_n, N, N, BLOCK_N, WIDE), WIDE)
+            b_to_y += multiply_row(b_few_y, load_matrix(p_second, 0, i_n, N, N, BLOCK_N, WIDE), WIDE)
+    return b_to_x, b_to_y
+
+
+# ---------------------------------------------------------------------------------------------------------- time loops
+
+
+@triton.jit
+def steps_of(p_lengths, i_b, T, LENGTHS: tl.constexpr):
+    """Steps of sequence i_b. A length below 0 or beyond T counts as 0 or T: the host has not looked at it."""
+    steps = T
+    if LENGTHS:
+        steps = tl.minimum(tl.maximum(tl.load(p_lengths + i_b), 0), T).to(tl.int32)
+    return steps
+
+
+@triton.jit
+def load_gates(p, o, m_n, N: tl.constexpr):
+    """The three blocks of a row [3N] that begins at o, each [1, BLOCK_N]."""
+    b_r = tl.load(p + o, mask=m_n, other=0.0)
+    b_z = tl.load(p + o + N, mask=m_n, other=0.0)
+    b_n = tl.load(p + o + 2 * N, mask=m_n, other=0.0)
+    return b_r, b_z, b_n
+
+
+@triton.jit
+def store_gates(p, o, b_r, b_z, b_n, m_n, N: tl.constexpr):
+    tl.store(p + o, b_r, mask=m_n)
+    tl.store(p + o + N, b_z, mask=m_n)
+    tl.store(p + o + 2 * N, b_n, mask=m_n)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def gru_scan_fwd_kernel(
+    p_x,  # [T, B, 3N]
+    p_w,  # [3N, N]
+    p_h0,  # [B, N]
+    p_bias,  # [3N], or None
+    p_hs,  # [T, B, N]
+    p_gates,  # [T, B, 3N]
+    p_pre,  # [T, B, N], or None
+    p_lengths,  # int64 [B], or None
+    T,
+    B,
+    N: tl.constexpr,
+    KANAI: tl.constexpr,
+    BIAS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    WAY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    i_b = tl.program_id(0)
+    steps = steps_of(p_lengths, i_b, T, LENGTHS)
+    o_n = tl.arange(0, BLOCK_N)[None, :]
+    m_n = o_n < N
+    p_w_z = p_w + N * N
+    p_w_n = p_w + 2 * N * N
+    b_w_r, b_w_z, b_w_n = (
+        resident(p_w, N, WAY, BLOCK_N),
+        resident(p_w_z, N, WAY, BLOCK_N),
+        resident(p_w_n, N, WAY, BLOCK_N),
+    )
+    b_bias_r, b_bias_z, b_bias_n = 0.0, 0.0, 0.0
+    if BIAS:
+        b_bias_r, b_bias_z, b_bias_n = load_gates(p_bias, o_n, m_n, N)
+    b_h = tl.load(p_h0 + i_b.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
+    o = i_b.to(tl.int64) * N + o_n  # of the step's row in [T, B, N]; times 3 but for o_n in [T, B, 3N]
+    stride = B.to(tl.int64) * N
+    b_x_r, b_x_z, b_x_n = load_gates(p_x, 3 * (o - o_n) + o_n, m_n & (steps > 0), N)
+    for t in range(steps):
+        o_row = 3 * (o - o_n) + o_n
+        b_next_r, b_next_z, b_next_n = load_gates(p_x, o_row + 3 * stride, m_n & (t + 1 < steps), N)
+        b_to_r, b_to_z = two_products(b_h, b_h, b_w_r, b_w_z, p_w, p_w_z, True, N, WAY, BLOCK_N)
+        b_r = sigmoid(b_to_r + b_bias_r + b_x_r)
+        b_z = sigmoid(b_to_z + b_bias_z + b_x_z)
+        if KANAI:
+            b_n = tanh(product(b_r * b_h, b_w_n, p_w_n, N, WAY, BLOCK_N) + b_bias_n + b_x_n)
+        else:
+            b_q = product(b_h, b_w_n, p_w_n, N, WAY, BLOCK_N) + b_bias_n
+            b_n = tanh(b_r * b_q + b_x_n)
+            tl.store(p_pre + o, b_q, mask=m_n)
+        b_h = b_z * b_h + (1.0 - b_z) * b_n
+        store_gates(p_gates, o_row, b_r, b_z, b_n, m_n, N)
+        tl.store(p_hs + o, b_h, mask=m_n)
+        o += stride
+        b_x_r, b_x_z, b_x_n = b_next_r, b_next_z, b_next_n
+    if LENGTHS:
+        b_zero = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
+        for _ in range(steps, T):
+            store_gates(p_gates, 3 * (o - o_n) + o_n, b_zero, b_zero, b_zero, m_n, N)
+            tl.store(p_hs + o, b_zero, mask=m_n)
+            if not KANAI:
+                tl.store(p_pre + o, b_zero, mask=m_n)
+            o += stride
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def gru_scan_bwd_kernel(
+    p_grad,  # [T, B, N]
+    p_hs,  # [T, B, N]
+    p_gates,  # [T, B, 3N]
+    p_pre,  # [T, B, N], or None
+    p_w_t,  # [3, N, N]: the transposes of W_r, W_z, W_n
+    p_h0,  # [B, N]
+    p_grad_x,  # [T, B, 3N]
+    p_factor,  # [T, B, N]: r h' (kanai) or d_q, for the gradient of W_n; or None
+    p_grad_h0,  # [B, N]
+    p_square,  # [T, B]: |dL/dh_t|^2 of every sequence
+    p_lengths,  # int64 [B], or None
+    T,
+    B,
+    N: tl.constexpr,
+    KANAI: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    WAY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    i_b = tl.program_id(0)
+    steps = steps_of(p_lengths, i_b, T, LENGTHS)
+    o_n = tl.arange(0, BLOCK_N)[None, :]
+    m_n = o_n < N
+    p_t_z = p_w_t + N * N
+    p_t_n = p_w_t + 2 * N * N
+    b_t_r, b_t_z, b_t_n = (
+        resident(p_w_t, N, WAY, BLOCK_N),
+        resident(p_t_z, N, WAY, BLOCK_N),
+        resident(p_t_n, N, WAY, BLOCK_N),
+    )
+    stride = B.to(tl.int64) * N
+    o_start = i_b.to(tl.int64) * N
+    b_none = tl.zeros([1], dtype=p_h0.dtype.element_ty)
+    o_one = i_b.to(tl.int64) + tl.arange(0, 1)
+    if LENGTHS:
+        b_zero = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
+        for t in range(steps, T):
+            o_pad = o_start + t * stride
+            store_gates(p_grad_x, 3 * o_pad + o_n, b_zero, b_zero, b_zero, m_n, N)
+            if FACTOR:
+                tl.store(p_factor + o_pad + o_n, b_zero, mask=m_n)
+            tl.store(p_square + t * B.to(tl.int64) + o_one, b_none)
+
+    b_h0 = tl.load(p_h0 + o_start + o_n, mask=m_n, other=0.0)
+    o = o_start + (steps - 1) * stride + o_n  # of the step's row in [T, B, N]
+    m_t = m_n & (steps > 0)
+    b_g = tl.load(p_grad + o, mask=m_t, other=0.0)
+    b_r, b_z, b_n = load_gates(p_gates, 3 * (o - o_n) + o_n, m_t, N)
+    b_h = tl.where(steps > 1, tl.load(p_hs + o - stride, mask=m_n & (steps > 1), other=0.0), b_h0)
+    b_q = 0.0
+    if not KANAI:
+        b_q = tl.load(p_pre + o, mask=m_t, other=0.0)
+    b_carry = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
+    for i in range(steps):
+        t = steps - 1 - i
+        # the step before this one, fetched while this one is computed
+        m_before = m_n & (t > 0)
+        m_two = m_n & (t > 1)
+        o_row = 3 * (o - o_n) + o_n
+        b_g_before = tl.load(p_grad + o - stride, mask=m_before, other=0.0)
+        b_r_before, b_z_before, b_n_before = load_gates(p_gates, o_row - 3 * stride, m_before, N)
+        b_h_before = tl.where(t > 1, tl.load(p_hs + o - 2 * stride, mask=m_two, other=0.0), b_h0)
+        if not KANAI:
+            b_q_before = tl.load(p_pre + o - stride, mask=m_before, other=0.0)
+
+        b_ghat = b_g + b_carry
+        tl.store(p_square + t * B.to(tl.int64) + o_one, tl.sum(b_ghat * b_ghat, axis=1))
+        b_d_z = b_ghat * (b_h - b_n) * (b_z * (1.0 - b_z))
+        b_d_n = b_ghat * (1.0 - b_z) * (1.0 - b_n * b_n)
+        if KANAI:
+            b_d_m = product(b_d_n, b_t_n, p_t_n, N, WAY, BLOCK_N)
+            b_d_r = b_d_m * b_h * (b_r * (1.0 - b_r))
+            b_direct = b_ghat * b_z + b_r * b_d_m
+            b_factor = b_r * b_h
+        else:
+            b_factor = b_d_n * b_r
+            b_d_r = b_d_n * b_q * (b_r * (1.0 - b_r))
+            b_direct = b_ghat * b_z + product(b_factor, b_t_n, p_t_n, N, WAY, BLOCK_N)
+        store_gates(p_grad_x, o_row, b_d_r, b_d_z, b_d_n, m_n, N)
+        if FACTOR:
+            tl.store(p_factor + o, b_factor, mask=m_n)
+        b_from_r, b_from_z = two_products(b_d_r, b_d_z, b_t_r, b_t_z, p_w_t, p_t_z, False, N, WAY, BLOCK_N)
+        b_carry = b_direct + (b_from_r + b_from_z)
+        o -= stride
+        b_g, b_r, b_z, b_n, b_h = b_g_before, b_r_before, b_z_before, b_n_before, b_h_before
+        if not KANAI:
+            b_q = b_q_before
+    tl.store(p_grad_h0 + o_start + o_n, b_carry, mask=m_n)
+
+
+# ------------------------------------------------------------------------------------------------------------- launches
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a launch multiplies: the ``way``, the size of its tiles and the warps."""
+
+    way: str
+    block_n: int
+    num_warps: int
+
+
+# Warps by BLOCK_N times the 32-bit words of an element, where the three matrices stay in registers: with these a thread
+# holds 48 to 96 words of them. See ROWS_WARPS in _scan.py for why not fewer.
+ROWS_WARPS = ((32, 2), (64, 4))
+
+
+def plan(N: int, dtype: torch.dtype) -> Plan:
+    """The way to multiply, from N and the dtype alone."""
+    block_n = max(32, triton.next_power_of_2(N))
+    warps = look_up(ROWS_WARPS, block_n * dtype.itemsize // 4)
+    if warps:
+        return Plan("rows", block_n, warps)
+    return Plan("panels", block_n, look_up(PANEL_WARPS, block_n) or 16)
+
+
+def gru_scan_fwd(
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``orthokern.ops.gru_scan`` for the arguments, all contiguous. Returns (hs, gates, pre)."""
+    T, (B, N) = x.shape[0], h0.shape
+    hs, gates = h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N)
+    kanai = variant == "kanai"
+    pre = h0.new_empty(0) if kanai else h0.new_empty(T, B, N)
+    way = plan(N, h0.dtype)
+    with torch.cuda.device_of(h0):
+        gru_scan_fwd_kernel[(B,)](
+            x, w, h0, bias, hs, gates, None if kanai else pre, lengths, T, B, N=N, KANAI=kanai, BIAS=bias is not None,
+            LENGTHS=lengths is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
+        )  # fmt: skip
+    return hs, gates, pre
+
+
+def gru_scan_bwd(
+    grad_hs: Tensor,
+    hs: Tensor,
+    gates: Tensor,
+    pre: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    *,
+    variant: str,
+    need_params: bool = True,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See ``orthokern.ops.gru_scan``. Returns (grad_x, grad_w, grad_h0, grad_bias, grad_norm)."""
+    T, B, N = grad_hs.shape
+    kanai = variant == "kanai"
+    grad_x, grad_h0, square = torch.empty_like(gates), torch.empty_like(h0), h0.new_empty(T, B)
+    factor = h0.new_empty(T, B, N) if need_params else None
+    way = plan(N, h0.dtype)
+    with torch.cuda.device_of(h0):
+        gru_scan_bwd_kernel[(B,)](
+            grad_hs, hs, gates, None if kanai else pre, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0,
+            square, lengths, T, B, N=N, KANAI=kanai, FACTOR=factor is not None, LENGTHS=lengths is not None,
+            WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
+        )  # fmt: skip
+    empty, norm = h0.new_empty(0), square.sum(1).sqrt()
+    if factor is None:
+        return grad_x, empty, grad_h0, empty, norm
+    rows, rows_n = grad_x.view(T * B, 3 * N), factor.view(T * B, N)
+    grad_w = torch.empty_like(w)
+
+    def product_with_states(to: Tensor, left: Tensor) -> None:
+        """to = sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
+        torch.mm(left[:B].mT, h0, out=to)
+        to.addmm_(left[B:].mT, hs.view(T * B, N)[:-B])
+
+    product_with_states(grad_w[: 2 * N], rows[:, : 2 * N])
+    if kanai:
+        torch.mm(rows[:, 2 * N :].mT, rows_n, out=grad_w[2 * N :])
+    else:
+        product_with_states(grad_w[2 * N :], rows_n)
+    if bias is None:
+        return grad_x, grad_w, grad_h0, empty, norm
+    grad_bias = rows.sum(0)
+    if not kanai:
+        grad_bias[2 * N :] = rows_n.sum(0)
+    return grad_x, grad_w, grad_h0, grad_bias, norm
