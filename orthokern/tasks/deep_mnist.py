@@ -19,9 +19,10 @@ from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.penalties import OrthogonalPenalty
+from orthokern.tasks.digits import DigitsTask, add_digit_options
 from orthokern.tasks.optimization import NORMS, OPTIMIZERS, SCHEDULES, schedule_factor
-from orthokern.tasks.recurrent import add_epochs, epoch_order
-from orthokern.training import Task, cli
+from orthokern.tasks.recurrent import add_epochs
+from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 
 PIXELS, CLASSES = 784, 10
@@ -112,13 +113,13 @@ class DeepNetwork(nn.Module):
         return [layer.get_parameter("weight") for layer in self.layers]
 
 
-class DeepMnist(Task):
+class DeepMnist(DigitsTask):
     """Deep feedforward MNIST for the training loop; settings as DEFAULTS, complete."""
 
     name = "deep_mnist"
     baseline = math.log(CLASSES)
     time_steps = 1
-    iterations_per_epoch: int
+    EVALUATION_BATCH = 1000
     model: DeepNetwork
 
     def __init__(self, settings: Settings) -> None:
@@ -134,15 +135,7 @@ class DeepMnist(Task):
             (part.images.to(self.device), part.labels.to(self.device))
             for part in (data.train, data.validation, data.test)
         )
-        count = len(data.train)
-        if settings["batch"] > count:
-            raise InputError(f"--batch {settings['batch']}: there are {count} training images")
-        self.batches_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
-        self.iterations_per_epoch = max(1, self.batches_per_epoch // settings["accumulate"])
-        if settings["epochs"] is not None:
-            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
-        self.position = 0  # in batches
-        self._order: tuple[int, Tensor] | None = None
+        self.count_epochs()
         self.model = DeepNetwork(settings)
         self.penalty = OrthogonalPenalty(settings["penalty"], squared=settings["penalty_norm"] == "squared")
         self.optimizer = self._optimizer()
@@ -163,21 +156,6 @@ class DeepMnist(Task):
         images, labels = data
         return (images[chosen].float() - self._mean) * self._scale, labels[chosen]
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        epoch, batch = divmod(self.position, self.batches_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            order = epoch_order(self.settings["seed"], epoch, len(self.train_set[1]))
-            self._order = (epoch, order.to(self.device))
-        size = self.settings["batch"]
-        self.position += 1
-        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size][self.rows])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -187,33 +165,6 @@ class DeepMnist(Task):
     def clip_gradients(self) -> None:
         if self.settings["clip"] is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
-
-    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """After every epoch."""
-        return iteration % self.iterations_per_epoch == 0
-
-    def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
-        count, size, loss, right = len(data[1]), 1000, 0.0, 0.0
-        for start in range(0, count, size):
-            pixels, labels = self._batch(data, slice(start, start + size))
-            batch_loss, numbers = self.model(pixels, labels)
-            loss += batch_loss.item() * len(labels)
-            right += numbers["accuracy"].item() * len(labels)
-        return {"loss": loss / count, "accuracy": round(right) / count}
-
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """On the validation images: "accuracy" (fraction) and "loss" (nats, without the penalty)."""
-        return self._evaluate(self.validation_set)
-
-    def test(self) -> dict[str, float]:
-        return self._evaluate(self.test_set)
-
-    def score(self, evaluation: dict[str, float]) -> float:
-        return evaluation["accuracy"]
-
-    def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        goal = self.settings["goal"]
-        return goal is not None and 100.0 * evaluation["accuracy"] >= goal
 
     # ---- what is told ------------------------------------------------------------------------------------------------
 
@@ -228,15 +179,6 @@ class DeepMnist(Task):
         if gradients:
             found["grad_norm_by_layer"] = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).tolist()
         return found
-
-    def progress_text(self, metrics: dict[str, Any]) -> str:
-        return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"
-
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.0f} s"
-        if evaluation is None:
-            return f"not evaluated: {done}"
-        return f"validation accuracy {100 * evaluation['accuracy']:.2f} %, {done}"
 
     def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
         from orthokern.diagnostics import plots
@@ -286,17 +228,10 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.deep_mnist", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", metavar="DIR", help="folder with the four MNIST files (needed)")
-    group.add_argument(
-        "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
-    )
+    add_digit_options(group)
     group.add_argument(
         "--no-standardize", dest="standardize", action="store_false",
         help="pixels as they are, in [0, 1], instead of each with mean 0 and variance 1 over the training images",
-    )  # fmt: skip
-    group.add_argument(
-        "--goal", type=real(0.0, exclusive=True, maximum=100.0, none=True), metavar="PERCENT",
-        help="stop at this validation accuracy; none (default none)",
     )  # fmt: skip
     add_epochs(group, DEFAULTS["epochs"])
     group = parser.add_argument_group("the network")

@@ -143,6 +143,8 @@ def complete(settings: Settings, what: str) -> Settings:
         settings["constraint"] = "projection" if settings["clip"] is None else "none"
     if settings["constraint"] == "none":
         settings["delta"] = None
+    if settings["init_std"] is None:
+        settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
     return settings
 
 

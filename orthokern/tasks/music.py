@@ -184,10 +184,7 @@ def complete(settings: Settings) -> Settings:
     Raises:
         InputError: no --data, or settings that don't go together.
     """
-    settings = gru.complete(settings, "the piano rolls")
-    if settings["init_std"] is None:
-        settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
-    return settings
+    return gru.complete(settings, "the piano rolls")
 
 
 PRESETS: dict[str, Settings] = {}

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Parser, Settings, integer, one_of
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
+from orthokern.tasks.digits import DigitsTask, add_digit_options
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, epoch_order, start_normal, start_recurrence
+from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_normal, start_recurrence
 from orthokern.training import cli
 
 DEFAULTS: Settings = {
@@ -183,12 +183,11 @@ class PixelModel(nn.Module):
         return self.readout.loss(last, labels), {"accuracy": right.double().mean()}
 
 
-class PixelMnist(RecurrentTask):
+class PixelMnist(DigitsTask, RecurrentTask):
     """Sequential MNIST for the training loop; settings as DEFAULTS, complete."""
 
     name = "pixel_mnist"
     baseline = math.log(10.0)
-    iterations_per_epoch: int
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, classes=10)
@@ -201,15 +200,7 @@ class PixelMnist(RecurrentTask):
         if settings["standardize"]:
             mean, deviation = pixel_statistics(self.train_set[0].T.cpu())
             self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
-        count = len(self.train_set[1])
-        if settings["batch"] > count:
-            raise InputError(f"--batch {settings['batch']}: there are {count} training images")
-        self.batches_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
-        self.iterations_per_epoch = max(1, self.batches_per_epoch // settings["accumulate"])
-        if settings["epochs"] is not None:
-            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
-        self.position = 0  # in batches
-        self._order: tuple[int, Tensor] | None = None
+        self.count_epochs()
         self.build(PixelModel(settings))
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,57 +218,6 @@ class PixelMnist(RecurrentTask):
         pixels, labels = data
         mean, deviation = self._scaling or (0.0, 255.0)
         return ((pixels[:, chosen].float() - mean) / deviation).unsqueeze(-1), labels[chosen]
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        epoch, batch = divmod(self.position, self.batches_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            order = epoch_order(self.settings["seed"], epoch, len(self.train_set[1]))
-            self._order = (epoch, order.to(self.device))
-        size = self.settings["batch"]
-        self.position += 1
-        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size][self.rows])
-
-    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """After every epoch."""
-        return iteration % self.iterations_per_epoch == 0
-
-    def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
-        count, size, total = len(data[1]), 500, {"loss": 0.0, "accuracy": 0.0}
-        for start in range(0, count, size):
-            pixels, labels = self._batch(data, slice(start, start + size))
-            loss, numbers = self.model(pixels, labels)
-            total["loss"] += loss.item() * len(labels)
-            total["accuracy"] += numbers["accuracy"].item() * len(labels)
-        return {name: value / count for name, value in total.items()}
-
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """On the validation images: "accuracy" (fraction) and "loss" (nats)."""
-        return self._evaluate(self.validation_set)
-
-    def test(self) -> dict[str, float]:
-        return self._evaluate(self.test_set)
-
-    def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        goal = self.settings["goal"]
-        return goal is not None and 100.0 * evaluation["accuracy"] >= goal
-
-    def score(self, evaluation: dict[str, float]) -> float:
-        return evaluation["accuracy"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-    def progress_text(self, metrics: dict[str, Any]) -> str:
-        return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"
-
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.0f} s"
-        if evaluation is None:
-            return f"not evaluated: {done}"
-        return f"validation accuracy {100 * evaluation['accuracy']:.2f} %, {done}"
 
     def title(self) -> str:
         return ("permuted, " if self.settings["permuted"] else "") + super().title()
@@ -312,12 +252,9 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.pixel_mnist", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", metavar="DIR", help="folder with the four MNIST files (needed)")
+    add_digit_options(group)
     group.add_argument("--permuted", action="store_true", help="read the pixels in a random order, the same for all")
     group.add_argument("--permutation-seed", type=integer(0), metavar="N", help="seed of that order (default 0)")
-    group.add_argument(
-        "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
-    )
     group.add_argument(
         "--pool",
         type=integer(1),
@@ -328,12 +265,6 @@ def _parser() -> Parser:
         "--standardize", action="store_true",
         help="every pixel with mean 0 and variance 1 over the training images, instead of all in [0, 1]",
     )  # fmt: skip
-    group.add_argument(
-        "--goal",
-        type=real(0.0, exclusive=True, maximum=100.0, none=True),
-        metavar="PERCENT",
-        help="stop at this validation accuracy; none (default none)",
-    )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_sigma(group)
     recurrent.add_epochs(group, DEFAULTS["epochs"])

@@ -211,10 +211,7 @@ def complete(settings: Settings) -> Settings:
     Raises:
         InputError: no --data, or settings that don't go together.
     """
-    settings = gru.complete(settings, "the Penn Treebank's text files")
-    if settings["init_std"] is None:
-        settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
-    return settings
+    return gru.complete(settings, "the Penn Treebank's text files")
 
 
 PRESETS: dict[str, Settings] = {}

@@ -1,0 +1,119 @@
+"""What the tasks on MNIST's images share: epochs over them, evaluations, and their options."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern.commandline import Settings, integer, real
+from orthokern.errors import InputError
+from orthokern.tasks.recurrent import epoch_order
+from orthokern.training import Task
+
+__all__ = ["DigitsTask", "add_digit_options"]
+
+
+class DigitsTask(Task):
+    """Every training image once an epoch, in an order of the epoch's own; evaluated after every epoch.
+
+    A subclass sets the three sets, calls `count_epochs`, and says what a batch is (`_batch`).
+    """
+
+    EVALUATION_BATCH = 500  # images
+    settings: Settings
+    device: torch.device
+    rows: slice  # of a joint batch, this process's
+    train_set: tuple[Tensor, Tensor]  # images uint8, labels [n] int64
+    validation_set: tuple[Tensor, Tensor]
+    test_set: tuple[Tensor, Tensor]
+    iterations_per_epoch: int
+
+    def count_epochs(self) -> None:
+        """Turns settings["epochs"] into iterations.
+
+        Raises:
+            InputError: a batch larger than the training set.
+        """
+        settings, count = self.settings, len(self.train_set[1])
+        if settings["batch"] > count:
+            raise InputError(f"--batch {settings['batch']}: there are {count} training images")
+        self.batches_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
+        self.iterations_per_epoch = max(1, self.batches_per_epoch // settings["accumulate"])
+        if settings["epochs"] is not None:
+            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
+        self.position = 0  # in batches
+        self._order: tuple[int, Tensor] | None = None
+
+    def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """What the model takes of the chosen images, and their labels [B]."""
+        raise NotImplementedError
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        epoch, batch = divmod(self.position, self.batches_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            order = epoch_order(self.settings["seed"], epoch, len(self.train_set[1]))
+            self._order = (epoch, order.to(self.device))
+        size = self.settings["batch"]
+        self.position += 1
+        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size][self.rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    # ---- evaluation
+
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        """After every epoch."""
+        return iteration % self.iterations_per_epoch == 0
+
+    def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
+        count, size, loss, right = len(data[1]), self.EVALUATION_BATCH, 0.0, 0.0
+        for start in range(0, count, size):
+            pixels, labels = self._batch(data, slice(start, start + size))
+            batch_loss, numbers = self.model(pixels, labels)
+            loss += batch_loss.item() * len(labels)
+            right += numbers["accuracy"].item() * len(labels)
+        return {"loss": loss / count, "accuracy": round(right) / count}
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """On the validation images: "accuracy" (fraction) and "loss" (nats, without any penalty)."""
+        return self._evaluate(self.validation_set)
+
+    def test(self) -> dict[str, float]:
+        return self._evaluate(self.test_set)
+
+    def score(self, evaluation: dict[str, float]) -> float:
+        return evaluation["accuracy"]
+
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        goal = self.settings["goal"]
+        return goal is not None and 100.0 * evaluation["accuracy"] >= goal
+
+    # ---- what is told
+
+    def progress_text(self, metrics: dict[str, Any]) -> str:
+        return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        done = f"iteration {iteration}, {seconds:.0f} s"
+        if evaluation is None:
+            return f"not evaluated: {done}"
+        return f"validation accuracy {100 * evaluation['accuracy']:.2f} %, {done}"
+
+
+def add_digit_options(group: argparse._ArgumentGroup) -> None:
+    """--data, --validation and --goal."""
+    group.add_argument("--data", metavar="DIR", help="folder with the four MNIST files (needed)")
+    group.add_argument(
+        "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
+    )
+    group.add_argument(
+        "--goal", type=real(0.0, exclusive=True, maximum=100.0, none=True), metavar="PERCENT",
+        help="stop at this validation accuracy; none (default none)",
+    )  # fmt: skip
