@@ -14,7 +14,7 @@ from orthokern.errors import InputError, unknown_name
 
 EXIT_OK, EXIT_BAD_INPUT = 0, 2
 
-FIGURES = ("curves", "gradients", "spectrum", "states", "angles")
+FIGURES = ("curves", "gradients", "spectrum", "states", "angles", "stability")
 _QUANTITIES = ("loss", "accuracy")  # drawn unless others are asked for, with what was measured on held-out data
 
 DESCRIPTION = """\
@@ -30,6 +30,7 @@ going on. Nothing is trained, and no checkpoint is read.
   spectrum   singular values of the recurrent matrix: mean, standard deviation, smallest, largest
   states     how large the hidden state is at each time step
   angles     eigenvalues of the recurrent matrix by angle: how fast it turns what it remembers
+  stability  of a GRU: the gradient's norm and the spectral radius of its Jacobian at rest
 
 The legend names the settings in which the runs differ.
 """
@@ -161,7 +162,9 @@ def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) ->
     actions: dict[str, tuple[str, Callable[[Path], Path | None]]] = {
         "curves": (
             "learning.png",
-            lambda path: plots.plot_learning(
+            (lambda path: plots.plot_losses(records, path, label="nats", title=title))
+            if any("nll" in record for record in records)
+            else lambda path: plots.plot_learning(
                 records,
                 path,
                 baseline=given.get("baseline", number_at(run.config, "baseline")),
@@ -188,6 +191,7 @@ def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) ->
             ),
         ),
         "angles": ("angles.png", lambda path: plots.plot_angles(records, path, title=title, key=angles)),
+        "stability": ("stability.png", lambda path: plots.plot_stability(records, path, title=title)),
     }
     file, action = actions[name]
     path = _write(out / file, lambda: action(out / file))
@@ -211,6 +215,8 @@ def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -
         found = {"spectrum.png": plots.compare_spectra(runs, key=spectrum, **common)}
     elif name == "states":
         found = {"states.png": plots.compare_states(runs, **common)}
+    elif name == "stability":
+        found = {"stability.png": plots.compare_stability(runs, **common)}
     else:
         found = {"angles.png": plots.compare_angles(runs, key=angles, **common)}
     return [
