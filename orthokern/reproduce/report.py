@@ -191,7 +191,7 @@ def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> P
     if experiment.figure == "gradients":
         figure = plots.compare_gradients(records, legend=experiment.legend, title=experiment.title)
     elif experiment.figure == "stability":
-        figure = plots.compare_stability(records, legend=experiment.legend, title=experiment.title)
+        figure = plots.compare_stability(records, legend=experiment.legend, x="iteration", title=experiment.title)
     elif experiment.figure == "dynamics":
         figure = plots.compare_dynamics(records, legend=experiment.legend, title=experiment.title)
     elif experiment.figure == "spectrum":
