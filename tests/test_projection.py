@@ -64,7 +64,7 @@ def test_the_block_method_is_the_projection_of_the_svd(
             expected = by_svd(matrix, 1.8, projection.trigger)
             with monkeypatch.context() as context:
                 if case not in FAR or (dtype == torch.float32 and case != "far above"):
-                    context.setattr(SpectralNormProjection, "_by_svd", None)
+                    context.setattr(SpectralNormProjection, "_decompose", None)
                 projection.step()
             tolerance = 1e-6 if dtype == torch.float32 else 1e-12
             torch.testing.assert_close(matrix, expected, rtol=0, atol=tolerance * float(s[0]))
@@ -113,7 +113,7 @@ def test_bounded_after_every_step(kind: str) -> None:
     if kind == "tiny":  # the bound shows that there is nothing to do
         assert counts["checks"] <= 2
     counts = walk(kind, 100, 6)
-    assert counts["svds"] < counts["checks"] or kind in ("tiny", "new", "all", "scales")
+    assert counts["decompositions"] < counts["checks"] or kind in ("tiny", "new", "all", "scales")
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_no_truncation_goes_unproved(monkeypatch: pytest.MonkeyPatch) -> None:
         projection = SpectralNormProjection([matrix])
         projection._bounds[0], projection._before[0] = 2.31, w.clone()
         projection.step()
-        assert projection.counts["svds"] == 1
+        assert projection.counts["decompositions"] == 1
         torch.testing.assert_close(matrix, by_svd(w, 1.8, 1.8))
 
 
@@ -195,7 +195,7 @@ def test_one_certificate_serves_many_steps() -> None:
         expected = by_svd(w, 1.8, 1.8)
         projection.step()
         torch.testing.assert_close(w, expected, rtol=0, atol=1e-6)
-    assert projection.counts == {"steps": 9, "checks": 9, "projections": 8, "certificates": 0, "svds": 1}
+    assert projection.counts == {"steps": 9, "checks": 9, "projections": 8, "certificates": 0, "decompositions": 1}
     # the proof is one: with a level that claims less than there is outside of V, what is hidden there would stay
     certificate = projection._certificates[0]
     assert certificate is not None

@@ -17,8 +17,10 @@ from orthokern.errors import InputError, unknown_name
 __all__ = ["SpectralNormProjection"]
 
 THRESHOLDS = ("2-delta", "2")
-# Up to this many columns a full SVD costs less than what avoids it.
+# Up to this many columns a full decomposition costs less than what avoids it.
 _SMALL = 96
+# Singular values this many times the threshold are decomposed themselves, and not their squares.
+_RANGE = 100.0
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
 # A certificate's directions: all singular values above this part of the threshold, within limits.
 _WATCHED = 0.9
@@ -74,9 +76,10 @@ class SpectralNormProjection:
            iteration outside of V finds what it lacks, and the Cholesky factorisation of
            l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds.
 
-        If that fails too, for the first check, and for matrices with at most 96 columns or rows, a full SVD takes over;
-        it leaves a certificate as well. Bounds and what is taken out are float64; directions are searched for in the
-        matrix's dtype.
+        If that fails too, for the first check, for matrices with at most 96 columns or rows, and while more than a
+        quarter of all values are near the threshold, a full decomposition takes over: of G, or W's SVD where squares
+        would cost digits. It leaves a certificate as well. Bounds and what is taken out are float64; directions are
+        searched for in the matrix's dtype.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
@@ -90,7 +93,7 @@ class SpectralNormProjection:
 
     Attributes:
         counts: of "steps", "checks" (matrices whose bound did not suffice), "projections" (matrices changed),
-            "certificates" (found by step 3 of the note), "svds".
+            "certificates" (found by step 3 of the note), "decompositions".
 
     Raises:
         InputError: for a delta outside (0, 2), for what is no matrix, and from ``step`` for NaN or infinity.
@@ -123,7 +126,7 @@ class SpectralNormProjection:
         self._before: list[Tensor | None] = [None] * len(self._matrices)
         self._bounds = [math.inf] * len(self._matrices)
         self._certificates: list[_Certificate | None] = [None] * len(self._matrices)
-        self.counts = {"steps": 0, "checks": 0, "projections": 0, "certificates": 0, "svds": 0}
+        self.counts = {"steps": 0, "checks": 0, "projections": 0, "certificates": 0, "decompositions": 0}
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -208,8 +211,8 @@ class SpectralNormProjection:
                     self._certificates[index] = certificate
                     result = self._within(w, certificate, rounding)
         if result is None:
-            self.counts["svds"] += 1
-            result, self._certificates[index] = self._by_svd(w)
+            self.counts["decompositions"] += 1
+            result, self._certificates[index] = self._decompose(w)
         projected, largest = result
         if projected is not None:
             self.counts["projections"] += 1
@@ -217,23 +220,32 @@ class SpectralNormProjection:
         self._before[index] = matrix.clone()
         self._bounds[index] = largest * (1 + 4 * rounding)  # of what was rounded to the matrix's dtype
 
-    def _by_svd(self, w: Tensor) -> tuple[tuple[Tensor | None, float], _Certificate | None]:
+    def _decompose(self, w: Tensor) -> tuple[tuple[Tensor | None, float], _Certificate | None]:
         """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
-        u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
-        K = len(s)
+        exact = w.double()
+        K = w.shape[1]
+        theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
+        s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
+        if float(s[0]) > _RANGE * self.trigger:  # the square would cost too many of the digits near the threshold
+            _, s, vh = torch.linalg.svd(exact, full_matrices=False)
+            v = vh.mT
         certificate = None
         if K > _SMALL:
             watched = min(max(int((s > _WATCHED * self.trigger).sum()), _FEWEST), K // 4)
-            v = vh[:watched].mT.contiguous().to(w.dtype)
-            certificate = _Certificate(w.clone(), v, w @ v, float(s[watched]) * (1 + 1e-6))
+            directions = v[:, :watched].contiguous().to(w.dtype)
+            level = float(s[watched]) * (1 + 1e-6) + 1e-7 * float(s[0])
+            if level < (1 - 2 * _MARGIN) * self.trigger:  # else it would not outlive the next step
+                certificate = _Certificate(w.clone(), directions, w @ directions, level)
         count = int((s > self.trigger).sum())
         if count == 0:
             return (None, float(s[0])), certificate
+        large = v[:, :count]
+        taken = (exact @ large) * (1 - self.limit / s[:count])
         rest = float(s[count]) if count < K else 0.0
-        return (w - (u[:, :count] * (s[:count] - self.limit)) @ vh[:count], max(self.limit, rest)), certificate
+        return (exact - taken @ large.mT, max(self.limit, rest)), certificate
 
     def _within(self, w: Tensor, certificate: _Certificate, rounding: float) -> tuple[Tensor | None, float] | None:
-        """As ``_by_svd`` by steps 1 and 2 of Note [Work]; None where the certificate does not suffice."""
+        """As ``_decompose`` by steps 1 and 2 of Note [Work]; None where the certificate does not suffice."""
         basis = certificate.v
         image = w @ basis  # W V [M, k]
         outside = certificate.complement(w, image) ** 2
