@@ -43,7 +43,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
-    """Seed every generator, and give back the thread count that a test may have changed."""
+    """Seed every generator, and give back what a run in this process changes: thread count, flushing of denormals."""
     random.seed(42)
     np.random.seed(42)  # noqa: NPY002  (for libraries that draw from the global generator)
     torch.manual_seed(42)
@@ -51,6 +51,7 @@ def fixed_seeds() -> Iterator[None]:
     yield
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ from orthokern.training.metrics import TIMING_FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-plots"]
-
-
-@pytest.fixture(autouse=True)
-def keep_denormals() -> Iterator[None]:
-    """A run flushes denormal numbers in the whole process; other tests want them as they were."""
-    yield
-    torch.set_flush_denormal(False)
 
 
 def run(*arguments: object) -> int:

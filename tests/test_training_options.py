@@ -6,7 +6,6 @@ import io
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ from orthokern.training.loop import _joint_profile
 from orthokern.training.progress import Progress
 
 OPTIONS = ["--iterations", 20, "--threads", 1, "--no-plots"]
-
-
-@pytest.fixture(autouse=True)
-def keep_denormals() -> Iterator[None]:
-    """A run flushes denormal numbers in the whole process; other tests want them as they were."""
-    yield
-    torch.set_flush_denormal(False)
 
 
 def run(*arguments: object) -> int:
