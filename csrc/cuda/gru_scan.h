@@ -9,8 +9,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "cuda/launch.h"
-
 namespace orthokern {
 namespace cuda {
 
