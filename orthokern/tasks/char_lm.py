@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options, penalty
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_recurrence, stream_seed
+from orthokern.tasks.recurrent import STARTS, RecurrentTask, count_epochs, start_recurrence, stream_seed
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 
@@ -170,20 +171,15 @@ class CharTask(RecurrentTask):
     parts: dict[str, Any]  # "validation" and "test", for `_evaluate`
     steps: int  # of the last batch
 
-    def _count_iterations(self, batches_per_epoch: int) -> None:
-        self.iterations_per_epoch = max(1, batches_per_epoch // self.settings["accumulate"])
-        if self.settings["epochs"] is not None:
-            self.settings["iterations"] = self.settings["epochs"] * self.iterations_per_epoch
-
     # ---- evaluation
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """After every epoch."""
         return iteration % self.iterations_per_epoch == 0
 
+    @abstractmethod
     def _evaluate(self, part: Any) -> dict[str, float]:
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
-        raise NotImplementedError
 
     @staticmethod
     def _means(total: dict[str, float], targets: int) -> dict[str, float]:
@@ -234,7 +230,7 @@ class CharLm(CharTask):
         self.batches = data.train.batches(
             settings["batch"], generator, bucket=settings["bucket"], part=(shard.rank, shard.world)
         )
-        self._count_iterations(self.batches.per_epoch)
+        self.iterations_per_epoch = count_epochs(settings, self.batches.per_epoch)
         self.build(CharModel(settings))
 
     def next_batch(self) -> tuple[PackedSequence, Tensor, float]:
@@ -283,7 +279,7 @@ class CharStream(CharTask):
         self.parts = {part: stream_rows(getattr(data, part), count).to(self.device) for part, count in rows.items()}
         self.time_steps = min(settings["bptt"], len(self.parts["train"]) - 1)
         self.pieces = -(-(len(self.parts["train"]) - 1) // settings["bptt"])
-        self._count_iterations(self.pieces)
+        self.iterations_per_epoch = count_epochs(settings, self.pieces)
         self.position = 0  # of the next piece in the epoch
         self.carried: State | None = None
         self.build(StreamModel(settings))

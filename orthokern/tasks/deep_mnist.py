@@ -135,7 +135,7 @@ class DeepMnist(DigitsTask):
             (part.images.to(self.device), part.labels.to(self.device))
             for part in (data.train, data.validation, data.test)
         )
-        self.count_epochs()
+        self.begin_epochs()
         self.model = DeepNetwork(settings)
         self.penalty = OrthogonalPenalty(settings["penalty"], squared=settings["penalty_norm"] == "squared")
         self.optimizer = self._optimizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from orthokern.commandline import Settings, integer, real
 from orthokern.errors import InputError
-from orthokern.tasks.recurrent import epoch_order
+from orthokern.tasks.recurrent import count_epochs, epoch_order
 from orthokern.training import Task
 
 __all__ = ["DigitsTask", "add_digit_options"]
@@ -19,7 +20,7 @@ __all__ = ["DigitsTask", "add_digit_options"]
 class DigitsTask(Task):
     """Every training image once an epoch, in an order of the epoch's own; evaluated after every epoch.
 
-    A subclass sets the three sets, calls `count_epochs`, and says what a batch is (`_batch`).
+    A subclass sets the three sets, calls `begin_epochs`, and says what a batch is (`_batch`).
     """
 
     EVALUATION_BATCH = 500  # images
@@ -31,7 +32,7 @@ class DigitsTask(Task):
     test_set: tuple[Tensor, Tensor]
     iterations_per_epoch: int
 
-    def count_epochs(self) -> None:
+    def begin_epochs(self) -> None:
         """Turns settings["epochs"] into iterations.
 
         Raises:
@@ -41,15 +42,13 @@ class DigitsTask(Task):
         if settings["batch"] > count:
             raise InputError(f"--batch {settings['batch']}: there are {count} training images")
         self.batches_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
-        self.iterations_per_epoch = max(1, self.batches_per_epoch // settings["accumulate"])
-        if settings["epochs"] is not None:
-            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
+        self.iterations_per_epoch = count_epochs(settings, self.batches_per_epoch)
         self.position = 0  # in batches
         self._order: tuple[int, Tensor] | None = None
 
+    @abstractmethod
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
         """What the model takes of the chosen images, and their labels [B]."""
-        raise NotImplementedError
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, batch = divmod(self.position, self.batches_per_epoch)

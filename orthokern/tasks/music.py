@@ -27,7 +27,7 @@ from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
-from orthokern.tasks.recurrent import add_epochs, stream_seed
+from orthokern.tasks.recurrent import add_epochs, count_epochs, stream_seed
 from orthokern.training import cli
 
 # Kanai et al. 2017, section 4.1.2. Training ends when the rate falls below lr_floor; "epochs" is a bound for that.
@@ -85,9 +85,7 @@ class MusicTask(GruTask):
         self.data = load_music(settings["data"], settings["collection"])
         generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
         self.windows = self.data.train.windows(settings["batch"], settings["window"], generator)
-        self.iterations_per_epoch = max(1, self.windows.per_epoch // settings["accumulate"])
-        if settings["epochs"] is not None:
-            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
+        self.iterations_per_epoch = count_epochs(settings, self.windows.per_epoch)
         self.best_loss, self.waited = math.inf, 0
         self.build(MusicModel(settings))
 

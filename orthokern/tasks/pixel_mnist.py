@@ -200,7 +200,7 @@ class PixelMnist(DigitsTask, RecurrentTask):
         if settings["standardize"]:
             mean, deviation = pixel_statistics(self.train_set[0].T.cpu())
             self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
-        self.count_epochs()
+        self.begin_epochs()
         self.build(PixelModel(settings))
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

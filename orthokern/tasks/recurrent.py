@@ -30,6 +30,7 @@ __all__ = [
     "add_sigma",
     "complete",
     "complete_with_data",
+    "count_epochs",
     "epoch_order",
     "start_help",
     "start_normal",
@@ -75,6 +76,14 @@ def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
         metavar="N",
         help=f"stop after N times through the training data (default {default})",
     )
+
+
+def count_epochs(settings: Settings, batches: int) -> int:
+    """Iterations of an epoch of `batches` batches; settings["epochs"] becomes settings["iterations"]."""
+    per_epoch: int = max(1, batches // settings["accumulate"])
+    if settings["epochs"] is not None:
+        settings["iterations"] = settings["epochs"] * per_epoch
+    return per_epoch
 
 
 def add_sigma(group: argparse._ArgumentGroup) -> None:

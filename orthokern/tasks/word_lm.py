@@ -25,7 +25,7 @@ from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
-from orthokern.tasks.recurrent import add_epochs
+from orthokern.tasks.recurrent import add_epochs, count_epochs
 from orthokern.training import cli
 
 # Kanai et al. 2017, section 4.1.1.
@@ -91,9 +91,7 @@ class WordLm(GruTask):
         )  # fmt: skip
         self.streams = stream_rows(self.data.train, settings["batch"]).to(self.device)  # [L, B]
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings["window"])
-        self.iterations_per_epoch = max(1, self.windows_per_epoch // settings["accumulate"])
-        if settings["epochs"] is not None:
-            settings["iterations"] = settings["epochs"] * self.iterations_per_epoch
+        self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
         self.position = 0  # windows read
         self.build(WordModel(words, settings))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda iteration: self._rate(iteration))
