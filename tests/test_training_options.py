@@ -16,6 +16,7 @@ from test_kill_resume import records, same
 from torch import Tensor
 from toy_task import DEFAULTS, Toy
 
+from orthokern import dispatch
 from orthokern.training import LoopSettings, RunFolder, load_checkpoint, save_checkpoint, train
 from orthokern.training.loop import _joint_profile
 from orthokern.training.progress import Progress
@@ -78,6 +79,34 @@ def test_accumulation_is_a_setting_of_the_run(tmp_path: Path, capsys: pytest.Cap
     assert run("--resume", tmp_path / "run", "--accumulate", 3) == 2
     assert "--accumulate 3: the run to resume has --accumulate 2" in capsys.readouterr().err
     assert run("--out", tmp_path / "other", "--accumulate", 0) == 2
+
+
+# ---- the backend ---------------------------------------------------------------------------------
+
+
+def test_the_environment_chooses_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the command line names none; the record says what was used, and a resumed run keeps to it."""
+
+    def used(name: str, *options: object) -> str:
+        assert run(*OPTIONS, "--iterations", 2, "--out", tmp_path / name, *options) == 0
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        return str(config["settings"]["backend"])
+
+    assert used("auto") == "auto"
+    monkeypatch.setattr(dispatch, "_process_default", "reference")
+    assert used("variable") == "reference"
+    assert used("option", "--backend", "auto") == "auto"
+    monkeypatch.setattr(dispatch, "_process_default", "auto")
+    assert run("--resume", tmp_path / "variable", "--iterations", 3) == 0
+    assert load_checkpoint(tmp_path / "variable" / "checkpoint.pt")["settings"]["backend"] == "reference"
+    monkeypatch.setattr(dispatch, "_process_default", "foo")
+    capsys.readouterr()
+    assert run(*OPTIONS, "--out", tmp_path / "foo") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: unknown backend in ORTHOKERN_BACKEND 'foo'") and error.count("\n") == 1
+    assert not (tmp_path / "foo").exists()
 
 
 # ---- norms through time --------------------------------------------------------------------------

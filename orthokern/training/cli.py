@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from orthokern.commandline import Parser, Settings, device, integer, one_of, real
-from orthokern.dispatch import BACKENDS
+from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
@@ -54,7 +54,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         "--backend",
         type=one_of("backend", ("auto", *BACKENDS)),
         metavar="NAME",
-        help=f"auto, {', '.join(BACKENDS)} (default auto)",
+        help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
     )
     group.add_argument(
         "--threads", type=integer(1), metavar="N", help="CPU threads (default: as many as torch chooses)"
@@ -96,7 +96,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
 RUN_DEFAULTS: Settings = {
     "seed": 0,
     "device": "cuda" if torch.cuda.is_available() else "cpu",
-    "backend": "auto",
+    "backend": None,
     "threads": None,
     "checkpoint_every": 50,
     "diagnose_every": 10,
@@ -120,7 +120,7 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
 
     Raises:
         CheckpointError: the command line differs from the run to resume in a setting that a resumed run can't change.
-        InputError: both --epochs and --iterations were given.
+        InputError: both --epochs and --iterations were given, or ORTHOKERN_BACKEND, where it counts, names no backend.
     """
     if "iterations" in given and "epochs" in defaults:
         if "epochs" in given:
@@ -134,8 +134,12 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
                     f"{option} {given[key]}: the run to resume has {option} {stored[key]}; "
                     "leave the option out, or start a new run"
                 )
-        return {**defaults, **stored, **given}
-    return {**defaults, **presets.get(given.get("preset") or "", {}), **given}
+        settings = {**defaults, **stored, **given}
+    else:
+        settings = {**defaults, **presets.get(given.get("preset") or "", {}), **given}
+    if settings["backend"] is None:  # from here on a name: the record says what was used, and a resumed run keeps it
+        settings["backend"] = requested(None)
+    return settings
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
