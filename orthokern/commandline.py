@@ -18,14 +18,17 @@ Settings = dict[str, Any]
 # ---- values of options -----------------------------------------------------------------------------------------------
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least `minimum`."""
+def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
+    """An argparse type: an integer of at least `minimum`. The default of `maximum` is beyond any size or count, and
+    within what torch takes for one."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = minimum - 1
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at most {maximum}")
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {minimum}")
         return value
@@ -34,14 +37,21 @@ def integer(minimum: int) -> Callable[[str], int]:
 
 
 def real(
-    minimum: float = -math.inf, *, exclusive: bool = False, maximum: float = math.inf, none: bool = False
+    minimum: float = -math.inf,
+    *,
+    exclusive: bool = False,
+    maximum: float = math.inf,
+    below: float = math.inf,
+    none: bool = False,
 ) -> Callable[[str], float | None]:
-    """An argparse type: a finite number in a range; with `none`, also the word none."""
+    """An argparse type: a finite number in a range, from `minimum` (with `exclusive`, above it) up to `maximum` and
+    less than `below`; with `none`, also the word none."""
     at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
     accepted = (
         "a number"
         + at_least
         + (f" and at most {maximum:g}" if maximum < math.inf else "")
+        + (f" and below {below:g}" if below < math.inf else "")
         + (" or none" if none else "")
     )
 
@@ -52,7 +62,8 @@ def real(
             value = float(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value < minimum or value > maximum or (exclusive and value == minimum):
+        inside = minimum <= value <= maximum and value < below and not (exclusive and value == minimum)
+        if not (math.isfinite(value) and inside):
             raise argparse.ArgumentTypeError(f"{text!r} is not {accepted}")
         return value
 

@@ -308,6 +308,13 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("adding", "--T 10 --model rnn --spectrum-prior 1", "--spectrum-prior: for --model factorized, not rnn"),
         ("adding", "--T 10 --init glorot", "--init glorot with --margin 1"),
         ("adding", "--T 10 --schedule sine", "unknown schedule 'sine'"),
+        ("adding", f"--seed {2**63}", f"'{2**63}' is not an integer of at most {2**63 - 1}"),
+        ("adding", "--optimizer adam --beta1 1.0", "beta1: '1.0' is not a number of at least 0 and below 1"),
+        ("adding", "--optimizer adam --beta2 1", "beta2: '1' is not a number of at least 0 and below 1"),
+        ("adding", "--alpha 1.0", "alpha: '1.0' is not a number of at least 0 and below 1"),
+        ("adding", "--eps 0", "eps: '0' is not a number above 0"),
+        ("copy", "--T 1000000000000000", "out of memory on cpu"),
+        ("adding", f"--batch {2**53}", "a tensor of more than 2^63 bytes could not be allocated; lower --T"),
     ],
 )
 def test_bad_input(

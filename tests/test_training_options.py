@@ -109,6 +109,44 @@ def test_the_environment_chooses_the_backend(
     assert not (tmp_path / "foo").exists()
 
 
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*OPTIONS, "--hidden", 10_000_000, "--out", tmp_path / "run") == 2
+    line = (
+        "error: out of memory on cpu: 7.451e+05 GiB could not be allocated; lower --hidden (10000000) or --batch (8)\n"
+    )
+    assert capsys.readouterr().err == line and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "error, what",
+    [
+        (RuntimeError("CUDA: allocating 4096 bytes: out of memory (cudaErrorMemoryAllocation)"), "a tensor"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 80 GiB"), "20.00 GiB"),
+        (MemoryError("std::bad_alloc"), "a tensor"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+    ids=["native", "torch", "python", "another"],
+)
+def test_memory_that_ends_in_training(
+    error: Exception, what: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(self: Toy, batch: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Toy, "loss", fail)
+    if what is None:  # a bug keeps its traceback
+        with pytest.raises(RuntimeError, match="mat1"):
+            run(*OPTIONS, "--out", tmp_path / "run")
+        return
+    assert run(*OPTIONS, "--out", tmp_path / "run") == 2
+    line = f"error: out of memory on cpu: {what} could not be allocated; lower --hidden (12) or --batch (8)\n"
+    assert capsys.readouterr().err == line
+
+
 # ---- norms through time --------------------------------------------------------------------------
 
 

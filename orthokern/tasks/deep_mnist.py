@@ -258,9 +258,12 @@ def _parser() -> Parser:
     )  # fmt: skip
     group.add_argument("--lr", type=real(0.0), metavar="X", help="learning rate (default 0.01)")
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help="of sgd (default 0)")
-    group.add_argument("--alpha", type=real(0.0, maximum=1.0), metavar="X", help="rmsprop's memory (default 0.9)")
+    group.add_argument("--alpha", type=real(0.0, below=1.0), metavar="X", help="rmsprop's memory (default 0.9)")
     group.add_argument(
-        "--eps", type=real(0.0), metavar="X", help="rmsprop, adam: added to the gradient's size (default 1e-8)"
+        "--eps",
+        type=real(0.0, exclusive=True),
+        metavar="X",
+        help="rmsprop, adam: added to the gradient's size (default 1e-8)",
     )
     group.add_argument(
         "--schedule", type=one_of("schedule", SCHEDULES), metavar="NAME",

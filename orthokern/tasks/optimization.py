@@ -131,15 +131,18 @@ def add_optimizer_options(
         metavar="X",
         help="exprnn, nnrnn: rate of A in the orthogonal exp(A) " + default("skew_lr", "a tenth of --lr"),
     )
-    group.add_argument("--alpha", type=real(0.0, maximum=1.0), metavar="X", help=f"rmsprop's memory {default('alpha')}")
+    group.add_argument("--alpha", type=real(0.0, below=1.0), metavar="X", help=f"rmsprop's memory {default('alpha')}")
     group.add_argument(
-        "--eps", type=real(0.0), metavar="X", help=f"rmsprop, adam: added to the gradient's size {default('eps')}"
+        "--eps",
+        type=real(0.0, exclusive=True),
+        metavar="X",
+        help=f"rmsprop, adam: added to the gradient's size {default('eps')}",
     )
     group.add_argument(
-        "--beta1", type=real(0.0, maximum=1.0), metavar="X", help=f"adam's memory of the gradient {default('beta1')}"
+        "--beta1", type=real(0.0, below=1.0), metavar="X", help=f"adam's memory of the gradient {default('beta1')}"
     )
     group.add_argument(
-        "--beta2", type=real(0.0, maximum=1.0), metavar="X", help=f"adam's memory of its square {default('beta2')}"
+        "--beta2", type=real(0.0, below=1.0), metavar="X", help=f"adam's memory of its square {default('beta2')}"
     )
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
     group.add_argument(

@@ -1,8 +1,10 @@
 """What the command lines of all tasks share: one-line errors, settings and presets, resuming, exit codes."""
 
+import contextlib
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,10 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         help=f"stop after N iterations, solved or not (default {defaults['iterations']})",
     )
     group.add_argument(
-        "--seed", type=integer(0), metavar="N", help="seed of the model, the data and the held-out data (default 0)"
+        "--seed",
+        type=integer(0, 2**63 - 1),
+        metavar="N",
+        help="seed of the model, the data and the held-out data (default 0)",
     )
     group.add_argument(
         "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)"
@@ -186,6 +191,38 @@ def run(
         return EXIT_INTERRUPTED
 
 
+# what a run's memory grows with
+_SIZES = ("T", "length", "bptt", "window", "hidden", "layers", "batch")
+# what torch's allocators say, the native module's CUDA calls, and torch of a size beyond all numbers
+_NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED")
+_NO_SIZE = re.compile(r"[Ss]torage size calculation overflowed|[Oo]verflow when unpacking")
+
+
+@contextlib.contextmanager
+def _enough_memory(settings: Settings) -> Iterator[None]:
+    """Turns an allocation that failed into one line: what could not be had, and what to lower.
+
+    Raises:
+        InputError: the memory is not enough.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:
+        text = str(error)
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text) and not _NO_SIZE.search(text):
+            raise
+        asked = re.search(r"(?:ried|nable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)", text)
+        what = "a tensor"
+        if asked is not None:
+            amount = float(asked[1])
+            what = f"{amount / 2**30:.4g} GiB" if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+        elif _NO_SIZE.search(text):
+            what = "a tensor of more than 2^63 bytes"
+        sizes = [f"--{name.replace('_', '-')} ({settings[name]})" for name in _SIZES if settings.get(name) is not None]
+        advice = f"; lower {' or '.join(sizes)}" if sizes else ""
+        raise InputError(f"out of memory on {settings['device']}: {what} could not be allocated{advice}") from None
+
+
 def _run(
     name: str,
     given: Settings,
@@ -219,7 +256,8 @@ def _run(
     torch.set_flush_denormal(True)
     distributed.together(lambda: distributed.use_device(settings["device"]))
     seed_all(settings["seed"])
-    task = distributed.together(lambda: build(settings))
+    with _enough_memory(settings):
+        task = distributed.together(lambda: build(settings))
     settings["iterations_per_epoch"] = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
         seed_all(settings["seed"] + shard.rank)
@@ -240,7 +278,8 @@ def _run(
     if shard.first:
         print(f"{'resuming in' if resume else 'run folder'} {run_folder.path}", flush=True)
     try:
-        outcome = train(task, run_folder, loop, resume=resume, started=started)
+        with _enough_memory(settings):
+            outcome = train(task, run_folder, loop, resume=resume, started=started)
     except OSError as error:
         told = InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}")
         raise distributed.same_scope(told, error) from None
