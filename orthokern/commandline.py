@@ -3,14 +3,15 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from orthokern.errors import InputError, nearest, unknown_name
 
-__all__ = ["Parser", "Settings", "device", "integer", "one_of", "real"]
+__all__ = ["Needs", "Parser", "Settings", "device", "integer", "one_of", "real"]
 
 Settings = dict[str, Any]
 
@@ -100,12 +101,44 @@ def device(text: str) -> str:
 # ---- the parser ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Another setting without which an option plays no part.
+
+    Attributes:
+        setting: its name.
+        values: those of which it must have one; none: any but `nothing`.
+        nothing: the value that asks for nothing.
+    """
+
+    setting: str
+    values: tuple[Any, ...] = ()
+    nothing: Any = None
+
+    def met(self, settings: Mapping[str, Any]) -> bool:
+        value = settings[self.setting]
+        return value in self.values if self.values else value != self.nothing
+
+    @property
+    def option(self) -> str:
+        return "--" + self.setting.replace("_", "-")
+
+    def text(self) -> str:
+        """What an error says of it."""
+        if self.values == (None,):
+            return f"runs without {self.option}"
+        return f"{self.option} {' or '.join(map(str, self.values))}" if self.values else self.option
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are InputErrors of one line, and which knows what an unknown option may have
     meant.
 
     Options have no default: the settings that a run resumes and the presets come between what a user gave and the
     defaults.
+
+    Attributes:
+        needs: name of an option -> ways in which it can play a part, each of them what must all be met.
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -115,6 +148,7 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             **keywords,
         )
+        self.needs: dict[str, tuple[tuple[Needs, ...], ...]] = {}
 
     def error(self, message: str) -> NoReturn:
         raise InputError(" ".join(re.sub(r"^argument ", "", message).split()))
@@ -135,3 +169,23 @@ class Parser(argparse.ArgumentParser):
                 + (f": did you mean {guess}?" if guess else "; see --help")
             )
         return vars(known)
+
+    def check_all_play(self, given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Refuses an option that was given and can't act. One that only a preset sets may stand idle.
+
+        Args:
+            given: as `parse` returned it.
+            settings: all settings, complete.
+
+        Raises:
+            InputError: names what the option belongs to.
+        """
+        for action in self._actions:
+            ways = self.needs.get(action.dest, ())
+            if action.dest not in given or not ways or any(all(need.met(settings) for need in way) for way in ways):
+                continue
+            wanted = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
+            lacking = next(need for need in ways[0] if not need.met(settings))
+            value = settings[lacking.setting]
+            shown = "none" if value is None or value is False else f"{value:g}" if isinstance(value, float) else value
+            raise InputError(f"{action.option_strings[0]}: for {wanted}; here {lacking.option} is {shown}")

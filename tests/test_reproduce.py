@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from orthokern.reproduce import __main__ as command
-from orthokern.reproduce import kanai, oinit, runner, vorontsov
+from orthokern.reproduce import kanai, nnrnn, oinit, runner, vorontsov
 from orthokern.reproduce.search import Search
 from orthokern.reproduce.spec import Experiment, Measure, Run
 from orthokern.tasks import (
@@ -44,7 +44,7 @@ MODULES = {
     "temporal_order": temporal_order,
     "random_permutation": random_permutation,
 }
-ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *kanai.EXPERIMENTS)
+ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *nnrnn.EXPERIMENTS, *kanai.EXPERIMENTS)
 ACCURACY = Measure("accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("loss", "best_loss", digits=3, higher_is_better=False)
 
@@ -176,10 +176,12 @@ def test_the_cost_of_the_constraint(tmp_path: Path, capsys: pytest.CaptureFixtur
 def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> dict[str, Any]:
     """The complete settings that a command line stands for."""
     module = MODULES[task]
-    given: dict[str, Any] = module._parser().parse(list(options))
+    parser = module._parser()
+    given: dict[str, Any] = parser.parse(list(options))
     preset = module.PRESETS.get(given.get("preset", ""), {})
     complete = getattr(module, "complete", adding.recurrent.complete)
     settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given, **more})
+    parser.check_all_play(given, settings)
     return settings
 
 

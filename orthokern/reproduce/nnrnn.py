@@ -131,7 +131,8 @@ def _ptb() -> tuple[Run, ...]:
             bits, percent = published[column]
             options: tuple[str, ...] = ("--preset", f"nnrnn-{bptt}")
             if model != "nnrnn":
-                options = ("--bptt", str(bptt), "--model", model, "--hidden", str(hidden), "--nonlinearity", "modrelu")
+                options = ("--bptt", str(bptt), "--model", model, "--hidden", str(hidden))
+                options += () if model == "lstm" else ("--nonlinearity", "modrelu")
                 options += ("--start", "glorot-normal", "--batch", "128", "--epochs", "100", *PTB_OPTIONS[model])
             rows.append(
                 Run(

@@ -120,10 +120,9 @@ def _times() -> tuple[Run, ...]:
         "0",
         "--lr",
         "1e-4",
-        "--spectrum-lr",
-        "1e-4",
     )
-    common += ("--geodesic-lr", "1e-6", "--schedule", "constant", "--eval-every", "0", "--diagnose-every", "0")
+    common += ("--schedule", "constant", "--eval-every", "0", "--diagnose-every", "0")
+    rates = {"rnn": (), "factorized": ("--spectrum-lr", "1e-4", "--geodesic-lr", "1e-6")}
     rows = []
     for hidden, plain, geodesic in TIMES:
         for model, seconds, label in (("rnn", plain, "SGD"), ("factorized", geodesic, "geoSGD")):
@@ -131,7 +130,7 @@ def _times() -> tuple[Run, ...]:
                 Run(
                     name=f"time-{model}-{hidden}",
                     task="copy",
-                    options=(*common, "--model", model, "--hidden", str(hidden), "--iterations", "1000"),
+                    options=(*common, *rates[model], "--model", model, "--hidden", str(hidden), "--iterations", "1000"),
                     quick=("--iterations", "40"),
                     labels={"hidden units": str(hidden), "method": label},
                     published={SECONDS.title: seconds},

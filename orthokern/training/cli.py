@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from orthokern.commandline import Parser, Settings, device, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, device, integer, one_of, real
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
@@ -96,6 +96,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         help="under torchrun, seconds that a process waits for another: more than an evaluation takes (default 600)",
     )  # fmt: skip
     group.add_argument("--no-plots", dest="plots", action="store_false", help="draw no plots at the end")
+    parser.needs["last_step_gradient"] = ((Needs("diagnose_every", nothing=0),),)
 
 
 RUN_DEFAULTS: Settings = {
@@ -179,7 +180,7 @@ def run(
         given = parser.parse(arguments)
         timeout: float = given.get("process_timeout") or defaults["process_timeout"]
         with distributed.processes(timeout) as shard:
-            return _run(name, given, defaults, presets, complete, build, started, shard)
+            return _run(name, parser, given, defaults, presets, complete, build, started, shard)
     except (InputError, BackendUnavailable) as error:
         if distributed.speaks(error):
             print(f"error: {error}", file=sys.stderr)
@@ -225,6 +226,7 @@ def _enough_memory(settings: Settings) -> Iterator[None]:
 
 def _run(
     name: str,
+    parser: Parser,
     given: Settings,
     defaults: Settings,
     presets: Mapping[str, Settings],
@@ -246,7 +248,13 @@ def _run(
         run_folder = distributed.on_first(lambda: RunFolder.open(folder, name))
         stored = dict(run_folder.config["settings"])
         stored.pop("profile", None)  # asked for once
-    settings = distributed.together(lambda: complete(resolve(given, defaults, presets, stored)))
+
+    def settle() -> Settings:
+        settings = complete(resolve(given, defaults, presets, stored))
+        parser.check_all_play(given, settings)
+        return settings
+
+    settings = distributed.together(settle)
     settings["processes"] = shard.world
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
