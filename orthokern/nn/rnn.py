@@ -619,7 +619,7 @@ class FactorizedRNN(_Recurrent):
         rank: K <= N, columns of U and V; None for N.
         apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
             sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
-            function up to rounding.
+            function up to rounding. Kept as the attribute `apply_mode`: `module.apply(fn)` is torch.nn.Module's.
         init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity",
             "learned": W is the named orthogonal matrix, s = 1, for K = N. "glorot", "glorot-uniform": the (truncated)
             singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights
