@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
@@ -343,7 +343,8 @@ def _parser() -> Parser:
         help="zero: silent readout and blank, its output bias at its log-odds; random: as the paper's; glorot-normal: "
         "both Glorot-normal (default zero)",
     )  # fmt: skip
-    add_network_options(parser, DEFAULTS)
+    add_network_options(parser, DEFAULTS, bias=False)
+    parser.needs["marker"] = ((Needs("input", ("scalar",)),),)
     add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
     return parser
