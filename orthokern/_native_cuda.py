@@ -48,18 +48,18 @@ def _ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name
 
 
 def _call(name: str, device: torch.device, sizes: Mapping[str, float], tensors: dict[str, Tensor | None]) -> None:
-    """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there."""
+    """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there.
+
+    The native functions leave the current device as it was (csrc/cuda/launch.h, DeviceGuard).
+    """
     arguments: dict[str, float] = dict(sizes)
     for key, tensor in tensors.items():
         if tensor is not None:
             arguments[key] = tensor.data_ptr()
-    if device.type != "cuda":
-        getattr(_native, name)(arguments)
-        return
-    with torch.cuda.device(device):
+    if device.type == "cuda":
         arguments["device"] = device.index
         arguments["stream"] = torch.cuda.current_stream(device).cuda_stream
-        getattr(_native, name)(arguments)
+    getattr(_native, name)(arguments)
 
 
 def _workspace(

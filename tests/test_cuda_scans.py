@@ -470,6 +470,50 @@ def test_gru_plan(harness: Any) -> None:
         made(129, 5, wish_path=0)
 
 
+# -------------------------------------------------------------------------------------------------------------- device
+
+
+def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every native function works on the device of its tensors; torch's current device stays what it was."""
+    called: dict[str, list[int]] = {}
+
+    class There:
+        """The harness, with every tensor on cuda:1."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(arguments: dict[str, Any]) -> Any:
+                harness.devices_used()
+                result = getattr(harness, name)({**arguments, "device": 1})
+                assert harness.current_device() == 0, name
+                called.setdefault(name, []).extend(harness.devices_used())
+                return result
+
+            return call
+
+    monkeypatch.setattr(_native_cuda, "_native", There())
+    for op in OPS:
+        run(scan_problem(op, B=3, T=5, N=9, activation="identity").to(torch.float32), algorithm="chunked")
+        ragged = torch.tensor([1, 2, 5])
+        for path in ("resident", "cluster-1", "steps"):
+            monkeypatch.setattr(_native_cuda, "_wishes", PATHS[path])
+            run(scan_problem(op, B=3, T=5, N=9).to(torch.float32), lengths=ragged)
+        monkeypatch.setattr(_native_cuda, "_wishes", {})
+    GruProblem.random("kanai", 3, 2, 9).map(Tensor.float).run("cuda", lengths=torch.tensor([1, 3]))
+    x, slope = torch.randn(4, 6), torch.tensor([0.3])
+    torch.ops.orthokern.activation_fwd(x, slope, "prelu", "cuda")
+    torch.ops.orthokern.activation_bwd(x, x, slope, "prelu", "cuda")
+    torch.ops.orthokern.cayley(torch.eye(4), torch.randn(4, 4), torch.tensor(0.1), "cuda")
+    sized = called.pop("cayley_workspace")  # from sizes alone
+    assert not sized and all(set(devices) == {1} for devices in called.values()), called
+    assert set(called) >= {f"{op}{part}" for op in (*OPS, "gru_scan") for part in ("", "_plan")}
+    assert set(called) >= {"scan_carry", "activation_fwd", "activation_bwd", "activation_workspace", "cayley"}
+
+    sizes = {"T": 1, "B": 5, "N": 3000, "K": 3000, "sequences": 5, "chunk": 1, "backward": 0, "wish_path": RESIDENT}
+    with pytest.raises(RuntimeError, match="does not serve this size"):
+        harness.factored_scan_plan({**sizes, "device": 1})
+    assert harness.current_device() == 0  # after an error too
+
+
 # ------------------------------------------------------------------------------------------------------------- planner
 
 

@@ -73,7 +73,7 @@ void gru_steps_backward(const GruScanArgs& a, cudaStream_t stream) {
 }  // namespace
 
 GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) {
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   const DeviceLimits limits = device_limits();
   GruPlan plan{};
   const int warps = gru_warps(a.N);
@@ -100,7 +100,7 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) 
 void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void* stream_address) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.B) return;
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   if (a.lengths) {
     const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
     launch(clear_gru_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, backward ? a.grad_x : a.gates,

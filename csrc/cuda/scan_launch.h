@@ -140,7 +140,7 @@ inline void plan_steps(const ScanArgs& a, ScanPlan& plan) {
 
 template <bool kFactored>
 ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanWish& wish) {
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   const DeviceLimits limits = device_limits();
   auto allowed = [&](ScanPath path) { return wish.path < 0 || wish.path == static_cast<int>(path); };
   ScanPlan plan{};
@@ -186,7 +186,7 @@ template <bool kFactored>
 void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stream_address) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.sequences) return;
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   if (a.lengths && (a.out || a.pre)) {
     const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);

@@ -1,7 +1,9 @@
 // The CUDA launchers on the CPU, under the very bindings of orthokern._C, and what a test needs to steer the harness.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
+#include <utility>
 
 #include "cuda/bindings.h"
 #include "runtime.h"
@@ -22,5 +24,7 @@ PYBIND11_MODULE(orthokern_cuda_host, m) {
       },
       "The GPU that is pretended.", py::arg("major") = 9, py::arg("minor") = 0, py::arg("multiprocessors") = 132,
       py::arg("shared_per_block") = 227 << 10, py::arg("shared_per_multiprocessor") = 228 << 10, py::arg("largest_cluster") = 16);
+  m.def("current_device", [] { return cuda_host::device; });
+  m.def("devices_used", [] { return std::exchange(cuda_host::devices_used, {}); }, "The devices that calls have used since the last question.");
   m.def("selftest", selftest, "A kernel of selftest.cu.");
 }

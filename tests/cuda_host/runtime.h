@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,11 @@ struct Chip {
   int largest_cluster = 16;
 };
 inline Chip chip;
+
+// The current device, and the devices on which something was launched or asked for: the machine has any number of them, all alike.
+inline int device = 0;
+inline std::set<int> devices_used;
+inline void note_device() { devices_used.insert(device); }
 
 enum Order { kForward, kReverse, kRandom };  // of threads between two waits, and of clusters
 void set_schedule(Order order, unsigned seed);
