@@ -362,6 +362,26 @@ def test_only_what_is_needed(op: str) -> None:
                 assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
 
 
+def test_many_sequences(harness: Any, wish: Any) -> None:
+    """A grid holds 65535 blocks along y and z, and any number along x: here 2, and 4 tiles of sequences.
+
+    In earnest that is 2 097 120 sequences, which chunks of time reach.
+    """
+    harness.set_chip(largest_grid_yz=2)
+    for path in ("resident-4", "cluster-8", "steps"):
+        wish(path)
+        for op in OPS:
+            check(scan_problem(op, B=100, T=2, N=40 if path == "steps" else 9))
+    wish("steps")
+    check(scan_problem("factored_scan", B=5, T=40, N=9, activation="identity"), algorithm="chunked")
+    for variant in VARIANTS:
+        wish(GRU_PATHS["steps"])
+        check_gru(GruProblem.random(variant, 2, 100, 40))
+    wish("steps")
+    with pytest.raises(RuntimeError, match="more than one launch holds: use a smaller batch"):
+        plan("dense_scan", 3000, 1 << 31)
+
+
 # ----------------------------------------------------------------------------------------------------------------- GRU
 
 GRU_PATHS = {"resident": {"path": 0, "group": 1}, "resident-3": {"path": 0, "group": 3}, "steps": {"path": 1}}

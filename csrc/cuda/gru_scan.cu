@@ -34,7 +34,7 @@ void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
 
 template <bool kKanai, GruStep kStep>
 void launch_gru_step(const GruScanArgs& a, const GruProduct& p, int64_t t, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(divide_up(p.rows, kTile)), static_cast<unsigned>(divide_up(a.B, kTile)));
+  const dim3 grid(static_cast<unsigned>(step_tiles(p.rows, a.B)));
   launch(gru_step_kernel<kKanai, kStep>, {grid, dim3(kStepThreads), stream}, a, p, static_cast<int>(t));
 }
 
@@ -92,7 +92,7 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) 
   plan = {};
   plan.path = static_cast<int>(GruPath::kSteps);
   plan.group = kTile;
-  plan.blocks = plan.norm_columns = static_cast<int>(divide_up(a.N, kTile) * divide_up(a.B, kTile));
+  plan.blocks = plan.norm_columns = step_tiles(a.N, a.B);
   plan.work = a.B * a.N;
   return plan;
 }

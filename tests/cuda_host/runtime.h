@@ -61,6 +61,7 @@ struct Chip {
   int major = 9, minor = 0, multiprocessors = 132;
   size_t shared_per_block = 227 << 10, shared_per_multiprocessor = 228 << 10;
   int largest_cluster = 16;
+  unsigned largest_grid_yz = 65535;  // blocks along y, and along z
 };
 inline Chip chip;
 
