@@ -19,6 +19,7 @@ import pytest
 import torch
 from cuda_host import build
 from helpers import (
+    FloatProducts,
     GruProblem,
     ScanProblem,
     assert_matches_reference,
@@ -488,6 +489,24 @@ def test_gru_plan(harness: Any) -> None:
             assert plan["blocks"] * plan["group"] >= B
     with pytest.raises(RuntimeError, match="does not serve this size"):
         made(129, 5, wish_path=0)
+
+
+def test_products_are_ieee_whatever_the_process_allows() -> None:
+    """float32 is IEEE float32: TF32 that a user allows for other work must not reach the products between kernels."""
+    with FloatProducts() as products:
+        for op, N in itertools.product(OPS, (9, 12)):
+            for inputs in ("features", "tokens"):
+                problem = scan_problem(op, B=3, T=4, N=N, inputs=inputs).to(torch.float32)
+                fwd, bwd = (getattr(_native_cuda, f"{op}_{direction}") for direction in ("fwd", "bwd"))
+                hs, _, pre = fwd(*problem.inputs(), activation="tanh")
+                bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
+        for variant in VARIANTS:
+            gru = GruProblem.random(variant, 4, 3, 9).map(Tensor.float)
+            saved = _native_cuda.gru_scan_fwd(*gru.inputs(), variant=variant)
+            _native_cuda.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
+    assert products.seen >= {"mm", "addmm", "addmm_"}
+    with pytest.raises(AssertionError, match="mm would be TF32"), FloatProducts():  # and one without a guard is seen
+        torch.ones(2, 2) @ torch.ones(2, 2)
 
 
 # -------------------------------------------------------------------------------------------------------------- device
