@@ -12,7 +12,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, cast, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -238,7 +238,8 @@ class _Recurrent(nn.Module):
             nn.init.zeros_(self._tensor(f"h0_{suffix}"))
 
     def _tensor(self, name: str) -> Tensor:
-        return cast(Tensor, getattr(self, name))
+        tensor: Tensor = getattr(self, name)
+        return tensor
 
     def _act_param(self, suffix: str) -> Tensor | None:
         if self.nonlinearity == "prelu":
@@ -334,10 +335,11 @@ class _Recurrent(nn.Module):
         Raises:
             InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
         """
-        dtype, device = self._tensor("weight_ih_l0").dtype, self._tensor("weight_ih_l0").device.type
+        weight = self._tensor("weight_ih_l0")
+        device = weight.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self.forward(_widened(input, dtype), _widened(hx, dtype))
+                return self.forward(_widened(input, weight.dtype), _widened(hx, weight.dtype))
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx)
         tokens = self._check_input(input)
