@@ -18,7 +18,7 @@ from orthokern import InputError, functional
 from orthokern.init import haar_orthogonal_
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
 from orthokern.ops import cayley as cayley_op
-from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for, split_parameters
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for, split_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +194,67 @@ def test_bad_gradients_change_nothing(value: float) -> None:
     named = GeodesicSGD([("a.u", first), ("a.v", second)], 0.1)
     with pytest.raises(InputError, match=r"parameter 1 \(a\.v\)"):
         named.step()
+
+
+@pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
+@pytest.mark.parametrize("limit", [None, 0.5, 1e6])
+def test_a_step_on_a_gpu_reads_nothing_back(kind: Any, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's bases do, on a CPU that pretends: the steps of the CPU, and no number read but where drift is."""
+    shapes = ((6, 6), (6, 6), (2, 5, 3))
+    here, there = ([basis(*shape) for shape in shapes] for _ in range(2))
+    for p, q in zip(here, there, strict=True):
+        q.data.copy_(p.data)
+    options: dict[str, Any] = {"max_grad_norm": limit, "correct_every": 4, "backend": "reference"}
+    optimizers = [kind(bases, 0.05, **options) for bases in (here, there)]
+    reading: list[str] = []
+
+    def watch(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any) -> Any:
+            reading.append(name)
+            return original(self, *args)
+
+        return read
+
+    for step in range(1, 9):
+        for p, q in zip(here, there, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        optimizers[0].step()
+        with monkeypatch.context() as pretend:
+            pretend.setattr(geodesic, "_read_waits", lambda device: True)
+            for name in ("item", "__float__", "__bool__", "__int__", "tolist", "cpu"):
+                pretend.setattr(torch.Tensor, name, watch(name))
+            optimizers[1].step()
+        assert bool(reading) == (step % 4 == 0), (step, reading)
+        reading.clear()
+        for p, q in zip(here, there, strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-14, atol=1e-14)
+    one, other = (optimizer.state_dict()["param_groups"][0] for optimizer in optimizers)
+    assert isinstance(other["last_grad_norm"], float)
+    assert other["last_grad_norm"] == pytest.approx(one["last_grad_norm"], rel=1e-14)
+    assert optimizers[1].last_grad_norm == pytest.approx(optimizers[0].last_grad_norm, rel=1e-14)
+    assert other["last_drift"] == pytest.approx(one["last_drift"], rel=0.5, abs=1e-14) and other["steps"] == 8
+
+
+def test_bad_gradients_on_a_gpu_are_seen_where_drift_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geodesic, "_read_waits", lambda device: True)
+    p = basis(5, 5)
+    optimizer = GeodesicSGD([p], 0.1, max_grad_norm=1.0, correct_every=2)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    p.grad[3, 1] = float("nan")
+    before = p.detach().clone()
+    with pytest.raises(InputError, match="parameter 0 has NaN or infinite"):
+        optimizer.step()
+    assert torch.equal(p.detach(), before) and optimizer.param_groups[0]["steps"] == 1
+    huge = basis(6, 6, dtype=torch.float32)
+    huge.grad = torch.full_like(huge, 1e25)  # its square overflows float32
+    optimizer = GeodesicSGD([huge], 1e-3, max_grad_norm=1.0)
+    optimizer.step()
+    assert abs(optimizer.last_grad_norm / 6e25 - 1) < 1e-5
+    assert torch.isfinite(huge).all() and error(huge) < 2e-6
 
 
 def test_closure_and_maximize() -> None:

@@ -325,10 +325,33 @@ def test_a_wrong_token_is_nan_in_its_own_sequence(backend: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_another_device_than_the_current(op: str, backend: str) -> None:
     need(op, backend, N=32, K=32)
-    problem = scan_problem(op, B=3, T=5, N=32, inputs="features").to(torch.float32)
+    problem = scan_problem(op, B=3, T=5, N=32, activation="prelu", inputs="features").to(torch.float32)
     here, there = run_scan(on(problem, "cuda:0"), backend), run_scan(on(problem, "cuda:1"), backend)
+    assert torch.cuda.current_device() == 0
     for name, tensor in here.items():
         assert torch.equal(tensor.cpu(), there[name].cpu()), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_another_device_than_the_current_for_the_other_ops(backend: str) -> None:
+    """The planners and the sizes of workspaces ask the device too, and must leave the current one as it is."""
+    need("cayley", backend, N=32, K=32)
+    gru = GruProblem.random("torch", 5, 3, 32).map(torch.Tensor.float)
+    x, slope = torch.randn(7, 6), torch.tensor([0.3])
+    m, g = torch.linalg.qr(torch.randn(32, 32))[0], torch.randn(32, 32)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        found = gru.map(lambda t, to=device: t.to(to)).run(backend)
+        assert torch.cuda.current_device() == 0
+        fwd, bwd = torch.ops.orthokern.activation_fwd, torch.ops.orthokern.activation_bwd
+        found["y"] = fwd(x.to(device), slope.to(device), "prelu", backend)
+        grads = bwd(x.to(device), x.to(device), slope.to(device), "prelu", backend)
+        found["grad_of_x"], found["grad_of_slope"] = grads
+        assert torch.cuda.current_device() == 0
+        found["basis"] = torch.ops.orthokern.cayley(m.to(device), g.to(device), torch.tensor(0.1), backend)
+        assert torch.cuda.current_device() == 0
+        results.append({name: tensor.cpu() for name, tensor in found.items()})
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("op", OPS)
