@@ -34,6 +34,7 @@ from orthokern.tasks import (
 )
 from orthokern.training import read_metrics
 
+ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "copy": copy,
     "adding": adding,
@@ -167,6 +168,10 @@ def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert reproduce(*options, "--out", tmp_path / "out") == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+    for name in ("table1", "gru-table3"):  # where the message sends its reader there is something to read
+        assert reproduce(name, "--data", tmp_path / "no", "--out", tmp_path / "out") == 2
+        told = re.search(r"see (\S+), (\w+)\)", capsys.readouterr().err)
+        assert told is not None and f"\n## {told[2]}\n" in (ROOT / told[1]).read_text()
     # what a task refuses is one line, too
     (tmp_path / "mnist").mkdir()
     assert reproduce("table1", "--data", tmp_path, "--only", "lstm", "--out", tmp_path / "out") == 2

@@ -253,7 +253,8 @@ def optimizer_for(
             accepted = False
         if not accepted:
             raise InputError(f"{name} must be finite and at least 0, got {rate!r}")
-    if isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS):
+    kind: Any = euclidean
+    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
         raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
     split = _named_split(model)
     if not any(split.values()):

@@ -91,7 +91,9 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
         root = given.get("data", Path("data"))
         data = root / experiment.data if (root / experiment.data).is_dir() else root
         if not given.get("report") and not data.is_dir():
-            raise InputError(f"--data {root}: no such folder; it must hold {experiment.data}/ (see README, Data)")
+            raise InputError(
+                f"--data {root}: no such folder; it must hold {experiment.data}/ (see docs/experiments.md, Data)"
+            )
     return Plan(
         folder=folder,
         data=data,
