@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "_C", "_products"},
+    {"_version", "errors", "_C", "_products", "_autocast"},
     {"reference", "_native", "_native_cuda", "triton_kernels"},  # the leaves
     {"dispatch", "commandline"},
     {"ops"},

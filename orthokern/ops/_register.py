@@ -7,7 +7,9 @@ interface, torch.library.Library; and in the same way as there
 
 - torch.compile, FakeTensor and export see one node for an op (the tag says that it is fit for that), whose results the
   fake describes; Dynamo does not look into the Python of a kernel;
-- autocast and other modes of torch's dispatcher that no op has a kernel for pass by.
+- modes of torch's dispatcher that no op has a kernel for pass by.
+
+Inside a kernel autocast is off: ``orthokern/_autocast.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+
+from orthokern._autocast import keeps_dtype
 
 NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -30,7 +34,7 @@ class CustomOp:
     def __init__(self, name: str, schema: str, kernel: Function) -> None:
         self.name = name
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _disable_dynamo(keeps_dtype(kernel)), "CompositeExplicitAutograd")
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def register_fake(self, fake: Function) -> Function:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops._common import apart, dense, given, no_second_derivative
 from orthokern.ops._register import custom_op
@@ -27,6 +28,7 @@ PARAMETER = {"leaky_relu": "slope", "prelu": "slope", "modrelu": "bias"}
 NEEDS_INPUT = ("leaky_relu", "prelu", "oplu")
 
 
+@keeps_dtype
 def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend: str | None = None) -> Tensor:
     """Apply one activation. Inputs are taken as checked (``orthokern.functional`` does).
 

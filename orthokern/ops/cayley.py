@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops._common import dense
@@ -23,6 +24,7 @@ SUPPORT = {
 dispatch.register("cayley", SUPPORT)
 
 
+@keeps_dtype
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
     """One Cayley step on a batch of bases. Inputs are taken as checked (``orthokern.functional`` does).
 

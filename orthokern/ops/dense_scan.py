@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
 from orthokern.ops._common import (
@@ -45,6 +46,7 @@ SUPPORT = {
 dispatch.register("dense_scan", SUPPORT)
 
 
+@keeps_dtype
 def dense_scan(
     x: Tensor,
     w: Tensor,

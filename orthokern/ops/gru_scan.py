@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
 from orthokern.ops._common import apart, check_lengths, dense, given, no_second_derivative
@@ -31,6 +32,7 @@ SUPPORT = {
 dispatch.register("gru_scan", SUPPORT)
 
 
+@keeps_dtype
 def gru_scan(
     x: Tensor,
     w: Tensor,

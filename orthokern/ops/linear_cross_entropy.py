@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_range, dense, given, no_second_derivative
 from orthokern.ops._register import custom_op
@@ -23,6 +24,7 @@ dispatch.register("linear_cross_entropy", SUPPORT)
 REDUCTIONS = ("mean", "sum")
 
 
+@keeps_dtype
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops._common import dense, no_second_derivative
 from orthokern.ops._register import custom_op
@@ -24,6 +25,7 @@ SUPPORT = {
 dispatch.register("skew_exp", SUPPORT)
 
 
+@keeps_dtype
 def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     """exp of the skew part of every matrix. Inputs are taken as checked (``orthokern.functional`` does).
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from orthokern import _autocast
 from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
@@ -158,12 +159,13 @@ class GeodesicSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
-        for group, todo in zip(self.param_groups, work, strict=True):
-            if todo.batches:
-                group["last_grad_norm"] = todo.norm
-                group["steps"] += 1
-                self._step_group(group, todo)
+        with _autocast.off():
+            work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
+            for group, todo in zip(self.param_groups, work, strict=True):
+                if todo.batches:
+                    group["last_grad_norm"] = todo.norm
+                    group["steps"] += 1
+                    self._step_group(group, todo)
         return loss
 
     def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
