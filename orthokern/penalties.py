@@ -213,7 +213,9 @@ class OrthogonalPenalty:
     def add_gradients_(self, *parts: nn.Module | Tensor) -> None:
         """Add the penalty's gradient to `.grad` of every matrix in `parts`, as for `__call__`: the same numbers as
         those of the loss term, for less work."""
-        for matrix in self._matrices(parts):
+        with torch.enable_grad():  # without it what a module computes from parameters would look like one
+            matrices = list(self._matrices(parts))
+        for matrix in matrices:
             if isinstance(matrix, _Spectrum) or not matrix.is_leaf:  # a function of parameters
                 with torch.enable_grad():
                     self._value(_distance(matrix)).backward()
@@ -227,14 +229,19 @@ class OrthogonalPenalty:
         """One step W <- W - lr dpenalty/dW on every matrix in `parts`, in place.
 
         Raises:
-            InputError: as for `__call__`; a factorized recurrence or another matrix that is a function of parameters,
-                for which there is `add_gradients_`.
+            InputError: as for `__call__`; a factorized recurrence or another matrix that is computed from parameters,
+                for which there is `add_gradients_`. Nothing has moved then.
         """
-        for matrix in list(self._matrices(parts)):
-            if isinstance(matrix, _Spectrum) or not matrix.is_leaf:
+        found = [(part, matrix) for part in parts for matrix in self._matrices((part,))]
+        for part, matrix in found:
+            if not _is_stored(matrix, part):
+                whose = "the matrix given" if isinstance(part, Tensor) else f"a matrix of {type(part).__name__}"
                 raise InputError(
-                    "descend_ moves matrices; the recurrence is factorized: use add_gradients_ or the loss"
+                    f"descend_ moves matrices in place; {whose} is computed from parameters: "
+                    "use add_gradients_ or the loss"
                 )
+        for _, matrix in found:
+            assert isinstance(matrix, Tensor)  # since it is stored
             matrix.sub_(self.gradient(matrix), alpha=lr)
 
     def _value(self, squared: Tensor) -> Tensor:
@@ -277,6 +284,16 @@ class _Spectrum:
     def __init__(self, s: Tensor, hidden_size: int) -> None:
         self.s = s
         self.hidden_size = hidden_size
+
+
+def _is_stored(matrix: Tensor | _Spectrum, part: nn.Module | Tensor) -> bool:
+    """Whether a change of the matrix, taken from `part`, is one of what is trained: it is a parameter, or a view."""
+    if isinstance(matrix, _Spectrum):
+        return False
+    if isinstance(part, Tensor):
+        return matrix.is_leaf or (matrix._base is not None and matrix._base.is_leaf)
+    kept = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), *part.buffers())}
+    return matrix.untyped_storage().data_ptr() in kept
 
 
 def _distance(matrix: Tensor | _Spectrum) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orthokern import InputError
 from orthokern.init import haar_rotation_, skew_generator_
-from orthokern.nn import ExpRNN
+from orthokern.nn import ExpRNN, NonNormalRNN
 from orthokern.nn._exponential import skew_from, transported
 from orthokern.optim import optimizer_for, split_parameters
 
@@ -119,14 +119,44 @@ def test_when_the_base_moves() -> None:
     moved = rnn.base_l0.clone()
     assert not torch.equal(moved, base) and rnn.get_extra_state() == {"uses": 1, "rebases": 1}
     rnn(x)
-    turn(rnn)
     rnn(x)  # due, but a gradient waits to be used
     assert torch.equal(rnn.base_l0, moved)
-    rnn.zero_grad(set_to_none=False)
+    turn(rnn)  # a step
     rnn.base_l0.mul_(1 + 1e-4)
     rnn(x)
     assert rnn.get_extra_state() == {"uses": 1, "rebases": 2}
     assert float((rnn.base_l0.mT @ rnn.base_l0 - torch.eye(6)).abs().max()) < 1e-14  # projected: the second move
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("clear", ["before the forward", "before the backward", "after the step", "to zeros"])
+@pytest.mark.parametrize(("kind", "fused"), [(ExpRNN, False), (NonNormalRNN, False), (ExpRNN, True)])
+def test_the_base_moves_wherever_gradients_are_cleared(
+    kind: type[ExpRNN] | type[NonNormalRNN], fused: bool, clear: str, batches: int, every: int
+) -> None:
+    """Never between the backward passes of one step, and at the first forward of every step that is due."""
+    rnn = kind(3, 6, rebase_every=every)
+    optimizer, x = torch.optim.Adam(rnn.parameters(), lr=1e-3, fused=fused), torch.randn(4, 2, 3)
+    if fused:  # its steps leave no trace on the parameters
+        rnn.track_optimizer(optimizer)
+    moves = []
+    for _ in range(4):
+        for batch in range(batches):
+            if clear in ("before the forward", "to zeros") and batch == 0:
+                optimizer.zero_grad(set_to_none=clear != "to zeros")
+            before = rnn.get_extra_state()["rebases"]
+            loss = loss_of(rnn, x)
+            moves.append(rnn.get_extra_state()["rebases"] - before)
+            if clear == "before the backward" and batch == 0:
+                optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        if clear == "after the step":
+            optimizer.zero_grad()
+    due = every if batches == 1 else 1  # in steps
+    expected = [int(step > 0 and step % due == 0 and batch == 0) for step in range(4) for batch in range(batches)]
+    assert moves == expected
 
 
 @pytest.mark.parametrize("size", [0.05, 0.5, 2.0])

@@ -407,7 +407,9 @@ REFUSED = [
     (lambda: optimizer_for(RNN(2, 3), geodesic_lr=float("inf")), "geodesic_lr .* inf"),
     (lambda: optimizer_for(RNN(2, 3), spectrum_lr=-2.0), "spectrum_lr .* -2.0"),
     (lambda: optimizer_for(nn.ReLU()), "ReLU has no parameters"),
+    (lambda: optimizer_for(RNN(2, 3), lr="a"), "lr must be finite and at least 0, got 'a'"),
     (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
+    (lambda: optimizer_for(FactorizedRNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
     (lambda: CombinedOptimizer({}), "parts is empty"),
     (lambda: CombinedOptimizer({"a": 3}), "part 'a' .* int"),
 ]
@@ -661,26 +663,33 @@ def test_bad_basis_gradient_stops_every_part() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [32, 8])
-def test_orthogonality_over_20000_steps(rank: int) -> None:
+@pytest.mark.parametrize("rank", [128, 16])
+def test_orthogonality_over_100000_steps(rank: int) -> None:
+    """A basis [128, rank] in float32, at the copy task's rate with gradients that are not clipped: norms from 1 to 100,
+    in any order and of either sign. With the basis beside it that is left alone, a minute on one core, half a minute
+    for the thin one; docs/scripts/orthogonality_drift.py has other rates and two bases at once."""
+    torch.set_num_threads(1)
+    steps = 100_000
     generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(64, 2, 32, rank, generator=generator)
-    gradients /= gradients.flatten(2).norm(dim=2)[..., None, None]
-    bases = [basis(32, rank, dtype=torch.float32) for _ in range(2)]
-    bare = [nn.Parameter(p.detach().clone()) for p in bases]
-    optimizer = GeodesicSGD(bases, 1e-3)
-    uncorrected = GeodesicSGD(bare, 1e-3, correct_every=0)
+    gradients = torch.randn(64, 128, rank, generator=generator)
+    gradients /= gradients.flatten(1).norm(dim=1)[:, None, None]
+    picks = torch.randint(64, (steps,), generator=generator).tolist()
+    sizes = 100.0 ** torch.rand(steps, generator=generator)
+    factors = (sizes * (2 * torch.randint(2, (steps,), generator=generator) - 1)).tolist()
+    corrected = basis(128, rank, dtype=torch.float32)
+    bare = nn.Parameter(corrected.detach().clone())
+    optimizers = [GeodesicSGD([corrected], 1e-4), GeodesicSGD([bare], 1e-4, correct_every=0)]
     worst = 0.0
-    for step in range(20_000):
-        scale = 10.0 ** (step % 3)  # norms 1, 10, 100
-        for i in range(2):
-            bases[i].grad = bare[i].grad = gradients[step % 64, i] * scale
-        optimizer.step()
-        uncorrected.step()
-        if step % 100 == 50:
-            worst = max(worst, *(error(p) for p in bases))
+    for step in range(steps):
+        corrected.grad = bare.grad = gradients[picks[step]] * factors[step]
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % 100 == 99:
+            worst = max(worst, error(corrected))
     assert worst < 1e-5, worst
-    assert worst < max(error(p) for p in bare)  # and the correction is what holds it there
+    # what is above the tolerance of 2e-6 was measured no more than a hundred steps ago
+    assert worst < 3e-6, worst
+    assert error(bare) > 1.5 * worst  # and the correction is what holds it there
 
 
 # ---- GeodesicRMSprop -----------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.nn.utils.parametrize import register_parametrization
 
 from orthokern import InputError
 from orthokern.functional import cayley
-from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN
+from orthokern.parametrize import FactorizedSpectrum
 from orthokern.penalties import OrthogonalPenalty, composite_weight_decay, orthogonal_penalty, spectrum_prior
 
 
@@ -239,6 +243,57 @@ def test_an_orthogonal_matrix_feels_nothing() -> None:
         assert not torch.autograd.grad(penalty(w), w)[0].any() and not penalty.gradient(w).any()
 
 
+def constrained() -> torch.nn.Linear:
+    linear = torch.nn.Linear(4, 4, dtype=torch.float64)
+    register_parametrization(linear, "weight", FactorizedSpectrum(linear.weight, margin=None))
+    return linear
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NonNormalRNN(3, 4, dtype=torch.float64),
+        lambda: ExpRNN(3, 4, dtype=torch.float64),
+        constrained,
+        lambda: model(margin=0.3),
+    ],
+)
+def test_what_is_computed_is_not_descended_in_place(make: Callable[[], torch.nn.Module], frozen: bool) -> None:
+    """A change of what is made anew in every forward would be lost without a word."""
+    part, plain = make().requires_grad_(not frozen), RNN(3, 4)
+    before = plain.weight_hh_l0.detach().clone()
+    with pytest.raises(InputError, match=f"a matrix of {type(part).__name__} is computed from parameters"):
+        OrthogonalPenalty().descend_(plain, part, lr=0.1)
+    assert torch.equal(plain.weight_hh_l0, before)  # all are looked at before one moves
+    w = torch.randn(3, 3, requires_grad=True)
+    with pytest.raises(InputError, match="the matrix given is computed from parameters"):
+        OrthogonalPenalty().descend_(2 * w, lr=0.1)
+
+
+def test_gradients_reach_what_a_matrix_is_computed_from_without_grad_mode_too() -> None:
+    rnn, penalty = NonNormalRNN(3, 4, dtype=torch.float64), OrthogonalPenalty(0.3)
+    with torch.no_grad():
+        rnn.gamma_l0.fill_(1.5)
+    (expected,) = torch.autograd.grad(penalty(rnn), rnn.gamma_l0)
+    with torch.no_grad():
+        penalty.add_gradients_(rnn)
+    torch.testing.assert_close(rnn.gamma_l0.grad, expected)
+
+
+def test_a_part_of_a_parameter_is_descended_in_place() -> None:
+    """W_hn of a GRU is a slice of what is stored; so are views that are given."""
+    gru, penalty = GRU(3, 4, dtype=torch.float64), OrthogonalPenalty(on="recurrent")
+    with torch.no_grad():
+        gru.weight_hh_l0.normal_()
+    before = gru.weight_hh_l0.detach().clone()
+    penalty.descend_(gru, lr=0.01)
+    assert torch.equal(gru.weight_hh_l0[:8], before[:8])
+    torch.testing.assert_close(gru.weight_hh_l0[8:].detach(), before[8:] - 0.01 * penalty.gradient(before[8:]))
+    penalty.descend_(gru.weight_hh_l0[:4], lr=0.01)
+    torch.testing.assert_close(gru.weight_hh_l0[:4].detach(), before[:4] - 0.01 * penalty.gradient(before[:4]))
+
+
 def test_refusals_of_the_penalty() -> None:
     for call, message in (
         (lambda: OrthogonalPenalty(-1), "strength must be a finite number of at least 0, got -1"),
@@ -249,7 +304,7 @@ def test_refusals_of_the_penalty() -> None:
         (lambda: OrthogonalPenalty()(torch.zeros(3, 3).long()), "dtype int64"),
         (lambda: OrthogonalPenalty().gradient(torch.zeros(2, 3, 3)), "W has shape [2, 3, 3]"),
         (lambda: OrthogonalPenalty(on="input")(torch.nn.Linear(2, 2)), "type Linear has no input matrix"),
-        (lambda: OrthogonalPenalty().descend_(model(margin=0.3), lr=0.1), "the recurrence is factorized"),
+        (lambda: OrthogonalPenalty().descend_(model(margin=0.3), lr=0.1), "of FactorizedRNN is computed from"),
     ):
         with pytest.raises(InputError) as error:
             call()

@@ -9,9 +9,12 @@ Note [Dynamic trivialisation]
     all. K = 1 is Riemannian gradient descent. Every M such moves, B is projected back to the orthogonal matrices.
 
     A use is a forward that training differentiates through. The move comes at the beginning of one, so that a
-    derivative and the step that follows it are in one chart; it waits while a gradient that no step has used and
-    cleared yet (accumulation) is in the old one. A backward through an earlier use than the move raises torch's error
-    about a tensor modified in place: two forwards for one backward need an even K, or `rebase` called by hand.
+    derivative and the step that follows it are in one chart; it waits while a gradient that no step has used yet
+    (accumulation) is in the old one: while there is one, and the parameter is what it was at the last use. So it makes
+    no difference whether gradients are cleared before a forward, between it and its backward, or after the step. A
+    fused optimizer of torch changes parameters without a trace: tell `track_optimizer` of it, or clear before the
+    forward. A backward through an earlier use than the move raises torch's error about a tensor modified in place: two
+    forwards for one backward need an even K, or `rebase` called by hand.
 
 Note [Optimizer state at a move]
     Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
@@ -98,6 +101,7 @@ class _Exponential(_Recurrent):
         self.optimizer_state = optimizer_state
         self._uses = 0  # since the last move of the base
         self._rebases = 0
+        self._used: dict[str, int] = {}  # suffix -> the version of its parameter at the last use
 
     def _register_exponential(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
         n = self.hidden_size
@@ -171,7 +175,11 @@ class _Exponential(_Recurrent):
             raise InputError(
                 "the optimizer holds none of this module's skew parameters; accepted: one that trains them"
             )
-        _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
+        known = _optimizers.setdefault(self, weakref.WeakSet())
+        if optimizer not in known:
+            known.add(optimizer)
+            this = weakref.ref(self)
+            optimizer.register_step_post_hook(lambda *_: _stepped(this()))
 
     def _skews(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, base) of every recurrence."""
@@ -210,10 +218,19 @@ class _Exponential(_Recurrent):
             if self._uses >= self.rebase_every and not self._gradient_pending():
                 self.rebase()
             self._uses += 1
+            self._used = self._versions()
         return super()._run(data, hx, layout)
 
+    def _versions(self) -> dict[str, int]:
+        return {suffix: self._tensor(f"skew_{suffix}")._version for suffix in self._suffixes()}
+
     def _gradient_pending(self) -> bool:
-        return any(p.grad is not None and bool(p.grad.any()) for p, _ in self._skews())
+        """Whether there is a gradient that no step has used. Looks at no number, for which a GPU would have to wait."""
+        versions = self._versions()
+        return any(
+            self._tensor(f"skew_{suffix}").grad is not None and self._used.get(suffix, version) == version
+            for suffix, version in versions.items()
+        )
 
     # -- state
 
@@ -245,6 +262,12 @@ class _Exponential(_Recurrent):
         if self.rebase_every is not None:
             text += f", rebase_every={self.rebase_every}, project_every={self.project_every}"
         return text
+
+
+def _stepped(module: _Exponential | None) -> None:
+    """Tells a module that an optimizer has used its gradients; fused ones leave the parameters' versions alone."""
+    if module is not None:
+        module._used = dict.fromkeys(module._used, -1)
 
 
 def _nearest_orthogonal(m: Tensor) -> Tensor:

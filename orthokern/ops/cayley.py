@@ -11,6 +11,7 @@ from orthokern import dispatch
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops._common import dense
+from orthokern.ops._register import custom_op
 
 SUPPORT = {
     # no half precision: a basis in it is not orthogonal to begin with, and there is no LU for it
@@ -84,9 +85,7 @@ def check_finite(argument: str, tensor: Tensor) -> None:
         )
 
 
-@torch.library.custom_op(
-    "orthokern::cayley", mutates_args=(), schema="(Tensor m, Tensor g, Tensor lr, str? backend=None) -> Tensor"
-)
+@custom_op("cayley", "(Tensor m, Tensor g, Tensor lr, str? backend=None) -> Tensor")
 def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Tensor:
     """lr: [] or m's batch shape."""
     leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
