@@ -340,7 +340,7 @@ def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
     return torch.where((error > tolerance)[:, None, None], corrected, m), drift
 
 
-def _legacy_step(m: Tensor, g: Tensor, rate: float) -> Tensor:
+def _legacy_step(m: Tensor, g: Tensor, rate: float | Tensor) -> Tensor:
     """The released code's step on [P,N,N]: the A of the transposed problem, applied from the wrong side."""
     a = g.mT @ m - m.mT @ g
     eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
