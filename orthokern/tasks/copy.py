@@ -68,6 +68,7 @@ DEFAULTS: Settings = {
     "eval_every": 100,
     "eval_sequences": 200,
 }
+del DEFAULTS["forget_bias"]  # the recurrence has no bias
 
 # Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN (Kerg, Goyette et
 # al. 2019), section 4.1: RMSprop, batches of 10. What the text leaves open is as in the released code: T = 200, 1500
