@@ -5,6 +5,7 @@ What a GPU has to confirm (that the compiled code computes what the interpreter 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
@@ -21,12 +22,14 @@ if os.environ.get("CI"):
     import triton  # there, a suite that skips these tests would say nothing
 else:
     triton = pytest.importorskip("triton")
-# Interpreter and compiler change from release to release. The interpreter of 3.9 gave the same results when it was last
-# tried; what its compiler makes of registers has not been looked at.
-PROVED_WITH = "3.6"
-if not triton.__version__.startswith(f"{PROVED_WITH}."):
-    assert not os.environ.get("CI"), f"Triton {triton.__version__}: these tests need {PROVED_WITH}"
-    pytest.skip(f"Triton {triton.__version__}: proved with {PROVED_WITH}", allow_module_level=True)
+# Interpreter and compiler change from release to release; the CUDA builds of torch 2.6 to 2.13 bring 3.2 to 3.7.
+OLDEST, NEWEST = (3, 2), (3, 9)
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+if not OLDEST <= VERSION <= NEWEST:
+    proved = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+    assert not os.environ.get("CI"), f"Triton {triton.__version__}: these tests need {proved}"
+    pytest.skip(f"Triton {triton.__version__}: proved with {proved}", allow_module_level=True)
+CAPABILITIES = [80, 90, 100] if VERSION > (3, 2) else [80, 90]  # the ptxas of Triton 3.2 is older than Blackwell
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "triton_leaf"))
@@ -64,6 +67,18 @@ def test_signatures_are_those_of_the_reference(op: str) -> None:
         assert signatures[0] == signatures[1], name
 
 
+def test_every_launch_asks_for_fused_sums() -> None:
+    """Without a word on enable_fp_fusion, Triton 3.9 warns and 3.10 no longer fuses; the interpreter cannot tell."""
+    launches = 0
+    for file in (HERE.parent / "triton_kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert options.get("enable_fp_fusion") == "True", f"{file.name}:{node.lineno}: {ast.unparse(node.func)}"
+                launches += 1
+    assert launches >= len(OPS)
+
+
 # -------------------------------------------------------------------------------------------------- ahead of time
 
 F32, F64 = torch.float32, torch.float64
@@ -84,14 +99,18 @@ SCANS: list[tuple[str, int, int, str, torch.dtype]] = [
 # the ones that the plain `pytest` compiles
 USUAL = [("dense_scan", 128, 128, "ieee", F32), ("factored_scan", 128, 128, "ieee", F32)]
 USUAL += [("dense_scan", 512, 512, "ieee", F32), ("factored_scan", 128, 128, "tf32", F32)]
-# Bytes that the compiler may move out of registers, stores and loads together (with the ptxas of Triton 3.6). float32
-# scans: none with IEEE products; on tensor cores a few addresses, most of them for bfloat16 products at N = 256 with
-# lengths and a clip. float64 scans: up to 40 bytes, tanh on sm_80. The elimination: the bookkeeping of tall panels.
+# Bytes that the compiler may move out of registers, stores and loads together. float32 scans: none with IEEE products;
+# on tensor cores a few addresses, most of them for bfloat16 products at N = 256 with lengths and a clip. float64 scans:
+# up to 40 bytes, tanh on sm_80. The elimination: the bookkeeping of tall panels. Compilers differ in the registers that
+# they take for the same source, which shows where matrices fill them: 3.7 spills in the factored backward at N = 128
+# (prelu: 168 bytes), 3.7 and 3.9 in the GRU's at N = 64 (variant torch: 80 and 120), 3.9 more in the GRU at N = 512.
+SPILLS_F32 = 192 if (3, 7) <= VERSION < (3, 9) else 0
 SPILLS_F64 = 64
 SPILLS_DOT = 16
 SPILLS_BF16_256 = 64
 SPILLS_CAYLEY = 32
-SPILLS_GRU_512 = 64  # two panels of 512 rows at hand; of float64 numbers too
+SPILLS_GRU = 0 if VERSION < (3, 7) else 128
+SPILLS_GRU_512 = 64 if VERSION < (3, 8) else 96  # two panels of 512 rows at hand; of float64 numbers too
 
 
 def scan_arguments(
@@ -153,7 +172,7 @@ def check_scan(
             used = resources(kernel, arguments, capability, plan.num_warps)
             what = f"{kernel.__name__} {activation} {plan}: {used}"
             assert used.shared <= SHARED_KIB[capability] * 1024, what
-            allowed = 0
+            allowed = SPILLS_F32
             if dtype == F64:
                 allowed = SPILLS_F64
             elif plan.way == "dot":
@@ -173,7 +192,7 @@ def test_scans_fit_on_a_processor(scan: tuple[str, int, int, str, torch.dtype]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("scan", SCANS, ids=label)
 def test_every_scan_fits_on_every_processor(scan: tuple[str, int, int, str, torch.dtype], capability: int) -> None:
     # Processors differ in their memory and in how ptxas spends registers: the heaviest activation with both arguments
@@ -235,7 +254,7 @@ def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, 
             used = resources(kernel, arguments, capability, plan.num_warps)
             what = f"{kernel.__name__} {variant} {plan}: {used}"
             assert used.shared <= SHARED_KIB[capability] * 1024, what
-            assert used.spills <= (SPILLS_GRU_512 if N == 512 else 0), what
+            assert used.spills <= (SPILLS_GRU_512 if N == 512 else SPILLS_GRU), what
             assert used.registers * 32 * plan.num_warps <= 65536, what
 
 
@@ -249,7 +268,9 @@ def test_every_gru_fits_on_every_processor() -> None:
     for N in (64, 256, 512):
         check_gru(N, F32, 90)
     check_gru(512, F64, 90, ("kanai",))
-    for capability in (80, 100):
+    for capability in CAPABILITIES:
+        if capability == 90:
+            continue
         check_gru(64, F32, capability, ("torch",))
         check_gru(512, F32, capability, ("kanai",))
 
@@ -264,9 +285,12 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
         arguments: dict[str, Any] = {"p_matrix": dtype, "p_panel": dtype, "p_order": torch.int64}
         arguments |= {"ROWS": "i32", "COLUMNS": "i32", "WIDTH": "i32", "BLOCK_R": block_r, "BLOCK_C": block_c}
         found.append((cayley.cayley_panel_kernel, arguments, warps, SPILLS_CAYLEY))
-    for precision in ("ieee", "tf32", "tf32x3", "bf16") if dtype == F32 else ("ieee",):
+    features = [(precision, True) for precision in ("ieee", "tf32", "tf32x3", "bf16")]
+    if dtype == F64:
+        features = [("ieee", dot) for dot in {_inputs.DOT_F64, False}]
+    for precision, dot in features:
         arguments = {"p_x": dtype, "p_weight": dtype, "p_bias": dtype, "p_e": dtype, "R": "i32", "D": 50, "N": 128}
-        arguments |= {"BIAS": True, "PRECISION": precision, "BLOCK_R": _inputs.FEATURES_BLOCK_R}
+        arguments |= {"BIAS": True, "DOT": dot, "PRECISION": precision, "BLOCK_R": _inputs.FEATURES_BLOCK_R}
         arguments |= {"BLOCK_N": _inputs.FEATURES_BLOCK_N, "BLOCK_D": _inputs.FEATURES_BLOCK_D}
         found.append((_inputs.features_kernel, arguments, _inputs.FEATURES_WARPS, 0))
     for N in (32, 512):
@@ -310,6 +334,6 @@ def test_the_other_kernels_fit_on_a_processor() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_other_kernels_fit_on_every_processor(capability: int, dtype: torch.dtype) -> None:
     check_others(dtype, capability)

@@ -20,6 +20,9 @@ prefix         holds                                                            
 
 The letters are the project's: B batch, T time, N hidden, K rank of U and V, D input.
 
+A launch says ``enable_fp_fusion=True``: a product and a sum are one FMA, which is what these kernels are made of, and
+Triton's default turns to False with 3.10.
+
 This module imports without Triton and without a GPU. A kernel file imports ``triton`` and is loaded by the dispatcher
 alone, which first asks whether Triton is there.
 """

@@ -23,6 +23,8 @@ FEATURES_BLOCK_R = 64
 FEATURES_BLOCK_N = 64
 FEATURES_BLOCK_D = 32
 FEATURES_WARPS = 8
+# tl.dot takes float64 from Triton 3.5 on, which comes with torch 2.9. Before, float64 is multiplied without it.
+DOT_F64 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
 
 TOKENS_TILE = 2048
 TOKENS_WARPS = 4
@@ -40,6 +42,7 @@ def features_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     BIAS: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -48,14 +51,19 @@ def features_kernel(
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     b_e = tl.zeros([BLOCK_R, BLOCK_N], dtype=p_x.dtype.element_ty)
-    for i_d in range(0, D, BLOCK_D):
-        o_d = i_d + tl.arange(0, BLOCK_D)
-        b_x = tl.load(p_x + o_r * D + o_d[None, :], mask=(o_r < R) & (o_d[None, :] < D), other=0.0)
-        b_w = tl.load(p_weight + o_n * D + o_d[:, None], mask=(o_n < N) & (o_d[:, None] < D), other=0.0)
-        if PRECISION == "bf16":
-            b_e += tl.dot(b_x.to(tl.bfloat16), b_w.to(tl.bfloat16))
-        else:
-            b_e += tl.dot(b_x, b_w, input_precision=PRECISION, out_dtype=p_x.dtype.element_ty)
+    if DOT:
+        for i_d in range(0, D, BLOCK_D):
+            o_d = i_d + tl.arange(0, BLOCK_D)
+            b_x = tl.load(p_x + o_r * D + o_d[None, :], mask=(o_r < R) & (o_d[None, :] < D), other=0.0)
+            b_w = tl.load(p_weight + o_n * D + o_d[:, None], mask=(o_n < N) & (o_d[:, None] < D), other=0.0)
+            if PRECISION == "bf16":
+                b_e += tl.dot(b_x.to(tl.bfloat16), b_w.to(tl.bfloat16))
+            else:
+                b_e += tl.dot(b_x, b_w, input_precision=PRECISION, out_dtype=p_x.dtype.element_ty)
+    else:
+        for i_d in range(D):
+            b_x = tl.load(p_x + o_r * D + i_d, mask=o_r < R, other=0.0)
+            b_e += b_x * tl.load(p_weight + o_n * D + i_d, mask=o_n < N, other=0.0)
     if BIAS:
         b_e += tl.load(p_bias + o_n, mask=o_n < N, other=0.0)
     tl.store(p_e + o_r * N + o_n, b_e, mask=(o_r < R) & (o_n < N))
@@ -99,9 +107,10 @@ def features_term(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str
     grid = (triton.cdiv(T * B, FEATURES_BLOCK_R), triton.cdiv(N, FEATURES_BLOCK_N))
     with torch.cuda.device_of(x):
         features_kernel[grid](
-            x, weight, bias, e, T * B, D=D, N=N, BIAS=bias is not None,
+            x, weight, bias, e, T * B, D=D, N=N, BIAS=bias is not None, DOT=DOT_F64 or x.dtype != torch.float64,
             PRECISION=precision if x.dtype == torch.float32 else "ieee", BLOCK_R=FEATURES_BLOCK_R,
             BLOCK_N=FEATURES_BLOCK_N, BLOCK_D=FEATURES_BLOCK_D, num_warps=FEATURES_WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return e
 
@@ -117,6 +126,6 @@ def token_gradient(delta: Tensor, ids: Tensor, D: int) -> Tensor:
     with torch.cuda.device_of(delta):
         token_gradient_kernel[(D, splits)](
             delta, order, bounds, partial, D, splits, N=N, BLOCK_R=max(1, TOKENS_TILE // block_n), BLOCK_N=block_n,
-            num_warps=TOKENS_WARPS,
+            num_warps=TOKENS_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return partial.sum(0)

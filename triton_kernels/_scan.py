@@ -526,7 +526,7 @@ def launch_forward(
             ACTIVATION=activation, PARAM=parameter_kind(act_param), STORE_HS=hs is not None,
             STORE_PRE=pre is not None, STORE_LAST=last is not None, LENGTHS=lengths is not None, WAY=way.way,
             PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
-            num_warps=way.num_warps,
+            num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -564,7 +564,7 @@ def launch_backward(
             PARAM=parameter_kind(act_param), STORE_DELTA=delta is not None, STORE_SUM=by_row is not None,
             FROM_HS=from_hs, FROM_PRE=from_pre, LENGTHS=lengths is not None, CLIP=clip is not None, WAY=way.way,
             PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
-            num_warps=way.num_warps,
+            num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
 
 

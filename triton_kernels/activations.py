@@ -132,6 +132,7 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
             activation_fwd_kernel[grid](
                 x, act_param, y, R, N=N, ACTIVATION=activation, PARAM=parameter_kind(act_param),
                 BLOCK_R=block_r, BLOCK_N=block_n, num_warps=NUM_WARPS,
+                enable_fp_fusion=True,
             )  # fmt: skip
     return y
 
@@ -159,6 +160,7 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
         activation_bwd_kernel[(programs, triton.cdiv(N, block_n))](
             grad_y, x, act_param, grad_x, partial, R, tiles, N=N, ACTIVATION=activation,
             PARAM=parameter_kind(act_param), BLOCK_R=block_r, BLOCK_N=block_n, num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
     if act_param is None or partial is None:
         return grad_x, x.new_empty(0)

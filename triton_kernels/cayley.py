@@ -101,7 +101,7 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
         with torch.cuda.device_of(matrix):
             cayley_panel_kernel[(batch,)](
                 rest, panel, order, rows, columns, w, BLOCK_R=block_r, BLOCK_C=triton.next_power_of_2(width),
-                num_warps=warps,
+                num_warps=warps, enable_fp_fusion=True,
             )  # fmt: skip
         moved = rest[:, :, w:].gather(1, order.unsqueeze(-1).expand(-1, -1, columns - w))
         upper = torch.linalg.solve_triangular(panel[:, :w], moved[:, :w], upper=False, unitriangular=True)

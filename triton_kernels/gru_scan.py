@@ -108,6 +108,15 @@ def steps_of(p_lengths, i_b, T, LENGTHS: tl.constexpr):
 
 
 @triton.jit
+def columns(o_n, exists, N: tl.constexpr):
+    """The mask [1, BLOCK_N] of a row that is there or not.
+
+    Not m_n & exists: with a number in place of a vector, the interpreter of Triton 3.9 takes the result for no mask.
+    """
+    return o_n < tl.where(exists, N, 0)
+
+
+@triton.jit
 def load_gates(p, o, m_n, N: tl.constexpr):
     """The three blocks of a row [3N] that begins at o, each [1, BLOCK_N]."""
     b_r = tl.load(p + o, mask=m_n, other=0.0)
@@ -159,10 +168,10 @@ def gru_scan_fwd_kernel(
     b_h = tl.load(p_h0 + i_b.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
     o = i_b.to(tl.int64) * N + o_n  # of the step's row in [T, B, N]; times 3 but for o_n in [T, B, 3N]
     stride = B.to(tl.int64) * N
-    b_x_r, b_x_z, b_x_n = load_gates(p_x, 3 * (o - o_n) + o_n, m_n & (steps > 0), N)
+    b_x_r, b_x_z, b_x_n = load_gates(p_x, 3 * (o - o_n) + o_n, columns(o_n, steps > 0, N), N)
     for t in range(steps):
         o_row = 3 * (o - o_n) + o_n
-        b_next_r, b_next_z, b_next_n = load_gates(p_x, o_row + 3 * stride, m_n & (t + 1 < steps), N)
+        b_next_r, b_next_z, b_next_n = load_gates(p_x, o_row + 3 * stride, columns(o_n, t + 1 < steps, N), N)
         b_to_r, b_to_z = two_products(b_h, b_h, b_w_r, b_w_z, p_w, p_w_z, True, N, WAY, BLOCK_N)
         b_r = sigmoid(b_to_r + b_bias_r + b_x_r)
         b_z = sigmoid(b_to_z + b_bias_z + b_x_z)
@@ -235,10 +244,10 @@ def gru_scan_bwd_kernel(
 
     b_h0 = tl.load(p_h0 + o_start + o_n, mask=m_n, other=0.0)
     o = o_start + (steps - 1) * stride + o_n  # of the step's row in [T, B, N]
-    m_t = m_n & (steps > 0)
+    m_t = columns(o_n, steps > 0, N)
     b_g = tl.load(p_grad + o, mask=m_t, other=0.0)
     b_r, b_z, b_n = load_gates(p_gates, 3 * (o - o_n) + o_n, m_t, N)
-    b_h = tl.where(steps > 1, tl.load(p_hs + o - stride, mask=m_n & (steps > 1), other=0.0), b_h0)
+    b_h = tl.where(steps > 1, tl.load(p_hs + o - stride, mask=columns(o_n, steps > 1, N), other=0.0), b_h0)
     b_q = 0.0
     if not KANAI:
         b_q = tl.load(p_pre + o, mask=m_t, other=0.0)
@@ -246,8 +255,8 @@ def gru_scan_bwd_kernel(
     for i in range(steps):
         t = steps - 1 - i
         # the step before this one, fetched while this one is computed
-        m_before = m_n & (t > 0)
-        m_two = m_n & (t > 1)
+        m_before = columns(o_n, t > 0, N)
+        m_two = columns(o_n, t > 1, N)
         o_row = 3 * (o - o_n) + o_n
         b_g_before = tl.load(p_grad + o - stride, mask=m_before, other=0.0)
         b_r_before, b_z_before, b_n_before = load_gates(p_gates, o_row - 3 * stride, m_before, N)
@@ -319,6 +328,7 @@ def gru_scan_fwd(
         gru_scan_fwd_kernel[(B,)](
             x, w, h0, bias, hs, gates, None if kanai else pre, lengths, T, B, N=N, KANAI=kanai, BIAS=bias is not None,
             LENGTHS=lengths is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return hs, gates, pre
 
@@ -347,7 +357,7 @@ def gru_scan_bwd(
         gru_scan_bwd_kernel[(B,)](
             grad_hs, hs, gates, None if kanai else pre, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0,
             square, lengths, T, B, N=N, KANAI=kanai, FACTOR=factor is not None, LENGTHS=lengths is not None,
-            WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
+            WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     empty, norm = h0.new_empty(0), square.sum(1).sqrt()
     if factor is None:

@@ -412,8 +412,13 @@ def test_token_gradient_skips_what_is_no_token() -> None:
         torch.testing.assert_close(_inputs.token_gradient(delta, ids, D), expected)
 
 
-def test_features_of_a_part_have_the_same_bits() -> None:
-    x, weight, bias = torch.randn(9, 3, 70), torch.randn(5, 70), torch.randn(5)
+@pytest.mark.parametrize(
+    "dtype, dot", [(torch.float32, True), (torch.float64, _inputs.DOT_F64), (torch.float64, False)]
+)
+def test_features_of_a_part_have_the_same_bits(dtype: torch.dtype, dot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tl.dot and, as float64 is multiplied under an old Triton, without."""
+    monkeypatch.setattr(_inputs, "DOT_F64", dot)
+    x, weight, bias = (torch.randn(*size, dtype=dtype) for size in ((9, 30, 70), (65, 70), (65,)))
     whole = _inputs.features_term(x, weight, bias, "ieee")
     assert torch.equal(_inputs.features_term(x[4:7].contiguous(), weight, bias, "ieee"), whole[4:7])
     torch.testing.assert_close(whole, x @ weight.mT + bias)

@@ -14,17 +14,24 @@ assert told or "triton.language" not in sys.modules, "Triton was imported before
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np  # noqa: E402
+import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 import triton.runtime.interpreter as interpreter  # noqa: E402
 
 _patch_tensor = interpreter._patch_lang_tensor
 _call = interpreter.InterpretedFunction.__call__
+# Triton 3.2 asks `if not mask`, and so stores without one where a mask of one element is false. No kernel here
+# branches on a tensor, so there all tensors may be true.
+FALSE_IS_NO_MASK = triton.__version__.startswith("3.2.")
 
 
-def _patch(tensor: Any, scope: Any, *others: Any) -> None:
+def _patch(tensor: Any, *scope: Any) -> None:
     """As Triton does, but a number is one element of an array, which NumPy 2.4 no longer converts to an index."""
-    _patch_tensor(tensor, scope, *others)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    _patch_tensor(tensor, *scope)
+    set_attr = scope[0].set_attr if scope else setattr  # a scope undoes patches; Triton up to 3.4 keeps them
+    set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    if FALSE_IS_NO_MASK:
+        set_attr(tensor, "__bool__", lambda self: True)
 
 
 def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,8 +56,18 @@ def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
     return _dot(self, _float32(a), _float32(b), *others)
 
 
+def _all_ones(self: Any, type_: Any) -> Any:
+    """All bits set, of a mask too: what ~mask is made with."""
+    if type_ == tl.int1:
+        return interpreter.TensorHandle(np.ones(1, np.bool_), tl.int1)
+    return _ones(self, type_)
+
+
+if not hasattr(interpreter.InterpreterBuilder, "get_int1_ty"):  # Triton 3.2 and 3.3
+    _ones = interpreter.InterpreterBuilder.get_all_ones_value
+    interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
+    interpreter.InterpreterBuilder.get_int1_ty = lambda self: tl.int1
 _dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _create_dot
-if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 and later; before, patches are kept anyway
-    interpreter._patch_lang_tensor = _patch
-    interpreter.InterpretedFunction.__call__ = _call_device_function
+interpreter._patch_lang_tensor = _patch
+interpreter.InterpretedFunction.__call__ = _call_device_function

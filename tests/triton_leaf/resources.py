@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton.backends import compiler as backends
 from triton.compiler import ASTSource
 
 # KiB of shared memory that one program may have, by compute capability
@@ -35,8 +36,11 @@ def ptxas(capability: int) -> str:
     """The path of the assembler that Triton would call."""
     from triton.backends.nvidia import compiler
 
-    tool = compiler.get_ptxas(capability) if hasattr(compiler, "get_ptxas") else compiler._path_to_binary("ptxas")
-    return str(getattr(tool, "path", tool[0] if isinstance(tool, tuple) else tool))
+    if not hasattr(compiler, "get_ptxas"):  # Triton 3.2
+        tool = compiler._path_to_binary("ptxas")
+    else:  # one for all architectures in 3.4 and 3.5
+        tool = compiler.get_ptxas(*[capability][: len(inspect.signature(compiler.get_ptxas).parameters)])
+    return str(tool[0] if isinstance(tool, tuple) else tool.path)
 
 
 def resources(kernel: Any, arguments: dict[str, Any], capability: int, num_warps: int) -> Resources:
@@ -46,20 +50,25 @@ def resources(kernel: Any, arguments: dict[str, Any], capability: int, num_warps
         arguments: by name; a dtype stands for a tensor of that dtype, "i32" for a number that a launch does not
             specialise on, anything else is the value of a constexpr.
     """
-    signature, constants, attributes = {}, {}, {}
+    signature, constants, pointers = {}, {}, []
     for index, name in enumerate(kernel.arg_names):
         value = arguments[name]
         if isinstance(value, torch.dtype):
             signature[name] = TYPE[value]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            pointers.append(index)
         elif isinstance(value, str) and value == "i32":
             signature[name] = "i32"
         else:
-            signature[name] = "constexpr"
             constants[name] = value
+    if hasattr(backends, "AttrsDescriptor"):  # Triton 3.2
+        attributes = backends.AttrsDescriptor.from_hints(dict.fromkeys(pointers, 16))
+    else:
+        signature |= dict.fromkeys(constants, "constexpr")
+        signature = {name: signature[name] for name in kernel.arg_names}
+        attributes = {(index,): [["tt.divisibility", 16]] for index in pointers}
     source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+    target = backends.GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": True})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
