@@ -14,6 +14,10 @@ class InputError(ValueError):
     """A user's mistake. One line that names the argument, the value given, and what is accepted."""
 
 
+class OutOfRange(InputError):
+    """A parameter has left the range of what is computed from it. In training that is a divergence."""
+
+
 class BackendUnavailable(RuntimeError):
     """The backend asked for cannot serve. One line that lists every backend with its reason."""
 

@@ -198,15 +198,21 @@ def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float 
 
     They start Glorot-uniform (their section III-A), or from N(0, std) (their sections III-B and III-C). The descent is
     run in float64 and as far as rounding lets it, beyond the paper's 1e-6 by some twenty steps, so that the result is
-    as orthonormal as its dtype can be. Raises InputError for a tensor that is not a floating point [..., N, K], and for
-    a std that is not finite or not above 0.
+    as orthonormal as its dtype can be. Raises InputError for a tensor that is not a floating point [..., N, K], for a
+    std that is not finite or not above 0, and where the descent does not end: t is then as it was.
     """
     _check(t, "learned_")
     if t.is_meta:
         return t
     w = torch.empty(t.shape, dtype=torch.float64, device="cpu")
     w = glorot_uniform_(w, generator) if std is None else normal_(w, std, generator)
-    learned_orthogonal_(w, tol=8.0 * min(t.shape[-2:]) * torch.finfo(w.dtype).eps ** 2)
+    found = learned_orthogonal_(w, tol=8.0 * min(t.shape[-2:]) * torch.finfo(w.dtype).eps ** 2)
+    missed = int((~found.converged).sum())
+    if missed:
+        start = "Glorot's" if std is None else f"std {std:g}, which is too small to grow from"
+        raise InputError(
+            f"learned_: {missed} of {found.converged.numel()} matrices did not become orthogonal from {start}"
+        )
     return t.copy_(w)
 
 
@@ -301,6 +307,9 @@ def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
         raise InputError(f"learned_orthogonal_: W must be a tensor of torch.float32 or torch.float64, got {given}")
     if W.dim() < 2 or W.numel() == 0:
         raise InputError(f"learned_orthogonal_: W has shape {list(W.shape)}; accepted: [..., n, m], no side 0")
+    for name, value in (("lr", lr), ("tol", tol)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InputError(f"learned_orthogonal_: {name} must be a number, got {value!r}")
     if not 0.0 < lr < 0.25:
         raise InputError(f"learned_orthogonal_: lr must be above 0 and below 0.25, got {lr!r}")
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:

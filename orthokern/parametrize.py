@@ -5,11 +5,15 @@
 Each takes the tensor that it is to constrain, for its shape, dtype and device. `right_inverse` takes any matrix to the
 nearest one of the kind (for SchurForm see there) and gives parameters for it, so a layer keeps what it can of its
 weight, and ``layer.weight = w`` works. That runs in float64, once; only `forward` is on the training path.
+
+Raises InputError, one line: for a weight of another kind; when a state is loaded whose base is not orthogonal or whose
+signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not finite or too large.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
+from orthokern.nn._checks import check_exponential, check_loaded_orthogonal
 from orthokern.nn.nonnormal import MASKS, schur_product, triangular_mask
 
 __all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurForm"]
@@ -72,13 +77,24 @@ class _Trivialized(nn.Module):
         self.base.copy_(_polar(_fitting(type(self).__name__, weight, tuple(self.base.shape))))
         return torch.zeros_like(self.base)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        check_loaded_orthogonal(f"{prefix}base", state_dict.get(f"{prefix}base"), self.base)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _exponential(name: str, x: Tensor) -> Tensor:
+    """exp(L - L^T) [N,N] of the strictly lower triangle L of x [N,N]."""
+    p = functional.skew_exp(2 * x.tril(-1))
+    check_exponential(f"{name}: the parameter", x, p)
+    return p
+
 
 class Exponential(_Trivialized):
     """Orthogonal W = B exp(A) [N,N] by orthokern.functional.skew_exp (Lezcano-Casado and Martinez-Rubio 2019)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N,N] -> W [N,N]; the strictly lower triangle of x counts."""
-        return self.base @ functional.skew_exp(2 * x.tril(-1))
+        return self.base @ _exponential("Exponential", x)
 
 
 class Cayley(_Trivialized):
@@ -137,6 +153,12 @@ class Householder(nn.Module):
             vectors[j:, j] = v
             self.signs[j] = sign
         return (vectors.mT if self.wide else vectors).to(weight.dtype).contiguous()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        signs = state_dict.get(f"{prefix}signs")
+        if isinstance(signs, Tensor) and not signs.is_meta and not bool((signs.abs() == 1).all()):
+            raise InputError(f"{prefix}signs holds other numbers than the accepted 1 and -1")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class FactorizedSpectrum(nn.Module):
@@ -216,8 +238,12 @@ class SchurForm(nn.Module):
 
     def forward(self, x: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor) -> Tensor:
         """x [N,N], gamma [ceil(N/2)], theta [floor(N/2)], triangle [N,N] -> W [N,N]."""
-        p = self.base @ functional.skew_exp(2 * x.tril(-1))
+        p = self.base @ _exponential("SchurForm", x)
         return schur_product(p, gamma, theta, triangle * self.acting)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        check_loaded_orthogonal(f"{prefix}base", state_dict.get(f"{prefix}base"), self.base)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -132,6 +132,8 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
     """
     if isinstance(recurrence, Tensor):
         return _gram_distance(recurrence)
+    if not isinstance(recurrence, nn.Module):
+        raise InputError(f"recurrence is a {type(recurrence).__name__}; accepted: a module, or a matrix [n, m]")
     values: list[Tensor] = []
     for module in recurrence.modules():
         if isinstance(module, HasSpectra):
@@ -175,10 +177,12 @@ class OrthogonalPenalty:
     def __init__(
         self, strength: float = 1.0, *, squared: bool = True, on: str | Iterable[str] = ("recurrent", "feedforward")
     ) -> None:
-        if not 0.0 <= strength < math.inf:
+        if not _is_number(strength) or not 0.0 <= strength < math.inf:
             raise InputError(f"strength must be a finite number of at least 0, got {strength!r}")
         self.strength = strength
         self.squared = squared
+        if not isinstance(on, Iterable):
+            raise InputError(f"on is {on!r}; accepted: one or several of {', '.join(LAYERS)}")
         self.on = (on,) if isinstance(on, str) else tuple(on)
         for layer in self.on:
             if layer not in LAYERS:
@@ -234,7 +238,11 @@ class OrthogonalPenalty:
             InputError: as for `__call__`; a factorized recurrence or another matrix that is computed from parameters,
                 for which there is `add_gradients_`. Nothing has moved then.
         """
+        if not _is_number(lr) or not math.isfinite(lr):
+            raise InputError(f"lr must be a finite number, got {lr!r}")
         found = [(part, matrix) for part in parts for matrix in self._matrices((part,))]
+        if not found:
+            raise _nothing_given()
         for part, matrix in found:
             if not _is_stored(matrix, part):
                 whose = "the matrix given" if isinstance(part, Tensor) else f"a matrix of {type(part).__name__}"
@@ -252,9 +260,11 @@ class OrthogonalPenalty:
         positive = squared > 0  # at zero the root has no gradient
         return self.strength * torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
 
-    def _matrices(self, parts: Iterable[nn.Module | Tensor]) -> Iterator[Tensor | _Spectrum]:
+    def _matrices(self, parts: Sequence[nn.Module | Tensor]) -> Iterator[Tensor | _Spectrum]:
+        if not parts:
+            raise _nothing_given()
         for part in parts:
-            if isinstance(part, Tensor):
+            if not isinstance(part, nn.Module):
                 yield _check_matrix(part)
                 continue
             found = list(self._of_module(part))
@@ -332,7 +342,17 @@ def spectrum_prior(module: nn.Module) -> Tensor:
     return _total(values, module, "recurrence; accepted: an RNN or a FactorizedRNN")
 
 
+def _nothing_given() -> InputError:
+    return InputError("no matrix given; accepted: modules, and matrices [n, m]")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _check_matrix(w: Tensor) -> Tensor:
+    if not isinstance(w, Tensor):
+        raise InputError(f"W is a {type(w).__name__}; accepted: a floating matrix [n, m], or a module")
     if w.ndim != 2 or not w.is_floating_point():
         raise InputError(
             f"W has shape {list(w.shape)} and dtype {str(w.dtype).removeprefix('torch.')}; "

@@ -50,6 +50,8 @@ def test_totals_where_the_covariance_is_beyond_float64() -> None:
     """Expected: the same sums in arithmetic of 400 bits."""
     assert fisher_memory(*chain(0.95, 0, 0.2)).total == pytest.approx(11.939388931674648, rel=1e-8)
     assert fisher_memory(*chain(1.05, 0, 0.2)).total == pytest.approx(20.837057392971214, rel=1e-8)
+    assert fisher_memory(*chain(1.05, 0.005, 0.2)).total == pytest.approx(20.884657370971432, rel=1e-8)
+    assert fisher_memory(*chain(1, 0, 0.2)).total == pytest.approx(16.298225175005534, rel=1e-8)
 
 
 def test_a_delay_line_in_closed_form() -> None:
@@ -113,6 +115,8 @@ def test_a_normal_network_has_the_same_total_whatever_it_is() -> None:
         (torch.zeros(2, 2), torch.ones(3), {}, ["u has shape (3,)", "(2,)"]),
         (torch.full((2, 2), float("nan")), torch.ones(2), {}, ["v holds NaN"]),
         (torch.zeros(2, 2), torch.ones(2), {"noise": 0.0}, ["noise", "above 0"]),
+        (torch.zeros(2, 2), torch.ones(2), {"noise": "a"}, ["noise", "'a'", "(2, 2)"]),
+        (torch.zeros(2, 2), torch.ones(2), {"noise": None}, ["noise", "None"]),
         (torch.zeros(2, 2), torch.ones(2), {"noise": -torch.eye(2)}, ["no covariance"]),
         (torch.zeros(2, 2), torch.ones(2), {"noise": torch.eye(3)}, ["noise has shape (3, 3)"]),
         (torch.zeros(2, 2), torch.ones(2), {"steps": 0}, ["steps", "0"]),

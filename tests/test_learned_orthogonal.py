@@ -172,6 +172,9 @@ def test_refusals() -> None:
         (lambda: learned_orthogonal_([[1.0]]), "got list"),  # type: ignore[arg-type]
         (lambda: learned_orthogonal_(w, lr=0.25), "lr must be above 0 and below 0.25, got 0.25"),
         (lambda: learned_orthogonal_(w, lr=0), "got 0"),
+        (lambda: learned_orthogonal_(w, lr="a"), "lr must be a number, got 'a'"),  # type: ignore[arg-type]
+        (lambda: learned_orthogonal_(w, tol=None), "tol must be a number, got None"),  # type: ignore[arg-type]
+        (lambda: learned_orthogonal_(None), "got NoneType"),  # type: ignore[arg-type]
         (lambda: learned_orthogonal_(w, lr=math.nan), "got nan"),
         (lambda: learned_orthogonal_(w, max_steps=0), "max_steps must be an integer of at least 1, got 0"),
         (lambda: learned_orthogonal_(w, tol=1e-13), "tol must be finite and above 2.7e-13, the rounding of"),
@@ -196,6 +199,11 @@ def test_starts_from_normal_numbers() -> None:
         u, _, vh = torch.linalg.svd(drawn, full_matrices=False)
         learned = init.learned_(torch.empty(40, 60), torch.Generator().manual_seed(1), std=std)
         torch.testing.assert_close(learned, (u @ vh).float(), rtol=0, atol=1e-6)
+    # a thousand steps do not bring this to 1
+    t = torch.zeros(3, 4)
+    with pytest.raises(InputError, match="learned_: 1 of 1 matrices did not become orthogonal from std 1e-200, which"):
+        init.learned_(t, std=1e-200)
+    assert not t.any()
     for std in (0.0, -1.0, math.inf, math.nan):
         for fill in (lambda t, std: init.normal_(t, std), lambda t, std: init.learned_(t, std=std)):
             with pytest.raises(InputError, match="std must be finite and above 0, got"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from orthokern import InputError
+from orthokern.errors import OutOfRange
 from orthokern.init import haar_orthogonal_, haar_rotation_
 from orthokern.parametrize import Cayley, Exponential, FactorizedSpectrum, Householder, SchurForm
 
@@ -143,6 +145,44 @@ def test_gradcheck(kind: Callable[[Tensor], nn.Module]) -> None:
     value = linear.weight.detach().clone()
     remove_parametrizations(linear, "weight")
     assert torch.equal(linear.weight, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "value", "message"),
+    [
+        (Exponential, "0.base", 1.5, "base is not orthogonal: |B^T B - I| is 1.25; accepted: up to 0.001"),
+        (Exponential, "0.base", math.nan, "base is not orthogonal: |B^T B - I| is nan"),
+        (Cayley, "0.base", 1.1, "base is not orthogonal: |B^T B - I| is 0.21"),
+        (SchurForm, "0.base", 0.0, "base is not orthogonal: |B^T B - I| is 1; "),
+        (Householder, "0.signs", 0.5, "signs holds other numbers than the accepted 1 and -1"),
+        (FactorizedSpectrum, "0.left.signs", math.nan, "signs holds other numbers"),
+    ],
+)
+def test_states_that_would_break_the_constraint(
+    kind: Callable[[Tensor], nn.Module], entry: str, value: float, message: str
+) -> None:
+    linear = layer(4, 4, kind)
+    before, name = linear.weight.detach().clone(), f"parametrizations.weight.{entry}"
+    state = {**linear.state_dict(), name: value * linear.state_dict()[name]}
+    with pytest.raises(InputError) as caught:
+        linear.load_state_dict(state)
+    assert str(caught.value).startswith(name.rpartition(".")[0]) and message in str(caught.value)
+    assert "\n" not in str(caught.value) and torch.equal(linear.weight, before)
+
+
+@pytest.mark.parametrize("kind", [Exponential, SchurForm])
+def test_an_exponential_out_of_range(kind: Callable[[Tensor], nn.Module]) -> None:
+    x = layer(4, 4, kind)
+    parameter = next(p for p in x.parametrizations.parameters() if p.shape == (4, 4))
+    for value, message in (
+        (math.nan, "holds 1 NaN or infinite values of 16"),
+        (1e4, "|A|_2 is 1e+04; accepted: up to"),
+    ):
+        with torch.no_grad():
+            parameter.zero_()[1, 0] = value
+        with pytest.raises(OutOfRange) as caught:
+            x(torch.ones(1, 4, dtype=F64))
+        assert str(caught.value).startswith(f"{kind.__name__}: the parameter") and message in str(caught.value)  # type: ignore[attr-defined]
 
 
 def test_training_a_torch_rnn() -> None:

@@ -253,6 +253,8 @@ def test_two_readings_of_the_threshold() -> None:
         ((["weight"],), "constrained[0] is a str: accepted is a matrix"),
         ((nn.Linear(2, 2),), "constrained has no matrix"),
         (([],), "constrained has no matrix"),
+        ((None,), "constrained is a NoneType: accepted is a module with a GRU, or several matrices"),
+        ((3,), "constrained is a int: accepted"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:

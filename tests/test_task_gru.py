@@ -323,6 +323,21 @@ def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]])
     assert torch.equal(ends[0]["task_state"]["state"], ends[1]["task_state"]["state"])
 
 
+def test_what_is_not_given_is_filled_in(small: dict[str, list[str]]) -> None:
+    def settings(*options: str) -> tuple[Any, ...]:
+        given = word_lm._parser().parse([*small["word_lm"], *options])
+        found = word_lm.complete({**word_lm.DEFAULTS, **given})
+        assert word_lm.complete(found) == found  # as a resumed run does
+        return tuple(found[key] for key in ("constraint", "variant", "delta", "threshold", "constrained_inputs"))
+
+    assert settings() == ("projection", "kanai", 0.2, "2-delta", "upper")
+    assert settings("--model", "torch-gru", "--clip", "5") == ("none", "torch", None, None, None)
+    both = settings(
+        "--constraint", "projection", "--clip", "5", "--delta", "1", "--threshold", "2", "--variant", "torch"
+    )
+    assert both == ("projection", "torch", 1.0, "2", "upper")
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 
@@ -339,6 +354,12 @@ def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsy
         (["--model", "lstm"], "unknown model 'lstm'"),
         (["--data", tmp_path / "no"], "does not exist"),
         (["--data", tmp_path], "missing data file"),
+        (["--delta", "0.5", "--clip", "15"], "--delta 0.5: nothing is constrained with --clip, without --constraint"),
+        (["--constraint", "none", "--delta", "0.7"], "--delta 0.7: nothing is constrained with --constraint none"),
+        (["--clip", "5", "--threshold", "2-delta"], "--threshold 2-delta: nothing is constrained with --clip"),
+        (["--clip", "5", "--constrained-inputs", "all"], "--constrained-inputs all: nothing is constrained"),
+        (["--model", "torch-gru", "--variant", "kanai"], "--variant kanai: for --model gru; torch-gru has"),
+        (["--optimizer", "adam", "--momentum", "0.9"], "--momentum 0.9: for --optimizer sgd, not adam"),
         (["--epochs", "2", "--iterations", "9"], "give one of the two"),
     ):
         assert run(name, *small[name], *options, "--out", tmp_path / "out") == 2

@@ -297,9 +297,18 @@ def test_a_stream_in_several_processes_is_refused(ptb: Path, monkeypatch: pytest
         char_lm.CharStream(settings_of("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"]))
 
 
+def test_a_generator_that_leaves_its_range_is_a_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "exprnn", "--skew-lr", "1e6", "--iterations", 5, "--no-plots"]
+    assert run("adding", *SMALL["adding"], *options, "--out", tmp_path / "run") == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("diverged: skew_l0 is too large for an exponential: |A|_2 is ") and "accepted" not in last
+    assert "at iteration 1; no checkpoint was written yet; lower the learning rates" in last
+
+
 @pytest.mark.parametrize(
     ("name", "factor", "message"),
     [
+        ("skew_l0", math.nan, "skew_l0 holds 64 NaN or infinite values of 64; accepted: finite numbers"),
         ("base_l0", 1.01, "rnn.base_l0 is not orthogonal: |B^T B - I| is 0.02"),
         ("gamma_l0", math.inf, "gamma_l0 holds 4 NaN or infinite values of 4; accepted: finite moduli"),
     ],

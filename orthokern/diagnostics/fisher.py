@@ -138,7 +138,14 @@ def _noise_factor(noise: float | Tensor, n: int) -> Tensor:
         if int(info) or not torch.allclose(e, e.mT) or not bool(factor.isfinite().all()):
             raise InputError("noise is no covariance; accepted: a symmetric positive definite matrix")
         return factor
-    variance = float(noise)
+    try:
+        if isinstance(noise, (bool, str)):
+            raise TypeError
+        variance = float(noise)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"noise must be a finite variance above 0, or a covariance ({n}, {n}), got {noise!r}"
+        ) from None
     if not (math.isfinite(variance) and variance > 0):
         raise InputError(f"noise must be a finite variance above 0, got {variance}")
     return math.sqrt(variance) * torch.eye(n, dtype=torch.float64)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from orthokern.dispatch import BACKENDS
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, OutOfRange, unknown_name
 
 __all__ = [
     "check_backend",
     "check_device",
+    "check_exponential",
     "check_input",
+    "check_loaded_orthogonal",
     "finite",
     "flag",
     "number",
@@ -23,6 +25,8 @@ __all__ = [
     "positive_int",
     "share",
 ]
+
+LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 
 
 def positive_int(name: str, value: Any, minimum: int = 1) -> int:
@@ -147,3 +151,28 @@ def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: boo
             f"accepted: input_size = {input_size} in the last dimension"
         )
     return tokens
+
+
+def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
+    """Refuses a base B [N,N] from a state_dict, to be loaded into `held`, that is not orthogonal. What it is not made
+    for, another shape say, is load_state_dict's to tell."""
+    if not isinstance(loaded, Tensor) or loaded.shape != held.shape or loaded.is_meta:
+        return
+    b = loaded.double()
+    off = float((b.mT @ b - torch.eye(len(b), dtype=b.dtype, device=b.device)).abs().max())
+    if not off <= LOADED_TOLERANCE:
+        raise InputError(f"{name} is not orthogonal: |B^T B - I| is {off:.3g}; accepted: up to {LOADED_TOLERANCE:g}")
+
+
+def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
+    """Refuses a parameter [N,N] whose exponential P [N,N] is no number; on a CPU, where looking costs no wait."""
+    if p.device.type != "cpu" or torch.compiler.is_compiling() or bool(p.detach().isfinite().all()):
+        return
+    bad = int((~parameter.detach().isfinite()).sum())
+    if bad:
+        raise OutOfRange(f"{name} holds {bad} NaN or infinite values of {parameter.numel()}; accepted: finite numbers")
+    lower = parameter.detach().double().tril(-1)
+    norm = float(torch.linalg.matrix_norm(lower - lower.mT, 2))
+    raise OutOfRange(
+        f"{name} is too large for an exponential: |A|_2 is {norm:.4g}; accepted: up to 768 in float32, 279 in float64"
+    )

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from orthokern import functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import positive_int
+from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
 from orthokern.nn.rnn import _Layout, _Recurrent
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
@@ -50,7 +50,6 @@ INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
 OPTIMIZER_STATES = ("transport", "reset", "keep")
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # of torch.optim: SGD, RMSprop, Adam and their kin
 FLATTEST = 0.1
-LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 
 # module -> its optimizers, outside the module so that it can be copied and pickled
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
@@ -123,11 +122,14 @@ class _Exponential(_Recurrent):
 
     def _orthogonal(self, suffix: str) -> Tensor:
         """P [N,N] of one recurrence, differentiable."""
-        return self._tensor(f"base_{suffix}") @ functional.skew_exp(
+        parameter = self._tensor(f"skew_{suffix}")
+        p = functional.skew_exp(
             # the op takes the skew part itself: that of 2 L is L - L^T
-            2 * self._tensor(f"skew_{suffix}").tril(-1),
+            2 * parameter.tril(-1),
             backend="reference" if self.backend == "reference" else None,
         )
+        check_exponential(f"skew_{suffix}", parameter, p)
+        return self._tensor(f"base_{suffix}") @ p
 
     def _composed(self, suffix: str) -> Tensor:
         """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""
@@ -246,15 +248,8 @@ class _Exponential(_Recurrent):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for suffix in self._suffixes():
-            base = state_dict.get(f"{prefix}base_{suffix}")
-            if isinstance(base, Tensor) and base.shape == self._tensor(f"base_{suffix}").shape and not base.is_meta:
-                p = base.double()
-                off = float((p.mT @ p - torch.eye(len(p), dtype=p.dtype, device=p.device)).abs().max())
-                if not off <= LOADED_TOLERANCE:
-                    raise InputError(
-                        f"{prefix}base_{suffix} is not orthogonal: |B^T B - I| is {off:.3g}; "
-                        f"accepted: up to {LOADED_TOLERANCE:g}"
-                    )
+            name = f"base_{suffix}"
+            check_loaded_orthogonal(prefix + name, state_dict.get(prefix + name), self._tensor(name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _repr_exponential(self) -> str:

@@ -36,7 +36,7 @@ class ExpRNN(_Exponential):
     strictly lower triangle counts; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for. Buffers: base_l0
     [N,N]. The state_dict also has the counters of uses and moves.
 
-    Raises InputError, one line, for a bad argument.
+    Raises InputError, one line, for a bad argument, and in forward for an A that is not finite or too large (on a CPU).
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, OutOfRange, unknown_name
 from orthokern.nn._checks import check_device, flag, parameter_dtype
 from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
@@ -79,7 +79,7 @@ class NonNormalRNN(_Exponential):
     and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for. Buffers: base_l0 [N,N]. Penalties of the
     literature: orthokern.penalties.modulus_penalty and triangular_decay.
 
-    Raises InputError, one line, for a bad argument, and in forward for a gamma that is not finite (on a CPU).
+    Raises InputError, one line, for a bad argument, and in forward for gamma or A not finite or A too large (on a CPU).
     """
 
     _inits = INITS
@@ -184,7 +184,7 @@ class NonNormalRNN(_Exponential):
         gamma = self._tensor(f"gamma_{suffix}")
         if gamma.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(gamma.isfinite().all()):
             bad = int((~gamma.isfinite()).sum())
-            raise InputError(
+            raise OutOfRange(
                 f"gamma_{suffix} holds {bad} NaN or infinite values of {len(gamma)}; accepted: finite moduli"
             )
         triangle = self._triangle(suffix) if self.triangular else None

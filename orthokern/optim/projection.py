@@ -82,6 +82,9 @@ class SpectralNormProjection:
         would cost digits. It leaves a certificate as well. Bounds and what is taken out are float64; directions are
         searched for in the matrix's dtype.
 
+    It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)`` or
+    ``.to`` another dtype, needs a new projection.
+
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
             the candidate's input matrices W_in that ``inputs`` names (or anything with a method
@@ -120,6 +123,10 @@ class SpectralNormProjection:
         self.delta, self.threshold = float(delta), threshold
         self.limit = 2 - self.delta  # what large singular values become
         self.trigger = self.limit if threshold == "2-delta" else 2.0
+        given: Any = constrained
+        if not isinstance(given, (nn.Module, Iterable)):
+            kind = type(given).__name__
+            raise InputError(f"constrained is a {kind}: accepted is a module with a GRU, or several matrices")
         found = _of_module(constrained, inputs) if isinstance(constrained, nn.Module) else list(constrained)
         if not found:
             raise InputError("constrained has no matrix: accepted is a module with a GRU, or matrices")

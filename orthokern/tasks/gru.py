@@ -36,14 +36,14 @@ DEFAULTS: Settings = {
     "preset": None,
     "data": None,
     "model": "gru",
-    "variant": "kanai",
+    "variant": None,  # kanai, or what torch.nn.GRU is
     "layers": 1,
     "dropout": 0.5,
     "input_scale": 0.01,
     "constraint": None,
-    "delta": 0.2,
-    "threshold": "2-delta",
-    "constrained_inputs": "upper",
+    "delta": None,  # these three where there is a constraint: see CONSTRAINED
+    "threshold": None,
+    "constrained_inputs": None,
     "clip": None,
     "optimizer": "sgd",
     "momentum": 0.0,
@@ -53,6 +53,8 @@ DEFAULTS: Settings = {
     "checkpoint_every": 500,
     "diagnose_every": 50,
 }
+
+CONSTRAINED: Settings = {"delta": 0.2, "threshold": "2-delta", "constrained_inputs": "upper"}
 
 
 def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
@@ -69,7 +71,7 @@ def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     )  # fmt: skip
     group.add_argument(
         "--variant", type=one_of("variant", ("kanai", "torch")), metavar="NAME",
-        help=f"gru: the reset gate before the recurrent matrix (kanai) or after it (torch) {default('variant')}",
+        help="gru: the reset gate before the recurrent matrix (kanai) or after it (torch) (default kanai)",
     )  # fmt: skip
     group.add_argument("--hidden", type=integer(1), metavar="N", help=f"units of a layer {default('hidden')}")
     group.add_argument("--layers", type=integer(1), metavar="N", help=f"GRU layers {default('layers')}")
@@ -92,16 +94,15 @@ def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         help="projection: after every step no singular value above 2 - delta; none (default: none with --clip, else "
         "projection)",
     )  # fmt: skip
-    group.add_argument("--delta", type=real(), metavar="X", help=f"projection: in (0, 2) {default('delta')}")
+    group.add_argument("--delta", type=real(), metavar="X", help="projection: in (0, 2) (default 0.2)")
     group.add_argument(
         "--threshold", type=one_of("threshold", THRESHOLDS), metavar="NAME",
-        help=f"projection: which singular values become 2 - delta: those above 2-delta, or above 2 "
-        f"{default('threshold')}",
+        help="projection: which singular values become 2 - delta: those above 2-delta, or above 2 (default 2-delta)",
     )  # fmt: skip
     group.add_argument(
         "--constrained-inputs", type=one_of("constrained-inputs", INPUTS), metavar="NAME",
         help="projection: the candidate's input matrices that are constrained too: those of the upper layers, all, "
-        f"none {default('constrained_inputs')}",
+        "none (default upper)",
     )  # fmt: skip
     group.add_argument(
         "--clip", type=real(0.0, exclusive=True, none=True), metavar="X",
@@ -142,12 +143,20 @@ def complete(settings: Settings, what: str) -> Settings:
         raise InputError(f"--delta {settings['delta']:g}: accepted is a number in (0, 2), the bound is 2 - delta")
     if not 0 <= settings["dropout"] < 1:
         raise InputError(f"--dropout {settings['dropout']:g}: accepted is a number in [0, 1)")
-    if settings["model"] == "torch-gru" and settings["variant"] == "kanai":
-        settings["variant"] = "torch"  # what it is
+    own = "torch" if settings["model"] == "torch-gru" else "kanai"
+    if own == "torch" and settings["variant"] == "kanai":
+        raise InputError("--variant kanai: for --model gru; torch-gru has the reset gate after the recurrent matrix")
+    settings["variant"] = settings["variant"] or own
+    if settings["momentum"] and settings["optimizer"] != "sgd":
+        raise InputError(f"--momentum {settings['momentum']:g}: for --optimizer sgd, not {settings['optimizer']}")
     if settings["constraint"] is None:
         settings["constraint"] = "projection" if settings["clip"] is None else "none"
-    if settings["constraint"] == "none":
-        settings["delta"] = None
+    for key, usual in CONSTRAINED.items():
+        if settings["constraint"] == "projection":
+            settings[key] = usual if settings[key] is None else settings[key]
+        elif settings[key] is not None:
+            why = "--constraint none" if settings["clip"] is None else "--clip, without --constraint projection"
+            raise InputError(f"--{key.replace('_', '-')} {settings[key]}: nothing is constrained with {why}")
     if settings["init_std"] is None:
         settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
     return settings

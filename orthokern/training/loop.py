@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from orthokern.diagnostics import tap, thin_profile
-from orthokern.errors import CheckpointError
+from orthokern.errors import CheckpointError, OutOfRange
 from orthokern.training import distributed
 from orthokern.training.checkpoint import (
     checkpoint_bytes,
@@ -102,6 +102,7 @@ class _Run:
         self.best: dict[str, Any] | None = None
         self.evaluation: dict[str, float] | None = None
         self.reached = False
+        self.moved = False  # whether the optimizer has taken a step in this call
         self.earlier_seconds = 0.0
         self._disk_warned = False
         self._best_bytes: bytes | None = None  # a best.pt that is not on the disk yet
@@ -332,6 +333,10 @@ def train(
         task.module = distributed.wrap(task.model)
         with StopRequest() as stop:
             return _train(state, settings, stop, profiler)
+    except OutOfRange as error:
+        if not state.moved:  # it was so before any step: the checkpoint's fault
+            raise
+        return _diverged(state, settings, {}, str(error).partition("; accepted")[0])
     finally:
         task.module = task.model
         progress.close()
@@ -353,6 +358,7 @@ def _train(state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Pro
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
         step = _step(task, settings, diagnose, stop, profiler, check=several and state.iteration == first + 1)
         metrics = step.metrics
+        state.moved |= step.taken
         record: dict[str, Any] = {"iteration": state.iteration}
         if task.iterations_per_epoch is not None:
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
@@ -617,8 +623,11 @@ def _parameters_are_finite(task: Task) -> bool:
     return bool(torch.stack([torch.isfinite(p).all() for p in task.model.parameters()]).all())
 
 
-def _diverged(state: _Run, settings: LoopSettings, metrics: dict[str, float]) -> Outcome:
-    if not math.isfinite(metrics["loss"]):
+def _diverged(state: _Run, settings: LoopSettings, metrics: dict[str, float], what: str | None = None) -> Outcome:
+    """What to tell of a divergence: `what`, or what the numbers of the iteration show."""
+    if what is not None:
+        pass
+    elif not math.isfinite(metrics["loss"]):
         what = f"the loss is {metrics['loss']}"
     elif not math.isfinite(metrics.get("grad_norm", 0.0)):
         what = f"the gradient's norm is {metrics['grad_norm']} (loss {metrics['loss']:.4g})"
