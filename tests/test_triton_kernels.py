@@ -104,6 +104,8 @@ USUAL += [("dense_scan", 512, 512, "ieee", F32), ("factored_scan", 128, 128, "tf
 # up to 40 bytes, tanh on sm_80. The elimination: the bookkeeping of tall panels. Compilers differ in the registers that
 # they take for the same source, which shows where matrices fill them: 3.7 spills in the factored backward at N = 128
 # (prelu: 168 bytes), 3.7 and 3.9 in the GRU's at N = 64 (variant torch: 80 and 120), 3.9 more in the GRU at N = 512.
+# Older compilers than 3.6 spill more, 3.2 up to 4 KiB on tensor cores; with them, compiling is all that is asked for.
+BOUNDED = VERSION >= (3, 6)
 SPILLS_F32 = 192 if (3, 7) <= VERSION < (3, 9) else 0
 SPILLS_F64 = 64
 SPILLS_DOT = 16
@@ -177,7 +179,7 @@ def check_scan(
                 allowed = SPILLS_F64
             elif plan.way == "dot":
                 allowed = SPILLS_BF16_256 if N == 256 else SPILLS_DOT
-            assert used.spills <= allowed, what
+            assert used.spills <= allowed or not BOUNDED, what
             assert used.registers * 32 * plan.num_warps <= 65536, what
 
 
@@ -254,7 +256,7 @@ def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, 
             used = resources(kernel, arguments, capability, plan.num_warps)
             what = f"{kernel.__name__} {variant} {plan}: {used}"
             assert used.shared <= SHARED_KIB[capability] * 1024, what
-            assert used.spills <= (SPILLS_GRU_512 if N == 512 else SPILLS_GRU), what
+            assert used.spills <= (SPILLS_GRU_512 if N == 512 else SPILLS_GRU) or not BOUNDED, what
             assert used.registers * 32 * plan.num_warps <= 65536, what
 
 
@@ -325,7 +327,7 @@ def check_others(dtype: torch.dtype, capability: int) -> None:
     for kernel, arguments, warps, spills in others(dtype):
         used = resources(kernel, arguments, capability, warps)
         assert used.shared <= SHARED_KIB[capability] * 1024, f"{kernel.__name__} {arguments}: {used}"
-        assert used.spills <= spills, f"{kernel.__name__} {arguments}: {used}"
+        assert used.spills <= spills or not BOUNDED, f"{kernel.__name__} {arguments}: {used}"
 
 
 def test_the_other_kernels_fit_on_a_processor() -> None:

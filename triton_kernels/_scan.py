@@ -142,7 +142,8 @@ def product(b_x, b_first, b_scale, b_second, p_first, p_scale, p_second, N: tl.c
         else:
             b_y = multiply_rows(b_x, b_second, PRECISION)
     else:
-        FEW: tl.constexpr = PANEL_WORDS // (BLOCK_N * (b_x.dtype.primitive_bitwidth // 32))
+        BITS: tl.constexpr = b_x.dtype.primitive_bitwidth  # by name: up to Triton 3.3, `//` of an attribute fails
+        FEW: tl.constexpr = PANEL_WORDS // (BLOCK_N * (BITS // 32))
         PANEL: tl.constexpr = WIDE if FEW >= WIDE or not FACTORED else FEW
         b_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
         for i_k in range(0, K, PANEL):
