@@ -1,5 +1,7 @@
 """The scans, the Cayley step and the copy task on a CUDA device: `pytest bench/bench_gpu.py --benchmark-only`.
 
+Also a table of errors by precision, and FlashRNN as a peer where it is installed.
+
 Times are medians of CUDA events around whole calls through the public functions, after warm-up, with the results of the
 last call at hand. Peers run in turns with ours, in float32 without TF32. Skipped without a device.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -137,8 +140,8 @@ def test_dense_scan_against_cudnn(benchmark: Any, bench: Bench, size: Size) -> N
     def step(module: torch.nn.Module) -> tuple[Tensor, ...]:
         return torch.autograd.grad(module(x)[0], list(module.parameters()), cotangent)
 
-    exact = theirs(x)[0].detach()
-    error = check("RNN", [ours(x)[0].detach().cpu()], [exact.double().cpu()], 20 * TOLERANCE)
+    cudnn_float32 = theirs(x)[0].detach()
+    error = check("RNN", [ours(x)[0].detach().cpu()], [cudnn_float32.double().cpu()], 20 * TOLERANCE)
     rounds = bench.rounds(5)
     times = milliseconds({"torch": lambda: step(theirs), "ours": lambda: step(ours)}, rounds)
     benchmark.pedantic(lambda: (step(ours), torch.cuda.synchronize()), rounds=2)
@@ -148,6 +151,94 @@ def test_dense_scan_against_cudnn(benchmark: Any, bench: Bench, size: Size) -> N
         "gpu cudnn", "torch.nn.RNN over RNN, tanh", {**size, "B": BATCH}, "time ratio", ratio, bar=bar, goal=goal,
         details={"error_between": error, **{f"ms_{name}": spread(found) for name, found in times.items()}},
     )  # fmt: skip
+
+
+@pytest.mark.sizes([{"N": N, "T": 1000} for N in (128, 512, 1024)], quick=[{"N": 32, "T": 20}])
+@pytest.mark.parametrize("backend", ["cuda_fused", "cuda"])
+def test_dense_scan_against_flashrnn(benchmark: Any, bench: Bench, size: Size, backend: str) -> None:
+    """FlashRNN's Elman network (Poeppel et al. 2024) over dense_scan, tanh, float32; only where it is installed.
+
+    Its kernels are compiled at the first call, for one batch size and N; it may round products to TF32, which the error
+    in the row tells.
+    """
+    flashrnn = pytest.importorskip("flashrnn", reason="FlashRNN is not installed").flashrnn
+    problem = Problem("dense_scan", activation="tanh", **size)
+    x, w = problem.inputs
+    N = size["N"]
+    wide = problem.h0.new_zeros(1, BATCH, 1, 1, N)
+    wide[0, :, 0, 0] = problem.h0
+    bias = torch.zeros(1, 1, N, device="cuda")
+
+    def theirs() -> Tensor:
+        term = x.transpose(0, 1).reshape(BATCH, size["T"], 1, 1, N)
+        hs = flashrnn(term, w.view(1, 1, N, N), bias, states=wide, function="elman", backend=backend, dtype="float32")[
+            0
+        ]
+        return hs[0, :, :, 0].transpose(0, 1)  # of [states, B, T, heads, N]
+
+    try:
+        hs = theirs().detach()
+    except Exception as error:  # a size that it does not serve, or a compiler that it does not find
+        pytest.skip(f"FlashRNN, {backend}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+    error = problem.error()
+    error_of_theirs = check("FlashRNN", [hs.cpu()], [problem.forward().detach().double().cpu()], 1e-2)
+    calls = {
+        "theirs": lambda: torch.autograd.grad(theirs(), problem.inputs, problem.cotangent),
+        "ours": problem.step,
+    }
+    times = milliseconds(calls, bench.rounds(5))
+    benchmark.pedantic(lambda: (problem.step(), torch.cuda.synchronize()), rounds=2)
+    ratio = statistics.median(times["theirs"]) / statistics.median(times["ours"])
+    bench.record(
+        "gpu flashrnn", f"FlashRNN {backend} over dense_scan, tanh", problem.size, "time ratio", ratio,
+        details={
+            "error": error, "error_between": error_of_theirs,
+            **{f"ms_{name}": spread(found) for name, found in times.items()},
+        },
+    )  # fmt: skip
+
+
+# What a result of each precision may be off by at most: beyond that it is of something else. Of the lower ones, which
+# keep 11 and 8 bits of a factor at every step, any finite error is a row of the table.
+PRECISION_LIMITS = {"ieee": 1e-3, "3xtf32": 1e-3, "tf32": math.inf, "bf16": math.inf}
+
+
+@pytest.mark.sizes([{"N": 128, "T": T} for T in (10, 100, 1000, 10000)], quick=[{"N": 32, "T": 20}])
+@pytest.mark.parametrize("activation", ["tanh", "identity"])
+@pytest.mark.parametrize("op", ["factored_scan", "dense_scan"])
+def test_error_by_precision(benchmark: Any, bench: Bench, size: Size, op: str, activation: str) -> None:
+    """No times: relative RMS errors against float64, of states and of gradients together, by precision and backend.
+
+    Beside them the same recurrence in torch's own float32 (the reference). Five sequences; a call whose size has no
+    product of the precision asked for is IEEE, and its row then says as much by its number.
+    """
+    problem = Problem(op, activation=activation, **size)
+    few = [problem.inputs[0][:, :5].detach(), *problem.inputs[1:]]
+    h0, cotangent = problem.h0[:5], problem.cotangent[:, :5]
+
+    def results(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        inputs = [t.detach().to(dtype).requires_grad_() for t in few]
+        hs = problem.scan(*inputs, h0.to(dtype), activation=activation, **options)
+        grads = torch.autograd.grad(hs, inputs, cotangent.to(dtype))
+        return [t.detach().double().cpu() for t in (hs, *grads)]
+
+    exact = results(torch.float64, backend="reference")
+    cases: dict[str, dict[str, Any]] = {"torch float32": {"backend": "reference"}}
+    for backend in ("cuda", "triton"):
+        for precision in PRECISION_LIMITS:
+            cases[f"{backend} {precision}"] = {"backend": backend, "precision": precision}
+    for name, options in cases.items():
+        try:
+            found = results(torch.float32, **options)
+        except orthokern.BackendUnavailable:
+            continue
+        limit = PRECISION_LIMITS[options.get("precision", "ieee")]
+        errors = [check(f"{op}, {name}", [one], [other], limit) for one, other in zip(found, exact, strict=True)]
+        bench.record(
+            "gpu accuracy", f"{op}, {activation}, {name}", {**size, "B": 5}, "relative RMS error of the states",
+            errors[0], better="lower", details={"largest_of_gradients": max(errors[1:])},
+        )  # fmt: skip
+    benchmark.pedantic(lambda: None, rounds=1)
 
 
 @pytest.mark.sizes([{"N": 128, "T": 1000}], quick=[{"N": 32, "T": 20}])

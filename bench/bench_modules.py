@@ -2,7 +2,8 @@
 
 10 input features, tanh, biases, forward and backward to all parameters (not to the input: a first layer's needs none),
 cotangents at every step. All modules hold the same recurrence: torch's and ours of the dense matrix are loaded with the
-composed matrix of the factorized one, so float64 torch is the reference of all.
+composed matrix of the factorized one, so float64 torch is the reference of all. And one step of one small sequence,
+which is nearly all overhead: what a call costs outside the kernels, the GRU's beside torch.nn.GRU.
 """
 
 from __future__ import annotations
@@ -115,6 +116,43 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
             "peer_us_per_step": round(1e6 * median(seconds["torch.nn.RNN"]) / T, 3),
             "ms": spread_ms(seconds["ours"]),
             "peer_ms": spread_ms(seconds["torch.nn.RNN"]),
+            "error": error,
+            "tolerance": TOLERANCE,
+        },
+    )
+
+
+@pytest.mark.parametrize("name", ["RNN", "FactorizedRNN", "GRU"])
+@pytest.mark.sizes([{"N": 16, "T": 1, "B": 1}], quick=[{"N": 16, "T": 1, "B": 1}])
+def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
+    """torch's module over ours, forward and backward of one step: torch's is C++ throughout, ours begins in Python."""
+    N, T, B = size["N"], size["T"], size["B"]
+    x, cotangent = torch.randn(T, B, FEATURES), torch.randn(T, B, N)
+    if name == "GRU":
+        theirs: nn.RNNBase = nn.GRU(FEATURES, N)
+        ours: nn.Module = orthokern.nn.GRU(FEATURES, N, bias=True, variant="torch")
+        ours.load_state_dict(theirs.state_dict())
+        double = nn.GRU(FEATURES, N, dtype=torch.float64)
+        double.load_state_dict(theirs.state_dict())
+        wanted = gradients(double, x.double(), cotangent.double())
+    else:
+        ours, theirs = build(name, N)
+        wanted = expected(ours, theirs, x, cotangent)
+    actual = gradients(ours, x, cotangent)
+    error = check(name, actual.values(), [wanted[key] for key in actual], TOLERANCE)
+
+    benchmark.group = "modules, one step"
+    calls = {"torch": lambda: gradients(theirs, x, cotangent), "ours": lambda: gradients(ours, x, cotangent)}
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(501), warmup=20)
+    bench.record(
+        "overhead",
+        f"torch.nn.{'GRU' if name == 'GRU' else 'RNN'} over orthokern.nn.{name}",
+        {**size, "D": FEATURES},
+        "times as long",
+        ratio(seconds["torch"], seconds["ours"]),
+        details={
+            "ms": spread_ms(seconds["ours"]),
+            "peer_ms": spread_ms(seconds["torch"]),
             "error": error,
             "tolerance": TOLERANCE,
         },

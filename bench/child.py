@@ -1,6 +1,6 @@
 """What has to run in a process of its own, because it measures the process's memory. Prints one JSON object.
 
-python bench/child.py memory --op factored_scan --inputs tokens --T 10020 --N 128 --threads 2
+python bench/child.py memory --op factored_scan --inputs tokens --activation tanh --T 10020 --N 128 --threads 2
 python bench/child.py copy --T 10000 --N 128 --threads 2
 
 Memory is in MB of 1e6 bytes.
@@ -64,13 +64,15 @@ def start_again() -> int:
     return status("VmRSS") or peak()
 
 
-def memory(op: str, inputs: str, T: int, N: int) -> dict[str, Any]:
+def memory(op: str, inputs: str, activation: str, T: int, N: int) -> dict[str, Any]:
     """Peak of forward and backward above what was there before: parameters and the input itself."""
     generator = torch.Generator().manual_seed(0)
     u, s, v = factors(N, generator)
     matrices = [u, s, v] if op == "factored_scan" else [(u * s) @ v.mT]
     weight, readout = torch.randn(N, FEATURES, generator=generator), torch.randn(CLASSES, N, generator=generator)
     parameters = [*matrices, weight, readout]
+    if activation == "prelu":
+        parameters.append(torch.full((1,), 0.7))  # its slope
     for parameter in parameters:
         parameter.requires_grad_()
 
@@ -82,9 +84,11 @@ def memory(op: str, inputs: str, T: int, N: int) -> dict[str, Any]:
         return x, torch.randint(0, CLASSES, (T, BATCH), generator=generator)
 
     def loss(x: Tensor, targets: Tensor, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Tensor:
-        *scanned, w, r = (parameter.to(dtype) for parameter in parameters)
+        cast = [parameter.to(dtype) for parameter in parameters]
+        slope = cast.pop() if activation == "prelu" else None
+        *scanned, w, r = cast
         scan = getattr(functional, op)
-        states = scan(x, *scanned, weight=w, activation="tanh", backend=backend)
+        states = scan(x, *scanned, weight=w, activation=activation, act_param=slope, backend=backend)
         return functional.linear_cross_entropy(states, r, None, targets, backend=backend)
 
     def step(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -143,6 +147,7 @@ def main() -> None:
     parser.add_argument("what", choices=("memory", "copy"))
     parser.add_argument("--op", choices=("factored_scan", "dense_scan"), default="factored_scan")
     parser.add_argument("--inputs", choices=("tokens", "features"), default="tokens")
+    parser.add_argument("--activation", choices=("tanh", "prelu", "oplu"), default="tanh")
     parser.add_argument("--T", type=int, required=True)
     parser.add_argument("--N", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -150,7 +155,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     if given.what == "memory":
-        found = memory(given.op, given.inputs, given.T, given.N)
+        found = memory(given.op, given.inputs, given.activation, given.T, given.N)
     else:
         found = copy(given.T, given.N)
     print(json.dumps(found))

@@ -67,23 +67,29 @@ def empty_cache() -> None:
         _C.empty_cache()
 
 
-def _ready(tensor: Tensor | None, dtype: torch.dtype, name: str) -> Tensor | None:
-    """`tensor` as the kernels read it: on the CPU, of this dtype, contiguous."""
-    if tensor is None:
-        return None
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}: the cpu backend takes CPU tensors")
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
-    return tensor.contiguous()
+# Of the tensors that a kernel is given, those whose dtype is not that of the call.
+_OWN_DTYPE = {"tokens": torch.int64, "lengths": torch.int64, "target": torch.int64, "lr": torch.float64}
 
 
-def _call(function: Any, sizes: Mapping[str, float], tensors: dict[str, Tensor | None]) -> None:
-    arguments = dict(sizes)
+def _call(function: Any, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None]) -> None:
+    """Call a kernel with the addresses of tensors by their names; those that are None are null pointers there.
+
+    Tensors are on the CPU and of this dtype, or refused. An input that is not contiguous is copied; results must be.
+    """
+    arguments = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
+    kept = []  # copies, until the kernel has read them
     for name, tensor in tensors.items():
-        if tensor is not None:
-            arguments[name] = tensor.data_ptr()
-    arguments["threads"] = torch.get_num_threads()
+        if tensor is None:
+            continue
+        if not tensor.is_cpu:
+            raise ValueError(f"{name} is on {tensor.device}: the cpu backend takes CPU tensors")
+        expected = _OWN_DTYPE.get(name, dtype)
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {expected}")
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+            kept.append(tensor)
+        arguments[name] = tensor.data_ptr()
     function(arguments)
 
 
@@ -98,27 +104,27 @@ def _scan_inputs(
     activation: str,
     lengths: Tensor | None,
 ) -> tuple[dict[str, int], dict[str, Tensor | None]]:
-    dtype = h0.dtype
-    tokens = x is not None and not x.is_floating_point()
     b, n = h0.shape
-    ready: dict[str, Tensor | None] = {name: _ready(m, dtype, name) for name, m in maps.items()}
-    ready["tokens" if tokens else "x"] = _ready(x, torch.int64 if tokens else dtype, "x")
-    ready["h0"] = _ready(h0, dtype, "h0")
-    ready["weight"] = _ready(weight, dtype, "weight")
-    ready["bias"] = _ready(bias, dtype, "bias")
-    ready["act_param"] = _ready(act_param, dtype, "act_param")
-    ready["lengths"] = _ready(lengths, torch.int64, "lengths")
+    tokens = x is not None and not x.is_floating_point()
     sizes = {
         "B": b,
         "T": steps,
         "N": n,
         "K": maps["v"].shape[1] if "v" in maps else 0,
         "D": 0 if weight is None else weight.shape[1],
-        "dtype": _DTYPES[dtype],
         "activation": _ACTIVATIONS[activation],
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }
-    return sizes, ready
+    inputs = {
+        **maps,
+        "tokens" if tokens else "x": x,
+        "h0": h0,
+        "weight": weight,
+        "bias": bias,
+        "act_param": act_param,
+        "lengths": lengths,
+    }
+    return sizes, inputs
 
 
 def _scan_fwd(
@@ -133,13 +139,13 @@ def _scan_fwd(
     checkpoint_every: int,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, ready = _scan_inputs(x, x.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
-    t, b, n = sizes["T"], sizes["B"], sizes["N"]
-    hs = _new(t, b, n, dtype=h0.dtype)
+    sizes, inputs = _scan_inputs(x, x.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
+    t, b, n, dtype = sizes["T"], sizes["B"], sizes["N"], h0.dtype
+    hs = _new(t, b, n, dtype=dtype)
     every = checkpoint_every
-    ckpt = _new(-(-t // every), b, n, dtype=h0.dtype) if every else None
-    pre = _new(t, b, n, dtype=h0.dtype) if activation in _NEEDS_PRE and not every else None
-    _call(function, {**sizes, "checkpoint_every": every}, {**ready, "hs": hs, "ckpt": ckpt, "pre": pre})
+    ckpt = _new(-(-t // every), b, n, dtype=dtype) if every else None
+    pre = _new(t, b, n, dtype=dtype) if activation in _NEEDS_PRE and not every else None
+    _call(function, dtype, {**sizes, "checkpoint_every": every}, {**inputs, "hs": hs, "ckpt": ckpt, "pre": pre})
     return hs, hs.new_empty(0) if ckpt is None else ckpt, hs.new_empty(0) if pre is None else pre
 
 
@@ -160,49 +166,32 @@ def _scan_bwd(
     need_params: bool,
     lengths: Tensor | None,
     message_clip: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm.
 
     x may be None where it was the whole input term.
     """
-    sizes, ready = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
+    sizes, inputs = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
     n, dtype = sizes["N"], h0.dtype
 
-    def result(wanted: bool, *shape: int) -> Tensor:
-        return (
-            _new(*shape, dtype=dtype) if wanted else torch.empty(0, dtype=dtype)
-        )  # an op's results may not be one tensor twice
+    def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
+        return _new(*tensor.shape, dtype=dtype) if tensor is not None and wanted else None
 
-    shape = grad_hs.shape if x is None else x.shape
-    grad_x = result(need_x and "tokens" not in ready, *shape)
-    grad_map = result(need_params, n, n)
-    grad_h0 = result(True, *h0.shape)
-    grad_weight = result(need_params and weight is not None, n, sizes["D"])
-    grad_bias = result(need_params and bias is not None, n)
-    grad_act_param = result(need_params and act_param is not None, *(() if act_param is None else act_param.shape))
-    grad_norm = result(True, sizes["T"])
-    results = {
-        "grad_x": grad_x,
-        "grad_map": grad_map,
-        "grad_h0": grad_h0,
-        "grad_weight": grad_weight,
-        "grad_bias": grad_bias,
-        "grad_act_param": grad_act_param,
-        "grad_norm": grad_norm,
+    results: dict[str, Tensor | None] = {
+        "grad_x": like(grad_hs if x is None else x, need_x and "tokens" not in inputs),
+        "grad_map": _new(n, n, dtype=dtype) if need_params else None,
+        "grad_h0": like(h0, True),
+        "grad_weight": like(weight, need_params),
+        "grad_bias": like(bias, need_params),
+        "grad_act_param": like(act_param, need_params),
+        "grad_norm": _new(sizes["T"], dtype=dtype),
     }
     needs_pre = activation in _NEEDS_PRE and not checkpoint_every
-    _call(
-        function,
-        {**sizes, "checkpoint_every": checkpoint_every, "message_clip": message_clip},
-        {
-            **ready,
-            "grad_hs": _ready(grad_hs, dtype, "grad_hs"),
-            "states": _ready(states, dtype, "states"),
-            "saved_pre": _ready(pre, dtype, "pre") if needs_pre else None,
-            **{name: tensor for name, tensor in results.items() if tensor.numel()},
-        },
-    )
-    return grad_x, grad_map, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm
+    saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre if needs_pre else None}
+    options = {"checkpoint_every": checkpoint_every, "message_clip": message_clip}
+    _call(function, dtype, {**sizes, **options}, {**inputs, **saved, **results})
+    # an empty tensor for each that was not wanted: an op's results may not be one tensor twice
+    return tuple(torch.empty(0, dtype=dtype) if found is None else found for found in results.values())
 
 
 def factored_scan_fwd(
@@ -273,7 +262,7 @@ def factored_scan_bwd(
         return grad_x, m, torch.empty_like(m), torch.empty_like(m), grad_h0, others[0], others[1], others[2], others[3]
     mv = m @ v  # [N, K]
     grad_s = (u * mv).sum(0)
-    return grad_x, mv * s, grad_s, (m.t() @ u) * s, grad_h0, others[0], others[1], others[2], others[3]
+    return grad_x, mv * s, grad_s, (m.mT @ u) * s, grad_h0, others[0], others[1], others[2], others[3]
 
 
 def dense_scan_fwd(
@@ -314,7 +303,7 @@ def dense_scan_bwd(
     algorithm: str = "auto",
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """See :mod:`orthokern.ops.dense_scan`."""
     return _scan_bwd(
         _C.dense_scan_bwd,
@@ -340,12 +329,12 @@ def gru_scan_fwd(
     x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.gru_scan`."""
-    sizes, ready = _gru_inputs(w, h0, variant, x.shape[0], lengths)
+    sizes = _gru_sizes(h0, variant, x.shape[0])
     dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
     hs, gates = _new(t, b, n, dtype=dtype), _new(t, b, 3 * n, dtype=dtype)
     pre = None if variant == "kanai" else _new(t, b, n, dtype=dtype)
-    inputs = {**ready, "x": _ready(x, dtype, "x"), "bias": _ready(bias, dtype, "bias")}
-    _call(_C.gru_scan_fwd, sizes, {**inputs, "hs": hs, "gates": gates, "pre": pre})
+    inputs = {"x": x, "w": w, "h0": h0, "bias": bias, "lengths": lengths}
+    _call(_C.gru_scan_fwd, dtype, sizes, {**inputs, "hs": hs, "gates": gates, "pre": pre})
     return hs, gates, hs.new_empty(0) if pre is None else pre
 
 
@@ -363,15 +352,15 @@ def gru_scan_bwd(
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.gru_scan`."""
-    sizes, ready = _gru_inputs(w, h0, variant, grad_hs.shape[0], lengths)
+    sizes = _gru_sizes(h0, variant, grad_hs.shape[0])
     dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
     kanai = variant == "kanai"
-    saved = {"grad_hs": grad_hs, "saved_hs": hs, "saved_gates": gates, "saved_pre": None if kanai else pre}
+    inputs = {"w": w, "h0": h0, "lengths": lengths, "grad_hs": grad_hs}
+    saved = {"saved_hs": hs, "saved_gates": gates, "saved_pre": None if kanai else pre}
     grad_x, factor = _new(t, b, 3 * n, dtype=dtype), _new(t, b, n, dtype=dtype)
     grad_h0, grad_norm = torch.empty(b, n, dtype=dtype), torch.empty(t, dtype=dtype)
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
-    tensors = {**ready, **{name: _ready(tensor, dtype, name) for name, tensor in saved.items()}, **results}
-    _call(_C.gru_scan_bwd, sizes, tensors)
+    _call(_C.gru_scan_bwd, dtype, sizes, {**inputs, **saved, **results})
     empty = torch.empty(0, dtype=dtype)
     if not need_params:
         return grad_x, empty, grad_h0, empty, grad_norm
@@ -381,7 +370,8 @@ def gru_scan_bwd(
     def product(to: Tensor, left: Tensor) -> None:
         """to = sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
         torch.mm(left[:b].mT, h0, out=to)
-        to.addmm_(left[b:].mT, hs.view(t * b, n)[:-b])
+        if t > 1:
+            to.addmm_(left[b:].mT, hs.view(t * b, n)[:-b])
 
     if kanai:
         product(grad_w[: 2 * n], rows[:, : 2 * n])
@@ -397,47 +387,36 @@ def gru_scan_bwd(
     return grad_x, grad_w, grad_h0, grad_bias, grad_norm
 
 
-def _gru_inputs(
-    w: Tensor, h0: Tensor, variant: str, steps: int, lengths: Tensor | None
-) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+def _gru_sizes(h0: Tensor, variant: str, steps: int) -> dict[str, int]:
     b, n = h0.shape
-    sizes = {"B": b, "T": steps, "N": n, "dtype": _DTYPES[h0.dtype], "kanai": int(variant == "kanai")}
-    ready = {"w": _ready(w, h0.dtype, "w"), "h0": _ready(h0, h0.dtype, "h0")}
-    return sizes, {**ready, "lengths": _ready(lengths, torch.int64, "lengths")}
+    return {"B": b, "T": steps, "N": n, "kanai": int(variant == "kanai")}
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
     """See :mod:`orthokern.ops.activations`."""
-    x = _ready(x, x.dtype, "x")  # type: ignore[assignment]
     y = _new(*x.shape, dtype=x.dtype)
-    sizes, tensors = _activation_inputs(x, act_param, activation)
-    _call(_C.activation_fwd, sizes, {**tensors, "y": y})
+    tensors = {"x": x, "act_param": act_param, "y": y}
+    _call(_C.activation_fwd, x.dtype, _activation_sizes(x, act_param, activation), tensors)
     return y
 
 
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
     """See :mod:`orthokern.ops.activations`."""
-    x = _ready(x, x.dtype, "x")  # type: ignore[assignment]
     grad_x = _new(*x.shape, dtype=x.dtype)
-    grad_act_param = x.new_empty(0) if act_param is None else torch.empty(act_param.shape, dtype=x.dtype)
-    sizes, tensors = _activation_inputs(x, act_param, activation)
-    tensors["grad_act_param"] = None if act_param is None else grad_act_param
-    _call(_C.activation_bwd, sizes, {**tensors, "grad_y": _ready(grad_y, x.dtype, "grad_y"), "grad_x": grad_x})
-    return grad_x, grad_act_param
+    grad_act_param = None if act_param is None else torch.empty(act_param.shape, dtype=x.dtype)
+    tensors = {"grad_y": grad_y, "x": x, "act_param": act_param, "grad_x": grad_x, "grad_act_param": grad_act_param}
+    _call(_C.activation_bwd, x.dtype, _activation_sizes(x, act_param, activation), tensors)
+    return grad_x, x.new_empty(0) if grad_act_param is None else grad_act_param
 
 
-def _activation_inputs(
-    x: Tensor, act_param: Tensor | None, activation: str
-) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+def _activation_sizes(x: Tensor, act_param: Tensor | None, activation: str) -> dict[str, int]:
     n = x.shape[-1]
-    sizes = {
+    return {
         "rows": x.numel() // n if n else 0,
         "N": n,
-        "dtype": _DTYPES[x.dtype],
         "activation": _ACTIVATIONS[activation],
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }
-    return sizes, {"x": x, "act_param": _ready(act_param, x.dtype, "act_param")}
 
 
 def linear_cross_entropy_fwd(
@@ -454,7 +433,6 @@ def linear_cross_entropy_fwd(
     if weight.numel() * weight.element_size() > _LARGE_READOUT:
         return _large_readout(hidden, weight, bias, target, reduction=reduction, need_grad=need_grad)
     dtype = hidden.dtype
-    hidden = _ready(hidden, dtype, "hidden")  # type: ignore[assignment]
     loss = torch.empty((), dtype=dtype)
     grad_hidden = _new(*hidden.shape, dtype=dtype) if need_grad else loss.new_empty(0)
     grad_weight = torch.empty(weight.shape, dtype=dtype) if need_grad else loss.new_empty(0)
@@ -463,20 +441,19 @@ def linear_cross_entropy_fwd(
         "rows": hidden.shape[0],
         "N": hidden.shape[1],
         "C": weight.shape[0],
-        "dtype": _DTYPES[dtype],
         "mean": int(reduction == "mean"),
     }
     tensors: dict[str, Tensor | None] = {
         "hidden": hidden,
-        "weight": _ready(weight, dtype, "weight"),
-        "bias": _ready(bias, dtype, "bias"),
-        "target": _ready(target, torch.int64, "target"),
+        "weight": weight,
+        "bias": bias,
+        "target": target,
         "loss": loss,
         "grad_hidden": grad_hidden if need_grad else None,
         "grad_weight": grad_weight if need_grad else None,
         "grad_bias": grad_bias if need_grad and bias is not None else None,
     }
-    _call(_C.linear_cross_entropy_fwd, sizes, tensors)
+    _call(_C.linear_cross_entropy_fwd, dtype, sizes, tensors)
     return loss, grad_hidden, grad_weight, grad_bias
 
 
@@ -514,15 +491,13 @@ def _large_readout(
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See :mod:`orthokern.ops.cayley`."""
-    m = _ready(m, m.dtype, "m")  # type: ignore[assignment]
     n, k = m.shape[-2:]
     batch = m.numel() // (n * k)
-    out = torch.empty_like(m)
+    out = torch.empty(m.shape, dtype=m.dtype)
     rates = (
         lr.to(torch.float64).expand(m.shape[:-2]).contiguous()
         if isinstance(lr, Tensor)
         else torch.full((batch,), lr, dtype=torch.float64)
     )
-    sizes = {"batch": batch, "N": n, "K": k, "dtype": _DTYPES[m.dtype]}
-    _call(_C.cayley, sizes, {"m": m, "g": _ready(g, m.dtype, "g"), "lr": rates, "out": out})
+    _call(_C.cayley, m.dtype, {"batch": batch, "N": n, "K": k}, {"m": m, "g": g, "lr": rates, "out": out})
     return out

@@ -9,15 +9,16 @@ Importing never fails: :data:`AVAILABLE` says whether the kernels were built and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from orthokern._products import ieee_products
 
 # The native entry points and the device type that they take. The tests put the host harness and "cpu" here.
 _native: Any = None
@@ -48,18 +49,18 @@ def _ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name
 
 
 def _call(name: str, device: torch.device, sizes: Mapping[str, float], tensors: dict[str, Tensor | None]) -> None:
-    """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there."""
+    """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there.
+
+    The native functions leave the current device as it was (csrc/cuda/launch.h, DeviceGuard).
+    """
     arguments: dict[str, float] = dict(sizes)
     for key, tensor in tensors.items():
         if tensor is not None:
             arguments[key] = tensor.data_ptr()
-    if device.type != "cuda":
-        getattr(_native, name)(arguments)
-        return
-    with torch.cuda.device(device):
+    if device.type == "cuda":
         arguments["device"] = device.index
         arguments["stream"] = torch.cuda.current_stream(device).cuda_stream
-        getattr(_native, name)(arguments)
+    getattr(_native, name)(arguments)
 
 
 def _workspace(
@@ -146,22 +147,6 @@ _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
 _LONGEST_CHUNK = 128
 # Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish), for the tests.
 _wishes: dict[str, int] = {}
-
-
-@contextlib.contextmanager
-def _ieee_products() -> Iterator[None]:
-    """torch's products in IEEE float32, whatever the process allows elsewhere."""
-    settings = torch.backends.cuda.matmul
-    name, exact = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(settings, name)
-    if before == exact:
-        yield
-        return
-    setattr(settings, name, exact)
-    try:
-        yield
-    finally:
-        setattr(settings, name, before)
 
 
 @dataclasses.dataclass
@@ -274,7 +259,7 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     if not x.is_floating_point():
         table = weight.mT if bias is None else weight.mT + bias
         return None, table.contiguous()
-    with _ieee_products():
+    with ieee_products():
         rows = x.flatten(0, 1)
         e = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
     return e.view(*x.shape[:2], weight.shape[0]), None
@@ -555,7 +540,7 @@ def _scan_bwd(
             )
         # the kernel of the next segment may write where this row lies
         carry = place[0] if keep_delta else place[0].clone()
-        with _ieee_products():
+        with ieee_products():
             for begin in reversed(range(start - start % window, high, window)):
                 if begin < start:
                     break
@@ -581,7 +566,7 @@ def _scan_bwd(
 
     grad_h0 = torch.zeros_like(h0)
     if carry is not None:
-        with _ieee_products():
+        with ieee_products():
             grad_h0 = map.transposed_product(carry)
     grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1) if chunk else norms.sum(1).sqrt()
     grad_act_param = empty
@@ -647,7 +632,7 @@ def factored_scan_bwd(
     )  # fmt: skip
     if not need_params:
         return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
-    with _ieee_products():
+    with ieee_products():
         m_v = m @ v  # [N, K]
         grad_v = (m.mT @ u) * s
     return grad_x, m_v * s, (u * m_v).sum(0), grad_v, grad_h0, others[0], others[1], others[2], others[3]
@@ -769,7 +754,7 @@ def gru_scan_bwd(
         if steps > 1:
             _Sums._add_product(to, left[b:], hs.view(steps * b, n)[:-b])
 
-    with _ieee_products():
+    with ieee_products():
         add(grad_w[: 2 * n], rows[:, : 2 * n])
         if kanai:
             _Sums._add_product(grad_w[2 * n :], rows[:, 2 * n :], rows_n)

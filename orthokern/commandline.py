@@ -3,14 +3,15 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from orthokern.errors import InputError, nearest, unknown_name
 
-__all__ = ["Parser", "Settings", "device", "integer", "one_of", "real"]
+__all__ = ["Needs", "Parser", "Settings", "device", "integer", "one_of", "real"]
 
 Settings = dict[str, Any]
 
@@ -18,14 +19,17 @@ Settings = dict[str, Any]
 # ---- values of options -----------------------------------------------------------------------------------------------
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least `minimum`."""
+def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
+    """An argparse type: an integer of at least `minimum`. The default of `maximum` is beyond any size or count, and
+    within what torch takes for one."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = minimum - 1
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at most {maximum}")
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {minimum}")
         return value
@@ -34,14 +38,21 @@ def integer(minimum: int) -> Callable[[str], int]:
 
 
 def real(
-    minimum: float = -math.inf, *, exclusive: bool = False, maximum: float = math.inf, none: bool = False
+    minimum: float = -math.inf,
+    *,
+    exclusive: bool = False,
+    maximum: float = math.inf,
+    below: float = math.inf,
+    none: bool = False,
 ) -> Callable[[str], float | None]:
-    """An argparse type: a finite number in a range; with `none`, also the word none."""
+    """An argparse type: a finite number in a range, from `minimum` (with `exclusive`, above it) up to `maximum` and
+    less than `below`; with `none`, also the word none."""
     at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
     accepted = (
         "a number"
         + at_least
         + (f" and at most {maximum:g}" if maximum < math.inf else "")
+        + (f" and below {below:g}" if below < math.inf else "")
         + (" or none" if none else "")
     )
 
@@ -52,7 +63,8 @@ def real(
             value = float(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value < minimum or value > maximum or (exclusive and value == minimum):
+        inside = minimum <= value <= maximum and value < below and not (exclusive and value == minimum)
+        if not (math.isfinite(value) and inside):
             raise argparse.ArgumentTypeError(f"{text!r} is not {accepted}")
         return value
 
@@ -89,12 +101,44 @@ def device(text: str) -> str:
 # ---- the parser ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Another setting without which an option plays no part.
+
+    Attributes:
+        setting: its name.
+        values: those of which it must have one; none: any but `nothing`.
+        nothing: the value that asks for nothing.
+    """
+
+    setting: str
+    values: tuple[Any, ...] = ()
+    nothing: Any = None
+
+    def met(self, settings: Mapping[str, Any]) -> bool:
+        value = settings[self.setting]
+        return value in self.values if self.values else value != self.nothing
+
+    @property
+    def option(self) -> str:
+        return "--" + self.setting.replace("_", "-")
+
+    def text(self) -> str:
+        """What an error says of it."""
+        if self.values == (None,):
+            return f"runs without {self.option}"
+        return f"{self.option} {' or '.join(map(str, self.values))}" if self.values else self.option
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are InputErrors of one line, and which knows what an unknown option may have
     meant.
 
     Options have no default: the settings that a run resumes and the presets come between what a user gave and the
     defaults.
+
+    Attributes:
+        needs: name of an option -> ways in which it can play a part, each of them what must all be met.
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -104,6 +148,7 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             **keywords,
         )
+        self.needs: dict[str, tuple[tuple[Needs, ...], ...]] = {}
 
     def error(self, message: str) -> NoReturn:
         raise InputError(" ".join(re.sub(r"^argument ", "", message).split()))
@@ -124,3 +169,23 @@ class Parser(argparse.ArgumentParser):
                 + (f": did you mean {guess}?" if guess else "; see --help")
             )
         return vars(known)
+
+    def check_all_play(self, given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Refuses an option that was given and can't act. One that only a preset sets may stand idle.
+
+        Args:
+            given: as `parse` returned it.
+            settings: all settings, complete.
+
+        Raises:
+            InputError: names what the option belongs to.
+        """
+        for action in self._actions:
+            ways = self.needs.get(action.dest, ())
+            if action.dest not in given or not ways or any(all(need.met(settings) for need in way) for way in ways):
+                continue
+            wanted = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
+            lacking = next(need for need in ways[0] if not need.met(settings))
+            value = settings[lacking.setting]
+            shown = "none" if value is None or value is False else f"{value:g}" if isinstance(value, float) else value
+            raise InputError(f"{action.option_strings[0]}: for {wanted}; here {lacking.option} is {shown}")

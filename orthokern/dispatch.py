@@ -8,9 +8,11 @@ compares a call with them. An explicit backend never falls back to another; only
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,6 +86,7 @@ SupportTable = Mapping[str, Support]
 
 _tables: dict[str, SupportTable] = {}
 _chosen: dict[tuple[Any, ...], Any] = {}  # answers of `resolve`
+_warned: set[str] = set()  # ops that have said that the reference runs on a GPU
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -146,6 +149,28 @@ def leaf(op: str, backend: str) -> Any:
     return importlib.import_module(f"orthokern.reference.{op}")
 
 
+def no_device() -> str | None:
+    """Why torch has no CUDA device to work on, in one line, or None where there is one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return _silent_device()
+
+
+@functools.cache
+def _silent_device() -> str:
+    """What a torch with CUDA says when it finds no device: asked once, because the driver takes its time to answer."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        said = " ".join(str(error).split())
+        if "No CUDA GPUs are available" not in said:
+            return f"the CUDA driver does not initialise: {said}"
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "no CUDA device" + ("" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})")
+
+
 def absence(op: str, backend: str) -> str | None:
     """Why a backend cannot serve any call of an op on this machine, or None when it can serve some."""
     row = _tables[op][backend]
@@ -161,8 +186,8 @@ def absence(op: str, backend: str) -> str | None:
         module = leaf(op, "cuda")
         if not module.AVAILABLE:
             return str(module.REASON)
-    if backend in ("triton", "cuda") and not torch.cuda.is_available():
-        return "no CUDA device"
+    if backend in ("triton", "cuda") and (why := no_device()) is not None:
+        return why
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None
@@ -207,7 +232,32 @@ def resolve(
     if found is None:
         name = choose(op, backend, device=device, dtype=dtype, algorithm=algorithm, features=features, **facts)
         found = _chosen[key] = leaf(op, name)
+        if name == "reference" and device.type == "cuda" and requested(backend) == "auto":
+            _warn_of_reference(op, device, dtype, algorithm, features, facts)
     return found
+
+
+def _warn_of_reference(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    algorithm: str,
+    features: tuple[str, ...],
+    facts: Mapping[str, int],
+) -> None:
+    """Warn, once per op, that "auto" has no kernel for tensors on a GPU. Not of an op without any kernel for one."""
+    rows = {name: _tables[op][name] for name in AUTO_ORDER if name in ("cuda", "triton")}
+    if op in _warned or all(row.missing is not None for row in rows.values()):
+        return
+    _warned.add(op)
+    why = [f"{name}: {' and '.join(reasons(op, name, device, dtype, facts, algorithm, features))}" for name in rows]
+    call = _call_text(device, dtype, facts)
+    warnings.warn(f"{op}: backend 'auto' runs the reference, which is slow, on {call}: {'; '.join(why)}", stacklevel=3)
+
+
+def _call_text(device: torch.device, dtype: torch.dtype, facts: Mapping[str, int]) -> str:
+    """The call that is asked about, for people: "float32 on cuda, N=128"."""
+    return ", ".join([f"{dtype_name(dtype)} on {device}", *(f"{letter}={size}" for letter, size in facts.items())])
 
 
 def choose(
@@ -250,6 +300,43 @@ def choose(
     raise BackendUnavailable(f"{asked}{verb} {op} ({dtype_name(dtype)} on {device.type}): {'; '.join(lines)}")
 
 
+def explain_call(
+    op: str,
+    backend: str | None = None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    algorithm: str = "auto",
+    features: tuple[str, ...] = (),
+    **facts: int,
+) -> str:
+    """Text for people: the backend that ``choose`` names for a call, with the same arguments, and why no other one.
+
+    Raises:
+        InputError: for an unknown op or backend.
+    """
+    if op not in _tables:
+        raise unknown_name("op", op, _tables)
+    asked = requested(backend)
+    call = f"{op} ({_call_text(device, dtype, facts)})"
+    try:
+        chosen = choose(op, backend, device=device, dtype=dtype, algorithm=algorithm, features=features, **facts)
+        lines = [f"{call}: backend {asked!r} takes {chosen}"]
+    except BackendUnavailable:
+        chosen = ""
+        lines = [f"{call}: backend {asked!r} cannot serve" if asked != "auto" else f"{call}: no backend serves"]
+    for name in AUTO_ORDER:
+        why = reasons(op, name, device, dtype, facts, algorithm, features)
+        if name == chosen:
+            text = "chosen" if asked == "auto" else "asked for, and it can serve"
+        elif why:
+            text = " and ".join(why)
+        else:
+            text = "could serve, and comes later in the order of auto" if asked == "auto" else "could serve"
+        lines.append(f"  {name}: {text}")
+    return "\n".join(lines)
+
+
 def explain() -> str:
     """Text for people: the native module, the devices, and every registered op with its backends and reasons."""
     lines = [f"PyTorch {torch.__version__}"]
@@ -266,7 +353,7 @@ def explain() -> str:
         for index in range(torch.cuda.device_count()):
             lines.append(f"  cuda:{index}: {torch.cuda.get_device_name(index)}")
     else:
-        lines.append("  no CUDA device")
+        lines.append(f"  no GPU: {no_device()}")
     origin = f"from {ENVIRONMENT_VARIABLE}" if os.environ.get(ENVIRONMENT_VARIABLE) else "the built-in default"
     lines.append(f"default backend: {_process_default} ({origin}; order of auto: {', '.join(AUTO_ORDER)})")
     lines.append("")

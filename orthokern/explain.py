@@ -1,6 +1,7 @@
 """Which backend serves what on this machine, and why another does not: ``python -m orthokern.explain``.
 
-``orthokern.explain()`` returns the same text: the module itself can be called.
+With an op, which backend "auto" takes for one call of it, and why: ``python -m orthokern.explain --op factored_scan --N
+600 --dtype float32 --device cuda``. ``orthokern.explain()`` returns the same texts: the module itself can be called.
 """
 
 from __future__ import annotations
@@ -10,34 +11,113 @@ import os
 import platform
 import sys
 import types
+from typing import Any
+
+import torch
 
 import orthokern
 from orthokern import dispatch, ops
+from orthokern.errors import InputError, unknown_name
+
+# Sizes of a call, of which a SUPPORT table may limit some: batch, time, hidden units, rank, features or ids, classes.
+LETTERS = ("B", "T", "N", "K", "D", "C")
 
 
-def explain() -> str:
-    """Return the text: versions, the native module and its instruction sets, devices, op by backend, reasons."""
+def explain(
+    op: str | None = None,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    algorithm: str = "auto",
+    features: tuple[str, ...] = (),
+    **sizes: int,
+) -> str:
+    """Say which backends serve what, or which one serves a call.
+
+    Args:
+        op: the stem of an op, e.g. "factored_scan", or None for everything there is to say of this machine: versions,
+            the native module and its instruction sets, devices, op by backend, reasons. Then no other argument counts.
+        dtype: of the call's floating tensors, or its name.
+        device: of its tensors; None: a CUDA device where there is one, else the CPU.
+        backend: what the call asks for; None for the process's default.
+        algorithm: as in the call.
+        features: optional arguments that the call uses, e.g. ("lengths", "message_clip").
+        sizes: by their letters, e.g. N=600, K=600. K = N unless given.
+
+    Returns:
+        The text, made with what the dispatcher itself chooses by.
+
+    Raises:
+        InputError: for an unknown op, backend, dtype, device or letter.
+    """
     assert ops.NAMES  # importing the ops registers their SUPPORT tables
+    if op is not None:
+        for letter, size in sizes.items():
+            if letter not in LETTERS:
+                raise unknown_name("size", letter, LETTERS)
+            if not isinstance(size, int) or size < 0:
+                raise InputError(f"{letter} must be an integer, 0 or more, got {size!r}")
+        if "N" in sizes:
+            sizes.setdefault("K", sizes["N"])
+        place = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+        return dispatch.explain_call(
+            op, backend, device=_device(place), dtype=_dtype(dtype), algorithm=algorithm, features=features, **sizes
+        )
     head = f"orthokern {orthokern.__version__}, Python {platform.python_version()}, {platform.machine()}"
     return f"{head}\n{dispatch.explain()}"
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    found = given if isinstance(given, torch.dtype) else getattr(torch, given.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise InputError(f"unknown dtype {given!r}; accepted: float64, float32, bfloat16, float16")
+    return found
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        return torch.device(given)
+    except RuntimeError:
+        raise InputError(f"unknown device {given!r}; accepted: cpu, cuda, cuda:0 and so on") from None
 
 
 class _CallableModule(types.ModuleType):
     """`orthokern.explain` is this module once anything has imported it; calling it must work either way."""
 
-    def __call__(self) -> str:
-        return explain()
+    def __call__(self, op: str | None = None, **call: Any) -> str:
+        return explain(op, **call)
 
 
 sys.modules[__name__].__class__ = _CallableModule
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the text; returns the exit status 0."""
+    """Print the text; returns the exit status, 0, or 2 for an argument that means nothing."""
     parser = argparse.ArgumentParser(prog="python -m orthokern.explain", description=__doc__.split("\n")[0])
-    parser.parse_args(argv)
+    parser.add_argument("--op", help="tell which backend serves a call of this op")
+    for letter in LETTERS:
+        parser.add_argument(
+            f"--{letter}", type=int, help=argparse.SUPPRESS if letter not in "NK" else "a size of the call"
+        )
+    parser.add_argument("--dtype", default="float32", help="of its tensors (float32)")
+    parser.add_argument("--device", help="of its tensors (cuda where there is one, else cpu)")
+    parser.add_argument("--backend", help="what it asks for (auto)")
+    parser.add_argument("--algorithm", default="auto", help="what it asks for (auto)")
+    parser.add_argument("--features", default="", help="optional arguments that it uses: lengths,message_clip")
+    given = parser.parse_args(argv)
+    sizes = {letter: size for letter in LETTERS if (size := getattr(given, letter)) is not None}
+    features = tuple(name for name in given.features.split(",") if name)
     try:
-        print(explain(), flush=True)
+        text = explain(
+            given.op, dtype=given.dtype, device=given.device, backend=given.backend, algorithm=given.algorithm,
+            features=features, **sizes,
+        )  # fmt: skip
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        print(text, flush=True)
     except BrokenPipeError:  # `... | head` has seen enough; what is left must not be flushed at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from orthokern import _autocast
 from orthokern.errors import InputError, unknown_name
 
 __all__ = [
@@ -201,6 +202,7 @@ class OrthogonalPenalty:
         return torch.stack([self._value(_distance(matrix)) for matrix in self._matrices(parts)]).sum()
 
     @torch.no_grad()
+    @_autocast.off()
     def gradient(self, W: Tensor) -> Tensor:
         """The penalty's gradient [n, m] at one matrix W [n, m], without autograd: 4 lambda (W W^T - I) W for the
         square."""
@@ -359,6 +361,7 @@ def _check_matrix(w: Tensor) -> Tensor:
     return w
 
 
+@_autocast.keeps_dtype
 def _smaller_gram_distance(w: Tensor) -> Tensor:
     """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
     n, m = w.shape

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term
@@ -347,6 +348,38 @@ class GruProblem:
         padding = torch.arange(self.x.shape[0]).unsqueeze(1) >= lengths
         copy.x[padding] = copy.grad_hs[padding] = float("nan")
         return copy
+
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "linalg_solve_triangular")
+
+
+class FloatProducts(TorchDispatchMode):
+    """Within it, torch's float32 products are noted, and that none of them may be of lower precision on a GPU.
+
+    It is entered with TF32 allowed for the process; a product that a leaf does not guard fails.
+    """
+
+    def __enter__(self) -> Any:
+        self.before = torch.get_float32_matmul_precision()
+        self.seen: set[str] = set()
+        torch.set_float32_matmul_precision("high")
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert torch.backends.cuda.matmul.allow_tf32, "the setting was not put back"
+        torch.set_float32_matmul_precision(self.before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
+            self.seen.add(name)
+            settings = torch.backends.cuda.matmul
+            new = hasattr(settings, "fp32_precision")  # what cuBLAS is told by, since torch 2.9
+            assert settings.fp32_precision == "ieee" if new else not settings.allow_tf32, (
+                f"{name} would be TF32 on a GPU"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class ClipGradient(torch.autograd.Function):

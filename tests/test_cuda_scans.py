@@ -19,6 +19,7 @@ import pytest
 import torch
 from cuda_host import build
 from helpers import (
+    FloatProducts,
     GruProblem,
     ScanProblem,
     assert_matches_reference,
@@ -362,6 +363,26 @@ def test_only_what_is_needed(op: str) -> None:
                 assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
 
 
+def test_many_sequences(harness: Any, wish: Any) -> None:
+    """A grid holds 65535 blocks along y and z, and any number along x: here 2, and 4 tiles of sequences.
+
+    In earnest that is 2 097 120 sequences, which chunks of time reach.
+    """
+    harness.set_chip(largest_grid_yz=2)
+    for path in ("resident-4", "cluster-8", "steps"):
+        wish(path)
+        for op in OPS:
+            check(scan_problem(op, B=100, T=2, N=40 if path == "steps" else 9))
+    wish("steps")
+    check(scan_problem("factored_scan", B=5, T=40, N=9, activation="identity"), algorithm="chunked")
+    for variant in VARIANTS:
+        wish(GRU_PATHS["steps"])
+        check_gru(GruProblem.random(variant, 2, 100, 40))
+    wish("steps")
+    with pytest.raises(RuntimeError, match="more than one launch holds: use a smaller batch"):
+        plan("dense_scan", 3000, 1 << 31)
+
+
 # ----------------------------------------------------------------------------------------------------------------- GRU
 
 GRU_PATHS = {"resident": {"path": 0, "group": 1}, "resident-3": {"path": 0, "group": 3}, "steps": {"path": 1}}
@@ -468,6 +489,68 @@ def test_gru_plan(harness: Any) -> None:
             assert plan["blocks"] * plan["group"] >= B
     with pytest.raises(RuntimeError, match="does not serve this size"):
         made(129, 5, wish_path=0)
+
+
+def test_products_are_ieee_whatever_the_process_allows() -> None:
+    """float32 is IEEE float32: TF32 that a user allows for other work must not reach the products between kernels."""
+    with FloatProducts() as products:
+        for op, N in itertools.product(OPS, (9, 12)):
+            for inputs in ("features", "tokens"):
+                problem = scan_problem(op, B=3, T=4, N=N, inputs=inputs).to(torch.float32)
+                fwd, bwd = (getattr(_native_cuda, f"{op}_{direction}") for direction in ("fwd", "bwd"))
+                hs, _, pre = fwd(*problem.inputs(), activation="tanh")
+                bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
+        for variant in VARIANTS:
+            gru = GruProblem.random(variant, 4, 3, 9).map(Tensor.float)
+            saved = _native_cuda.gru_scan_fwd(*gru.inputs(), variant=variant)
+            _native_cuda.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
+    assert products.seen >= {"mm", "addmm", "addmm_"}
+    with pytest.raises(AssertionError, match="mm would be TF32"), FloatProducts():  # and one without a guard is seen
+        torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- device
+
+
+def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every native function works on the device of its tensors; torch's current device stays what it was."""
+    called: dict[str, list[int]] = {}
+
+    class There:
+        """The harness, with every tensor on cuda:1."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(arguments: dict[str, Any]) -> Any:
+                harness.devices_used()
+                result = getattr(harness, name)({**arguments, "device": 1})
+                assert harness.current_device() == 0, name
+                called.setdefault(name, []).extend(harness.devices_used())
+                return result
+
+            return call
+
+    monkeypatch.setattr(_native_cuda, "_native", There())
+    for op in OPS:
+        run(scan_problem(op, B=3, T=5, N=9, activation="identity").to(torch.float32), algorithm="chunked")
+        ragged = torch.tensor([1, 2, 5])
+        for path in ("resident", "cluster-1", "steps"):
+            monkeypatch.setattr(_native_cuda, "_wishes", PATHS[path])
+            run(scan_problem(op, B=3, T=5, N=9).to(torch.float32), lengths=ragged)
+        monkeypatch.setattr(_native_cuda, "_wishes", {})
+    GruProblem.random("kanai", 3, 2, 9).map(Tensor.float).run("cuda", lengths=torch.tensor([1, 3]))
+    x, slope = torch.randn(4, 6), torch.tensor([0.3])
+    torch.ops.orthokern.activation_fwd(x, slope, "prelu", "cuda")
+    torch.ops.orthokern.activation_bwd(x, x, slope, "prelu", "cuda")
+    torch.ops.orthokern.cayley(torch.eye(4), torch.randn(4, 4), torch.tensor(0.1), "cuda")
+    sized = called.pop("cayley_workspace")  # from sizes alone
+    assert not sized and all(set(devices) == {1} for devices in called.values()), called
+    assert set(called) >= {f"{op}{part}" for op in (*OPS, "gru_scan") for part in ("", "_plan")}
+    assert set(called) >= {"scan_carry", "activation_fwd", "activation_bwd", "activation_workspace", "cayley"}
+
+    sizes = {"T": 1, "B": 5, "N": 3000, "K": 3000, "sequences": 5, "chunk": 1, "backward": 0, "wish_path": RESIDENT}
+    with pytest.raises(RuntimeError, match="does not serve this size"):
+        harness.factored_scan_plan({**sizes, "device": 1})
+    assert harness.current_device() == 0  # after an error too
 
 
 # ------------------------------------------------------------------------------------------------------------- planner

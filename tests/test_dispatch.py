@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,126 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
         assert "cpu: cpu; float64, float32" in text
     else:
         assert "native module: not available: the native module was not built (no compiler)" in text
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, cuda_serves: bool = True) -> torch.device:
+    """Pretend a GPU of compute capability 9.0 with both of its leaves."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    stub = types.ModuleType("orthokern._native_cuda")
+    stub.AVAILABLE, stub.REASON = cuda_serves, "" if cuda_serves else "not in this build: nvcc not found"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "orthokern._native_cuda", stub)
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(dispatch, "_warned", set())
+    return torch.device("cuda", 0)
+
+
+def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_stub(monkeypatch, True)
+    text = orthokern.explain("factored_scan", N=128, device="cpu")
+    assert text.splitlines()[0] == "factored_scan (float32 on cpu, N=128, K=128): backend 'auto' takes cpu"
+    assert "  cpu: chosen\n  reference: could serve, and comes later in the order of auto" in text
+    assert "takes reference" in orthokern.explain("factored_scan", N=128, device="cpu", dtype="bfloat16")
+    assert "  cpu: tensors are bfloat16, it serves" in orthokern.explain(
+        "factored_scan", dtype="bfloat16", device="cpu"
+    )
+    device = gpu(monkeypatch)
+    for op in ops.NAMES:
+        for N, dtype in ((64, torch.float32), (600, torch.float64), (64, torch.bfloat16)):
+            sizes = {"N": N, "K": N}
+            text = orthokern.explain(op, device=device, dtype=dtype, **sizes)
+            try:
+                name = dispatch.choose(op, device=device, dtype=dtype, **sizes)
+                assert text.splitlines()[0].endswith(f"backend 'auto' takes {name}") and f"  {name}: chosen" in text
+            except BackendUnavailable:
+                assert text.splitlines()[0].endswith("no backend serves")
+    text = orthokern.explain("factored_scan", N=600, dtype=torch.float64)  # a GPU is what one has it for
+    assert text.splitlines() == [
+        "factored_scan (float64 on cuda, N=600, K=600): backend 'auto' takes reference",
+        "  cuda: tensors are float64, it serves float32",
+        "  triton: N=600 > 512",
+        "  cpu: tensors are on cuda, it serves cpu",
+        "  reference: chosen",
+    ]
+    refused = orthokern.explain("dense_scan", N=8, backend="cpu", features=("lengths",))
+    assert refused.splitlines()[0] == "dense_scan (float32 on cuda, N=8, K=8): backend 'cpu' cannot serve"
+    assert "  cuda: could serve" in refused.splitlines()
+    asked = orthokern.explain("dense_scan", N=8, backend="triton")
+    assert asked.splitlines()[0].endswith("backend 'triton' takes triton") and "asked for, and it can serve" in asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "factored_scn"], "unknown op 'factored_scn': did you mean 'factored_scan'?"),
+        (["--op", "cayley", "--dtype", "float31"], "unknown dtype 'float31'; accepted: float64"),
+        (["--op", "cayley", "--device", "gpu"], "unknown device 'gpu'; accepted: cpu, cuda"),
+        (["--op", "cayley", "--backend", "refrence"], "unknown backend 'refrence': did you mean 'reference'?"),
+        (["--op", "cayley", "--N", "-3"], "N must be an integer, 0 or more, got -3"),
+    ],
+)
+def test_explain_refuses_what_means_nothing(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from orthokern.explain import main
+
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {message}") and said.err.count("\n") == 1 and not said.out
+    assert main(["--op", "cayley", "--N", "9", "--K", "3", "--device", "cpu", "--features", "lengths"]) == 0
+    assert capsys.readouterr().out.startswith("cayley (float32 on cpu, N=9, K=3): ")
+    with pytest.raises(InputError, match="unknown size 'M'"):
+        orthokern.explain("cayley", M=3)
+
+
+def test_one_warning_when_the_reference_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(monkeypatch, cuda_serves=False)
+
+    def resolve(op: str, N: int, backend: str | None = None) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            leaf = dispatch.resolve(op, backend, device=device, dtype=torch.float32, N=N, K=N)
+        assert leaf.__name__.startswith("orthokern.reference") == (N > 512 or op == "skew_exp")
+        return [str(warning.message) for warning in caught]
+
+    true_leaf = dispatch.leaf
+    none = types.ModuleType("orthokern.triton_kernels")  # Triton itself is not needed here
+    monkeypatch.setattr(dispatch, "leaf", lambda op, name: none if name == "triton" else true_leaf(op, name))
+    assert resolve("factored_scan", 64) == []
+    assert resolve("factored_scan", 600, "reference") == []  # asked for
+    assert resolve("factored_scan", 600) == [
+        "factored_scan: backend 'auto' runs the reference, which is slow, on float32 on cuda:0, N=600, K=600: "
+        "cuda: not in this build: nvcc not found; triton: N=600 > 512"
+    ]
+    assert resolve("factored_scan", 700) == []
+    assert len(resolve("dense_scan", 600)) == 1  # another op
+    assert resolve("skew_exp", 8) == []  # there is nothing else, and it is made of torch's own kernels
+
+
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(message: str | None) -> str | None:
+        def init() -> None:
+            if message is not None:
+                raise RuntimeError(message)
+
+        monkeypatch.setattr(torch.cuda, "init", init)
+        dispatch._silent_device.cache_clear()
+        return dispatch.no_device()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert why("unused") == f"torch {torch.__version__} is built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert why("No CUDA GPUs are available") == "no CUDA device"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert why("No CUDA GPUs are available") == "no CUDA device (CUDA_VISIBLE_DEVICES='')"
+    said = "Unexpected error from cudaGetDeviceCount().\nError 803: system has unsupported display driver"
+    assert why(said) == f"the CUDA driver does not initialise: {said}".replace("\n", " ")
+    assert f"  no GPU: {dispatch.no_device()}" in orthokern.explain()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert dispatch.no_device() is None
+    dispatch._silent_device.cache_clear()
 
 
 def test_explain_into_a_reader_that_leaves() -> None:

@@ -186,7 +186,7 @@ def test_refused_calls(x: Any, hx: Any, message: str) -> None:
     ("kwargs", "message"),
     [
         ({"input_size": 0}, "input_size must be at least 1, got 0"),
-        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
+        ({"dropout": 1.5}, r"dropout must be a number in \[0, 1\], got 1.5"),
         ({"forget_bias": float("nan")}, "forget_bias must be a finite number, got nan"),
         ({"dtype": torch.bfloat16}, "dtype torch.bfloat16 is not supported"),
     ],

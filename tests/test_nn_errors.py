@@ -10,7 +10,17 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import InputError
-from orthokern.nn import OPLU, RNN, FactorizedRNN, LinearCrossEntropy, ModReLU
+from orthokern.nn import (
+    GRU,
+    OPLU,
+    RNN,
+    ExpRNN,
+    FactorizedRNN,
+    LinearCrossEntropy,
+    ModReLU,
+    NonNormalRNN,
+    PeepholeLSTM,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -38,7 +48,10 @@ BOTH = [
     ({"bias": 1}, ["bias", "1", "True or False"]),
     ({"batch_first": "yes"}, ["batch_first", "'yes'"]),
     ({"bidirectional": None}, ["bidirectional", "None"]),
-    ({"dropout": 1.0, "num_layers": 2}, ["dropout", "1.0", "[0, 1)"]),
+    ({"dropout": 1.1, "num_layers": 2}, ["dropout", "1.1", "[0, 1]"]),
+    ({"device": "foo"}, ["device", "'foo'", "cpu, cuda"]),
+    ({"device": 1.5}, ["device", "'1.5'"]),
+    ({"device": "cuda:99"}, ["device", "'cuda:99' cannot be used here ("]),
     ({"dropout": -0.1}, ["dropout", "-0.1"]),
     ({"dropout": NAN}, ["dropout", "nan"]),
     ({"dropout": True}, ["dropout", "True"]),
@@ -104,6 +117,9 @@ INPUTS = [
     (torch.full((5, 2), 3), ["3"]),
     (torch.full((5, 2), -1), ["-1"]),
     (torch.zeros(5, 2, 3, device="meta"), ["meta", "cpu"]),
+    (torch.zeros(5, 2, 3).to_sparse(), ["sparse_coo", "strided"]),
+    (torch.zeros(5, 2, dtype=torch.int64).to_sparse(), ["sparse_coo", "strided"]),
+    (torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(4, 3)]), ["nested", "strided"]),
     ([[1.0, 2.0, 3.0]], ["input", "list"]),
     (pack_sequence([torch.zeros(4, 2)]), ["(4, 2)", "input_size = 3"]),
     (pack_sequence([torch.zeros(4, 3, 2)]), ["packs floats", "3 features"]),
@@ -129,6 +145,7 @@ def test_initial_state(make: Any) -> None:
     refused(lambda: module(x, torch.zeros(4, 2, 6, dtype=torch.float64)), "hx", "torch.float64", "torch.float32")
     refused(lambda: module(x, torch.zeros(4, 2, 6, device="meta")), "hx", "meta")
     refused(lambda: module(x, 0), "hx", "int")
+    refused(lambda: module(x, torch.zeros(4, 2, 6).to_sparse()), "sparse_coo", "strided")
     packed = pack_sequence([torch.zeros(4, 3)] * 3)
     refused(lambda: module(packed, torch.zeros(4, 2, 6)), "(4, 2, 6)", "(4, 3, 6)")
 
@@ -137,6 +154,27 @@ def test_batch_first_names_its_own_order() -> None:
     module = RNN(3, 6, batch_first=True)
     refused(lambda: module(torch.zeros(3)), "[B, T, D]")
     refused(lambda: module(torch.zeros(5, 0, 3)), "T=0 and B=5")
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN, GRU, PeepholeLSTM, ExpRNN, NonNormalRNN])
+def test_where_torch_has_no_such_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA does not raise a RuntimeError, it asserts."""
+
+    def empty(*sizes: Any, **options: Any) -> Any:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    refused(lambda: make(3, 6, device="cuda"), "device", "'cuda'", "Torch not compiled with CUDA enabled")
+
+
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN, GRU, PeepholeLSTM])
+def test_all_may_be_dropped(make: Any) -> None:
+    """As torch.nn.RNN has it: the layers above see zeros, and go by their biases."""
+    torch.manual_seed(0)
+    module = make(3, 6, 2, bias=True, dropout=1.0)
+    output = module(torch.randn(5, 2, 3))[0]
+    assert torch.equal(output, module(torch.randn(5, 2, 3))[0])
+    assert not torch.equal(output, module.eval()(torch.randn(5, 2, 3))[0])
 
 
 def test_layer_and_direction() -> None:
@@ -160,6 +198,8 @@ def test_other_modules() -> None:
     refused(lambda: ModReLU(6)(torch.zeros(2, 5)), "(2, 5)", "6")
     refused(lambda: ModReLU(6, backend="gpu"), "backend", "'gpu'")
     refused(lambda: OPLU()(torch.zeros(2, 5)), "5", "even")
+    refused(lambda: ModReLU(6, device="foo"), "device", "'foo'")
+    refused(lambda: LinearCrossEntropy(4, 3, device="foo"), "device", "'foo'")
     refused(lambda: LinearCrossEntropy(0, 4), "hidden", "0")
     refused(lambda: LinearCrossEntropy(4, 0), "classes", "0")
     refused(lambda: LinearCrossEntropy(4, 3, reduction="men"), "reduction", "did you mean 'mean'")

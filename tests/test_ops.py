@@ -327,6 +327,23 @@ def test_optimizer_path_of_cayley_is_the_op() -> None:
     torch.testing.assert_close(one, functional.cayley(m, g, 1e-3), rtol=0, atol=0)
 
 
+def test_a_profiler_sees_every_op_once() -> None:
+    problem = scan_problem("dense_scan", B=2, T=3, N=4)
+    with torch.autograd.profiler.profile() as profile:
+        gradients(problem, call_functional)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("orthokern::")}
+    assert counts == {"orthokern::dense_scan_fwd": 1, "orthokern::dense_scan_bwd": 1}
+
+
+def test_forward_mode_is_refused() -> None:
+    """Not passed by: the tangent would be lost without a word."""
+    x, w = torch.randn(3, 2, 4), torch.randn(4, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            functional.dense_scan(x, dual)
+
+
 # ----------------------------------------------------------------------------------------------- linear cross-entropy
 
 

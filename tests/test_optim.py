@@ -18,7 +18,7 @@ from orthokern import InputError, functional
 from orthokern.init import haar_orthogonal_
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
 from orthokern.ops import cayley as cayley_op
-from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for, split_parameters
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for, split_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +196,67 @@ def test_bad_gradients_change_nothing(value: float) -> None:
         named.step()
 
 
+@pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
+@pytest.mark.parametrize("limit", [None, 0.5, 1e6])
+def test_a_step_on_a_gpu_reads_nothing_back(kind: Any, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's bases do, on a CPU that pretends: the steps of the CPU, and no number read but where drift is."""
+    shapes = ((6, 6), (6, 6), (2, 5, 3))
+    here, there = ([basis(*shape) for shape in shapes] for _ in range(2))
+    for p, q in zip(here, there, strict=True):
+        q.data.copy_(p.data)
+    options: dict[str, Any] = {"max_grad_norm": limit, "correct_every": 4, "backend": "reference"}
+    optimizers = [kind(bases, 0.05, **options) for bases in (here, there)]
+    reading: list[str] = []
+
+    def watch(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any) -> Any:
+            reading.append(name)
+            return original(self, *args)
+
+        return read
+
+    for step in range(1, 9):
+        for p, q in zip(here, there, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        optimizers[0].step()
+        with monkeypatch.context() as pretend:
+            pretend.setattr(geodesic, "_read_waits", lambda device: True)
+            for name in ("item", "__float__", "__bool__", "__int__", "tolist", "cpu"):
+                pretend.setattr(torch.Tensor, name, watch(name))
+            optimizers[1].step()
+        assert bool(reading) == (step % 4 == 0), (step, reading)
+        reading.clear()
+        for p, q in zip(here, there, strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-14, atol=1e-14)
+    one, other = (optimizer.state_dict()["param_groups"][0] for optimizer in optimizers)
+    assert isinstance(other["last_grad_norm"], float)
+    assert other["last_grad_norm"] == pytest.approx(one["last_grad_norm"], rel=1e-14)
+    assert optimizers[1].last_grad_norm == pytest.approx(optimizers[0].last_grad_norm, rel=1e-14)
+    assert other["last_drift"] == pytest.approx(one["last_drift"], rel=0.5, abs=1e-14) and other["steps"] == 8
+
+
+def test_bad_gradients_on_a_gpu_are_seen_where_drift_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geodesic, "_read_waits", lambda device: True)
+    p = basis(5, 5)
+    optimizer = GeodesicSGD([p], 0.1, max_grad_norm=1.0, correct_every=2)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    p.grad[3, 1] = float("nan")
+    before = p.detach().clone()
+    with pytest.raises(InputError, match="parameter 0 has NaN or infinite"):
+        optimizer.step()
+    assert torch.equal(p.detach(), before) and optimizer.param_groups[0]["steps"] == 1
+    huge = basis(6, 6, dtype=torch.float32)
+    huge.grad = torch.full_like(huge, 1e25)  # its square overflows float32
+    optimizer = GeodesicSGD([huge], 1e-3, max_grad_norm=1.0)
+    optimizer.step()
+    assert abs(optimizer.last_grad_norm / 6e25 - 1) < 1e-5
+    assert torch.isfinite(huge).all() and error(huge) < 2e-6
+
+
 def test_closure_and_maximize() -> None:
     m, target = quadratic(8, 8)
     optimizer = GeodesicSGD([m], 1e-2, maximize=True)
@@ -346,7 +407,9 @@ REFUSED = [
     (lambda: optimizer_for(RNN(2, 3), geodesic_lr=float("inf")), "geodesic_lr .* inf"),
     (lambda: optimizer_for(RNN(2, 3), spectrum_lr=-2.0), "spectrum_lr .* -2.0"),
     (lambda: optimizer_for(nn.ReLU()), "ReLU has no parameters"),
+    (lambda: optimizer_for(RNN(2, 3), lr="a"), "lr must be finite and at least 0, got 'a'"),
     (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
+    (lambda: optimizer_for(FactorizedRNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
     (lambda: CombinedOptimizer({}), "parts is empty"),
     (lambda: CombinedOptimizer({"a": 3}), "part 'a' .* int"),
 ]
@@ -600,26 +663,33 @@ def test_bad_basis_gradient_stops_every_part() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [32, 8])
-def test_orthogonality_over_20000_steps(rank: int) -> None:
+@pytest.mark.parametrize("rank", [128, 16])
+def test_orthogonality_over_100000_steps(rank: int) -> None:
+    """A basis [128, rank] in float32, at the copy task's rate with gradients that are not clipped: norms from 1 to 100,
+    in any order and of either sign. With the basis beside it that is left alone, a minute on one core, half a minute
+    for the thin one; docs/scripts/orthogonality_drift.py has other rates and two bases at once."""
+    torch.set_num_threads(1)
+    steps = 100_000
     generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(64, 2, 32, rank, generator=generator)
-    gradients /= gradients.flatten(2).norm(dim=2)[..., None, None]
-    bases = [basis(32, rank, dtype=torch.float32) for _ in range(2)]
-    bare = [nn.Parameter(p.detach().clone()) for p in bases]
-    optimizer = GeodesicSGD(bases, 1e-3)
-    uncorrected = GeodesicSGD(bare, 1e-3, correct_every=0)
+    gradients = torch.randn(64, 128, rank, generator=generator)
+    gradients /= gradients.flatten(1).norm(dim=1)[:, None, None]
+    picks = torch.randint(64, (steps,), generator=generator).tolist()
+    sizes = 100.0 ** torch.rand(steps, generator=generator)
+    factors = (sizes * (2 * torch.randint(2, (steps,), generator=generator) - 1)).tolist()
+    corrected = basis(128, rank, dtype=torch.float32)
+    bare = nn.Parameter(corrected.detach().clone())
+    optimizers = [GeodesicSGD([corrected], 1e-4), GeodesicSGD([bare], 1e-4, correct_every=0)]
     worst = 0.0
-    for step in range(20_000):
-        scale = 10.0 ** (step % 3)  # norms 1, 10, 100
-        for i in range(2):
-            bases[i].grad = bare[i].grad = gradients[step % 64, i] * scale
-        optimizer.step()
-        uncorrected.step()
-        if step % 100 == 50:
-            worst = max(worst, *(error(p) for p in bases))
+    for step in range(steps):
+        corrected.grad = bare.grad = gradients[picks[step]] * factors[step]
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % 100 == 99:
+            worst = max(worst, error(corrected))
     assert worst < 1e-5, worst
-    assert worst < max(error(p) for p in bare)  # and the correction is what holds it there
+    # what is above the tolerance of 2e-6 was measured no more than a hundred steps ago
+    assert worst < 3e-6, worst
+    assert error(bare) > 1.5 * worst  # and the correction is what holds it there
 
 
 # ---- GeodesicRMSprop -----------------------------------------------------------------------------

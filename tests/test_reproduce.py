@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ import pytest
 import torch
 
 from orthokern.reproduce import __main__ as command
-from orthokern.reproduce import kanai, oinit, runner, vorontsov
+from orthokern.reproduce import kanai, nnrnn, oinit, runner, vorontsov
 from orthokern.reproduce.search import Search
-from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.spec import Experiment, Measure, Run, planned
 from orthokern.tasks import (
     adding,
     char_lm,
@@ -33,6 +34,7 @@ from orthokern.tasks import (
 )
 from orthokern.training import read_metrics
 
+ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "copy": copy,
     "adding": adding,
@@ -44,7 +46,7 @@ MODULES = {
     "temporal_order": temporal_order,
     "random_permutation": random_permutation,
 }
-ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *kanai.EXPERIMENTS)
+ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *nnrnn.EXPERIMENTS, *kanai.EXPERIMENTS)
 ACCURACY = Measure("accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("loss", "best_loss", digits=3, higher_is_better=False)
 
@@ -114,6 +116,46 @@ def test_quick_and_partial(toys: Experiment, tmp_path: Path) -> None:
     assert not (tmp_path / "full" / "toy.png").exists()
 
 
+@pytest.mark.parametrize("name", ["figure1", "figure5", "table5", "nnrnn-copy", "nnrnn-adding"])
+def test_a_quick_table_tells_what_it_runs(name: str, tmp_path: Path) -> None:
+    """The lengths and widths of the quick runs, not of those that they stand for; no option twice in a command."""
+    for scale in (["--quick"], []):
+        assert reproduce(name, *scale, "--report", "--out", tmp_path) == 0
+        title, *lines = (tmp_path / ("quick" if scale else "full") / f"{name}.md").read_text().splitlines()
+        experiment = command.EXPERIMENTS[name]
+        wanted = [planned(run, bool(scale)) for run in experiment.runs]
+        told = re.search(r"T = (\d+)", title)
+        assert told is None or {int(told[1])} == {settings["T"] for settings in wanted}
+        table = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+        for heading, key in (("T", "T"), ("units", "hidden"), ("hidden units", "hidden")):
+            if heading in table[0]:
+                column = table[0].index(heading)
+                assert [row[column] for row in table[2:]] == [str(settings[key]) for settings in wanted]
+        commands = [line.split("`")[1].split() for line in lines if line.startswith("- ")]
+        assert len(commands) == len(experiment.runs)
+        for words, settings in zip(commands, wanted, strict=True):
+            options = [word for word in words if word.startswith("--")]
+            assert len(options) == len(set(options)), words
+            given = MODULES[experiment.runs[0].task]._parser().parse(words[3:])  # type: ignore[attr-defined]
+            assert given.items() <= settings.items()
+
+
+def test_a_command_tells_how_long_its_own_run_was(
+    toys: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what this call was given: 3 iterations, then 5 more of one run; the other one is still to come."""
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=RunHere, STDOUT=subprocess.STDOUT))
+
+    def iterations(*options: object) -> list[str]:
+        assert reproduce("toy", "--out", tmp_path, "--threads", 1, *options) == 0
+        return re.findall(r"--iterations (\d+)", (tmp_path / "full" / "toy.md").read_text())
+
+    assert iterations("--iterations", 3, "--only", "toy-0.1") == ["3", "3"]
+    assert iterations("--report") == ["6", "3"]
+    assert iterations("--iterations", 8, "--only", "toy-0.1") == ["8", "8"]
+    assert iterations("--report") == ["6", "8"]
+
+
 def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["tabel1"], "did you mean 'table1'"),
@@ -126,6 +168,10 @@ def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert reproduce(*options, "--out", tmp_path / "out") == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+    for name in ("table1", "gru-table3"):  # where the message sends its reader there is something to read
+        assert reproduce(name, "--data", tmp_path / "no", "--out", tmp_path / "out") == 2
+        told = re.search(r"see (\S+), (\w+)\)", capsys.readouterr().err)
+        assert told is not None and f"\n## {told[2]}\n" in (ROOT / told[1]).read_text()
     # what a task refuses is one line, too
     (tmp_path / "mnist").mkdir()
     assert reproduce("table1", "--data", tmp_path, "--only", "lstm", "--out", tmp_path / "out") == 2
@@ -193,10 +239,12 @@ def test_the_cost_of_the_constraint(
 def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> dict[str, Any]:
     """The complete settings that a command line stands for."""
     module = MODULES[task]
-    given: dict[str, Any] = module._parser().parse(list(options))
+    parser = module._parser()
+    given: dict[str, Any] = parser.parse(list(options))
     preset = module.PRESETS.get(given.get("preset", ""), {})
     complete = getattr(module, "complete", adding.recurrent.complete)
     settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given, **more})
+    parser.check_all_play(given, settings)
     return settings
 
 
@@ -210,6 +258,8 @@ def test_command_lines_are_accepted(experiment: Experiment) -> None:
             settings = settings_of(run.task, options, {"data": "x"} if experiment.data else {})
             for name in (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else [])):
                 assert name in settings
+            for label in run.labels.values():
+                assert not label.startswith("--") or label.removeprefix("--").replace("-", "_") in settings
         assert set(run.published) <= titles
 
 
@@ -286,6 +336,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("searches")
 def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command_line = ("oinit-table1", "--out", tmp_path, "--jobs", 2, "--threads", 1)
+    told = re.compile(r"--iterations (\d+)")
     assert reproduce(*command_line) == 0
     folder = tmp_path / "full"
     shown = capsys.readouterr().out
@@ -306,6 +357,7 @@ def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce(*command_line, "--iterations", 15, "--only", "hard") == 0
     assert len(read_metrics(folder / "hard-T10" / "metrics.jsonl")) == 15
     assert len(read_metrics(folder / "easy-T10" / "metrics.jsonl")) == 5
+    assert told.findall((folder / "oinit-table1.md").read_text()) == ["10", "15"]
     capsys.readouterr()
     assert reproduce(*command_line, "--iterations", 15) == 0
     assert "2 of 2 searches are done already" in capsys.readouterr().out

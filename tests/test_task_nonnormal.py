@@ -236,7 +236,8 @@ def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> 
 @pytest.mark.parametrize("model", ["nnrnn", "lstm"])
 def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> None:
     """Bit for bit, the carried state too: the part ends in the middle of an epoch."""
-    given = f"--data {ptb} --bptt 20 --batch 8 --hidden 24 --model {model} --nonlinearity modrelu --lr 1e-2".split()
+    given = f"--data {ptb} --bptt 20 --batch 8 --hidden 24 --model {model} --lr 1e-2".split()
+    given += [] if model == "lstm" else ["--nonlinearity", "modrelu"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run("char_lm", *given, *QUIET, "--iterations", 60, "--out", whole) == 0
     assert run("char_lm", *given, *QUIET, "--iterations", 25, "--out", parts) == 0
@@ -274,7 +275,7 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
         ("adding", "--T 10 --model exprnn --soft-orthogonality 1", "--soft-orthogonality: not for --model exprnn"),
         ("adding", "--T 10 --model nnrnn --margin 1 --spectrum-prior 1", "--spectrum-prior: for --model factorized"),
         ("adding", "--T 10 --model exprn", "did you mean 'exprnn'"),
-        ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: of sentences, and --bptt reads none"),
+        ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: for runs without --bptt; here --bptt is 10"),
         ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),
         ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "tokens in 3000 rows: a row needs 2 at least"),
     ],

@@ -242,6 +242,33 @@ def test_resuming_before_the_first_checkpoint_begins_again(whole: Path, tmp_path
     assert_same_run(whole, tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    "gone, message",
+    [
+        ([], "best.pt is there"),
+        (["best.pt"], "result.json is there"),
+        (["best.pt", "result.json"], "metrics.jsonl goes to iteration 20, and a checkpoint was due every 6"),
+    ],
+)
+def test_a_run_without_its_checkpoint_is_not_written_over(whole: Path, gone: list[str], message: str) -> None:
+    for name in ["checkpoint.pt", *gone]:
+        (whole / name).unlink()
+    before = {file.name: file.read_bytes() for file in whole.iterdir()}
+    with pytest.raises(CheckpointError, match=f"nothing to resume in .*: no checkpoint.pt there, though {message}"):
+        go(whole, Regression(), resume=True)
+    assert {file.name: file.read_bytes() for file in whole.iterdir()} == before
+
+
+def test_a_kill_in_the_first_checkpoint_begins_again(whole: Path, tmp_path: Path) -> None:
+    """Its iteration's record is on the disk by then."""
+    folder = tmp_path / "killed"
+    go(folder, Regression(), iterations=6)
+    for name in ("checkpoint.pt", "best.pt", "result.json"):
+        (folder / name).unlink()
+    assert go(folder, Regression(), resume=True).exit_code == 0
+    assert_same_run(whole, folder)
+
+
 def test_rng_states_come_back() -> None:
     import random
 

@@ -16,6 +16,7 @@ from test_kill_resume import records, same
 from torch import Tensor
 from toy_task import DEFAULTS, Toy
 
+from orthokern import dispatch
 from orthokern.training import LoopSettings, RunFolder, load_checkpoint, save_checkpoint, train
 from orthokern.training.loop import _joint_profile
 from orthokern.training.progress import Progress
@@ -78,6 +79,72 @@ def test_accumulation_is_a_setting_of_the_run(tmp_path: Path, capsys: pytest.Cap
     assert run("--resume", tmp_path / "run", "--accumulate", 3) == 2
     assert "--accumulate 3: the run to resume has --accumulate 2" in capsys.readouterr().err
     assert run("--out", tmp_path / "other", "--accumulate", 0) == 2
+
+
+# ---- the backend ---------------------------------------------------------------------------------
+
+
+def test_the_environment_chooses_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the command line names none; the record says what was used, and a resumed run keeps to it."""
+
+    def used(name: str, *options: object) -> str:
+        assert run(*OPTIONS, "--iterations", 2, "--out", tmp_path / name, *options) == 0
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        return str(config["settings"]["backend"])
+
+    assert used("auto") == "auto"
+    monkeypatch.setattr(dispatch, "_process_default", "reference")
+    assert used("variable") == "reference"
+    assert used("option", "--backend", "auto") == "auto"
+    monkeypatch.setattr(dispatch, "_process_default", "auto")
+    assert run("--resume", tmp_path / "variable", "--iterations", 3) == 0
+    assert load_checkpoint(tmp_path / "variable" / "checkpoint.pt")["settings"]["backend"] == "reference"
+    monkeypatch.setattr(dispatch, "_process_default", "foo")
+    capsys.readouterr()
+    assert run(*OPTIONS, "--out", tmp_path / "foo") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: unknown backend in ORTHOKERN_BACKEND 'foo'") and error.count("\n") == 1
+    assert not (tmp_path / "foo").exists()
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*OPTIONS, "--hidden", 10_000_000, "--out", tmp_path / "run") == 2
+    line = (
+        "error: out of memory on cpu: 7.451e+05 GiB could not be allocated; lower --hidden (10000000) or --batch (8)\n"
+    )
+    assert capsys.readouterr().err == line and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "error, what",
+    [
+        (RuntimeError("CUDA: allocating 4096 bytes: out of memory (cudaErrorMemoryAllocation)"), "a tensor"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 80 GiB"), "20.00 GiB"),
+        (MemoryError("std::bad_alloc"), "a tensor"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+    ids=["native", "torch", "python", "another"],
+)
+def test_memory_that_ends_in_training(
+    error: Exception, what: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(self: Toy, batch: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Toy, "loss", fail)
+    if what is None:  # a bug keeps its traceback
+        with pytest.raises(RuntimeError, match="mat1"):
+            run(*OPTIONS, "--out", tmp_path / "run")
+        return
+    assert run(*OPTIONS, "--out", tmp_path / "run") == 2
+    line = f"error: out of memory on cpu: {what} could not be allocated; lower --hidden (12) or --batch (8)\n"
+    assert capsys.readouterr().err == line
 
 
 # ---- norms through time --------------------------------------------------------------------------

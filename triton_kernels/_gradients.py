@@ -5,8 +5,7 @@ Note [Blocks of the gradient product]
     BLOCK_ROWS rows, last block first, and the first step of each apart (its h_{t-1} lies elsewhere). The blocks depend
     on T and B alone. So a backward that recomputes states from checkpoints, a window of time after another, adds up the
     same products in the same order as one that has all states: the gradients have the same bits, and the buffers a
-    fixed size. These products are torch's: float32 is IEEE float32 there unless the user has set
-    torch.backends.cuda.matmul.allow_tf32 (or its successors), which then holds for these too.
+    fixed size. These products are torch's, in IEEE float32 whatever torch.backends.cuda.matmul allows elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._products import ieee_products
 from orthokern.triton_kernels._inputs import features_term, token_gradient
 from orthokern.triton_kernels._scan import (
     NEEDS_INPUT,
@@ -152,6 +152,7 @@ class States:
         self.run(self.start, self.stop, self.saved[segment], self.entered[1:], self.pre)
 
 
+@ieee_products()
 def run_backward(
     kernels: Kernels,
     map_: Map,

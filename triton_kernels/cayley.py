@@ -16,7 +16,7 @@ as the reference's. The thin system has no such symmetric part at all.
 
 Nothing waits for the device, and no atomics: the same bits every time. Limits: 16384 words of a panel, a quarter of an
 SM's registers, so BLOCK_C shrinks from 64 as S grows; K up to 1024, and with it S up to 2048, where it is 8 (float64:
-4). Products are IEEE float32 unless the user has set torch.backends.cuda.matmul.allow_tf32: that costs orthogonality.
+4). Products are IEEE float32, also where the process allows TF32 elsewhere: it would cost orthogonality.
 Bound by the latency of S pivot searches one after another, each a few reductions over a whole program.
 """
 
@@ -29,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from orthokern._products import ieee_products
 
 # 32-bit words of a panel, and its widest
 PANEL_WORDS = 16384
@@ -116,6 +118,7 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
     return x
 
 
+@ieee_products()
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See ``orthokern.ops.cayley``.
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from orthokern._products import ieee_products
 from orthokern.triton_kernels._gradients import Kernels, run_backward, run_forward
 from orthokern.triton_kernels._scan import Map, backward, forward
 from orthokern.triton_kernels.dense_scan import dense_scan_bwd_kernel, dense_scan_fwd_kernel
@@ -161,8 +162,9 @@ def factored_scan_bwd(
         precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
     if need_params:
-        m_v = m @ v
-        grad_u, grad_s, grad_v = m_v * s, (u * m_v).sum(0), (m.mT @ u) * s
+        with ieee_products():
+            m_v, mt_u = m @ v, m.mT @ u
+        grad_u, grad_s, grad_v = m_v * s, (u * m_v).sum(0), mt_u * s
     else:
         grad_u = grad_s = grad_v = m  # empty
     return grad_x, grad_u, grad_s, grad_v, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from orthokern._products import ieee_products
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._scan import PANEL_WARPS, WIDE, load_matrix, look_up, multiply_row
 
@@ -322,6 +323,7 @@ def gru_scan_fwd(
     return hs, gates, pre
 
 
+@ieee_products()
 def gru_scan_bwd(
     grad_hs: Tensor,
     hs: Tensor,

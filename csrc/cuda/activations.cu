@@ -205,7 +205,7 @@ void launch_activation(const ActivationArgs& args, const Shape& s) {
 }
 template <class T, bool backward>
 void launch_dtype(const ActivationArgs& args) {
-  use_device(args.device);
+  const DeviceGuard guard(args.device);
   if (args.rows <= 0 || args.N <= 0) {  // nothing to write but the parameter's gradient
     if (args.grad_act_param) fill_zero(args.grad_act_param, static_cast<size_t>(args.act_param_size) * sizeof(T), static_cast<cudaStream_t>(args.stream));
     return;
@@ -229,7 +229,7 @@ void activation_bwd(const ActivationArgs& args) { args.dtype == kFloat64 ? launc
 
 int64_t activation_workspace(const ActivationArgs& args) {
   if (args.rows <= 0 || args.N <= 0) return 0;
-  use_device(args.device);
+  const DeviceGuard guard(args.device);
   const Shape s = shape_of(args);
   return (args.act_param_size == 1 ? int64_t{s.grid.x} * s.grid.y : s.grid.x * args.N) * (args.dtype == kFloat64 ? 8 : 4);
 }

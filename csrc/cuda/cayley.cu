@@ -526,7 +526,7 @@ int64_t at_once(const CayleyArgs& args) { return args.batch < kLargestBatch ? ar
 
 template <class T>
 void run(CayleyArgs args) {
-  use_device(args.device);
+  const DeviceGuard guard(args.device);
   const int64_t bytes = args.N * args.K * static_cast<int64_t>(sizeof(T));
   while (args.batch > 0) {
     const int64_t batch = at_once(args);

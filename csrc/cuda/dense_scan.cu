@@ -11,7 +11,7 @@ void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, v
   run_scan<false>(args, backward, plan, stream);
 }
 void run_scan_carry(int device, const double* power, const float* ends, float* starts, int64_t count, int64_t B, int64_t N, void* stream) {
-  use_device(device);
+  const DeviceGuard guard(device);
   const size_t bytes = 2 * static_cast<size_t>(N) * sizeof(double);
   if (bytes > device_limits().shared_per_block)
     throw Error("algorithm='chunked' serves N up to " + std::to_string(device_limits().shared_per_block / 16) + " here, and N is " +

@@ -34,7 +34,7 @@ void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
 
 template <bool kKanai, GruStep kStep>
 void launch_gru_step(const GruScanArgs& a, const GruProduct& p, int64_t t, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(divide_up(p.rows, kTile)), static_cast<unsigned>(divide_up(a.B, kTile)));
+  const dim3 grid(static_cast<unsigned>(step_tiles(p.rows, a.B)));
   launch(gru_step_kernel<kKanai, kStep>, {grid, dim3(kStepThreads), stream}, a, p, static_cast<int>(t));
 }
 
@@ -73,7 +73,7 @@ void gru_steps_backward(const GruScanArgs& a, cudaStream_t stream) {
 }  // namespace
 
 GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) {
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   const DeviceLimits limits = device_limits();
   GruPlan plan{};
   const int warps = gru_warps(a.N);
@@ -92,7 +92,7 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) 
   plan = {};
   plan.path = static_cast<int>(GruPath::kSteps);
   plan.group = kTile;
-  plan.blocks = plan.norm_columns = static_cast<int>(divide_up(a.N, kTile) * divide_up(a.B, kTile));
+  plan.blocks = plan.norm_columns = step_tiles(a.N, a.B);
   plan.work = a.B * a.N;
   return plan;
 }
@@ -100,7 +100,7 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) 
 void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void* stream_address) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.B) return;
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   if (a.lengths) {
     const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
     launch(clear_gru_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, backward ? a.grad_x : a.gates,

@@ -39,8 +39,9 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
   ORTHOKERN_SHARED(float, map_tile, [kMaps][kTile][kTilePitch]);  // [column][row]
   ORTHOKERN_SHARED(float, from_tile, [kTile][kTilePitch]);        // [column][sequence]
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
-  const int thread = threadIdx.x, row0 = blockIdx.x * kTile, N = static_cast<int>(a.N);
-  const int64_t b0 = static_cast<int64_t>(blockIdx.y) * kTile, stride = a.B * a.N;
+  const StepTile tile = step_tile(p.rows);
+  const int thread = threadIdx.x, row0 = tile.row, N = static_cast<int>(a.N);
+  const int64_t b0 = tile.sequence, stride = a.B * a.N;
   const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map
   const int depth = p.columns[0].count + p.columns[1].count;
 
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
   if (thread > 0) return;
   float sum = 0;
   for (int w = 0; w < kStepThreads / 32; w++) sum += warp_squares[w];
-  a.norms[static_cast<int64_t>(step) * gridDim.x * gridDim.y + blockIdx.y * gridDim.x + blockIdx.x] = sum;
+  a.norms[static_cast<int64_t>(step) * gridDim.x + blockIdx.x] = sum;
 }
 
 }  // namespace cuda

@@ -66,11 +66,15 @@ inline void check(cudaError_t status, const char* doing) {
   throw Error(text);
 }
 
-inline void use_device(int device) { check(cudaSetDevice(device), "choosing the device"); }
-
-inline DeviceLimits device_limits() {
+inline int current_device() {
   int device = 0;
   check(cudaGetDevice(&device), "asking for the device");
+  return device;
+}
+inline void set_device(int device) { check(cudaSetDevice(device), "choosing the device"); }
+
+inline DeviceLimits device_limits() {
+  const int device = current_device();
   auto get = [&](cudaDeviceAttr attribute) {
     int value = 0;
     check(cudaDeviceGetAttribute(&value, attribute, device), "asking for the limits of the device");
@@ -137,9 +141,11 @@ T* dynamic_shared() {
   return static_cast<T*>(cuda_host::dynamic_shared_memory());
 }
 
-inline void use_device(int) {}
+inline int current_device() { return cuda_host::device; }
+inline void set_device(int device) { cuda_host::device = device; }
 
 inline DeviceLimits device_limits() {
+  cuda_host::note_device();
   const cuda_host::Chip& chip = cuda_host::chip;
   return {chip.major, chip.minor, chip.multiprocessors, chip.shared_per_block, chip.shared_per_multiprocessor};
 }
@@ -147,6 +153,7 @@ inline DeviceLimits device_limits() {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... arguments) {
   if (!at.grid.x || !at.grid.y || !at.grid.z) return;
+  cuda_host::note_device();
   auto body = [&] { kernel(static_cast<Parameters>(arguments)...); };
   const std::string error = cuda_host::run({at.grid, at.block, at.shared_bytes, at.cluster}, body);
   if (!error.empty()) throw Error("CUDA host harness: " + error);
@@ -157,9 +164,32 @@ int max_active_clusters(void (*)(Parameters...), const Launch& at) {
   return cuda_host::max_active_clusters({at.grid, at.block, at.shared_bytes, at.cluster});
 }
 
-inline void fill_zero(void* memory, size_t bytes, cudaStream_t) { __builtin_memset(memory, 0, bytes); }
+inline void fill_zero(void* memory, size_t bytes, cudaStream_t) {
+  cuda_host::note_device();
+  __builtin_memset(memory, 0, bytes);
+}
 
 #endif
+
+// Makes a device the current one until the end of the scope, and then the one before it again: torch's choice is the caller's.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : before_(current_device()), changed_(device != before_) {
+    if (changed_) set_device(device);
+  }
+  ~DeviceGuard() {
+    try {
+      if (changed_) set_device(before_);
+    } catch (const Error&) {  // a device that served a moment ago; what failed on the other one has been said
+    }
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_;
+  bool changed_;
+};
 
 }  // namespace cuda
 }  // namespace orthokern

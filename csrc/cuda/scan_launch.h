@@ -132,7 +132,7 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const 
 inline void plan_steps(const ScanArgs& a, ScanPlan& plan) {
   plan.path = static_cast<int>(ScanPath::kSteps);
   plan.group = kTile;
-  plan.blocks = static_cast<int>(divide_up(a.N, kTile) * divide_up(a.sequences, kTile));
+  plan.blocks = step_tiles(a.N, a.sequences);
   plan.norm_columns = plan.blocks;
   plan.sums_rows = static_cast<int>(a.sequences);
   plan.work = (2 * a.N + a.K) * a.sequences;
@@ -140,7 +140,7 @@ inline void plan_steps(const ScanArgs& a, ScanPlan& plan) {
 
 template <bool kFactored>
 ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanWish& wish) {
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   const DeviceLimits limits = device_limits();
   auto allowed = [&](ScanPath path) { return wish.path < 0 || wish.path == static_cast<int>(path); };
   ScanPlan plan{};
@@ -164,16 +164,16 @@ template <bool kFactored, bool kBackward>
 void run_steps(const ScanArgs& a, cudaStream_t stream) {
   float* state[2] = {a.work, a.work + a.sequences * a.N};
   float* const y = a.work + 2 * a.sequences * a.N;
-  const unsigned columns = static_cast<unsigned>(divide_up(a.sequences, kTile));
+  auto grid = [&](int64_t rows) { return dim3(static_cast<unsigned>(step_tiles(rows, a.sequences))); };
   const int64_t length = std::min(a.chunk, a.T);
   fill_zero(state[0], static_cast<size_t>(a.sequences * a.N) * sizeof(float), stream);
   for (int64_t i = 0; i < length; i++) {
     const float* from = i == 0 && a.start ? a.start : state[i % 2];
-    const Launch last{dim3(static_cast<unsigned>(divide_up(a.N, kTile)), columns), dim3(kStepThreads), stream};
+    const Launch last{grid(a.N), dim3(kStepThreads), stream};
     StepProduct product{a.map2, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, static_cast<int>(a.N),
                         static_cast<int>(a.N)};
     if (kFactored) {
-      const Launch first{dim3(static_cast<unsigned>(divide_up(a.K, kTile)), columns), dim3(kStepThreads), stream};
+      const Launch first{grid(a.K), dim3(kStepThreads), stream};
       launch(step_product_kernel<kBackward>, first, a,
              StepProduct{a.map1, 1, a.K, from, y, a.scale, static_cast<int>(a.K), static_cast<int>(a.N)}, static_cast<int>(i));
       product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = static_cast<int>(a.K);
@@ -186,7 +186,7 @@ template <bool kFactored>
 void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stream_address) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.sequences) return;
-  use_device(a.device);
+  const DeviceGuard guard(a.device);
   if (a.lengths && (a.out || a.pre)) {
     const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);

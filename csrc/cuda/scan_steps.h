@@ -3,9 +3,15 @@
 // what the others cannot hold, and for sizes at which a product fills the GPU.
 //
 // A block computes a tile of kTile rows by kTile sequences, a thread 2 rows by 2 sequences of it; map and vectors pass through shared
-// memory kTile columns at a time, the next ones on their way in registers.
+// memory kTile columns at a time, the next ones on their way in registers. All tiles lie along x of the grid, those of the same sequences one
+// after the other: y ends at 65535 tiles, which are no more than 2 million sequences, and chunks of time have more.
 #pragma once
 
+#include <limits.h>
+
+#include <string>
+
+#include "cuda/launch.h"
 #include "cuda/scan_units.h"
 
 namespace orthokern {
@@ -13,6 +19,23 @@ namespace cuda {
 
 constexpr int kTile = 32, kTilePitch = kTile + 1, kStepThreads = 256;
 static_assert(kTile * kTile == 4 * kStepThreads, "a thread has 2 x 2 elements of a tile, and loads 4 of each operand");
+
+// Blocks that cover `rows` by `sequences`. Throws Error for more than a grid holds.
+inline int step_tiles(int64_t rows, int64_t sequences) {
+  const int64_t tiles = (rows + kTile - 1) / kTile * ((sequences + kTile - 1) / kTile);
+  if (tiles > INT_MAX)
+    throw Error(std::to_string(sequences) + " sequences of " + std::to_string(rows) + " units are more than one launch holds: use a smaller batch");
+  return static_cast<int>(tiles);
+}
+// Where the tile of a block begins.
+struct StepTile {
+  int row;
+  int64_t sequence;
+};
+__device__ __forceinline__ StepTile step_tile(int rows) {
+  const unsigned across = static_cast<unsigned>(rows + kTile - 1) / kTile, down = blockIdx.x / across;
+  return {static_cast<int>(blockIdx.x - down * across) * kTile, static_cast<int64_t>(down) * kTile};
+}
 
 struct StepProduct {
   const float* map;  // element (row, column) at row * row_stride + column * column_stride
@@ -28,8 +51,9 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
   ORTHOKERN_SHARED(float, map_tile, [kTile][kTilePitch]);   // [column][row]
   ORTHOKERN_SHARED(float, from_tile, [kTile][kTilePitch]);  // [column][sequence]
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
-  const int thread = threadIdx.x, row0 = blockIdx.x * kTile;
-  const int64_t q0 = static_cast<int64_t>(blockIdx.y) * kTile;
+  const StepTile tile = step_tile(p.rows);
+  const int thread = threadIdx.x, row0 = tile.row;
+  const int64_t q0 = tile.sequence;
   const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map
 
   if (a.lengths) {  // a tile whose sequences have no such step: their states are zeros
@@ -141,7 +165,7 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
   if (thread > 0) return;
   float sum = 0;
   for (int w = 0; w < kStepThreads / 32; w++) sum += warp_squares[w];
-  a.norms[(a.T - 1 - i) * gridDim.x * gridDim.y + blockIdx.y * gridDim.x + blockIdx.x] = sum;
+  a.norms[(a.T - 1 - i) * gridDim.x + blockIdx.x] = sum;
 }
 
 }  // namespace cuda

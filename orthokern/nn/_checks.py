@@ -14,6 +14,7 @@ from orthokern.errors import InputError, OutOfRange, unknown_name
 
 __all__ = [
     "check_backend",
+    "check_device",
     "check_exponential",
     "check_input",
     "check_loaded_orthogonal",
@@ -22,6 +23,7 @@ __all__ = [
     "number",
     "parameter_dtype",
     "positive_int",
+    "share",
 ]
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
@@ -63,6 +65,14 @@ def finite(name: str, value: Any, *, above_zero: bool) -> float:
     return found
 
 
+def share(name: str, value: Any) -> float:
+    """A number in [0, 1]."""
+    found = number(name, value, "a number in [0, 1]")
+    if not 0.0 <= found <= 1.0:
+        raise InputError(f"{name} must be a number in [0, 1], got {value!r}")
+    return found
+
+
 def parameter_dtype(value: torch.dtype | None, *, half: bool) -> torch.dtype:
     """The dtype of the parameters: float32, float64 and, with `half`, the 16-bit ones (only a dense recurrence may)."""
     dtype = torch.get_default_dtype() if value is None else value
@@ -81,6 +91,26 @@ def check_backend(name: str | None) -> str | None:
     return name
 
 
+def check_device(value: Any) -> Any:
+    """Where the parameters go: a device that torch can put tensors on here; None for torch's default."""
+    if value is None:
+        return None
+    reason = ""
+    try:
+        device = torch.device(value)
+        try:
+            torch.empty(0, device=device)
+            return device
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            reason = f" ({(str(error).splitlines() or [''])[0]})"
+    except (RuntimeError, TypeError):
+        pass
+    raise InputError(
+        f"device {str(value)!r} cannot be used here{reason}; accepted: a device that this torch and machine have, "
+        "as cpu, cuda or cuda:0"
+    )
+
+
 def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool) -> bool:
     """Check what a recurrence is given, but for its T and B.
 
@@ -94,6 +124,9 @@ def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: boo
     """
     if not isinstance(input, Tensor):
         raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
+    if input.layout is not torch.strided or input.is_nested:
+        kind = "nested" if input.is_nested else str(input.layout).removeprefix("torch.")
+        raise InputError(f"input is a {kind} tensor; accepted: a strided (dense) one")
     if input.device != weight.device:
         raise InputError(f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device")
     tokens = input.dtype in (torch.int64, torch.int32)

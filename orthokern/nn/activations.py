@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern.errors import InputError
-from orthokern.nn._checks import check_backend, positive_int
+from orthokern.nn._checks import check_backend, check_device, positive_int
 
 __all__ = ["OPLU", "ModReLU"]
 
@@ -41,7 +41,7 @@ class ModReLU(nn.Module):
         super().__init__()
         self.features = None if features is None else positive_int("features", features)
         self.backend = check_backend(backend)
-        self.bias = nn.Parameter(torch.empty(self.features or 1, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(self.features or 1, device=check_device(device), dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

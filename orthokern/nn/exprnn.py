@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.nn._checks import parameter_dtype
+from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "ExpRNN"]
@@ -82,7 +82,7 @@ class ExpRNN(_Exponential):
             gain=gain,
         )
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
-        dtype = parameter_dtype(dtype, half=False)
+        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         for suffix in self._suffixes():
             self._register_input(suffix, device, dtype)
             self._register_exponential(suffix, device, dtype)

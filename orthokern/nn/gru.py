@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import finite, parameter_dtype
+from orthokern.nn._checks import check_device, finite, parameter_dtype
 from orthokern.nn.rnn import _Recurrent
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -47,7 +47,7 @@ class GRU(_Recurrent):
         num_layers: stacked recurrences, each fed by the states of the one below.
         bias: learn bias_ih and bias_hh.
         batch_first: input and output are [B, T, ..]; the states are not affected.
-        dropout: in [0, 1), on the output of every layer but the last, when training.
+        dropout: in [0, 1], on the output of every layer but the last, when training.
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
         device, dtype: of the parameters; float32 or float64.
         variant: "kanai" or "torch", see above.
@@ -114,7 +114,7 @@ class GRU(_Recurrent):
             raise InputError(f"init_std is {init_std!r}, but init is {self.init!r}: accepted with init 'kanai' only")
         n = self.hidden_size
         self.init_std = 1 / math.sqrt(n) if init_std is None else finite("init_std", init_std, above_zero=True)
-        dtype = parameter_dtype(dtype, half=False)
+        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         for suffix in self._suffixes():
             self._register(f"weight_ih_{suffix}", (3 * n, self._inputs(suffix)), device, dtype)
             self._register(f"weight_hh_{suffix}", (3 * n, n), device, dtype)

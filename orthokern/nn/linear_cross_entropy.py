@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_backend, flag, positive_int
+from orthokern.nn._checks import check_backend, check_device, flag, positive_int
 
 __all__ = ["LinearCrossEntropy"]
 
@@ -53,6 +53,7 @@ class LinearCrossEntropy(nn.Module):
             raise unknown_name("reduction", reduction, REDUCTIONS)
         self.reduction = reduction
         self.backend = check_backend(backend)
+        device = check_device(device)
         self.weight = nn.Parameter(torch.empty(self.classes, self.hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(self.classes, device=device, dtype=dtype)) if flag("bias", bias) else None
         self.reset_parameters()

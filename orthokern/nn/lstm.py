@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from orthokern import init as init_
 from orthokern.errors import InputError
-from orthokern.nn._checks import check_input, flag, number, parameter_dtype, positive_int
+from orthokern.nn._checks import check_device, check_input, flag, number, parameter_dtype, positive_int, share
 from orthokern.nn.rnn import _widened
 
 __all__ = ["PeepholeLSTM"]
@@ -111,7 +111,7 @@ class PeepholeLSTM(nn.Module):
         num_layers: stacked recurrences, each fed by the states h of the one below.
         bias: learn bias_ih and bias_hh (two, as torch has them; only their sum acts).
         batch_first: input and output are [B, T, ..]; the states are not affected.
-        dropout: in [0, 1), on the output of every layer but the last, when training.
+        dropout: in [0, 1], on the output of every layer but the last, when training.
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
         device, dtype: of the parameters; float32 or float64.
         forget_bias: what the forget gate's bias begins with; of no effect without bias.
@@ -145,13 +145,11 @@ class PeepholeLSTM(nn.Module):
         self.bias = flag("bias", bias)
         self.batch_first = flag("batch_first", batch_first)
         self.bidirectional = flag("bidirectional", bidirectional)
-        self.dropout = number("dropout", dropout, "a number in [0, 1)")
-        if not 0.0 <= self.dropout < 1.0:
-            raise InputError(f"dropout must be a number in [0, 1), got {dropout!r}")
+        self.dropout = share("dropout", dropout)
         self.forget_bias = number("forget_bias", forget_bias, "a finite number")
         if not math.isfinite(self.forget_bias):
             raise InputError(f"forget_bias must be a finite number, got {forget_bias!r}")
-        dtype = parameter_dtype(dtype, half=False)
+        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         n, ways = self.hidden_size, 2 if self.bidirectional else 1
         for layer, suffix in self._recurrences():
             shapes: dict[str, tuple[int, ...]] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern.errors import InputError, OutOfRange, unknown_name
-from orthokern.nn._checks import flag, parameter_dtype
+from orthokern.nn._checks import check_device, flag, parameter_dtype
 from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
 
@@ -137,7 +137,7 @@ class NonNormalRNN(_Exponential):
             )
         self.mask = mask
         self.triangular = flag("triangular", triangular)
-        dtype = parameter_dtype(dtype, half=False)
+        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         n = self.hidden_size
         for suffix in self._suffixes():
             self._register_input(suffix, device, dtype)

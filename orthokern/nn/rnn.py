@@ -12,7 +12,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, cast, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,17 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_backend, check_input, finite, flag, number, parameter_dtype, positive_int
+from orthokern.nn._checks import (
+    check_backend,
+    check_device,
+    check_input,
+    finite,
+    flag,
+    number,
+    parameter_dtype,
+    positive_int,
+    share,
+)
 
 __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 
@@ -158,9 +168,7 @@ class _Recurrent(nn.Module):
         self.bias = flag("bias", bias)
         self.batch_first = flag("batch_first", batch_first)
         self.bidirectional = flag("bidirectional", bidirectional)
-        self.dropout = number("dropout", dropout, "a number in [0, 1)")
-        if not 0.0 <= self.dropout < 1.0:
-            raise InputError(f"dropout must be a number in [0, 1), got {dropout!r}")
+        self.dropout = share("dropout", dropout)
         if self.dropout > 0.0 and self.num_layers == 1:
             warnings.warn(f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1", stacklevel=3)
         self.negative_slope = number("negative_slope", negative_slope, "a finite number")
@@ -230,7 +238,8 @@ class _Recurrent(nn.Module):
             nn.init.zeros_(self._tensor(f"h0_{suffix}"))
 
     def _tensor(self, name: str) -> Tensor:
-        return cast(Tensor, getattr(self, name))
+        tensor: Tensor = getattr(self, name)
+        return tensor
 
     def _act_param(self, suffix: str) -> Tensor | None:
         if self.nonlinearity == "prelu":
@@ -326,10 +335,11 @@ class _Recurrent(nn.Module):
         Raises:
             InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
         """
-        dtype, device = self._tensor("weight_ih_l0").dtype, self._tensor("weight_ih_l0").device.type
+        weight = self._tensor("weight_ih_l0")
+        device = weight.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self.forward(_widened(input, dtype), _widened(hx, dtype))
+                return self.forward(_widened(input, weight.dtype), _widened(hx, weight.dtype))
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx)
         tokens = self._check_input(input)
@@ -455,7 +465,7 @@ class RNN(_Recurrent):
             even).
         bias: learn bias_ih and bias_hh (two, as torch has them; only their sum acts).
         batch_first: input and output are [B,T,..]; hx and h_n are not affected.
-        dropout: in [0, 1), on the output of every layer but the last, when training.
+        dropout: in [0, 1], on the output of every layer but the last, when training.
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
         device, dtype: of the parameters.
         init: initialisation of every W_hh: None (torch's U(-1/sqrt(N), 1/sqrt(N))), "orthogonal", "henaff",
@@ -524,7 +534,7 @@ class RNN(_Recurrent):
         if init is not None and init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
         self.init = init
-        dtype = parameter_dtype(dtype, half=True)
+        dtype, device = parameter_dtype(dtype, half=True), check_device(device)
         n = self.hidden_size
         for suffix in self._suffixes():
             self._register(f"weight_ih_{suffix}", (n, self._inputs(suffix)), device, dtype)
@@ -611,7 +621,7 @@ class FactorizedRNN(_Recurrent):
         rank: K <= N, columns of U and V; None for N.
         apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
             sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
-            function up to rounding.
+            function up to rounding. Kept as the attribute `apply_mode`: `module.apply(fn)` is torch.nn.Module's.
         init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity",
             "learned": W is the named orthogonal matrix, s = 1, for K = N. "glorot", "glorot-uniform": the (truncated)
             singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights
@@ -697,7 +707,7 @@ class FactorizedRNN(_Recurrent):
                 f"accepted for a lower rank: {', '.join(map(repr, init_.LOWER_RANK))}"
             )
         self.init = init
-        dtype = parameter_dtype(dtype, half=False)
+        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         n, k = self.hidden_size, self.rank
         for suffix in self._suffixes():
             self._register_input(suffix, device, dtype)

@@ -28,9 +28,12 @@ def describe(value: object) -> str:
 
 
 def is_tensor(argument: str, value: object) -> Tensor:
-    """Return value if it is a tensor."""
+    """Return value if it is a tensor with strides: the kernels address its elements."""
     if not isinstance(value, Tensor):
         raise InputError(f"{argument} must be a torch.Tensor, got {describe(value)}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise InputError(f"{argument} is a {kind} tensor: accepted is a strided (dense) one")
     return value
 
 

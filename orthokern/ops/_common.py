@@ -21,8 +21,8 @@ SCAN_FEATURES = ("lengths", "message_clip")
 
 def scan_features(lengths: Tensor | None, message_clip: float) -> tuple[str, ...]:
     """Those of SCAN_FEATURES that a call uses."""
-    used = (lengths is not None, message_clip > 0)
-    return tuple(name for name, use in zip(SCAN_FEATURES, used, strict=True) if use)
+    used: tuple[str, ...] = () if lengths is None else ("lengths",)
+    return (*used, "message_clip") if message_clip > 0 else used
 
 
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
@@ -71,6 +71,8 @@ def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     Leaves may use one empty tensor several times; an op may not return a tensor twice.
     """
+    if len(set(map(id, outputs))) == len(outputs):
+        return outputs
     return tuple(output if output.numel() else output.new_empty(output.shape) for output in outputs)
 
 

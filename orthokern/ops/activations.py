@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops._common import apart, dense, given, no_second_derivative
+from orthokern.ops._register import custom_op
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
@@ -26,6 +28,7 @@ PARAMETER = {"leaky_relu": "slope", "prelu": "slope", "modrelu": "bias"}
 NEEDS_INPUT = ("leaky_relu", "prelu", "oplu")
 
 
+@keeps_dtype
 def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend: str | None = None) -> Tensor:
     """Apply one activation. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -67,10 +70,9 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
     return y
 
 
-@torch.library.custom_op(
-    "orthokern::activation_fwd",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? act_param, str activation, str? backend=None) -> Tensor",
+@custom_op(
+    "activation_fwd",
+    "(Tensor x, Tensor? act_param, str activation, str? backend=None) -> Tensor",
 )
 def _fwd(x: Tensor, act_param: Tensor | None, activation: str, backend: str | None = None) -> Tensor:
     """y [..., N], never x itself."""
@@ -86,10 +88,9 @@ def _fwd_fake(x: Tensor, act_param: Tensor | None, activation: str, backend: str
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op(
-    "orthokern::activation_bwd",
-    mutates_args=(),
-    schema="(Tensor grad_y, Tensor x, Tensor? act_param, str activation, str? backend=None) -> (Tensor, Tensor)",
+@custom_op(
+    "activation_bwd",
+    "(Tensor grad_y, Tensor x, Tensor? act_param, str activation, str? backend=None) -> (Tensor, Tensor)",
 )
 def _bwd(
     grad_y: Tensor, x: Tensor, act_param: Tensor | None, activation: str, backend: str | None = None
@@ -115,7 +116,7 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     x, act_param = ctx.saved_tensors
     grad_x, grad_act_param = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
     needs = ctx.needs_input_grad
-    return given(grad_x, needs[0]), given(grad_act_param, needs[1]), None, None
+    return given(grad_x, needs[0]), given(grad_act_param, needs[1])
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

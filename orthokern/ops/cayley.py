@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops._common import dense
+from orthokern.ops._register import custom_op
 
 SUPPORT = {
     # no half precision: a basis in it is not orthogonal to begin with, and there is no LU for it
@@ -22,6 +24,7 @@ SUPPORT = {
 dispatch.register("cayley", SUPPORT)
 
 
+@keeps_dtype
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
     """One Cayley step on a batch of bases. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -84,9 +87,7 @@ def check_finite(argument: str, tensor: Tensor) -> None:
         )
 
 
-@torch.library.custom_op(
-    "orthokern::cayley", mutates_args=(), schema="(Tensor m, Tensor g, Tensor lr, str? backend=None) -> Tensor"
-)
+@custom_op("cayley", "(Tensor m, Tensor g, Tensor lr, str? backend=None) -> Tensor")
 def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Tensor:
     """lr: [] or m's batch shape."""
     leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])

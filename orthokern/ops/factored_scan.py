@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
 from orthokern.ops._common import (
@@ -20,6 +21,7 @@ from orthokern.ops._common import (
     no_second_derivative,
     scan_features,
 )
+from orthokern.ops._register import custom_op
 from orthokern.ops.activations import NEEDS_INPUT
 
 SUPPORT = {
@@ -44,6 +46,7 @@ SUPPORT = {
 dispatch.register("factored_scan", SUPPORT)
 
 
+@keeps_dtype
 def factored_scan(
     x: Tensor,
     u: Tensor,
@@ -132,10 +135,9 @@ def factored_scan(
     return hs
 
 
-@torch.library.custom_op(
-    "orthokern::factored_scan_fwd",
-    mutates_args=(),
-    schema="(Tensor x, Tensor u, Tensor s, Tensor v, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
+@custom_op(
+    "factored_scan_fwd",
+    "(Tensor x, Tensor u, Tensor s, Tensor v, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
     'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto", '
     "Tensor? lengths=None, float message_clip=0.0) "
     "-> (Tensor, Tensor, Tensor)",
@@ -201,10 +203,9 @@ def _fwd_fake(
     )
 
 
-@torch.library.custom_op(
-    "orthokern::factored_scan_bwd",
-    mutates_args=(),
-    schema="(Tensor grad_hs, Tensor states, Tensor pre, Tensor? x, Tensor u, Tensor s, Tensor v, Tensor h0, "
+@custom_op(
+    "factored_scan_bwd",
+    "(Tensor grad_hs, Tensor states, Tensor pre, Tensor? x, Tensor u, Tensor s, Tensor v, Tensor h0, "
     "Tensor? weight, Tensor? bias, Tensor? act_param, str activation, int checkpoint_every=0, bool need_x=True, "
     'bool need_params=True, str? backend=None, str precision="ieee", str algorithm="auto", '
     "Tensor? lengths=None, float message_clip=0.0) "
@@ -312,7 +313,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
-        return (None,) * 15
+        return ()
     states, pre, x, u, s, v, h0, weight, bias, act_param, lengths = ctx.saved_tensors
     needs = ctx.needs_input_grad
     need_params = any(needs[1:4]) or any(needs[5:8])
@@ -321,7 +322,7 @@ def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any,
         ctx.activation, ctx.checkpoint_every, needs[0], need_params, *ctx.choices, lengths,
         ctx.message_clip,
     )  # fmt: skip
-    return (*(given(grad, need) for grad, need in zip(grads[:8], needs[:8], strict=True)), *(None,) * 7)
+    return tuple(map(given, grads[:8], needs[:8]))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
 from orthokern.ops._common import apart, check_lengths, dense, given, no_second_derivative
+from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
 FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
@@ -30,6 +32,7 @@ SUPPORT = {
 dispatch.register("gru_scan", SUPPORT)
 
 
+@keeps_dtype
 def gru_scan(
     x: Tensor,
     w: Tensor,
@@ -100,10 +103,9 @@ def _leaf(w: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
     )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "orthokern::gru_scan_fwd",
-    mutates_args=(),
-    schema="(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None) "
+@custom_op(
+    "gru_scan_fwd",
+    "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def _fwd(
@@ -140,10 +142,9 @@ def _fwd_fake(
     return w.new_empty(T, B, N), w.new_empty(T, B, 3 * N), pre
 
 
-@torch.library.custom_op(
-    "orthokern::gru_scan_bwd",
-    mutates_args=(),
-    schema="(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, Tensor w, Tensor h0, Tensor? bias, str variant, "
+@custom_op(
+    "gru_scan_bwd",
+    "(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, Tensor w, Tensor h0, Tensor? bias, str variant, "
     "bool need_params=True, str? backend=None, Tensor? lengths=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
@@ -208,13 +209,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
-        return (None,) * 7
+        return ()
     hs, gates, pre, w, h0, bias, lengths = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grads = torch.ops.orthokern.gru_scan_bwd(
         grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths
     )
-    return (*(given(grad, need) for grad, need in zip(grads[:4], needs[:4], strict=True)), None, None, None)
+    return tuple(map(given, grads[:4], needs[:4]))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_range, dense, given, no_second_derivative
+from orthokern.ops._register import custom_op
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
@@ -22,6 +24,7 @@ dispatch.register("linear_cross_entropy", SUPPORT)
 REDUCTIONS = ("mean", "sum")
 
 
+@keeps_dtype
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -72,10 +75,9 @@ def linear_cross_entropy(
     return loss
 
 
-@torch.library.custom_op(
-    "orthokern::linear_cross_entropy_fwd",
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, str reduction='mean', bool need_grad=True, "
+@custom_op(
+    "linear_cross_entropy_fwd",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, str reduction='mean', bool need_grad=True, "
     "str? backend=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _fwd(
@@ -114,10 +116,9 @@ def _fwd_fake(
     return hidden.new_empty(()), like(hidden), like(weight), like(bias)
 
 
-@torch.library.custom_op(
-    "orthokern::linear_cross_entropy_bwd",
-    mutates_args=(),
-    schema="(Tensor grad_loss, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, "
+@custom_op(
+    "linear_cross_entropy_bwd",
+    "(Tensor grad_loss, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, "
     "Tensor? bias) -> (Tensor, Tensor, Tensor)",
 )
 def _bwd(
@@ -180,7 +181,7 @@ def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_loss is None:
-        return (None,) * 7
+        return ()
     if not ctx.need_grad:
         raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
     grad_hidden, grad_weight, grad_bias, hidden, weight, bias = ctx.saved_tensors
@@ -195,7 +196,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[An
             grad_weight * grad_loss,
             grad_bias * grad_loss,
         )
-    return (*(given(grad, need) for grad, need in zip(grads, needs[:3], strict=True)), None, None, None, None)
+    return tuple(map(given, grads, needs[:3]))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops._common import dense, no_second_derivative
+from orthokern.ops._register import custom_op
 
 _SAME = "the reference is as fast: all of its work is torch's matrix products, on every device"
 
@@ -23,6 +25,7 @@ SUPPORT = {
 dispatch.register("skew_exp", SUPPORT)
 
 
+@keeps_dtype
 def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     """exp of the skew part of every matrix. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -61,10 +64,9 @@ def _leaf(x: Tensor, backend: str | None) -> Any:
     return dispatch.resolve("skew_exp", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
 
 
-@torch.library.custom_op(
-    "orthokern::skew_exp_fwd",
-    mutates_args=(),
-    schema="(Tensor x, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+@custom_op(
+    "skew_exp_fwd",
+    "(Tensor x, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _fwd(x: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     """(p, powers, terms, c, root, squarings), as the reference describes them."""
@@ -80,10 +82,9 @@ def _fwd_fake(x: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     return empty(), empty(3), empty(3), empty(), empty(), x.new_empty(x.shape[:-2], dtype=torch.int32)
 
 
-@torch.library.custom_op(
-    "orthokern::skew_exp_bwd",
-    mutates_args=(),
-    schema="(Tensor grad_p, Tensor x, Tensor powers, Tensor terms, Tensor c, Tensor root, Tensor squarings, "
+@custom_op(
+    "skew_exp_bwd",
+    "(Tensor grad_p, Tensor x, Tensor powers, Tensor terms, Tensor c, Tensor root, Tensor squarings, "
     "str? backend=None) -> Tensor",
 )
 def _bwd(
@@ -125,8 +126,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad_p: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_p is None:
-        return None, None
-    return torch.ops.orthokern.skew_exp_bwd(grad_p, *ctx.saved_tensors, ctx.backend), None
+        return ()
+    return (torch.ops.orthokern.skew_exp_bwd(grad_p, *ctx.saved_tensors, ctx.backend),)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from orthokern import _autocast
 from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
@@ -39,6 +40,13 @@ class GeodesicSGD(Optimizer):
         to 3/4 e^2 and moves M by e/2, orthogonally to the manifold: the descent along it is untouched.
         docs/orthogonality-drift.md shows the curves.
 
+    Note [No wait for the GPU]
+        For bases on a GPU, all in a group on the same one, a step reads nothing back: the norm and the clipping stay on
+        the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
+        that one looks for gradients that are not finite; until then such a gradient makes a basis NaN, as with torch's
+        own optimizers. A captured step measures nothing, and its replays do not count in `steps`: take an ordinary
+        step every few hundred replays.
+
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
             pairs; or group dicts, each of which may override every option below.
@@ -55,12 +63,14 @@ class GeodesicSGD(Optimizer):
         backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda". A legacy step is plain torch.
 
     Each group also holds `steps` (taken so far), `last_grad_norm` (joint norm before clipping, nan before the first
-    step) and `last_drift` (at the last measurement, before correction; nan before the first); they are part of
-    the state_dict, so a resumed run measures at the same steps.
+    step; on a GPU a float64 tensor [], which float() waits for) and `last_drift` (at the last measurement, before
+    correction; nan before the first); they are part of the state_dict, as numbers, so a resumed run measures at the
+    same steps.
 
     Raises:
         InputError: for 16-bit or other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal,
-            for options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf.
+            for options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf (on
+            a GPU in the steps that measure the drift).
     """
 
     def __init__(
@@ -119,8 +129,15 @@ class GeodesicSGD(Optimizer):
 
     @property
     def last_grad_norm(self) -> float:
-        """Joint gradient norm over all groups at the last step, before clipping."""
-        return math.hypot(*(group["last_grad_norm"] for group in self.param_groups))
+        """Joint gradient norm over all groups at the last step, before clipping. On a GPU, reading it waits."""
+        return math.hypot(*(float(group["last_grad_norm"]) for group in self.param_groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with every number of a group on the host."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["last_grad_norm"] = float(group["last_grad_norm"])
+        return state
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -142,37 +159,42 @@ class GeodesicSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
-        for group, todo in zip(self.param_groups, work, strict=True):
-            if todo.batches:
-                group["last_grad_norm"] = todo.norm
-                group["steps"] += 1
-                self._step_group(group, todo)
+        with _autocast.off():
+            work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
+            for group, todo in zip(self.param_groups, work, strict=True):
+                if todo.batches:
+                    group["last_grad_norm"] = todo.norm
+                    group["steps"] += 1
+                    self._step_group(group, todo)
         return loss
 
     def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
         rate = -float(group["lr"]) if group["maximize"] else float(group["lr"])
-        shrink = 1.0
-        if group["max_grad_norm"] is not None and todo.norm > group["max_grad_norm"]:
-            shrink = group["max_grad_norm"] / todo.norm
-        measure = group["correct_every"] > 0 and group["steps"] % group["correct_every"] == 0
+        shrink: float | Tensor = 1.0
+        if group["max_grad_norm"] is not None:
+            if isinstance(todo.norm, Tensor):
+                shrink = (group["max_grad_norm"] / todo.norm).clamp(max=1.0)
+            elif todo.norm > group["max_grad_norm"]:
+                shrink = group["max_grad_norm"] / todo.norm
         drifts = []
         for bases, g in todo.batches:
             m = _stack(bases)
             g, factor = self._direction(group, bases, g, shrink)
             step = rate * factor
             m = _legacy_step(m, g, step) if group["legacy"] else cayley.step(m, g, step, group["backend"])
-            if measure:
+            if todo.measure:
                 m, drift = _correct(m, group["drift_tolerance"])
                 drifts.append(drift)
             _unstack(m, bases)
         if drifts:
             group["last_drift"] = max(drifts)
 
-    def _direction(self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float) -> tuple[Tensor, float]:
+    def _direction(
+        self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
+    ) -> tuple[Tensor, float | Tensor]:
         """What takes the gradient's place in the step, [P,N,K], and a factor of the rate.
 
-        Args: bases: the parameters of g [P,N,K], their gradients; shrink: what clips them, at most 1.
+        Args: bases: the parameters of g [P,N,K], their gradients; shrink: what clips them, at most 1; a number or [].
         """
         return g, shrink
 
@@ -223,8 +245,10 @@ class GeodesicRMSprop(GeodesicSGD):
             self.param_groups.pop()
             raise
 
-    def _direction(self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float) -> tuple[Tensor, float]:
-        if shrink != 1.0:
+    def _direction(
+        self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
+    ) -> tuple[Tensor, float | Tensor]:
+        if isinstance(shrink, Tensor) or shrink != 1.0:
             g = g * shrink
         averages = [self.state[p].setdefault("square_avg", torch.zeros_like(p)) for p in bases]
         v = _stack(averages).mul(group["alpha"]).addcmul_(g, g, value=1.0 - group["alpha"])
@@ -235,8 +259,9 @@ class GeodesicRMSprop(GeodesicSGD):
 class _Work:
     """What one group has to do in a step: its bases that have gradients, those of equal shape together.
 
-    batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; norm: sqrt(sum of all ||G||_F^2).
-    Raises InputError for a gradient that is not finite.
+    batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step looks at
+    the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] where a number would make the host wait.
+    Raises InputError for a gradient that is not finite, see Note [No wait for the GPU].
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
@@ -245,15 +270,41 @@ class _Work:
             if p.grad is not None:
                 alike[(p.shape[-2:], p.dtype, p.device)].append(p)
         self.batches = [(bases, _stack([p.grad for p in bases if p.grad is not None])) for bases in alike.values()]
+        self.measure = group["correct_every"] > 0 and (group["steps"] + 1) % group["correct_every"] == 0
+        self.norm: float | Tensor
+        devices = {g.device for _, g in self.batches}
+        if len(devices) == 1 and _read_waits(next(iter(devices))):
+            # squares of float32 gradients overflow no float64
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self.batches]
+            self.norm = torch.linalg.vector_norm(torch.stack(norms))
+            self.measure = self.measure and not _capturing()
+            if self.measure and not math.isfinite(float(self.norm)):
+                _refuse(group)
+            return
         self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for _, g in self.batches))
         if math.isfinite(self.norm):
             return
-        for index, p in enumerate(group["params"]):
-            if p.grad is not None and not bool(p.grad.isfinite().all()):
-                label = _label(group, index)
-                raise InputError(f"gradient of {label} has NaN or infinite entries; no parameter was changed")
+        _refuse(group)
         # finite gradients whose squares overflow float32
         self.norm = math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in self.batches))
+
+
+def _read_waits(device: torch.device) -> bool:
+    """Whether reading a number from this device makes the host wait for it."""
+    return device.type == "cuda"
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured, which no wait may interrupt."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse(group: dict[str, Any]) -> None:
+    """Raise InputError for the first gradient that is not finite, if there is one."""
+    for index, p in enumerate(group["params"]):
+        if p.grad is not None and not bool(p.grad.isfinite().all()):
+            label = _label(group, index)
+            raise InputError(f"gradient of {label} has NaN or infinite entries; no parameter was changed")
 
 
 def _stack(matrices: list[Tensor]) -> Tensor:
@@ -289,7 +340,7 @@ def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
     return torch.where((error > tolerance)[:, None, None], corrected, m), drift
 
 
-def _legacy_step(m: Tensor, g: Tensor, rate: float) -> Tensor:
+def _legacy_step(m: Tensor, g: Tensor, rate: float | Tensor) -> Tensor:
     """The released code's step on [P,N,N]: the A of the transposed problem, applied from the wrong side."""
     a = g.mT @ m - m.mT @ g
     eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)

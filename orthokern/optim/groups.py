@@ -240,14 +240,22 @@ def optimizer_for(
         has "role": "geodesic", "other" or "spectrum"; a spectrum group also has "margin" and "spectrum_map".
 
     Raises:
-        InputError: for a rate below 0 or not finite, a model without parameters, or whatever GeodesicSGD refuses.
+        InputError: for a rate that is no finite number, 0 or more, for LBFGS, a model without parameters, or whatever
+            GeodesicSGD refuses.
     """
     spectrum_lr = lr if spectrum_lr is None else spectrum_lr
     skew_lr = lr if skew_lr is None else skew_lr
     rates = {"lr": lr, "geodesic_lr": geodesic_lr, "spectrum_lr": spectrum_lr, "skew_lr": skew_lr}
     for name, rate in rates.items():
-        if not (math.isfinite(rate) and rate >= 0.0):
-            raise InputError(f"{name} must be finite and at least 0, got {rate}")
+        try:
+            accepted = math.isfinite(rate) and rate >= 0.0
+        except TypeError:
+            accepted = False
+        if not accepted:
+            raise InputError(f"{name} must be finite and at least 0, got {rate!r}")
+    kind: Any = euclidean
+    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
+        raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
     split = _named_split(model)
     if not any(split.values()):
         raise InputError(f"model {type(model).__name__} has no parameters; accepted: a model with at least one")

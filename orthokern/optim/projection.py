@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from orthokern import _autocast
 from orthokern.errors import InputError, unknown_name
 
 __all__ = ["SpectralNormProjection"]
@@ -145,6 +146,7 @@ class SpectralNormProjection:
         return optimizer.register_step_post_hook(lambda *_: self.step())
 
     @torch.no_grad()
+    @_autocast.off()
     def step(self) -> None:
         """Project every constrained matrix, where its bound does not show that there is nothing to do."""
         self.counts["steps"] += 1

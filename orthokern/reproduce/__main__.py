@@ -11,7 +11,7 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
-from orthokern.reproduce.spec import Experiment, Run
+from orthokern.reproduce.spec import Experiment, Run, planned
 from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
 PAPERS = (vorontsov, oinit, nnrnn, kanai)
@@ -28,7 +28,8 @@ command, given again, only does what is missing. Runs that two experiments share
 
 def _epilog() -> str:
     listed = "\n".join(
-        f"  {name:<15} {experiment.source}: {experiment.title} ({len(experiment.runs)} runs)"
+        f"  {name:<15} {experiment.source}: {experiment.titled(planned(experiment.runs[0], False))} "
+        f"({len(experiment.runs)} runs)"
         for name, experiment in EXPERIMENTS.items()
     )
     listed += "".join(f"\n  {name:<15} {study.source}: {study.title}" for name, study in STUDIES.items())
@@ -90,7 +91,9 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
         root = given.get("data", Path("data"))
         data = root / experiment.data if (root / experiment.data).is_dir() else root
         if not given.get("report") and not data.is_dir():
-            raise InputError(f"--data {root}: no such folder; it must hold {experiment.data}/ (see README, Data)")
+            raise InputError(
+                f"--data {root}: no such folder; it must hold {experiment.data}/ (see docs/experiments.md, Data)"
+            )
     return Plan(
         folder=folder,
         data=data,

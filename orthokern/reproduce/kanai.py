@@ -172,7 +172,7 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     root = given.get("data", Path("data"))
     data = root / "ptb" if (root / "ptb").is_dir() else root
     if not data.is_dir():
-        raise InputError(f"--data {root}: no such folder; it must hold ptb/ (see README, Data)")
+        raise InputError(f"--data {root}: no such folder; it must hold ptb/ (see docs/experiments.md, Data)")
     iterations = given.get("iterations", 20 if quick else 200)
     scale = {"hidden": 128, "window": 10} if quick else {}
     # without the task's own projection, which would run within its optimizer's step: it could not be timed alone

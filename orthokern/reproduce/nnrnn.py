@@ -75,7 +75,7 @@ def _psmnist() -> tuple[Run, ...]:
             task="pixel_mnist",
             options=("--preset", f"report-{model}", "--hidden", str(hidden)),
             quick=("--hidden", "64" if hidden == 512 else "32", "--pool", "4", "--epochs", "1"),
-            labels={"model": label, "units": str(hidden)},
+            labels={"model": label, "units": "--hidden"},
         )
         for hidden in (512, 128)
         for model, label in MODELS.items()
@@ -100,7 +100,7 @@ def _adding() -> tuple[Run, ...]:
                     task="adding",
                     options=("--preset", f"report-{model}", "--hidden", str(hidden)),
                     quick=(*ADDING_QUICK, "--hidden", str(hidden // 4), *(("--skew-lr", "1e-3") if skew else ())),
-                    labels={"model": label, "units": str(hidden)},
+                    labels={"model": label, "units": "--hidden"},
                 )
             )
     return tuple(rows)
@@ -131,7 +131,8 @@ def _ptb() -> tuple[Run, ...]:
             bits, percent = published[column]
             options: tuple[str, ...] = ("--preset", f"nnrnn-{bptt}")
             if model != "nnrnn":
-                options = ("--bptt", str(bptt), "--model", model, "--hidden", str(hidden), "--nonlinearity", "modrelu")
+                options = ("--bptt", str(bptt), "--model", model, "--hidden", str(hidden))
+                options += () if model == "lstm" else ("--nonlinearity", "modrelu")
                 options += ("--start", "glorot-normal", "--batch", "128", "--epochs", "100", *PTB_OPTIONS[model])
             rows.append(
                 Run(
@@ -139,7 +140,7 @@ def _ptb() -> tuple[Run, ...]:
                     task="char_lm",
                     options=options,
                     quick=("--hidden", "128", "--epochs", "1", *(("--lr", "1e-3") if model == "rnn" else ())),
-                    labels={"steps": str(bptt), "model": MODELS[model]},
+                    labels={"steps": "--bptt", "model": MODELS[model]},
                     published={BPC.title: bits, **({} if percent is None else {CHARACTERS.title: percent})},
                 )
             )
@@ -148,7 +149,7 @@ def _ptb() -> tuple[Run, ...]:
 
 EXPERIMENTS = (
     Experiment(
-        "nnrnn-copy", "Copy task, T = 200", f"{REPORT}, Figure 2 and Table 1", _copy(), (LOSS, RECALL),
+        "nnrnn-copy", "Copy task, T = {T}", f"{REPORT}, Figure 2 and Table 1", _copy(), (LOSS, RECALL),
         figure="curves", quantity="held_out_loss", legend=("model",), epochs=False, note=CURVES,
     ),
     Experiment(
@@ -157,7 +158,7 @@ EXPERIMENTS = (
         note="The report gives curves, no numbers, with 512 units; 128 units at the same settings are ours.",
     ),
     Experiment(
-        "nnrnn-adding", "Adding task, T = 100", f"{REPORT}, Figure 4 and Table 3", _adding(), (LOSS, RECALL),
+        "nnrnn-adding", "Adding task, T = {T}", f"{REPORT}, Figure 4 and Table 3", _adding(), (LOSS, RECALL),
         figure="curves", quantity="held_out_loss", legend=("model", "hidden"), epochs=False,
         note="The report gives curves, no numbers. Accuracy is the share of answers no more than 0.2 off.",
     ),

@@ -15,7 +15,7 @@ from orthokern._version import __version__
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.errors import InputError
 from orthokern.reproduce.runner import Plan
-from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, planned, trained_for
 from orthokern.training.checkpoint import write_atomically
 
 __all__ = ["QUANTITIES", "report"]
@@ -78,13 +78,18 @@ def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> fl
 
 
 def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], RunRecord | None]:
-    """One row: its labels, published and measured numbers, how far the run is; and its records."""
+    """One row: its labels, published and measured numbers, how far the run is, its command; and its records."""
     folder = plan.run_folder(run)
-    row: dict[str, Any] = {"name": run.name, "labels": dict(run.labels), "published": dict(run.published), "ours": {}}
+    intended = planned(run, plan.quick)
+    row: dict[str, Any] = {"name": run.name, "published": dict(run.published), "ours": {}}
     try:
         record = load_run(folder)
     except InputError:
+        row |= {"labels": _labels(run, intended), "command": _command(run, plan, plan.longer)}
         return {**row, "state": "not run"}, None
+    row["labels"] = _labels(run, {**intended, **record.settings})
+    done = record.records[-1]["iteration"] if record.records else 0
+    row["command"] = _command(run, plan, trained_for(record.settings, done, intended))
     result = _result(folder)
     for measure in experiment.measures:
         row["ours"][measure.title] = _measured(measure, record, result)
@@ -105,6 +110,24 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
     else:
         row["state"] = "unfinished"
     return row, record
+
+
+def _labels(run: Run, settings: dict[str, Any]) -> dict[str, str]:
+    """What the table says of a run with these settings."""
+
+    def text(label: str) -> str:
+        return str(settings[label.removeprefix("--").replace("-", "_")]) if label.startswith("--") else label
+
+    return {heading: text(label) for heading, label in run.labels.items()}
+
+
+def _command(run: Run, plan: Plan, length: tuple[str, ...]) -> str:
+    options = each_once((*run.options, *(run.quick if plan.quick else ()), *length))
+    return f"python -m orthokern.tasks.{run.task} {' '.join(options)}"
+
+
+def _title(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan) -> str:
+    return experiment.titled(rows[0].get("settings") or planned(experiment.runs[0], plan.quick))
 
 
 def _number(value: float | None, digits: int, plus: bool = False) -> str:
@@ -138,13 +161,18 @@ def markdown(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan)
         cells += [f"{row['seconds']:.0f}" if row.get("seconds") is not None else "–", row["state"]]
         lines.append("| " + " | ".join(cells) + " |")
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [f"# {experiment.name}: {experiment.title}", "", f"{experiment.source}.{scale}", "", *lines, ""]
+    text = [
+        f"# {experiment.name}: {_title(experiment, rows, plan)}",
+        "",
+        f"{experiment.source}.{scale}",
+        "",
+        *lines,
+        "",
+    ]
     if experiment.note:
         text += [experiment.note, ""]
     text += ["How each row was trained:", ""]
-    for run in experiment.runs:
-        options = (*run.options, *(run.quick if plan.quick else ()), *plan.longer)
-        text.append(f"- {', '.join(run.labels.values())}: `python -m orthokern.tasks.{run.task} {' '.join(options)}`")
+    text += [f"- {', '.join(row['labels'].values())}: `{row['command']}`" for row in rows]
     machines = ", ".join(sorted({row["machine"] for row in rows if "machine" in row})) or "nothing trained yet"
     text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
     return "\n".join(text) + "\n"
@@ -176,12 +204,12 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     files = [table, numbers]
     records = [record for _, record in found if record is not None]
     if experiment.figure is not None and records:
-        drawn = _draw(experiment, records, plan.folder / f"{experiment.name}.png")
+        drawn = _draw(experiment, _title(experiment, rows, plan), records, plan.folder / f"{experiment.name}.png")
         files += [drawn] if drawn is not None else []
     return files
 
 
-def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> Path | None:
+def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], path: Path) -> Path | None:
     try:
         import matplotlib  # noqa: F401 (an optional dependency)
     except ImportError:
@@ -189,15 +217,15 @@ def _draw(experiment: Experiment, records: Sequence[RunRecord], path: Path) -> P
     from orthokern.diagnostics import plots
 
     if experiment.figure == "gradients":
-        figure = plots.compare_gradients(records, legend=experiment.legend, title=experiment.title)
+        figure = plots.compare_gradients(records, legend=experiment.legend, title=title)
     elif experiment.figure == "stability":
-        figure = plots.compare_stability(records, legend=experiment.legend, x="iteration", title=experiment.title)
+        figure = plots.compare_stability(records, legend=experiment.legend, x="iteration", title=title)
     elif experiment.figure == "dynamics":
-        figure = plots.compare_dynamics(records, legend=experiment.legend, title=experiment.title)
+        figure = plots.compare_dynamics(records, legend=experiment.legend, title=title)
     elif experiment.figure == "spectrum":
-        figure = plots.compare_spectra(records, legend=experiment.legend, title=experiment.title)
+        figure = plots.compare_spectra(records, legend=experiment.legend, title=title)
     else:
         figure = plots.compare_curves(
-            records, experiment.quantity, panel=experiment.panel, legend=experiment.legend, title=experiment.title
+            records, experiment.quantity, panel=experiment.panel, legend=experiment.legend, title=title
         )
     return None if figure is None else plots.save(figure, path)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from orthokern.errors import InputError
-from orthokern.reproduce.spec import Run
+from orthokern.reproduce.spec import Run, each_once
 from orthokern.training.cli import EXIT_BAD_INPUT
 from orthokern.training.loop import EXIT_DIVERGED
 
@@ -53,7 +53,8 @@ class Plan:
     def command(self, run: Run) -> list[str]:
         """The command line that trains the run, or goes on with it."""
         folder = self.run_folder(run)
-        options = [*run.options, *(run.quick if self.quick else ()), *self.longer, "--threads", str(self.threads)]
+        options = [*each_once((*run.options, *(run.quick if self.quick else ()), *self.longer))]
+        options += ["--threads", str(self.threads)]
         if self.data is not None:
             options += ["--data", str(self.data)]
         if self.device is not None:

@@ -15,7 +15,7 @@ from orthokern._version import __version__
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import InputError
 from orthokern.reproduce.runner import Plan, is_done, train_all
-from orthokern.reproduce.spec import Run
+from orthokern.reproduce.spec import Run, each_once, planned, trained_for
 from orthokern.training.checkpoint import write_atomically
 
 __all__ = ["Search", "find", "report_searches"]
@@ -67,6 +67,7 @@ class Found:
         complete: whether there is nothing more to train.
         seconds: of training, all runs together.
         machine: what they ran on.
+        length: the option that tells how long the last of them was to be, see `trained_for`; None without a run.
     """
 
     solved: dict[int, int] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class Found:
     complete: bool = False
     seconds: float = 0.0
     machine: str | None = None
+    length: tuple[str, ...] | None = None
 
 
 def find(searches: Sequence[Search], plan: Plan, stream: TextIO) -> dict[str, str]:
@@ -123,6 +125,8 @@ def look(search: Search, plan: Plan) -> Found:
             config = _config(folder)
         except InputError:
             return found
+        done = int(result.get("iteration") or 0)
+        found.length = trained_for(config.get("settings", {}), done, planned(run, plan.quick))
         found.machine = f"{config.get('machine', {}).get('processor', 'unknown')}, {config.get('threads')} thread(s)"
         if result.get("reached"):
             found.solved[T] = int(result["iteration"])
@@ -210,7 +214,10 @@ def report_searches(
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
     text = [f"# {name}: {title}", "", f"{source}.{scale}", "", *lines, "", note, "", "How each row was trained:", ""]
     for search in searches:
-        options = (*search.options, *(search.quick if plan.quick else ()), *plan.longer)
+        length = found[search.name].length
+        options = each_once(
+            (*search.options, *(search.quick if plan.quick else ()), *(plan.longer if length is None else length))
+        )
         text.append(
             f"- {search.problem}, {search.network}: `python -m orthokern.tasks.{search.task} {' '.join(options)} --T N`"
         )

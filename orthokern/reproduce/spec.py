@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Experiment", "Measure", "Run"]
+from orthokern.commandline import Settings
+
+__all__ = ["Experiment", "Measure", "Run", "each_once", "planned", "trained_for"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Run:
         task: a module of orthokern.tasks.
         options: its command line, but for --data, --out, --threads and what "how long" says.
         quick: options that come after those with --quick, and overrule them.
-        labels: what the table and the plots' legends say of it, heading -> text.
+        labels: what the table says of it, heading -> text; "--NAME" for what that option was.
         published: the paper's numbers, measure's title -> number; none for a row that is ours alone.
     """
 
@@ -55,7 +59,7 @@ class Experiment:
 
     Attributes:
         name: as on the command line.
-        title: one line.
+        title: one line; "{NAME}" for a setting of its first run.
         source: where the published numbers stand.
         runs: what is trained.
         measures: the columns of numbers.
@@ -82,3 +86,45 @@ class Experiment:
     epochs: bool = True
     alone: bool = False
     note: str = ""
+
+    def titled(self, settings: Settings) -> str:
+        """The title, given the settings of the first run."""
+        return self.title.format_map(settings)
+
+
+# ---- command lines ---------------------------------------------------------------------------------------------------
+
+
+def each_once(options: Sequence[str]) -> tuple[str, ...]:
+    """A command line without the options that later ones overrule."""
+    given: dict[str, list[str]] = {}
+    name = ""
+    for text in options:
+        if text.startswith("--"):
+            name, given[text] = text, []
+        else:
+            given[name].append(text)
+    return tuple(text for name, values in given.items() for text in (name, *values))
+
+
+def planned(run: Run, quick: bool) -> Settings:
+    """The settings that a run's command line stands for; what the task fills in from others may be None."""
+    task = importlib.import_module(f"orthokern.tasks.{run.task}")
+    given = task._parser().parse([*run.options, *(run.quick if quick else ())])
+    return {**task.DEFAULTS, **task.PRESETS.get(given.get("preset"), {}), **given}
+
+
+def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...]:
+    """The option that tells how long a run was to be, or () where that is what its command line stands for anyway.
+
+    Args:
+        settings: the run's own, of config.json, which keeps the length that it began with.
+        done: iterations: more, where it went on further.
+        plan: what `planned` says of it.
+    """
+    if settings.get("epochs") is not None:
+        per_epoch = settings.get("iterations_per_epoch")
+        epochs = max(settings["epochs"], math.ceil(done / per_epoch) if per_epoch else 0)
+        return () if epochs == plan.get("epochs") else ("--epochs", str(epochs))
+    iterations = max(settings.get("iterations") or 0, done)
+    return () if iterations == plan.get("iterations") else ("--iterations", str(iterations))

@@ -120,10 +120,9 @@ def _times() -> tuple[Run, ...]:
         "0",
         "--lr",
         "1e-4",
-        "--spectrum-lr",
-        "1e-4",
     )
-    common += ("--geodesic-lr", "1e-6", "--schedule", "constant", "--eval-every", "0", "--diagnose-every", "0")
+    common += ("--schedule", "constant", "--eval-every", "0", "--diagnose-every", "0")
+    rates = {"rnn": (), "factorized": ("--spectrum-lr", "1e-4", "--geodesic-lr", "1e-6")}
     rows = []
     for hidden, plain, geodesic in TIMES:
         for model, seconds, label in (("rnn", plain, "SGD"), ("factorized", geodesic, "geoSGD")):
@@ -131,9 +130,9 @@ def _times() -> tuple[Run, ...]:
                 Run(
                     name=f"time-{model}-{hidden}",
                     task="copy",
-                    options=(*common, "--model", model, "--hidden", str(hidden), "--iterations", "1000"),
+                    options=(*common, *rates[model], "--model", model, "--hidden", str(hidden), "--iterations", "1000"),
                     quick=("--iterations", "40"),
-                    labels={"hidden units": str(hidden), "method": label},
+                    labels={"hidden units": "--hidden", "method": label},
                     published={SECONDS.title: seconds},
                 )
             )
@@ -167,7 +166,7 @@ def _copy_run(T: int, margin: str, iterations: int) -> Run:
             "99.9",
         ),
         quick=("--T", str(T // 10), "--lr", "1e-3", "--input-lr", "1e-3", "--iterations", "1500"),
-        labels={"T": str(T), "margin": margin},
+        labels={"T": "--T", "margin": margin},
     )
 
 
@@ -226,7 +225,7 @@ EXPERIMENTS = (
         figure="curves", quantity="held_out_bpc", legend=MARGIN_INIT, data="ptb",
     ),
     Experiment(
-        "table5", "Run time of the copy task, T = 100", f"{PAPER}, Table 5", _times(), (SECONDS,),
+        "table5", "Run time of the copy task, T = {T}", f"{PAPER}, Table 5", _times(), (SECONDS,),
         epochs=False, alone=True,
         note="The published seconds are those of a GTX 770; ours are those of the machine below. Compare the ratios.",
     ),
@@ -236,7 +235,7 @@ EXPERIMENTS = (
         (SOLVED, RECALL), figure="curves", quantity="accuracy", panel="T", legend=("margin",), epochs=False,
     ),
     Experiment(
-        "figure2", "Gradient norms through time, copy task of 220 steps", f"{PAPER}, Figure 2",
+        "figure2", "Gradient norms through time, copy task, T = {T}", f"{PAPER}, Figure 2",
         tuple(
             Run(
                 name=f"gradients-margin-{margin}",
@@ -263,7 +262,7 @@ EXPERIMENTS = (
         figure="curves", quantity="accuracy", epochs=False,
     ),
     Experiment(
-        "figure5", "Mean squared error on the adding task, T = 1000", f"{PAPER}, Figure 5", _figure5(), (LOSS,),
+        "figure5", "Mean squared error on the adding task, T = {T}", f"{PAPER}, Figure 5", _figure5(), (LOSS,),
         figure="curves", quantity="loss", legend=("margin",), epochs=False,
     ),
     Experiment(

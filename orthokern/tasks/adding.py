@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.tasks import recurrent
@@ -256,8 +256,9 @@ def _parser() -> Parser:
         "--eval-sequences", type=integer(1), metavar="N", help="fresh sequences of an evaluation (default 500)"
     )
     add_short_evaluations(group)
+    parser.needs["short_evaluations"] = ((Needs("right"), Needs("goal", (0,))),)
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
-    recurrent.add_sigma(group)
+    recurrent.add_sigma(parser, group)
     add_network_options(parser, DEFAULTS)
     add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)

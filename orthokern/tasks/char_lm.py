@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
@@ -386,6 +386,7 @@ def _parser() -> Parser:
     )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
+    parser.needs.update(dict.fromkeys(("length", "bucket", "released_targets"), ((Needs("bptt", (None,)),),)))
     add_network_options(parser, DEFAULTS)
     add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
@@ -398,14 +399,7 @@ def complete(settings: Settings) -> Settings:
     Raises:
         InputError: no --data, or settings that don't go together.
     """
-    settings = recurrent.complete_with_data(settings, "the Penn Treebank's text files")
-    if settings["bptt"] is not None:
-        for key in ("length", "bucket", "released_targets"):
-            if settings[key] != DEFAULTS[key]:
-                raise InputError(
-                    f"--{key.replace('_', '-')}: of sentences, and --bptt reads none; leave one of them out"
-                )
-    return settings
+    return recurrent.complete_with_data(settings, "the Penn Treebank's text files")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.digits import DigitsTask, add_digit_options
-from orthokern.tasks.optimization import NORMS, OPTIMIZERS, SCHEDULES, schedule_factor
+from orthokern.tasks.optimization import DESCENT_NEEDS, NORMS, OPTIMIZERS, SCHEDULES, schedule_factor
 from orthokern.tasks.recurrent import add_epochs
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
@@ -258,9 +258,12 @@ def _parser() -> Parser:
     )  # fmt: skip
     group.add_argument("--lr", type=real(0.0), metavar="X", help="learning rate (default 0.01)")
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help="of sgd (default 0)")
-    group.add_argument("--alpha", type=real(0.0, maximum=1.0), metavar="X", help="rmsprop's memory (default 0.9)")
+    group.add_argument("--alpha", type=real(0.0, below=1.0), metavar="X", help="rmsprop's memory (default 0.9)")
     group.add_argument(
-        "--eps", type=real(0.0), metavar="X", help="rmsprop, adam: added to the gradient's size (default 1e-8)"
+        "--eps",
+        type=real(0.0, exclusive=True),
+        metavar="X",
+        help="rmsprop, adam: added to the gradient's size (default 1e-8)",
     )
     group.add_argument(
         "--schedule", type=one_of("schedule", SCHEDULES), metavar="NAME",
@@ -284,6 +287,9 @@ def _parser() -> Parser:
         help="squared: as above; plain: the norm itself, without the square (default squared)",
     )  # fmt: skip
     cli.add_run_options(parser, DEFAULTS)
+    parser.needs.update(DESCENT_NEEDS)
+    parser.needs["sigma"] = ((Needs("init", ("normal", "learned")),),)
+    parser.needs["penalty_norm"] = ((Needs("penalty", nothing=0.0),),)
     return parser
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern import init as init_
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
+from orthokern.tasks.optimization import DESCENT_NEEDS
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
 
@@ -119,6 +120,10 @@ def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     )  # fmt: skip
     group.add_argument("--lr", type=real(0.0, exclusive=True), metavar="X", help=f"learning rate {default('lr')}")
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
+    parser.needs["variant"] = ((Needs("model", ("gru",)),),)
+    parser.needs["momentum"] = DESCENT_NEEDS["momentum"]
+    projected = ((Needs("constraint", ("projection",)),),)
+    parser.needs.update(dict.fromkeys(("delta", "threshold", "constrained_inputs"), projected))
 
 
 def complete(settings: Settings, what: str) -> Settings:

@@ -166,7 +166,7 @@ def make_parser(name: str, description: str, epilog: str, shortest: int, default
     )
     add_short_evaluations(group)
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.start_help("glorot"))
-    recurrent.add_sigma(group)
+    recurrent.add_sigma(parser, group)
     add_network_options(parser, defaults)
     add_optimizer_options(parser, defaults, PRESET_HELP)
     cli.add_run_options(parser, defaults)

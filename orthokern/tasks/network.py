@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from orthokern import dispatch, init
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
@@ -46,8 +46,37 @@ NETWORK_DEFAULTS: Settings = {
 }
 
 
-def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
-    """Adds the options of NETWORK_DEFAULTS; the help shows the task's own defaults."""
+# What an option must come with to play a part.
+OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
+OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
+OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))
+_NEEDS: dict[str, tuple[Needs, ...]] = {
+    "nonlinearity": (OF_OTHERS,),
+    "slope": (Needs("nonlinearity", ("leaky_relu", "prelu")), OF_OTHERS),
+    "gain": (OF_OTHERS,),
+    "margin": (OF_FACTORIZED,),
+    "spectrum_map": (OF_FACTORIZED, Needs("margin")),
+    "rank": (OF_FACTORIZED,),
+    "apply": (OF_FACTORIZED,),
+    "learned_h0": (OF_OTHERS,),
+    "message_clip": (OF_OTHERS,),
+    "forget_bias": (OF_LSTMS,),
+    "rebase_every": (OF_EXPONENTIALS,),
+    "project_every": (OF_EXPONENTIALS, Needs("rebase_every")),
+    "rebase_state": (OF_EXPONENTIALS, Needs("rebase_every")),
+    "schur_mask": (OF_NNRNN,),
+    "triangle": (OF_NNRNN,),
+}
+
+
+def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bool = True) -> None:
+    """Adds the options of NETWORK_DEFAULTS.
+
+    Args:
+        parser: a task's.
+        defaults: the task's own, shown by the help.
+        bias: whether its recurrence has a bias, as in `build_recurrence`; an lstm without has no forget bias.
+    """
 
     def default(key: str) -> str:
         value = defaults[key]
@@ -122,12 +151,13 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         help="clip every element of the back-propagated message at every time step; none (not for an lstm) "
         + default("message_clip"),
     )
-    group.add_argument(
-        "--forget-bias",
-        type=real(),
-        metavar="X",
-        help=f"both lstms: the forget gate's bias at the start {default('forget_bias')}",
-    )
+    if bias:
+        group.add_argument(
+            "--forget-bias",
+            type=real(),
+            metavar="X",
+            help=f"both lstms: the forget gate's bias at the start {default('forget_bias')}",
+        )
     group.add_argument(
         "--rebase-every",
         type=integer(1),
@@ -157,10 +187,12 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group.add_argument(
         "--no-triangle", dest="triangle", action="store_false", help="nnrnn: leave T out, for a normal matrix"
     )
+    parser.needs.update({name: (needs,) for name, needs in _NEEDS.items()})
 
 
 def check_network(settings: Settings) -> None:
-    """Checks what a single option can't.
+    """Checks what a single option can't, wherever the settings come from. (Of those that a user gave, the parser also
+    refuses what plays no part.)
 
     Raises:
         InputError: options that don't go together.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, split_parameters
 from orthokern.penalties import (
@@ -19,8 +19,10 @@ from orthokern.penalties import (
     spectrum_prior,
     triangular_decay,
 )
+from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN
 
 __all__ = [
+    "DESCENT_NEEDS",
     "OPTIMIZER_DEFAULTS",
     "SCHEDULES",
     "add_optimizer_options",
@@ -62,6 +64,35 @@ OPTIMIZER_DEFAULTS: Settings = {
     "modulus_penalty": 0.0,
     "modulus_norm": "l2",
     "triangle_decay": 0.0,
+}
+
+
+# What an option must come with to play a part, any one of the ways; of optimizer and schedule, which other tasks share.
+_RMSPROP, _SCHEDULED = Needs("optimizer", ("rmsprop",)), Needs("schedule", SCHEDULES[1:])
+DESCENT_NEEDS: dict[str, tuple[tuple[Needs, ...], ...]] = {
+    "alpha": ((_RMSPROP,),),
+    "eps": ((Needs("optimizer", ("rmsprop", "adam")),),),
+    "momentum": ((Needs("optimizer", ("sgd",)),),),
+    "lr_decay": ((_SCHEDULED,),),
+}
+_GEODESIC_RMSPROP = (Needs("geodesic", ("rmsprop",)), OF_FACTORIZED)
+_NEEDS: dict[str, tuple[tuple[Needs, ...], ...]] = {
+    **DESCENT_NEEDS,
+    "alpha": (*DESCENT_NEEDS["alpha"], _GEODESIC_RMSPROP),
+    "eps": (*DESCENT_NEEDS["eps"], _GEODESIC_RMSPROP),
+    "beta1": ((Needs("optimizer", ("adam",)),),),
+    "beta2": ((Needs("optimizer", ("adam",)),),),
+    "spectrum_lr": ((OF_FACTORIZED,),),
+    "geodesic": ((OF_FACTORIZED,),),
+    "geodesic_lr": ((OF_FACTORIZED,),),
+    "basis_clip": ((OF_FACTORIZED,),),
+    "skew_lr": ((OF_EXPONENTIALS,),),
+    "soft_orthogonality": ((Needs("model", ("factorized", "rnn", "nnrnn")),),),
+    "soft_orthogonality_norm": ((Needs("soft_orthogonality", nothing=0.0),),),
+    "spectrum_prior": ((OF_FACTORIZED,),),
+    "modulus_penalty": ((OF_NNRNN,),),
+    "modulus_norm": ((OF_NNRNN, Needs("modulus_penalty", nothing=0.0)),),
+    "triangle_decay": ((OF_NNRNN,),),
 }
 
 
@@ -131,15 +162,18 @@ def add_optimizer_options(
         metavar="X",
         help="exprnn, nnrnn: rate of A in the orthogonal exp(A) " + default("skew_lr", "a tenth of --lr"),
     )
-    group.add_argument("--alpha", type=real(0.0, maximum=1.0), metavar="X", help=f"rmsprop's memory {default('alpha')}")
+    group.add_argument("--alpha", type=real(0.0, below=1.0), metavar="X", help=f"rmsprop's memory {default('alpha')}")
     group.add_argument(
-        "--eps", type=real(0.0), metavar="X", help=f"rmsprop, adam: added to the gradient's size {default('eps')}"
+        "--eps",
+        type=real(0.0, exclusive=True),
+        metavar="X",
+        help=f"rmsprop, adam: added to the gradient's size {default('eps')}",
     )
     group.add_argument(
-        "--beta1", type=real(0.0, maximum=1.0), metavar="X", help=f"adam's memory of the gradient {default('beta1')}"
+        "--beta1", type=real(0.0, below=1.0), metavar="X", help=f"adam's memory of the gradient {default('beta1')}"
     )
     group.add_argument(
-        "--beta2", type=real(0.0, maximum=1.0), metavar="X", help=f"adam's memory of its square {default('beta2')}"
+        "--beta2", type=real(0.0, below=1.0), metavar="X", help=f"adam's memory of its square {default('beta2')}"
     )
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
     group.add_argument(
@@ -208,6 +242,7 @@ def add_optimizer_options(
         help="nnrnn: X / 2 ||T||^2 is added to the loss, as an optimizer's weight decay of X on T "
         + default("triangle_decay"),
     )
+    parser.needs.update(_NEEDS)
 
 
 def schedule_factor(settings: Settings) -> Callable[[int], float]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Parser, Settings, integer, one_of
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
@@ -266,8 +266,9 @@ def _parser() -> Parser:
         help="every pixel with mean 0 and variance 1 over the training images, instead of all in [0, 1]",
     )  # fmt: skip
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
-    recurrent.add_sigma(group)
+    recurrent.add_sigma(parser, group)
     recurrent.add_epochs(group, DEFAULTS["epochs"])
+    parser.needs["permutation_seed"] = ((Needs("permuted", nothing=False),),)
     add_network_options(parser, DEFAULTS)
     add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings, integer, real
+from orthokern.commandline import Needs, Parser, Settings, integer, real
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
@@ -86,7 +86,7 @@ def count_epochs(settings: Settings, batches: int) -> int:
     return per_epoch
 
 
-def add_sigma(group: argparse._ArgumentGroup) -> None:
+def add_sigma(parser: Parser, group: argparse._ArgumentGroup) -> None:
     """Adds --sigma, for tasks whose model calls `start_normal`."""
     group.add_argument(
         "--sigma",
@@ -95,6 +95,7 @@ def add_sigma(group: argparse._ArgumentGroup) -> None:
         help="rnn: draw all matrices from N(0, X), whatever --init and --start, biases 0; those that are to be learned "
         "are then made orthogonal from there; none (default none)",
     )
+    parser.needs["sigma"] = ((Needs("model", ("rnn",)),),)
 
 
 @torch.no_grad()

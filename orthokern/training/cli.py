@@ -1,15 +1,17 @@
 """What the command lines of all tasks share: one-line errors, settings and presets, resuming, exit codes."""
 
+import contextlib
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from orthokern.commandline import Parser, Settings, device, integer, one_of, real
-from orthokern.dispatch import BACKENDS
+from orthokern.commandline import Needs, Parser, Settings, device, integer, one_of, real
+from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
@@ -45,7 +47,10 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         help=f"stop after N iterations, solved or not (default {defaults['iterations']})",
     )
     group.add_argument(
-        "--seed", type=integer(0), metavar="N", help="seed of the model, the data and the held-out data (default 0)"
+        "--seed",
+        type=integer(0, 2**63 - 1),
+        metavar="N",
+        help="seed of the model, the data and the held-out data (default 0)",
     )
     group.add_argument(
         "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)"
@@ -54,7 +59,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         "--backend",
         type=one_of("backend", ("auto", *BACKENDS)),
         metavar="NAME",
-        help=f"auto, {', '.join(BACKENDS)} (default auto)",
+        help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
     )
     group.add_argument(
         "--threads", type=integer(1), metavar="N", help="CPU threads (default: as many as torch chooses)"
@@ -91,12 +96,13 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         help="under torchrun, seconds that a process waits for another: more than an evaluation takes (default 600)",
     )  # fmt: skip
     group.add_argument("--no-plots", dest="plots", action="store_false", help="draw no plots at the end")
+    parser.needs["last_step_gradient"] = ((Needs("diagnose_every", nothing=0),),)
 
 
 RUN_DEFAULTS: Settings = {
     "seed": 0,
     "device": "cuda" if torch.cuda.is_available() else "cpu",
-    "backend": "auto",
+    "backend": None,
     "threads": None,
     "checkpoint_every": 50,
     "diagnose_every": 10,
@@ -120,7 +126,7 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
 
     Raises:
         CheckpointError: the command line differs from the run to resume in a setting that a resumed run can't change.
-        InputError: both --epochs and --iterations were given.
+        InputError: both --epochs and --iterations were given, or ORTHOKERN_BACKEND, where it counts, names no backend.
     """
     if "iterations" in given and "epochs" in defaults:
         if "epochs" in given:
@@ -134,8 +140,12 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
                     f"{option} {given[key]}: the run to resume has {option} {stored[key]}; "
                     "leave the option out, or start a new run"
                 )
-        return {**defaults, **stored, **given}
-    return {**defaults, **presets.get(given.get("preset") or "", {}), **given}
+        settings = {**defaults, **stored, **given}
+    else:
+        settings = {**defaults, **presets.get(given.get("preset") or "", {}), **given}
+    if settings["backend"] is None:  # from here on a name: the record says what was used, and a resumed run keeps it
+        settings["backend"] = requested(None)
+    return settings
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -170,7 +180,7 @@ def run(
         given = parser.parse(arguments)
         timeout: float = given.get("process_timeout") or defaults["process_timeout"]
         with distributed.processes(timeout) as shard:
-            return _run(name, given, defaults, presets, complete, build, started, shard)
+            return _run(name, parser, given, defaults, presets, complete, build, started, shard)
     except (InputError, BackendUnavailable) as error:
         if distributed.speaks(error):
             print(f"error: {error}", file=sys.stderr)
@@ -182,8 +192,41 @@ def run(
         return EXIT_INTERRUPTED
 
 
+# what a run's memory grows with
+_SIZES = ("T", "length", "bptt", "window", "hidden", "layers", "batch")
+# what torch's allocators say, the native module's CUDA calls, and torch of a size beyond all numbers
+_NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED")
+_NO_SIZE = re.compile(r"[Ss]torage size calculation overflowed|[Oo]verflow when unpacking")
+
+
+@contextlib.contextmanager
+def _enough_memory(settings: Settings) -> Iterator[None]:
+    """Turns an allocation that failed into one line: what could not be had, and what to lower.
+
+    Raises:
+        InputError: the memory is not enough.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:
+        text = str(error)
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text) and not _NO_SIZE.search(text):
+            raise
+        asked = re.search(r"(?:ried|nable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)", text)
+        what = "a tensor"
+        if asked is not None:
+            amount = float(asked[1])
+            what = f"{amount / 2**30:.4g} GiB" if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+        elif _NO_SIZE.search(text):
+            what = "a tensor of more than 2^63 bytes"
+        sizes = [f"--{name.replace('_', '-')} ({settings[name]})" for name in _SIZES if settings.get(name) is not None]
+        advice = f"; lower {' or '.join(sizes)}" if sizes else ""
+        raise InputError(f"out of memory on {settings['device']}: {what} could not be allocated{advice}") from None
+
+
 def _run(
     name: str,
+    parser: Parser,
     given: Settings,
     defaults: Settings,
     presets: Mapping[str, Settings],
@@ -205,7 +248,13 @@ def _run(
         run_folder = distributed.on_first(lambda: RunFolder.open(folder, name))
         stored = dict(run_folder.config["settings"])
         stored.pop("profile", None)  # asked for once
-    settings = distributed.together(lambda: complete(resolve(given, defaults, presets, stored)))
+
+    def settle() -> Settings:
+        settings = complete(resolve(given, defaults, presets, stored))
+        parser.check_all_play(given, settings)
+        return settings
+
+    settings = distributed.together(settle)
     settings["processes"] = shard.world
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
@@ -215,7 +264,8 @@ def _run(
     torch.set_flush_denormal(True)
     distributed.together(lambda: distributed.use_device(settings["device"]))
     seed_all(settings["seed"])
-    task = distributed.together(lambda: build(settings))
+    with _enough_memory(settings):
+        task = distributed.together(lambda: build(settings))
     settings["iterations_per_epoch"] = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
         seed_all(settings["seed"] + shard.rank)
@@ -236,7 +286,8 @@ def _run(
     if shard.first:
         print(f"{'resuming in' if resume else 'run folder'} {run_folder.path}", flush=True)
     try:
-        outcome = train(task, run_folder, loop, resume=resume, started=started)
+        with _enough_memory(settings):
+            outcome = train(task, run_folder, loop, resume=resume, started=started)
     except OSError as error:
         told = InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}")
         raise distributed.same_scope(told, error) from None

@@ -123,8 +123,8 @@ class _Run:
         distributed.on_first(open_file)
 
     def restore(self) -> None:
-        """Continues from the folder's checkpoint, which rank 0 reads for all; without one (killed before the first) the
-        run begins again at its beginning.
+        """Continues from the folder's checkpoint, which rank 0 reads for all; without one (killed before the first, see
+        `RunFolder.open`) the run begins again at its beginning.
 
         Raises:
             CheckpointError: see `load_checkpoint`, or the checkpoint is of another task, of other settings or sizes.
@@ -314,8 +314,8 @@ def train(
         How the run ended; the caller prints the message.
 
     Raises:
-        CheckpointError: the checkpoint to resume from is missing, damaged, or of another run; or the ranks' parameters
-            differ.
+        CheckpointError: the checkpoint to resume from is damaged, or of another run; or the ranks' parameters differ.
+            (Without a checkpoint the run begins at its beginning; `RunFolder.open` refuses a folder that lost one.)
         InputError: several processes that are not joined.
         OSError: metrics.jsonl can't be opened.
         EndedElsewhere: another rank raised one of these.

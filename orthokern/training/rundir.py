@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from orthokern._version import __version__
+from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import CheckpointError, InputError
 from orthokern.training.checkpoint import write_atomically
 
@@ -103,7 +104,8 @@ class RunFolder:
         """Opens the folder of an earlier run, to resume it.
 
         Raises:
-            CheckpointError: no run in this folder, or one of another task.
+            CheckpointError: no run in this folder, one of another task, or one whose checkpoint.pt is gone. (One that
+                was killed before its first checkpoint has nothing else to lose either: it may begin again.)
             InputError: the folder can't be written.
         """
         file = path / "config.json"
@@ -121,7 +123,25 @@ class RunFolder:
             raise CheckpointError(f"{path} holds a run of the task {config['task']!r}, not of {task!r}")
         if not os.access(path, os.W_OK):
             raise InputError(f"cannot write the run folder {path}: permission denied")
-        return cls(path, config)
+        run = cls(path, config)
+        run._check_nothing_is_lost()
+        return run
+
+    def _check_nothing_is_lost(self) -> None:
+        """Without a checkpoint a run begins again and writes over what is there: refused where that was trained."""
+        if self.checkpoint.exists():
+            return
+        found = next((f"{file.name} is there" for file in (self.best, self.result) if file.exists()), None)
+        every = self.config["settings"].get("checkpoint_every")
+        if found is None and every is not None and self.metrics.exists():
+            done = max((int(number_at(record, "iteration") or 0) for record in read_metrics(self.metrics)), default=0)
+            if done > every:  # the record of an iteration is written before its checkpoint
+                found = f"metrics.jsonl goes to iteration {done}, and a checkpoint was due every {every}"
+        if found is not None:
+            raise CheckpointError(
+                f"nothing to resume in {self.path}: no checkpoint.pt there, though {found}; "
+                "put it back, or start a new run in another folder"
+            )
 
 
 def _versions() -> dict[str, str]:

@@ -194,7 +194,8 @@ std::string refuse(const Shape& s) {
   const size_t threads = size_t{s.block.x} * s.block.y * s.block.z;
   std::ostringstream text;
   if (threads < 1 || threads > 1024 || s.block.z > 64) text << "invalid configuration: " << threads << " threads in a block";
-  else if (s.grid.y > 65535 || s.grid.z > 65535) text << "invalid configuration: more than 65535 blocks along y or z";
+  else if (s.grid.y > chip.largest_grid_yz || s.grid.z > chip.largest_grid_yz)
+    text << "invalid configuration: more than " << chip.largest_grid_yz << " blocks along y or z";
   else if (s.shared_bytes > chip.shared_per_block) text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the device has " << chip.shared_per_block;
   else if (s.cluster > 1 && chip.major < 9) text << "clusters need compute capability 9.0";
   else if (s.cluster < 1 || s.cluster > chip.largest_cluster) text << "invalid cluster of " << s.cluster << " blocks";

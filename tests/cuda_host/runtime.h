@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -60,8 +61,14 @@ struct Chip {
   int major = 9, minor = 0, multiprocessors = 132;
   size_t shared_per_block = 227 << 10, shared_per_multiprocessor = 228 << 10;
   int largest_cluster = 16;
+  unsigned largest_grid_yz = 65535;  // blocks along y, and along z
 };
 inline Chip chip;
+
+// The current device, and the devices on which something was launched or asked for: the machine has any number of them, all alike.
+inline int device = 0;
+inline std::set<int> devices_used;
+inline void note_device() { devices_used.insert(device); }
 
 enum Order { kForward, kReverse, kRandom };  // of threads between two waits, and of clusters
 void set_schedule(Order order, unsigned seed);

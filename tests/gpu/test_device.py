@@ -7,9 +7,11 @@ this file is what only a device has: its memory model, streams, graphs, several 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from helpers import (
     with_poisoned_padding,
 )
 
-from orthokern import dispatch, functional, nn, optim
+from orthokern import _native_cuda, dispatch, functional, nn, optim
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -102,6 +104,44 @@ def test_scan_parity(op: str, activation: str, size: tuple[int, int, int], dtype
 def test_scan_parity_at_1000_units(op: str, backend: str) -> None:
     need(op, backend, N=1000, K=1000)
     check(scan_problem(op, B=50, T=3, N=1000), torch.float32, backend)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", NAMES)
+def test_the_path_of_single_steps(op: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """csrc/cuda/scan_steps.h, which only N above 1024 takes by itself on this GPU, and other GPUs above 128 or 192."""
+    need(op, "cuda", N=34, K=34)
+    monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2})
+    for inputs, B, T, N in (("dense", 5, 7, 34), ("tokens", 70, 9, 130), ("features", 33, 4, 66)):
+        if activation not in ("identity", "tanh"):
+            B = min(B, max(1, 20000 // (T * N)))
+        problem = scan_problem(op, B=B, T=T, N=N, activation=activation, inputs=inputs, D=11, gap=1e-6)
+        check(problem, torch.float32, "cuda", algorithm="sequential")
+        check(problem, torch.float32, "cuda", lengths=some_lengths(B, T, "any"), message_clip=0.3)
+        there = on(problem.to(torch.float32), "cuda")
+        plain = run_scan(there, "cuda", algorithm="sequential")
+        recomputed = run_scan(there, "cuda", algorithm="sequential", checkpoint_every=3)
+        assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
+    if activation == "identity":
+        check(scan_problem(op, B=3, T=50, N=34, activation=activation), torch.float32, "cuda", algorithm="chunked")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scan_parity_at_1100_units(op: str) -> None:
+    """More than a cluster holds: the path of single steps, without being asked."""
+    need(op, "cuda", N=1100, K=1100)
+    check(scan_problem(op, B=5, T=3, N=1100), torch.float32, "cuda")
+
+
+def test_more_sequences_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid holds 65535 blocks along y, which tiles of 32 sequences pass at 2.1 million of them."""
+    need("dense_scan", "cuda", N=4)
+    monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2})
+    problem = on(scan_problem("dense_scan", B=2_100_000, T=2, N=4).to(torch.float32), "cuda")
+    actual, expected = run_scan(problem, "cuda"), run_scan(problem, "reference")
+    for name in ("hs", "grad_x", "grad_h0"):
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -256,6 +296,85 @@ def test_capture_in_a_graph(op: str, activation: str, N: int, backend: str) -> N
     assert_same_bits(run_scan(problem, backend), captured)
 
 
+def small_calls(backend: str) -> dict[str, tuple[list[torch.Tensor], Callable[..., tuple[torch.Tensor, ...]]]]:
+    """Calls of the ops that are no scan: what they take, and the call."""
+    ops = torch.ops.orthokern
+    m = torch.linalg.qr(torch.randn(2, 130, 130, device="cuda"))[0]
+    g, rate = torch.randn(2, 130, 130, device="cuda"), torch.tensor([1e-4, 0.3], device="cuda", dtype=torch.float64)
+    thin, thin_g = m[:, :, :7].contiguous(), g[:, :, :7].contiguous()
+    x, grad_y, slope = (torch.randn(*shape, device="cuda") for shape in ((501, 66), (501, 66), (66,)))
+    return {
+        "cayley": ([m, g, rate], lambda *args: (ops.cayley(*args, backend),)),
+        "thin cayley": ([thin, thin_g, rate], lambda *args: (ops.cayley(*args, backend),)),
+        "activation_fwd": ([x, slope], lambda *args: (ops.activation_fwd(*args, "modrelu", backend),)),
+        "activation_bwd": ([grad_y, x, slope], lambda *args: ops.activation_bwd(*args, "prelu", backend)),
+    }
+
+
+def test_the_other_ops_give_the_same_bits_twice_and_beside_other_work(backend: str) -> None:
+    need("cayley", backend, N=130, K=130)
+    for name, (inputs, call) in small_calls(backend).items():
+        first = call(*inputs)
+        torch.cuda.synchronize()
+        streams, results = [torch.cuda.Stream() for _ in range(2)], []
+        for stream in streams * 3:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results.append(call(*inputs))
+        torch.cuda.synchronize()
+        for other in results:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), name
+
+
+def test_capture_of_the_other_ops_in_a_graph(backend: str) -> None:
+    """Nothing waits for the device, and a replay with other inputs gives what a plain call gives."""
+    need("cayley", backend, N=130, K=130)
+    for name, (inputs, call) in small_calls(backend).items():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            call(*inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call(*inputs)
+        at = 0 if name == "activation_fwd" else 1  # x, or the gradient of a basis, which may be anything
+        inputs[at].copy_(torch.randn_like(inputs[at]))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(call(*inputs), captured, strict=True)), name
+
+
+@pytest.mark.parametrize("kind", [optim.GeodesicSGD, optim.GeodesicRMSprop])
+def test_an_optimizer_step_in_a_graph(kind: Any, backend: str) -> None:
+    """A captured step, clipped on the device, replayed with other gradients, is the plain step."""
+    need("cayley", backend, N=33, K=33)
+    bases = [torch.linalg.qr(torch.randn(33, K, device="cuda"))[0] for K in (33, 33, 5)]
+    captured, plain, warm = ([torch.nn.Parameter(m.clone()) for m in bases] for _ in range(3))
+    optimizers = [kind(ps, 0.05, max_grad_norm=1.0, backend=backend) for ps in (captured, plain, warm)]
+    for ps in (captured, plain, warm):
+        for p in ps:
+            p.grad = torch.ones_like(p)
+    for optimizer in optimizers:  # one step before the capture: the state of RMSprop is made in the first
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizers[2].step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for scale in (0.01, 1.0, 100.0):
+        for p, q in zip(captured, plain, strict=True):
+            p.grad.copy_(scale * torch.randn_like(p))
+            q.grad.copy_(p.grad)
+        graph.replay()
+        optimizers[1].step()
+        for p, q in zip(captured, plain, strict=True):
+            assert torch.equal(p, q)
+        assert optimizers[0].last_grad_norm == optimizers[1].last_grad_norm
+
+
 def check_gru(problem: GruProblem, dtype: torch.dtype, backend: str, lengths: torch.Tensor | None = None) -> None:
     """Parity of everything that comes out of one problem, with the reference on the CPU."""
     inexact = problem.map(lambda t: t.to(dtype))
@@ -325,10 +444,33 @@ def test_a_wrong_token_is_nan_in_its_own_sequence(backend: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_another_device_than_the_current(op: str, backend: str) -> None:
     need(op, backend, N=32, K=32)
-    problem = scan_problem(op, B=3, T=5, N=32, inputs="features").to(torch.float32)
+    problem = scan_problem(op, B=3, T=5, N=32, activation="prelu", inputs="features").to(torch.float32)
     here, there = run_scan(on(problem, "cuda:0"), backend), run_scan(on(problem, "cuda:1"), backend)
+    assert torch.cuda.current_device() == 0
     for name, tensor in here.items():
         assert torch.equal(tensor.cpu(), there[name].cpu()), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_another_device_than_the_current_for_the_other_ops(backend: str) -> None:
+    """The planners and the sizes of workspaces ask the device too, and must leave the current one as it is."""
+    need("cayley", backend, N=32, K=32)
+    gru = GruProblem.random("torch", 5, 3, 32).map(torch.Tensor.float)
+    x, slope = torch.randn(7, 6), torch.tensor([0.3])
+    m, g = torch.linalg.qr(torch.randn(32, 32))[0], torch.randn(32, 32)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        found = gru.map(lambda t, to=device: t.to(to)).run(backend)
+        assert torch.cuda.current_device() == 0
+        fwd, bwd = torch.ops.orthokern.activation_fwd, torch.ops.orthokern.activation_bwd
+        found["y"] = fwd(x.to(device), slope.to(device), "prelu", backend)
+        grads = bwd(x.to(device), x.to(device), slope.to(device), "prelu", backend)
+        found["grad_of_x"], found["grad_of_slope"] = grads
+        assert torch.cuda.current_device() == 0
+        found["basis"] = torch.ops.orthokern.cayley(m.to(device), g.to(device), torch.tensor(0.1), backend)
+        assert torch.cuda.current_device() == 0
+        results.append({name: tensor.cpu() for name, tensor in found.items()})
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -354,6 +496,27 @@ def test_the_error_after_ten_thousand_steps(op: str, backend: str) -> None:
         problem.matrices = (problem.matrices[0], torch.ones(64).double(), problem.matrices[2])
     check(problem, torch.float32, backend, algorithm="sequential")
     check(problem, torch.float32, backend)
+
+
+def test_tf32_of_the_process_changes_no_bit(backend: str) -> None:
+    """float32 is IEEE float32, also where a user allows TF32 for products of their own."""
+    need("factored_scan", backend, N=64, K=64)
+    problem = on(scan_problem("factored_scan", B=20, T=20, N=64, inputs="features").to(torch.float32), "cuda")
+    gru = GruProblem.random("torch", 9, 20, 64).map(lambda t: t.float().cuda())
+
+    def everything() -> dict[str, torch.Tensor]:
+        others = {name: call(*inputs)[0] for name, (inputs, call) in calls.items()}
+        return {**run_scan(problem, backend), **{f"gru {k}": v for k, v in gru.run(backend).items()}, **others}
+
+    calls = small_calls(backend)
+    before = torch.get_float32_matmul_precision()
+    exact = everything()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert_same_bits(exact, everything())
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 SHAPES = [(1, 1), (5, 3), (33, 33), (64, 64), (65, 64), (130, 7), (3, 9, 9), (2, 128, 128), (2, 300, 300), (2, 300, 10)]
@@ -396,11 +559,123 @@ def test_activation_parity(activation: str, dtype: torch.dtype, backend: str) ->
 
 
 def test_a_compiled_module() -> None:
+    """Forward and backward through the compiler: the states bit for bit, the gradients to rounding."""
     module = nn.FactorizedRNN(9, 33).cuda()
-    ids = torch.randint(0, 9, (20, 5), device="cuda")
+    ids, cotangent = torch.randint(0, 9, (20, 5), device="cuda"), torch.randn(20, 5, 33, device="cuda")
+    parameters = list(module.parameters())
     expected = module(ids)[0]
+    grads = torch.autograd.grad(expected, parameters, cotangent)
     actual = torch.compile(module, fullgraph=True)(ids)[0]
     assert torch.equal(actual, expected)
+    for one, other in zip(torch.autograd.grad(actual, parameters, cotangent), grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def with_gradients(
+    call: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor
+) -> list[torch.Tensor]:
+    """What a call gives, and the gradients of its inputs."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out = call(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, cotangent.to(out))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_no_bit_of_the_ops(dtype: torch.dtype, backend: str) -> None:
+    """A recurrence in 16 bits is none: float32 tensors stay float32 in the ops, backward inside autocast too."""
+    need("factored_scan", backend, N=32, K=32)
+    T, B, N, D = 6, 5, 32, 7
+    u = torch.linalg.qr(torch.randn(N, N, device="cuda"))[0]
+    features, weight, bias, h0, s, x3, w3 = (
+        torch.randn(*shape, device="cuda")
+        for shape in ((T, B, D), (N, D), (N,), (B, N), (N,), (T, B, 3 * N), (3 * N, N))
+    )
+    cotangent = torch.randn(T, B, N, device="cuda")
+    f = functional
+    cases: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
+        "factored_scan": (
+            lambda x, u, s, v, h, w, b: f.factored_scan(x, u, s, v, h, weight=w, bias=b, backend=backend),
+            [features, u, s, u.mT.contiguous(), h0, weight, bias],
+        ),
+        "dense_scan": (
+            lambda x, w, h, i, b: f.dense_scan(x, w, h, weight=i, bias=b, activation="relu", backend=backend),
+            [features, u, h0, weight, bias],
+        ),
+        "gru_scan": (lambda x, w, h: f.gru_scan(x, w, h, backend=backend), [x3, w3 / N**0.5, h0]),
+        "activation": (lambda x, p: f.activation(x, "modrelu", p, backend=backend), [cotangent, bias]),
+    }
+    for name, (call, inputs) in cases.items():
+        expected = with_gradients(call, inputs, cotangent)
+        with torch.autocast("cuda", dtype):
+            actual = with_gradients(call, inputs, cotangent)
+        for one, other in zip(actual, expected, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other), name
+    g = torch.randn(N, N, device="cuda")
+    expected_step = f.cayley(u, g, 0.1, backend=backend)
+    with torch.autocast("cuda", dtype):
+        assert torch.equal(f.cayley(u, g, 0.1, backend=backend), expected_step)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_no_bit_of_what_modules_give(dtype: torch.dtype) -> None:
+    x, cotangent = torch.randn(6, 5, 7, device="cuda"), torch.randn(6, 5, 32, device="cuda")
+    for module in (nn.FactorizedRNN(7, 32), nn.RNN(7, 32), nn.GRU(7, 32), nn.ExpRNN(7, 32)):
+        module = module.cuda()
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        results = []
+        for enabled in (False, True):
+            with torch.autocast("cuda", dtype, enabled=enabled):
+                out = module(x)[0]
+                grads = torch.autograd.grad(out, parameters, cotangent.to(out), allow_unused=True)
+            results.append([out, *grads])
+        assert torch.equal(results[0][0], results[1][0]), type(module)
+        for one, other in zip(*results, strict=True):
+            assert (one is None) == (other is None), type(module)
+            if one is not None:  # torch's own products around the scan are in 16 bits in a backward inside autocast
+                assert one.dtype == other.dtype == torch.float32
+                assert (one - other).norm() <= 2e-2 * one.norm(), type(module)
+
+
+def test_out_of_memory(backend: str) -> None:
+    """One clear error, nothing of the call stays allocated, and the process goes on."""
+    need("factored_scan", backend, N=128, K=128)
+    T, B, N = 20000, 50, 128  # 0.5 GiB of states
+    u = torch.linalg.qr(torch.randn(N, N, device="cuda"))[0].requires_grad_()
+    s, table = torch.ones(N, device="cuda"), torch.randn(N, 5, device="cuda", requires_grad=True)
+    ids = torch.randint(0, 5, (T, B), device="cuda")
+
+    def scan(steps: int) -> torch.Tensor:
+        return functional.factored_scan(ids[:steps], u, s, u, weight=table, backend=backend)
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    def refused(call: Callable[[], Any]) -> None:
+        torch.cuda.empty_cache()
+        room = torch.cuda.memory_reserved() + (64 << 20)
+        torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+        try:
+            call()
+        except torch.OutOfMemoryError as error:
+            assert "out of memory" in str(error)
+        else:
+            raise AssertionError("there was enough memory")
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    expected = torch.autograd.grad(scan(100).square().sum(), (u, table))
+    before = allocated()
+    refused(lambda: scan(T))
+    assert allocated() == before
+    kept = [scan(T)]
+    held = allocated()
+    refused(lambda: torch.autograd.grad(kept[0], (u, table), torch.ones((), device="cuda").expand(T, B, N)))
+    kept.clear()
+    assert allocated() == before < held
+    actual = torch.autograd.grad(scan(100).square().sum(), (u, table))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_training_learns_on_the_device() -> None:
@@ -426,30 +701,80 @@ def test_auto_prefers_a_kernel_of_the_device() -> None:
         assert leaf.__name__ in ("orthokern._native_cuda", f"orthokern.triton_kernels.{op}")
 
 
-SANITIZED = """
-import torch
-from orthokern import functional as f
+# What compute-sanitizer runs, by the kernels that it is about. `backend` is set in front.
+SANITIZED = {
+    "scans": """
 for n in (33, 130):
-    u = torch.linalg.qr(torch.randn(n, n, device="cuda"))[0].requires_grad_()
-    table = torch.randn(n, 5, device="cuda", requires_grad=True)
-    ids = torch.randint(0, 5, (6, 3), device="cuda")
-    f.factored_scan(ids, u, torch.ones(n, device="cuda"), u, weight=table, backend={backend!r}).sum().backward()
-    f.factored_scan(ids, u, torch.ones(n, device="cuda"), u, weight=table, backend={backend!r}, message_clip=0.1,
+    u, table, ids = basis(n, n), torch.randn(n, 5, device="cuda", requires_grad=True), tokens()
+    f.factored_scan(ids, u, ones(n), u, weight=table, backend=backend).sum().backward()
+    f.factored_scan(ids, u, ones(n), u, weight=table, backend=backend, message_clip=0.1,
                     lengths=torch.tensor([6, -1, 2**40], device="cuda")).sum().backward()
-    f.dense_scan(ids, u, weight=table, activation="identity", backend={backend!r}).sum().backward()
-    f.cayley(u.detach(), torch.randn(n, n, device="cuda"), 1e-2, backend={backend!r})
-torch.cuda.synchronize()
+    f.dense_scan(ids, u, weight=table, activation="identity", backend=backend).sum().backward()
+    f.dense_scan(ids, u, weight=table, activation="identity", algorithm="chunked", backend=backend).sum().backward()
+""",
+    "steps": """
+_native_cuda._wishes = {"path": 2}
+for n in (33, 66):
+    u, table, ids = basis(n, n), torch.randn(n, 5, device="cuda", requires_grad=True), tokens()
+    for lengths in (None, torch.tensor([6, -1, 2**40], device="cuda")):
+        f.factored_scan(ids, u, ones(n), u, weight=table, backend=backend, lengths=lengths).sum().backward()
+        f.dense_scan(ids, u, weight=table, backend=backend, lengths=lengths, message_clip=0.1).sum().backward()
+""",
+    "checkpoints": """
+for n in (33, 130):
+    u, x = basis(n, n), torch.randn(6, 3, n, device="cuda", requires_grad=True)
+    slope = torch.full((n,), 0.2, device="cuda", requires_grad=True)
+    for every in (1, 4):
+        f.factored_scan(x, u, ones(n), u, activation="prelu", act_param=slope, checkpoint_every=every,
+                        backend=backend).sum().backward()
+        f.dense_scan(x, u, activation="identity", algorithm="chunked", checkpoint_every=every,
+                     backend=backend).sum().backward()
+""",
+    "gru_scan": """
+for n in (33, 130):
+    x, w = torch.randn(6, 3, 3 * n, device="cuda", requires_grad=True), torch.randn(3 * n, n, device="cuda") / n**0.5
+    w.requires_grad_()
+    for variant in ("kanai", "torch"):
+        for lengths in (None, torch.tensor([6, -1, 2**40], device="cuda")):
+            f.gru_scan(x, w, variant=variant, lengths=lengths, backend=backend).sum().backward()
+""",
+    "activations": """
+for n in (2, 66, 1030):
+    x = torch.randn(37, n, device="cuda", requires_grad=True)
+    for name in f.ACTIVATIONS:
+        for size in (1, n) if name in ("prelu", "leaky_relu", "modrelu") else (0,):
+            p = torch.full((size,), 0.2, device="cuda", requires_grad=True) if size else None
+            y = f.activation(x, name, p, backend=backend)
+            if name != "identity":
+                y.sum().backward()
+""",
+    "cayley": """
+for n, k in ((1, 1), (33, 33), (130, 130), (130, 7), (66, 65), (200, 70)):
+    for rate in (1e-5, 1e-2, 3.0):
+        f.cayley(basis(n, k).detach(), torch.randn(n, k, device="cuda"), rate, backend=backend)
+    f.cayley(torch.stack([basis(n, k).detach()] * 3), torch.randn(3, n, k, device="cuda"), 1e-2, backend=backend)
+""",
+}
+PREAMBLE = """
+import torch
+from orthokern import _native_cuda, functional as f
+def basis(n, k): return torch.linalg.qr(torch.randn(n, k, device="cuda"))[0].requires_grad_()
+def ones(n): return torch.ones(n, device="cuda")
+def tokens(): return torch.randint(0, 5, (6, 3), device="cuda")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer_finds_nothing(tool: str, backend: str) -> None:
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("part", SANITIZED)
+def test_compute_sanitizer_finds_nothing(part: str, tool: str, backend: str) -> None:
     need("factored_scan", backend, N=33, K=33)
+    if part == "steps" and backend != "cuda":
+        pytest.skip("a path of the CUDA kernels")
+    code = f"{PREAMBLE}\nbackend = {backend!r}\n{SANITIZED[part]}\ntorch.cuda.synchronize()"
     done = subprocess.run(
-        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c",
-         SANITIZED.format(backend=backend)],
+        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -23,6 +23,7 @@ import torch
 import triton.language as tl
 from helpers import (
     SHORT,
+    FloatProducts,
     GruProblem,
     ScanProblem,
     assert_matches_reference,
@@ -543,6 +544,21 @@ def test_cayley_of_a_nan_stays_in_its_matrix() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the host
+
+
+def test_products_are_ieee_whatever_the_process_allows() -> None:
+    """float32 is IEEE float32: TF32 that a user allows for other work must not reach torch's products of this leaf."""
+    with FloatProducts() as products:
+        for op, inputs in zip(OPS, ("features", "tokens"), strict=True):
+            run(contiguous(scan_problem(op, B=2, T=2, N=4, inputs=inputs).to(torch.float32)))
+        assert products.seen == {"mm", "addmm_"}
+        problem = GruProblem.random("torch", 2, 2, 4).map(Tensor.float)
+        saved = gru_scan.gru_scan_fwd(*problem.inputs(), variant="torch")
+        gru_scan.gru_scan_bwd(problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, variant="torch")
+        for K in (2, 5):
+            basis, g = torch.linalg.qr(torch.randn(1, 5, K))[0], torch.randn(1, 5, K)
+            leaf("cayley", "triton").cayley(basis, g, 0.1)
+    assert products.seen >= {"bmm", "linalg_solve_triangular"}
 
 
 WAITS = ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")

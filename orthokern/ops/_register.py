@@ -1,0 +1,99 @@
+"""Entering an op into torch.library, with its fake and its derivative, so that a call costs little.
+
+``custom_op`` stands in for torch.library.custom_op and has its names. That one asks more of every call than a scan of
+one step takes: it converts the schema's arguments anew to find their defaults, and looks for results that share memory
+with arguments. Here the defaults are found once, and opcheck looks for shared memory in the tests. Below it is the same
+interface, torch.library.Library; and in the same way as there
+
+- torch.compile, FakeTensor and export see one node for an op (the tag says that it is fit for that), whose results the
+  fake describes; Dynamo does not look into the Python of a kernel;
+- modes of torch's dispatcher that no op has a kernel for pass by.
+
+Inside a kernel autocast is off: ``orthokern/_autocast.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from orthokern._autocast import keeps_dtype
+
+NAMESPACE = "orthokern"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+Function = Callable[..., Any]
+
+
+class CustomOp:
+    """An op whose kernel serves all devices. See ``custom_op``."""
+
+    def __init__(self, name: str, schema: str, kernel: Function) -> None:
+        self.name = name
+        _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        _LIBRARY.impl(name, _disable_dynamo(keeps_dtype(kernel)), "CompositeExplicitAutograd")
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def register_fake(self, fake: Function) -> Function:
+        """Enter the function that gives empty results of the right shapes, dtypes and strides. A decorator."""
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=_LIBRARY)
+        return fake
+
+    def register_autograd(self, backward: Function, *, setup_context: Function | None = None) -> None:
+        """Enter the derivative.
+
+        Args:
+            backward: (ctx, *gradients of the results) -> gradients of the first arguments, None where there is none;
+                arguments behind those have no gradient.
+            setup_context: (ctx, inputs, output) -> None, keeps what backward needs; inputs are all arguments, defaults
+                filled in. As that of torch.autograd.Function.
+        """
+        op = self.overload
+        # a call from Python arrives without its last arguments where they have their defaults
+        defaults = tuple(argument.default_value for argument in op._schema.arguments)
+
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            *inputs, keys = arguments
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op.redispatch(keys, *inputs)
+                if setup_context is not None:
+                    setup_context(ctx, inputs, output)
+            return output
+
+        def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+                found = backward(ctx, *grads)
+            else:  # without create_graph nothing is recorded: straight to the kernels of the ops in there
+                with torch._C._AutoDispatchBelowAutograd():
+                    found = backward(ctx, *grads)
+            return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+        derivative: Any = type(self.name, (torch.autograd.Function,), members)
+
+        def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
+            inputs = (*given, *defaults[len(given) :])
+            keys = keys & torch._C._after_autograd_keyset
+            if torch.is_grad_enabled():
+                return derivative.apply(*inputs, keys)
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keys, *inputs)
+
+        _LIBRARY.impl(self.name, _disable_dynamo(autograd_kernel), "Autograd", with_keyset=True)
+
+
+def custom_op(name: str, schema: str) -> Callable[[Function], CustomOp]:
+    """A decorator that makes a function the kernel of the op ``torch.ops.orthokern.<name>``.
+
+    Args:
+        name: the op's name in the namespace.
+        schema: its arguments and results as torch.library writes them, "(Tensor x, int k=0) -> Tensor". It mutates
+            nothing, and returns nothing that is, or shares memory with, an argument or another result.
+
+    Returns:
+        The op. ``register_fake`` and ``register_autograd`` complete it.
+    """
+    return lambda kernel: CustomOp(name, schema, kernel)
