@@ -354,12 +354,15 @@ def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsy
         (["--model", "lstm"], "unknown model 'lstm'"),
         (["--data", tmp_path / "no"], "does not exist"),
         (["--data", tmp_path], "missing data file"),
-        (["--delta", "0.5", "--clip", "15"], "--delta 0.5: nothing is constrained with --clip, without --constraint"),
-        (["--constraint", "none", "--delta", "0.7"], "--delta 0.7: nothing is constrained with --constraint none"),
-        (["--clip", "5", "--threshold", "2-delta"], "--threshold 2-delta: nothing is constrained with --clip"),
-        (["--clip", "5", "--constrained-inputs", "all"], "--constrained-inputs all: nothing is constrained"),
-        (["--model", "torch-gru", "--variant", "kanai"], "--variant kanai: for --model gru; torch-gru has"),
-        (["--optimizer", "adam", "--momentum", "0.9"], "--momentum 0.9: for --optimizer sgd, not adam"),
+        (["--delta", "0.5", "--clip", "15"], "--delta: for --constraint projection; here --constraint is none"),
+        (["--constraint", "none", "--delta", "0.7"], "--delta: for --constraint projection; here --constraint is none"),
+        (
+            ["--clip", "5", "--threshold", "2-delta"],
+            "--threshold: for --constraint projection; here --constraint is none",
+        ),
+        (["--clip", "5", "--constrained-inputs", "all"], "--constrained-inputs: for --constraint projection; here"),
+        (["--model", "torch-gru", "--variant", "kanai"], "--variant: for --model gru; here --model is torch-gru"),
+        (["--optimizer", "adam", "--momentum", "0.9"], "--momentum: for --optimizer sgd; here --optimizer is adam"),
         (["--epochs", "2", "--iterations", "9"], "give one of the two"),
     ):
         assert run(name, *small[name], *options, "--out", tmp_path / "out") == 2

@@ -144,19 +144,11 @@ def complete(settings: Settings, what: str) -> Settings:
     if not 0 <= settings["dropout"] < 1:
         raise InputError(f"--dropout {settings['dropout']:g}: accepted is a number in [0, 1)")
     own = "torch" if settings["model"] == "torch-gru" else "kanai"
-    if own == "torch" and settings["variant"] == "kanai":
-        raise InputError("--variant kanai: for --model gru; torch-gru has the reset gate after the recurrent matrix")
     settings["variant"] = settings["variant"] or own
-    if settings["momentum"] and settings["optimizer"] != "sgd":
-        raise InputError(f"--momentum {settings['momentum']:g}: for --optimizer sgd, not {settings['optimizer']}")
     if settings["constraint"] is None:
         settings["constraint"] = "projection" if settings["clip"] is None else "none"
-    for key, usual in CONSTRAINED.items():
-        if settings["constraint"] == "projection":
-            settings[key] = usual if settings[key] is None else settings[key]
-        elif settings[key] is not None:
-            why = "--constraint none" if settings["clip"] is None else "--clip, without --constraint projection"
-            raise InputError(f"--{key.replace('_', '-')} {settings[key]}: nothing is constrained with {why}")
+    if settings["constraint"] == "projection":
+        settings |= {key: usual for key, usual in CONSTRAINED.items() if settings[key] is None}
     if settings["init_std"] is None:
         settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
     return settings
