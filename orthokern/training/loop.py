@@ -137,6 +137,8 @@ class _Run:
     def _take(self, payload: dict[str, Any]) -> None:
         path = self.run.checkpoint
         lacking = self._payload([rng_state()]).keys() - payload.keys() - {"rng_of_other_ranks"}
+        if self.task.plateau is None:  # then an older version's, which knew of none, does as well
+            lacking -= {"plateau"}
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
         if payload["task"] != self.task.name:
@@ -153,6 +155,8 @@ class _Run:
             self.task.optimizer.load_state_dict(payload["optimizer"])
             if self.task.scheduler is not None:
                 self.task.scheduler.load_state_dict(payload["scheduler"])
+            if self.task.plateau is not None:
+                self.task.plateau.load_state_dict(payload["plateau"])
             self.task.load_state_dict(payload["task_state"])
             self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], payload["iteration"])
         except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -169,7 +173,7 @@ class _Run:
             seed_all(self.run.config["settings"].get("seed", 0) + self.shard.rank + self.shard.world * iteration)
 
     def _payload(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
-        scheduler = self.task.scheduler
+        scheduler, plateau = self.task.scheduler, self.task.plateau
         return {
             "task": self.task.name,
             "settings": self.run.config["settings"],
@@ -178,6 +182,7 @@ class _Run:
             "model": self.task.model.state_dict(),
             "optimizer": self.task.optimizer.state_dict(),
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "plateau": plateau.state_dict() if plateau is not None else None,
             "task_state": self.task.state_dict(),
             "rng": rng[0],
             "rng_of_other_ranks": rng[1:],
@@ -369,9 +374,10 @@ def _train(state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Pro
         if diagnose:
             with profiler.stage("diagnose"):
                 record |= _diagnosis(state, step.profiles)
-        if task.wants_evaluation(state.iteration, metrics) or state.iteration == settings.iterations:
+        wanted = task.wants_evaluation(state.iteration, metrics)
+        if wanted or state.iteration == settings.iterations:
             with profiler.stage("evaluate"):
-                record |= _evaluate(state)
+                record |= _evaluate(state, wanted)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         time_steps = task.time_steps * settings.accumulate
         record["seconds"] = state.seconds()
@@ -554,8 +560,14 @@ def _diagnosis(state: _Run, profiles: list[Profiles]) -> dict[str, Any]:
     return record
 
 
-def _evaluate(state: _Run) -> dict[str, float]:
-    """Evaluates, keeps best.pt, and returns the numbers for the record, their names beginning with "held_out_"."""
+def _evaluate(state: _Run, wanted: bool) -> dict[str, float]:
+    """Evaluates, lets the rates fall if they are to, keeps best.pt, and returns the numbers for the record, their names
+    beginning with "held_out_".
+
+    Args:
+        state: of the run.
+        wanted: whether the task asked for it, and not only the run's end, which a longer run doesn't have here.
+    """
     task = state.task
 
     def evaluate() -> dict[str, float]:
@@ -570,8 +582,10 @@ def _evaluate(state: _Run) -> dict[str, float]:
 
     evaluation = distributed.on_first(evaluate)
     state.evaluation = evaluation
-    state.reached = task.goal_reached(evaluation)
     score = task.score(evaluation)
+    if wanted and task.plateau is not None:
+        task.plateau.step(score)
+    state.reached = task.goal_reached(evaluation)
     if math.isfinite(score) and (state.best is None or score > state.best["score"]):
         state.best = {"score": score, "iteration": state.iteration}
         state.save_best()
