@@ -127,12 +127,21 @@ class _Run:
         `RunFolder.open`) the run begins again at its beginning.
 
         Raises:
-            CheckpointError: see `load_checkpoint`, or the checkpoint is of another task, of other settings or sizes.
+            CheckpointError: see `load_checkpoint`, or the checkpoint is of another task, of other settings or sizes, or
+                the best state that it knows of is gone.
         """
-        path = self.run.checkpoint
-        payload = distributed.on_first(lambda: load_checkpoint(path) if path.exists() else None)
+        payload = distributed.on_first(self._read)
         if payload is not None:
             distributed.together(lambda: self._take(payload))
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self.run.checkpoint
+        payload = load_checkpoint(path) if path.exists() else None
+        if payload is not None and payload.get("best") is not None and not self.run.best.exists():
+            raise CheckpointError(
+                f"no {self.run.best.name} beside checkpoint {path}, which knows of one; put it back, or start a new run"
+            )
+        return payload
 
     def _take(self, payload: dict[str, Any]) -> None:
         path = self.run.checkpoint
@@ -158,13 +167,13 @@ class _Run:
             if self.task.plateau is not None:
                 self.task.plateau.load_state_dict(payload["plateau"])
             self.task.load_state_dict(payload["task_state"])
-            self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], payload["iteration"])
-        except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
+            self.iteration, self.earlier_seconds = int(payload["iteration"]), float(payload["seconds"])
+            self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], self.iteration)
+        except (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
-        self.iteration = self.saved_at = payload["iteration"]
+        self.saved_at = self.iteration
         self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
-        self.earlier_seconds = payload["seconds"]
 
     def _take_rng(self, states: list[dict[str, Any]], iteration: int) -> None:
         if self.shard.rank < len(states):
@@ -598,8 +607,10 @@ def _finish(state: _Run, seconds: float) -> str:
 
     def finish() -> str:
         last = copy.deepcopy(task.model.state_dict())
+        tested = state.iteration
         if state.best is not None and state.run.best.exists():
             task.model.load_state_dict(load_checkpoint(state.run.best)["model"])
+            tested = state.best["iteration"]
         task.model.eval()
         module, task.module = task.module, task.model
         try:
@@ -617,6 +628,7 @@ def _finish(state: _Run, seconds: float) -> str:
             "parameters": sum(p.numel() for p in task.model.parameters()),
             "last": state.evaluation,
             "best": state.best,
+            "tested": tested,
             "test": test,
         }
         try:
@@ -626,8 +638,7 @@ def _finish(state: _Run, seconds: float) -> str:
         if not test:
             return ""
         told = ", ".join(f"{name} {value:.4g}" for name, value in test.items())
-        at = f" with the parameters of iteration {state.best['iteration']}" if state.best is not None else ""
-        return f"; on the test data{at}: {told}"
+        return f"; on the test data with the parameters of iteration {tested}: {told}"
 
     return distributed.on_first(finish)
 
