@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from orthokern._products import ieee_products
+from orthokern.errors import InputError
 
 # The native entry points and the device type that they take. The tests put the host harness and "cpu" here.
 _native: Any = None
@@ -145,8 +147,20 @@ _WINDOW_ELEMENTS = 1 << 23
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
 # Chunked: the longest chunk. Longer ones leave fewer of them than fill a GPU.
 _LONGEST_CHUNK = 128
-# Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish), for the tests.
+# Steers the native planners: path, cluster, group, shared_chunks, graph_steps (ScanWish and GruWish), for the tests.
 _wishes: dict[str, int] = {}
+
+
+def _asked_of_planner() -> dict[str, int]:
+    """The wishes as the native planners take them. ORTHOKERN_CUDA_GRAPHS=0 is the one that a user may have."""
+    setting = os.environ.get("ORTHOKERN_CUDA_GRAPHS", "").strip()
+    if setting not in ("", "0", "1"):
+        raise InputError(
+            f"the environment variable ORTHOKERN_CUDA_GRAPHS is {setting!r}; accepted: 1 (the default: steps go to the "
+            "GPU in CUDA graphs) or 0 (kernel by kernel)"
+        )
+    wishes = {"graph_steps": 0, **_wishes} if setting == "0" else _wishes
+    return {f"wish_{key}": value for key, value in wishes.items()}
 
 
 @dataclasses.dataclass
@@ -219,7 +233,7 @@ class _Scan:
             "backward": int(backward),
         }
         # which inputs there are decides how much shared memory a sequence takes
-        asked: dict[str, int] = {**self.sizes, **{f"wish_{key}": value for key, value in _wishes.items()}}
+        asked: dict[str, int] = {**self.sizes, **_asked_of_planner()}
         asked |= {"T": 1, "chunk": 1, "tokens": int(tokens)}
         if self.device.type == "cuda":
             asked["device"] = self.device.index
@@ -693,7 +707,7 @@ def _gru_plan(h0: Tensor, variant: str, steps: int, *, backward: bool) -> dict[s
     """The sizes of a GRU scan in one direction, and how the native planner would run it (csrc/cuda/gru_scan.h)."""
     b, n = h0.shape
     sizes = {"T": steps, "B": b, "N": n, "kanai": int(variant == "kanai"), "backward": int(backward)}
-    asked = {**sizes, **{f"wish_{key}": value for key, value in _wishes.items()}, "device": h0.device.index or 0}
+    asked = {**sizes, **_asked_of_planner(), "device": h0.device.index or 0}
     return {**sizes, **_native.gru_scan_plan(asked)}
 
 

@@ -61,11 +61,12 @@ inline void bind_gru_scan(pybind11::module_& m) {
   m.def("gru_scan_plan", [](const pybind11::dict& d) {
     GruWish wish;
     if (d.contains("wish_path")) wish.path = static_cast<int>(number(d, "wish_path"));
+    if (d.contains("wish_graph_steps")) wish.graph_steps = static_cast<int>(number(d, "wish_graph_steps"));
     wish.group = static_cast<int>(number(d, "wish_group"));
     const GruPlan plan = plan_gru_scan(gru_scan_args(d), number(d, "backward"), wish);
     pybind11::dict result;
     result["path"] = plan.path, result["group"] = plan.group, result["blocks"] = plan.blocks, result["norm_columns"] = plan.norm_columns;
-    result["work_floats"] = plan.work, result["shared_bytes"] = plan.shared_bytes;
+    result["work_floats"] = plan.work, result["shared_bytes"] = plan.shared_bytes, result["graph_steps"] = plan.graph_steps;
     return result;
   });
   m.def("gru_scan", [](const pybind11::dict& d) {
@@ -73,6 +74,7 @@ inline void bind_gru_scan(pybind11::module_& m) {
     GruPlan plan{};
     plan.path = static_cast<int>(number(d, "path")), plan.group = static_cast<int>(number(d, "group"));
     plan.blocks = static_cast<int>(number(d, "blocks")), plan.shared_bytes = number(d, "shared_bytes");
+    plan.graph_steps = static_cast<int>(number(d, "graph_steps"));
     const bool backward = number(d, "backward");
     void* const stream = address<void>(d, "stream");
     pybind11::gil_scoped_release release;
