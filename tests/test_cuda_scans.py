@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -618,10 +617,11 @@ def test_a_path_that_cannot_serve_says_so(wish: Any) -> None:
 @pytest.mark.parametrize("op", (*OPS, "gru_scan", "cayley", "activations"))
 def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp_path: Path) -> None:
     """No kernel spills: the maps are in registers, and a spilled weight would be read from memory in every step."""
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None:
-        pytest.skip("nvcc not found")
     csrc = Path(__file__).resolve().parents[1] / "csrc"
+    nvcc = build.nvcc()
+    if nvcc is None:
+        assert not _native_cuda.AVAILABLE, "the build had an nvcc that is not here now: set CUDACXX to it"
+        pytest.skip("nvcc not found")
     command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{csrc}", "-c"]
     done = subprocess.run(
         [*command, str(csrc / "cuda" / f"{op}.cu"), "-o", str(tmp_path / "out.o")], capture_output=True, text=True

@@ -2,7 +2,7 @@
 //
 // Kernel sources are compiled twice: by nvcc, and as plain C++ against tests/cuda_host, which runs them on the CPU
 // (docs/cuda-host-harness.md). Both worlds share the functions below. A kernel therefore has these rules:
-//   * launched by launch(), never by <<<>>>;
+//   * launched by launch() or as a node of a graph (step_graph.h), never by <<<>>>;
 //   * dynamic shared memory through dynamic_shared<T>(), static shared memory through ORTHOKERN_SHARED;
 //   * no inline assembly and no cooperative groups: ptx.h wraps what is needed.
 #pragma once
