@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,12 @@ def _ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name
     return tensor.contiguous()
 
 
-def _call(name: str, device: torch.device, sizes: Mapping[str, float], tensors: dict[str, Tensor | None]) -> None:
+def _call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: dict[str, Tensor | None]) -> None:
     """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there.
 
     The native functions leave the current device as it was (csrc/cuda/launch.h, DeviceGuard).
     """
-    arguments: dict[str, float] = dict(sizes)
+    arguments: dict[str, Any] = dict(sizes)
     for key, tensor in tensors.items():
         if tensor is not None:
             arguments[key] = tensor.data_ptr()
@@ -66,7 +66,7 @@ def _call(name: str, device: torch.device, sizes: Mapping[str, float], tensors: 
 
 
 def _workspace(
-    name: str, device: torch.device, sizes: Mapping[str, int], tensors: Mapping[str, Tensor | None]
+    name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
 ) -> Tensor:
     """Scratch memory for the kernels of one call, as large as the native function `name` says of its arguments."""
     arguments = {key: tensor.data_ptr() for key, tensor in tensors.items() if tensor is not None}
@@ -119,21 +119,37 @@ def _activation_inputs(
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See :mod:`orthokern.ops.cayley`."""
-    m = _ready(m, m.dtype, m.device, "m")  # type: ignore[assignment]
-    out = torch.empty_like(m)
-    if not m.numel():
-        return out
-    n, k = m.shape[-2:]
-    sizes = {"batch": m.numel() // (n * k), "N": n, "K": k, "dtype": _DTYPES[m.dtype]}
-    tensors = {"m": m, "g": _ready(g, m.dtype, m.device, "g"), "out": out}
-    options: dict[str, float] = {}
-    if isinstance(lr, Tensor):
-        tensors["lr"] = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous()
-    else:
-        options["rate"] = float(lr)
-    tensors["workspace"] = _workspace("cayley_workspace", m.device, sizes, tensors)
-    _call("cayley", m.device, {**sizes, **options}, tensors)
-    return out
+    return cayley_of_many([(m, g, lr)])[0]
+
+
+def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
+    """`cayley` of several (m [..., N, K], g, lr), of one dtype and device and of any shapes, by the same kernels.
+
+    Bit for bit the same as one at a time, with as many launches as the largest takes.
+    """
+    first = steps[0][0]
+    alive: list[Tensor | None] = []  # until the kernels are on the stream
+    outs, matrices = [], []
+    for m, g, lr in steps:
+        m = _ready(m, first.dtype, first.device, "m")  # type: ignore[assignment]
+        g = _ready(g, first.dtype, first.device, "g")  # type: ignore[assignment]
+        outs.append(torch.empty_like(m))
+        if not m.numel():
+            continue
+        n, k = m.shape[-2:]
+        tensors = {"m": m, "g": g, "out": outs[-1]}
+        one: dict[str, float] = {"batch": m.numel() // (n * k), "N": n, "K": k}
+        if isinstance(lr, Tensor):
+            tensors["lr"] = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous()
+        else:
+            one["rate"] = float(lr)
+        alive += tensors.values()
+        matrices.append({**one, **{name: tensor.data_ptr() for name, tensor in tensors.items()}})
+    if matrices:
+        given = {"dtype": _DTYPES[first.dtype], "matrices": matrices}
+        workspace = _workspace("cayley_workspace", first.device, given, {})
+        _call("cayley", first.device, given, {"workspace": workspace})
+    return outs
 
 
 # ---------------------------------------------------------------------------------------------------------------- scans

@@ -34,12 +34,17 @@ inline ActivationArgs activation_args(const pybind11::dict& d) {
 
 inline CayleyArgs cayley_args(const pybind11::dict& d) {
   CayleyArgs a{};
-  a.batch = number(d, "batch"), a.N = number(d, "N"), a.K = number(d, "K");
   a.dtype = static_cast<int>(number(d, "dtype"));
   a.device = static_cast<int>(number(d, "device")), a.stream = address<void>(d, "stream");
-  a.m = address<void>(d, "m"), a.g = address<void>(d, "g");
-  a.lr = address<double>(d, "lr"), a.rate = d.contains("rate") ? d["rate"].cast<double>() : 0;
-  a.out = address<void>(d, "out"), a.workspace = address<void>(d, "workspace");
+  a.workspace = address<void>(d, "workspace");
+  for (const pybind11::handle& one : d["matrices"]) {
+    const pybind11::dict of = pybind11::reinterpret_borrow<pybind11::dict>(one);
+    CayleyMatrices some{};
+    some.batch = number(of, "batch"), some.N = number(of, "N"), some.K = number(of, "K");
+    some.m = address<void>(of, "m"), some.g = address<void>(of, "g"), some.out = address<void>(of, "out");
+    some.lr = address<double>(of, "lr"), some.rate = of.contains("rate") ? of["rate"].cast<double>() : 0;
+    a.matrices.push_back(some);
+  }
   return a;
 }
 

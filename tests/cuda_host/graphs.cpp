@@ -33,7 +33,7 @@ struct Held {
 };
 Holding holding = kAtOnce;
 std::map<void*, std::vector<Held>> held;
-int launches = 0;
+int launches = 0, kernels = 0;
 
 std::map<void*, Bind> announced;
 std::map<std::string, int> calls;
@@ -58,6 +58,7 @@ cudaError_t called(const char* name) {
 void carry_out(const Work& work) {
   devices_used.insert(work.device);
   if (!work.kernel) return work.body();
+  kernels++;
   const std::string error = run(work.shape, work.body);
   if (!error.empty()) throw std::runtime_error("CUDA host harness: " + error);
 }
@@ -117,6 +118,10 @@ bool set_capture_elsewhere(bool on) {
 std::map<std::string, int> api_calls() {
   const Lock lock(everything);
   return std::exchange(calls, {});
+}
+int kernels_run() {
+  const Lock lock(everything);
+  return std::exchange(kernels, 0);
 }
 std::pair<int, int> graphs_alive() {
   const Lock lock(everything);

@@ -48,6 +48,8 @@ bool set_capture_elsewhere(bool on);
 // Calls of each API function since the last question, and the number of graphs and executable graphs that there are.
 std::map<std::string, int> api_calls();
 std::pair<int, int> graphs_alive();
+// Kernels that ran since the last question.
+int kernels_run();
 
 using Bind = std::function<std::function<void()>(void** parameters)>;  // copies the parameters, gives what calls the kernel with them
 void announce(void* function, Bind bind);

@@ -38,6 +38,7 @@ PYBIND11_MODULE(orthokern_cuda_host, m) {
   m.def("set_capture_elsewhere", cuda_host::set_capture_elsewhere, "Another thread captures a stream. True: it was disturbed since the last question.");
   m.def("api_calls", cuda_host::api_calls, "Calls of each function of the graph API since the last question.");
   m.def("last_error", [] { return static_cast<int>(cudaGetLastError()); }, "What the API has to say of an earlier call, 0 if nothing.");
+  m.def("kernels_run", cuda_host::kernels_run, "Kernels that ran since the last question.");
   m.def("graphs_alive", cuda_host::graphs_alive, "Graphs and executable graphs.");
   m.def("clear_graphs", [] { return orthokern::cuda::StepGraphCache::of_process().clear(); }, "Empty the cache of graphs; how many there were.");
 }

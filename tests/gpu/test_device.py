@@ -620,6 +620,20 @@ def test_cayley_parity(shape: tuple[int, ...], dtype: torch.dtype, backend: str)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_cayley_of_several_sizes(dtype: torch.dtype) -> None:
+    """Square and thin, more sizes than one launch holds: the bits of single calls."""
+    need("cayley", "cuda", dtype, N=300, K=300)
+    steps: list[Any] = []
+    for index, (n, k) in enumerate([*SHAPES[:6], (300, 300), (300, 10), *((i, i) for i in range(2, 22))]):
+        shape = (1 + index % 3, n, k)
+        m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype).cuda()
+        rate = (1e-5, 3.0, torch.rand(shape[0], device="cuda"), torch.tensor(0.01))[index % 4]
+        steps.append((m, torch.randn(*shape, dtype=dtype, device="cuda"), rate))
+    for one, step in zip(_native_cuda.cayley_of_many(steps), steps, strict=True):
+        assert torch.equal(one, _native_cuda.cayley(*step))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("activation", NAMES)
 def test_activation_parity(activation: str, dtype: torch.dtype, backend: str) -> None:
     need("activations", backend, dtype)
@@ -849,6 +863,9 @@ for n, k in ((1, 1), (33, 33), (130, 130), (130, 7), (66, 65), (200, 70)):
     for rate in (1e-5, 1e-2, 3.0):
         f.cayley(basis(n, k).detach(), torch.randn(n, k, device="cuda"), rate, backend=backend)
     f.cayley(torch.stack([basis(n, k).detach()] * 3), torch.randn(3, n, k, device="cuda"), 1e-2, backend=backend)
+if backend == "cuda":
+    sizes = ((1, 1), (33, 33), (130, 130), (130, 7), (66, 65))
+    _native_cuda.cayley_of_many([(basis(*s).detach(), torch.randn(s, device="cuda"), 1e-2) for s in sizes])
 """,
 }
 PREAMBLE = """
