@@ -30,7 +30,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import _native_cuda
+from orthokern import _native, _native_cuda
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -119,6 +119,26 @@ def test_parity_of_every_path(op: str, activation: str, path: str, wish: Any) ->
             **rank,
         )
     )
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_forward_of_one_backward_of_the_other(op: str, activation: str) -> None:
+    """What a forward saves is the same whoever ran it, with checkpoints and without."""
+    problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
+    expected, plain = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "reference")
+    others = ("reference", "cpu") if _native.AVAILABLE else ("reference",)
+    for other, every in itertools.product(others, (0, 3)):
+        for fwd, bwd in (("cuda", other), (other, "cuda")):
+            actual = run_scan(problem.to(torch.float32), fwd, bwd_backend=bwd, checkpoint_every=every)
+            for name in problem.grad_names():
+                assert_matches_reference(
+                    actual[name],
+                    expected[name],
+                    plain[name],
+                    name=f"{fwd}, {bwd}: {name}",
+                    gradient=name != "grad_norm",
+                )
 
 
 @pytest.mark.parametrize("inputs", KINDS)
