@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, checked_sequences, factors, interleave, median, only, ratio, spread_ms
+from harness import (
+    BATCH,
+    Bench,
+    Size,
+    check,
+    checked_sequences,
+    factors,
+    gflop,
+    interleave,
+    median,
+    only,
+    ratio,
+    spread_ms,
+)
 from torch import Tensor
 
 from orthokern import functional
@@ -121,7 +134,7 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
     """Forward and backward each, with the buffers of the last round at hand, between runs of torch's product."""
     p = problem(op, **size)
     error = p.error
-    B, N, T = (p.size[letter] for letter in "BNT")
+    N, T = p.size["N"], p.size["T"]
     sgemm, states = bench.sgemm, []
 
     def forward() -> None:
@@ -141,14 +154,12 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
     seconds = interleave(benchmark, calls, rounds=bench.rounds(15 if T < 5000 else 9), after=after)
     around = {"forward": ("before", "between"), "backward": ("between", "after")}
     for direction, sides in around.items():
-        # The backward's flops: the scan, like the forward's, and the gradient of W, one product over all steps.
-        products = {"factored_scan": 2, "dense_scan": 1}[op] + (direction == "backward")
-        gflop = 2e-9 * products * T * B * N * N
+        work = gflop(op, direction, p.size)
         # their median, not their best: the scan runs once a round, and meets the neighbours' load as it comes
         beside = [
             median(times) for times in zip(*(seconds[f"{side} {i}"] for side in sides for i in (1, 2)), strict=True)
         ]
-        rates = [gflop / t for t in seconds[direction]]
+        rates = [work / t for t in seconds[direction]]
         shares = [rate * t / sgemm.gflop for rate, t in zip(rates, beside, strict=True)]
         bar, goal = SHARES[op].get(N, (None, None))
         bench.record(
