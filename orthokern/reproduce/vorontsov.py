@@ -102,11 +102,14 @@ def _ptb(length: int) -> tuple[Run, ...]:
         for margin, init, *both in PTB
     )
     ours = Run(
-        name=f"ptb-{length}-defaults",
+        name=f"ptb-{length}-ours",
         task="char_lm",
-        options=("--length", str(length), "--apply", "composed"),
+        options=(
+            *("--length", str(length), "--nonlinearity", "modrelu", "--optimizer", "adam", "--lr", "3e-3"),
+            *("--schedule", "cosine", "--apply", "composed"),
+        ),
         quick=("--hidden", "128", "--epochs", "3"),
-        labels={"margin": "1, our defaults", "initialisation": "orthogonal"},
+        labels={"margin": "1, our settings", "initialisation": "orthogonal"},
     )
     return (*published, ours)
 
