@@ -123,6 +123,8 @@ def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> Non
 
     def disturbed(name: str) -> Tensor:
         taken[name] += 1
+        if steps == "training":  # from the same spectrum in every step: the loss, which would keep it so, has no part
+            walks[name].copy_(start)
         return walks[name].add_(changes[taken[name] % len(changes)])
 
     def ours() -> None:

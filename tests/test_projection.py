@@ -231,6 +231,41 @@ def test_steps_as_large_as_the_bound() -> None:
     assert projection.counts == {"steps": 7, "checks": 7, "projections": 6, "certificates": 6, "decompositions": 1}
 
 
+def falling() -> tuple[Tensor, SpectralNormProjection]:
+    """A diagonal matrix with values from 1.79 down, and a projection whose certificate has the first sixteen."""
+    w = torch.linspace(1.79, 0, 130).double().diag()
+    projection = SpectralNormProjection([w], 0.2)
+    projection.step()
+    certificate = projection._certificates[0]
+    assert certificate is not None and certificate.v.shape[1] == 16
+    return w, projection
+
+
+def test_what_grows_outside_of_a_certificate_step_by_step() -> None:
+    """In steps that are each too small to reach the bound from the certificate's level, with no residual to show it."""
+    w, projection = falling()
+    for _ in range(8):
+        w[20, 20] += 0.05
+        expected = by_svd(w, 1.8, 1.8)
+        projection.step()
+        torch.testing.assert_close(w, expected, rtol=0, atol=1e-11)
+    assert float(expected[20, 20]) == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize("helpless", [False, True])
+def test_what_only_the_coupling_shows(helpless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values in V and outside of it are below the bound, and those of the two together are not; also where what V
+    grows by does not help."""
+    w, projection = falling()
+    w[0, 18] = 0.17
+    expected = by_svd(w, 1.8, 1.8)
+    assert float((w - expected).abs().max()) > 1e-3
+    if helpless:
+        monkeypatch.setattr(module, "_solve_outside", lambda *given: torch.eye(130).double()[:, -int(given[5].sum()) :])
+    projection.step()
+    torch.testing.assert_close(w, expected, rtol=0, atol=1e-11)
+
+
 def test_the_bound_outside_of_the_highest_directions() -> None:
     """What the second reading of the proof stands on: no vector outside of the highest Ritz vectors grows by more."""
     generator = torch.Generator().manual_seed(5)
