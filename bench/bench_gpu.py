@@ -26,7 +26,7 @@ from harness import BATCH, ROOT, Bench, Size, check, factors
 from torch import Tensor
 
 import orthokern.nn
-from orthokern import functional
+from orthokern import _native_cuda, functional
 from orthokern.data import CopyTask
 from orthokern.optim import optimizer_for
 
@@ -124,6 +124,31 @@ def test_factored_scan(benchmark: Any, bench: Bench, size: Size, activation: str
         bench.record(
             "gpu scan", f"factored, {activation}", problem.size, measure, statistics.median(found), unit="ms",
             bar=bar, goal=goal, better="lower", details={"error": error, "ms": spread(found)},
+        )  # fmt: skip
+
+
+@pytest.mark.sizes([{"N": 128, "T": 2000}, {"N": 1200, "T": 2000}], quick=[{"N": 32, "T": 140}])
+def test_factored_scan_of_single_steps(
+    benchmark: Any, bench: Bench, size: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path for any size, forward and backward: in CUDA graphs, and kernel by kernel."""
+    problem = Problem("factored_scan", activation="tanh", **size)
+    if not _native_cuda.AVAILABLE:
+        pytest.skip(_native_cuda.REASON)
+
+    def step(**wishes: int) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2, **wishes})
+        return problem.step(backend="cuda")
+
+    for one, other in zip(step(), step(graph_steps=0), strict=True):
+        assert torch.equal(one, other)
+    calls = {"in graphs": step, "kernel by kernel": functools.partial(step, graph_steps=0)}
+    times = milliseconds(calls, bench.rounds(ROUNDS))
+    benchmark.pedantic(lambda: (step(), torch.cuda.synchronize()), rounds=2)
+    for name, found in times.items():
+        bench.record(
+            "gpu steps", f"factored, tanh, single steps {name}", problem.size, "forward and backward",
+            statistics.median(found), unit="ms", better="lower", details={"ms": spread(found)},
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, checked_sequences, interleave, median, only, ratio, spread_ms
+from harness import BATCH, Bench, Size, check, checked_sequences, gflop, interleave, median, only, ratio, spread_ms
 from torch import Tensor, nn
 
 import orthokern.nn
@@ -100,8 +100,15 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         return torch.autograd.grad(output, list(module.parameters()), cotangent)
 
     benchmark.group = "modules, forward and backward"
-    calls = {"torch.nn.RNN": lambda: step(theirs), "ours": lambda: step(ours)}
+    sgemm = bench.sgemm
+    calls = {"torch.nn.RNN": lambda: step(theirs), "sgemm": lambda: sgemm(), "ours": lambda: step(ours)}
     seconds = interleave(benchmark, calls, rounds=bench.rounds(11 if T < 5000 else 5))
+    # What the ratio would be if everything ran at the rate of torch's own matrix product: the most there is.
+    op = "factored_scan" if name == "FactorizedRNN" else "dense_scan"
+    work = sum(gflop(op, direction, {**size, "B": BATCH, "D": FEATURES}) for direction in ("forward", "backward"))
+    if name.endswith("composed"):
+        work += 6e-9 * N**3  # W = U diag(s) V^T, and M V and M^T U for the gradients
+    most = ratio(seconds["torch.nn.RNN"], [t * work / sgemm.gflop for t in seconds["sgemm"]])
     bar, goal = (DENSE if name == "RNN" else FACTORIZED).get(N, (None, None))
     bench.record(
         "modules",
@@ -114,6 +121,7 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         details={
             "us_per_step": round(1e6 * median(seconds["ours"]) / T, 3),
             "peer_us_per_step": round(1e6 * median(seconds["torch.nn.RNN"]) / T, 3),
+            "at_sgemm_rate": round(most, 3),
             "ms": spread_ms(seconds["ours"]),
             "peer_ms": spread_ms(seconds["torch.nn.RNN"]),
             "error": error,

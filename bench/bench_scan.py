@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, checked_sequences, factors, interleave, median, only, ratio, spread_ms
+from harness import (
+    BATCH,
+    Bench,
+    Size,
+    check,
+    checked_sequences,
+    factors,
+    gflop,
+    interleave,
+    median,
+    only,
+    ratio,
+    spread_ms,
+)
 from torch import Tensor
 
 from orthokern import functional
@@ -34,15 +47,15 @@ EAGER = {128: 4.5, 500: 2.0, 1000: 1.6}
 class Problem:
     """Inputs of one scan: x [T, B, N], matrices (u, s, v) or (w,), h0 [B, N], cotangent [T, B, N], all float32."""
 
-    def __init__(self, op: str, N: int, T: int) -> None:
+    def __init__(self, op: str, N: int, T: int, B: int = BATCH) -> None:
         generator = torch.Generator().manual_seed(N + T)
         u, s, v = factors(N, generator)
         self.op = op
-        self.size = {"N": N, "T": T, "B": BATCH}
+        self.size = {"N": N, "T": T, "B": B}
         self.matrices = (u, s, v) if op == "factored_scan" else ((u * s) @ v.mT,)
-        self.x = 0.1 * torch.randn(T, BATCH, N, generator=generator)
-        self.h0 = torch.randn(BATCH, N, generator=generator)
-        self.cotangent = torch.randn(T, BATCH, N, generator=generator)
+        self.x = 0.1 * torch.randn(T, B, N, generator=generator)
+        self.h0 = torch.randn(B, N, generator=generator)
+        self.cotangent = torch.randn(T, B, N, generator=generator)
         self.inputs = [self.x, *self.matrices]
         for tensor in self.inputs:
             tensor.requires_grad_()
@@ -121,7 +134,7 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
     """Forward and backward each, with the buffers of the last round at hand, between runs of torch's product."""
     p = problem(op, **size)
     error = p.error
-    B, N, T = (p.size[letter] for letter in "BNT")
+    N, T = p.size["N"], p.size["T"]
     sgemm, states = bench.sgemm, []
 
     def forward() -> None:
@@ -141,14 +154,12 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
     seconds = interleave(benchmark, calls, rounds=bench.rounds(15 if T < 5000 else 9), after=after)
     around = {"forward": ("before", "between"), "backward": ("between", "after")}
     for direction, sides in around.items():
-        # The backward's flops: the scan, like the forward's, and the gradient of W, one product over all steps.
-        products = {"factored_scan": 2, "dense_scan": 1}[op] + (direction == "backward")
-        gflop = 2e-9 * products * T * B * N * N
+        work = gflop(op, direction, p.size)
         # their median, not their best: the scan runs once a round, and meets the neighbours' load as it comes
         beside = [
             median(times) for times in zip(*(seconds[f"{side} {i}"] for side in sides for i in (1, 2)), strict=True)
         ]
-        rates = [gflop / t for t in seconds[direction]]
+        rates = [work / t for t in seconds[direction]]
         shares = [rate * t / sgemm.gflop for rate, t in zip(rates, beside, strict=True)]
         bar, goal = SHARES[op].get(N, (None, None))
         bench.record(
@@ -185,6 +196,34 @@ def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
         loops = {"eager loop": eager_dense}
     _compare(
         benchmark, bench, p, loops, error, {"eager loop": EAGER.get(p.size["N"]) if op == "factored_scan" else None}
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.sizes([{"N": N, "T": 120} for N in (256, 500, 1000)], quick=[{"N": 256, "T": 3}])
+def test_one_sequence(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+    """A single sequence, whose hidden units the threads share: one thread over all of them, forward and backward."""
+    p = Problem(op, **size, B=1)
+    error = p.error
+    threads = torch.get_num_threads()
+
+    def with_threads(count: int) -> tuple[Tensor, ...]:
+        torch.set_num_threads(count)
+        try:
+            return p.step(lambda *_: p.forward())
+        finally:
+            torch.set_num_threads(threads)
+
+    benchmark.group = "one sequence, forward and backward"
+    calls = {"one": functools.partial(with_threads, 1), "all": functools.partial(with_threads, threads)}
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(31))
+    bench.record(
+        "one sequence",
+        f"{op}, one thread over {threads}",
+        p.size,
+        "times as long",
+        ratio(seconds["one"], seconds["all"]),
+        details={"ms": spread_ms(seconds["all"]), "error": error, "tolerance": TOLERANCE},
     )
 
 

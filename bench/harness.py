@@ -140,6 +140,24 @@ class Sgemm:
         torch.mm(self.a, self.b, out=self.c)
 
 
+def gflop(op: str, direction: str, size: Size) -> float:
+    """Floating point operations of one scan, in 1e9, counted as the README of this folder says.
+
+    Args:
+        op: "factored_scan" or "dense_scan", K = N.
+        direction: "forward" or "backward".
+        size: N, T, B, and D where the scan has the input projection in it.
+    """
+    N, T, B, D = size["N"], size["T"], size.get("B", BATCH), size.get("D", 0)
+    factored = op == "factored_scan"
+    products = 2 if factored else 1  # of N x N each step
+    steps = 2e-9 * T * B * N
+    if direction == "forward":
+        return steps * (products * N + D)
+    # the gradient M of W is one product over all steps; those of U and V are M V and M^T U
+    return steps * ((products + 1) * N + D) + (4e-9 * N**3 if factored else 0.0)
+
+
 def interleave(
     benchmark: Benchmark,
     calls: Mapping[str, Callable[[], Any]],

@@ -12,13 +12,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern._products import ieee_products
+from orthokern.errors import InputError
 
 # The native entry points and the device type that they take. The tests put the host harness and "cpu" here.
 _native: Any = None
@@ -48,12 +50,12 @@ def _ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name
     return tensor.contiguous()
 
 
-def _call(name: str, device: torch.device, sizes: Mapping[str, float], tensors: dict[str, Tensor | None]) -> None:
+def _call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: dict[str, Tensor | None]) -> None:
     """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there.
 
     The native functions leave the current device as it was (csrc/cuda/launch.h, DeviceGuard).
     """
-    arguments: dict[str, float] = dict(sizes)
+    arguments: dict[str, Any] = dict(sizes)
     for key, tensor in tensors.items():
         if tensor is not None:
             arguments[key] = tensor.data_ptr()
@@ -64,7 +66,7 @@ def _call(name: str, device: torch.device, sizes: Mapping[str, float], tensors: 
 
 
 def _workspace(
-    name: str, device: torch.device, sizes: Mapping[str, int], tensors: Mapping[str, Tensor | None]
+    name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
 ) -> Tensor:
     """Scratch memory for the kernels of one call, as large as the native function `name` says of its arguments."""
     arguments = {key: tensor.data_ptr() for key, tensor in tensors.items() if tensor is not None}
@@ -117,21 +119,37 @@ def _activation_inputs(
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See :mod:`orthokern.ops.cayley`."""
-    m = _ready(m, m.dtype, m.device, "m")  # type: ignore[assignment]
-    out = torch.empty_like(m)
-    if not m.numel():
-        return out
-    n, k = m.shape[-2:]
-    sizes = {"batch": m.numel() // (n * k), "N": n, "K": k, "dtype": _DTYPES[m.dtype]}
-    tensors = {"m": m, "g": _ready(g, m.dtype, m.device, "g"), "out": out}
-    options: dict[str, float] = {}
-    if isinstance(lr, Tensor):
-        tensors["lr"] = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous()
-    else:
-        options["rate"] = float(lr)
-    tensors["workspace"] = _workspace("cayley_workspace", m.device, sizes, tensors)
-    _call("cayley", m.device, {**sizes, **options}, tensors)
-    return out
+    return cayley_of_many([(m, g, lr)])[0]
+
+
+def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
+    """`cayley` of several (m [..., N, K], g, lr), of one dtype and device and of any shapes, by the same kernels.
+
+    Bit for bit the same as one at a time, with as many launches as the largest takes.
+    """
+    first = steps[0][0]
+    alive: list[Tensor | None] = []  # until the kernels are on the stream
+    outs, matrices = [], []
+    for m, g, lr in steps:
+        m = _ready(m, first.dtype, first.device, "m")  # type: ignore[assignment]
+        g = _ready(g, first.dtype, first.device, "g")  # type: ignore[assignment]
+        outs.append(torch.empty_like(m))
+        if not m.numel():
+            continue
+        n, k = m.shape[-2:]
+        tensors = {"m": m, "g": g, "out": outs[-1]}
+        one: dict[str, float] = {"batch": m.numel() // (n * k), "N": n, "K": k}
+        if isinstance(lr, Tensor):
+            tensors["lr"] = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous()
+        else:
+            one["rate"] = float(lr)
+        alive += tensors.values()
+        matrices.append({**one, **{name: tensor.data_ptr() for name, tensor in tensors.items()}})
+    if matrices:
+        given = {"dtype": _DTYPES[first.dtype], "matrices": matrices}
+        workspace = _workspace("cayley_workspace", first.device, given, {})
+        _call("cayley", first.device, given, {"workspace": workspace})
+    return outs
 
 
 # ---------------------------------------------------------------------------------------------------------------- scans
@@ -145,8 +163,20 @@ _WINDOW_ELEMENTS = 1 << 23
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
 # Chunked: the longest chunk. Longer ones leave fewer of them than fill a GPU.
 _LONGEST_CHUNK = 128
-# Steers the native planner: path, cluster, group, shared_chunks (csrc/cuda/scan.h, ScanWish), for the tests.
+# Steers the native planners: path, cluster, group, shared_chunks, graph_steps (ScanWish and GruWish), for the tests.
 _wishes: dict[str, int] = {}
+
+
+def _asked_of_planner() -> dict[str, int]:
+    """The wishes as the native planners take them. ORTHOKERN_CUDA_GRAPHS=0 is the one that a user may have."""
+    setting = os.environ.get("ORTHOKERN_CUDA_GRAPHS", "").strip()
+    if setting not in ("", "0", "1"):
+        raise InputError(
+            f"the environment variable ORTHOKERN_CUDA_GRAPHS is {setting!r}; accepted: 1 (the default: steps go to the "
+            "GPU in CUDA graphs) or 0 (kernel by kernel)"
+        )
+    wishes = {"graph_steps": 0, **_wishes} if setting == "0" else _wishes
+    return {f"wish_{key}": value for key, value in wishes.items()}
 
 
 @dataclasses.dataclass
@@ -219,7 +249,7 @@ class _Scan:
             "backward": int(backward),
         }
         # which inputs there are decides how much shared memory a sequence takes
-        asked: dict[str, int] = {**self.sizes, **{f"wish_{key}": value for key, value in _wishes.items()}}
+        asked: dict[str, int] = {**self.sizes, **_asked_of_planner()}
         asked |= {"T": 1, "chunk": 1, "tokens": int(tokens)}
         if self.device.type == "cuda":
             asked["device"] = self.device.index
@@ -693,7 +723,7 @@ def _gru_plan(h0: Tensor, variant: str, steps: int, *, backward: bool) -> dict[s
     """The sizes of a GRU scan in one direction, and how the native planner would run it (csrc/cuda/gru_scan.h)."""
     b, n = h0.shape
     sizes = {"T": steps, "B": b, "N": n, "kanai": int(variant == "kanai"), "backward": int(backward)}
-    asked = {**sizes, **{f"wish_{key}": value for key, value in _wishes.items()}, "device": h0.device.index or 0}
+    asked = {**sizes, **_asked_of_planner(), "device": h0.device.index or 0}
     return {**sizes, **_native.gru_scan_plan(asked)}
 
 

@@ -15,7 +15,7 @@ from cuda_host import build
 from helpers import SHORT, assert_matches_reference, strided
 from torch import Tensor
 
-from orthokern import _native_cuda, functional
+from orthokern import _native_cuda, functional, optim
 from orthokern.ops.activations import NAMES, PARAMETER
 
 DTYPES = (torch.float32, torch.float64)
@@ -163,6 +163,15 @@ def test_asynchronous_copies_and_named_barriers(module: Any, order: str) -> None
 def test_a_copy_that_nobody_waited_for_is_caught(module: Any) -> None:
     x = torch.randn(320)
     assert wrong_in(module, "pipeline", x, 2 * x, NO_WAIT) == list(build.ORDERS)
+
+
+@orders
+def test_a_graph_has_copies_and_an_order(module: Any, order: str) -> None:
+    """Nodes keep the parameters that they were given, and run in the order of their dependencies and in no other."""
+    x = torch.randn(100)
+    assert torch.equal(selftest(module, "graph", x, (100,), order), 2 * (x + 2))
+    assert torch.equal(selftest(module, "graph", x, (100,), order, NO_BARRIER), x + 2)
+    assert module.graphs_alive() == (0, 0) and module.last_error() == 0
 
 
 WAYS = ("plain stores", "st_async", "st_async of four", "bulk_send", "bulk_load")
@@ -346,6 +355,78 @@ def test_cayley_with_a_number_is_the_same(cuda: Any) -> None:
     m, g = bases((3, 8, 5), torch.float32)
     one = _native_cuda.cayley(m, g, 0.25)
     assert torch.equal(one, _native_cuda.cayley(m, g, torch.full((3,), 0.25)))
+
+
+@orders
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_cayley_of_several_sizes(cuda: Any, dtype: torch.dtype, order: str) -> None:
+    """Square and thin, small and large, some by a series, with rates of any kind: the bits of single calls."""
+    shapes = [
+        (33, 33),
+        (130, 130),
+        (65, 64),
+        (1, 1),
+        (3, 9, 9),
+        (130, 7),
+        (2, 129, 129),
+        (17, 1),
+        (0, 5, 5),
+        (2, 70, 70),
+    ]
+    cuda.set_schedule(*build.ORDERS[order])
+    steps: list[Any] = []
+    for index, shape in enumerate(shapes):
+        rate = (1e-5, 3.0, torch.rand(shape[:-2]), torch.tensor(0.01))[index % 4]
+        steps.append((*bases(shape, dtype), rate))
+    cuda.kernels_run()
+    alone, launches = [], {}
+    for shape, step in zip(shapes, steps, strict=True):
+        alone.append(_native_cuda.cayley(*step))
+        launches[shape] = cuda.kernels_run()
+    together = _native_cuda.cayley_of_many(steps)
+    # as many as the largest square and the largest thin size take
+    assert cuda.kernels_run() == launches[130, 130] + launches[65, 64]
+    for shape, one, other in zip(shapes, together, alone, strict=True):
+        assert torch.equal(one, other), shape
+    if order == "forward":
+        with pytest.raises(ValueError, match="g is torch.float"):
+            _native_cuda.cayley_of_many([steps[0], (steps[1][0], steps[1][1].to(torch.float16), 0.1)])
+
+
+def test_cayley_of_more_sizes_than_one_launch_holds(cuda: Any) -> None:
+    steps = [(*bases((1 + index % 3, n, k), torch.float32), 0.1) for index, (n, k) in enumerate(MANY)]
+    for one, step in zip(_native_cuda.cayley_of_many(steps), steps, strict=True):
+        assert torch.equal(one, _native_cuda.cayley(*step))
+
+
+MANY = [(n, k) for n in range(1, 20) for k in {n, (n + 1) // 2}]  # 19 square sizes, 18 thin ones; 16 to a launch
+
+
+def test_an_optimizer_moves_bases_of_all_sizes_in_one_call(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    true_many = _native_cuda.cayley_of_many
+
+    def counting(steps: Any) -> list[Tensor]:
+        calls.append(len(steps))
+        return true_many(steps)
+
+    monkeypatch.setattr(_native_cuda, "cayley_of_many", counting)
+    shapes = [(9, 9), (12, 5), (9, 9), (66, 66), (2, 9, 9)]
+    for kind, options in ((optim.GeodesicSGD, {}), (optim.GeodesicRMSprop, {"max_grad_norm": 1.0})):
+        start = [bases(shape, torch.float32) for shape in shapes]
+        moved: dict[str, list[Tensor]] = {}
+        for backend in ("cuda", "reference"):
+            parameters = [torch.nn.Parameter(m.clone()) for m, _ in start]
+            for p, (_, g) in zip(parameters, start, strict=True):
+                p.grad = g.clone()
+            calls.clear()
+            optimizer = kind(parameters, 0.05, backend=backend, correct_every=2, **options)
+            optimizer.step()
+            optimizer.step()
+            moved[backend] = [p.detach() for p in parameters]
+            assert calls == ([3, 3] if backend == "cuda" else [])
+        for one, other in zip(moved["cuda"], moved["reference"], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
 def test_cayley_of_nan_is_nan(cuda: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import _native_cuda
+from orthokern import _native, _native_cuda
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -120,6 +119,26 @@ def test_parity_of_every_path(op: str, activation: str, path: str, wish: Any) ->
             **rank,
         )
     )
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_forward_of_one_backward_of_the_other(op: str, activation: str) -> None:
+    """What a forward saves is the same whoever ran it, with checkpoints and without."""
+    problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
+    expected, plain = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "reference")
+    others = ("reference", "cpu") if _native.AVAILABLE else ("reference",)
+    for other, every in itertools.product(others, (0, 3)):
+        for fwd, bwd in (("cuda", other), (other, "cuda")):
+            actual = run_scan(problem.to(torch.float32), fwd, bwd_backend=bwd, checkpoint_every=every)
+            for name in problem.grad_names():
+                assert_matches_reference(
+                    actual[name],
+                    expected[name],
+                    plain[name],
+                    name=f"{fwd}, {bwd}: {name}",
+                    gradient=name != "grad_norm",
+                )
 
 
 @pytest.mark.parametrize("inputs", KINDS)
@@ -618,10 +637,11 @@ def test_a_path_that_cannot_serve_says_so(wish: Any) -> None:
 @pytest.mark.parametrize("op", (*OPS, "gru_scan", "cayley", "activations"))
 def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp_path: Path) -> None:
     """No kernel spills: the maps are in registers, and a spilled weight would be read from memory in every step."""
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None:
-        pytest.skip("nvcc not found")
     csrc = Path(__file__).resolve().parents[1] / "csrc"
+    nvcc = build.nvcc()
+    if nvcc is None:
+        assert not _native_cuda.AVAILABLE, "the build had an nvcc that is not here now: set CUDACXX to it"
+        pytest.skip("nvcc not found")
     command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{csrc}", "-c"]
     done = subprocess.run(
         [*command, str(csrc / "cuda" / f"{op}.cu"), "-o", str(tmp_path / "out.o")], capture_output=True, text=True

@@ -17,6 +17,7 @@ import torch
 
 from orthokern.data import load_mnist, pixel_permutation
 from orthokern.data import mnist as module
+from orthokern.data._files import Standard
 from orthokern.errors import InputError
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -100,6 +101,7 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] 
         lambda f: struct.pack(">4I", 2051, 5, 32, 32) + bytes(5 * 1024),
         "holds images of 32 x 32 pixels; expected: 28 x 28",
     ),
+    "nothing but paper": (TEST_IMAGES, lambda f: f[TEST_IMAGES][:16] + bytes(5 * 784), "damaged: every pixel of every"),
     "a label of 10": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS][:-1] + b"\x0a", "label 11 is 10; expected: 0 to 9"),
     "other counts": (TRAIN_IMAGES, lambda f: f[TEST_IMAGES], "holds 5 images and .* 12 labels; expected: the same"),
     "gzip cut off": (TRAIN_IMAGES, lambda f: gzip.compress(f[TRAIN_IMAGES])[:-3], "cut off: gzip cannot decompress"),
@@ -220,11 +222,11 @@ def test_known_content(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """With these small files in the place of the standard ones: damage to a part is found, and another file of the same
     size is another data set, not a damaged one."""
     content = files()[TRAIN_IMAGES]
-    monkeypatch.setitem(module._CONTENT_BYTES, "train-images", len(content))
-    assert len(load_mnist(folder, validation=2).train) == 10
     quarters = tuple(zlib.crc32(content[start : start + 2356]) for start in range(0, 9424, 2356))
-    monkeypatch.setitem(module._QUARTERS, "train-images", quarters)
-    assert len(load_mnist(folder, validation=2).train) == 10
+    wrong = tuple(zlib.crc32(bytes([i])) for i in range(4))
+    for known in (wrong, quarters):
+        monkeypatch.setitem(module._FILES, "train-images", Standard(len(content), known))
+        assert len(load_mnist(folder, validation=2).train) == 10
     (folder / TRAIN_IMAGES).write_bytes(flipped(content, 5000))
     with pytest.raises(InputError, match="wrong checksum in bytes 4712 to 7067; expected: MNIST's train-images"):
         load_mnist(folder, validation=2)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from orthokern.data import Rolls, load_music
+from orthokern.data import music as module
 from orthokern.data.music import COLLECTIONS, NOTES
 from orthokern.errors import InputError
 
@@ -260,6 +261,16 @@ def test_whole_pieces_for_evaluation() -> None:
         assert torch.equal(torch.cat(parts[place]), rolls.piece(index).float())
 
 
+def test_a_collection_in_the_place_of_another(
+    tmp_path: Path, parts: dict[str, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module._STEPS, "jsb", tuple(sum(map(len, pieces)) for pieces in parts.values()))
+    np.savez_compressed(tmp_path / "jsb_chorales.npz", **npz_arrays(parts))
+    check(tmp_path, parts, "jsb")
+    (tmp_path / "Nottingham.mat").write_bytes(mat_file(parts))
+    assert refused(tmp_path) == f"{tmp_path / 'Nottingham.mat'} holds the collection jsb; expected: nottingham"
+
+
 @pytest.mark.skipif("ORTHOKERN_DATA" not in os.environ, reason="ORTHOKERN_DATA: the folder with the real files")
 @pytest.mark.parametrize("collection", COLLECTIONS)
 def test_the_real_files(collection: str, tmp_path: Path) -> None:
@@ -278,3 +289,4 @@ def test_the_real_files(collection: str, tmp_path: Path) -> None:
         "piano-midi": (87, 12, 25),
     }
     assert (len(music.train), len(music.validation), len(music.test)) == sizes[collection]
+    assert tuple(len(part.notes) for part in (music.train, music.validation, music.test)) == module._STEPS[collection]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from orthokern.data import Sentences, load_ptb, read_sentences
+from orthokern.data import Sentences, load_ptb, load_words, read_sentences
+from orthokern.data import ptb as module
+from orthokern.data._files import Standard
 from orthokern.data.ptb import ALPHABET, decode
 from orthokern.errors import InputError
 
@@ -239,6 +243,54 @@ def test_load(tmp_path: Path) -> None:
     for argument in ("batch", "bucket"):
         with pytest.raises(InputError, match=f"{argument} must be an integer of at least 1, got 0"):
             data.train.batches(**{"batch": 5, "generator": seeded(), "bucket": 2, argument: 0})
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Lines of three texts, which stand in the place of the standard ones."""
+    lines = random_lines(90)
+    texts = {"train": lines[:50], "valid": lines[50:70], "test": lines[70:]}
+    files = {}
+    for part, own in texts.items():
+        content = word_file(own)
+        quarter = -(-len(content) // 4)
+        files[part] = Standard(
+            len(content), tuple(zlib.crc32(content[i : i + quarter]) for i in range(0, len(content), quarter))
+        )
+    monkeypatch.setattr(module, "_FILES", files)
+    return texts
+
+
+# what becomes of the lines of valid, and what the error says
+DAMAGES: dict[str, tuple[Callable[[dict[str, list[str]]], list[str]], str]] = {
+    "another's": (lambda t: t["train"], "holds the Penn Treebank's train; expected: its valid$"),
+    "cut off at a line's end": (
+        lambda t: t["valid"][:-3],
+        r"cut off: \d+ bytes; expected: the Penn .* valid, \d+ bytes$",
+    ),
+    "a letter": (lambda t: [*t["valid"][:-1], t["valid"][-1].replace("N", "a")], "damaged: wrong checksum in bytes"),
+    "too long": (lambda t: [*t["valid"], "a"], "damaged: wrong checksum in bytes"),
+}
+
+
+@pytest.mark.parametrize("make", [word_file, char_file])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_copies_of_the_standard_files(
+    tmp_path: Path, known: dict[str, list[str]], make: Callable[[list[str]], bytes], damage: str
+) -> None:
+    """As they are they are read, so are others; not a damaged one, or one in the place of another."""
+    change, expected = DAMAGES[damage]
+    loaders = [load_ptb, *([load_words] if make is word_file else [])]
+    for valid in (known["valid"], LINES, change(known)):
+        for part, lines in {**known, "valid": valid}.items():
+            written(tmp_path, make(lines), f"ptb.{part}.txt")
+        for load in loaders:
+            if valid is known["valid"] or (valid is LINES and load is load_ptb):
+                load(tmp_path)
+            elif valid is not LINES:
+                with pytest.raises(InputError, match=expected) as caught:
+                    load(tmp_path)
+                assert str(caught.value).startswith(str(tmp_path / "ptb.valid.txt"))
 
 
 @pytest.fixture

@@ -667,3 +667,18 @@ def test_the_command_runs_and_teaches() -> None:
     assert done.returncode == 0 and not done.stderr
     for word in ("RUN", "--figure", "--quantity", "--panel", "--table", "examples:", "Exit code"):
         assert word in done.stdout
+
+
+def test_iterations_over_lengths(drawing: Any) -> None:
+    """A panel per problem with something solved, a line per network with something solved, a colour per network."""
+    one = {"easy": {"plain": {20: 5, 10: 3}, "other": {}, "third": {10: 7}}, "hard": {"plain": {}, "third": {}}}
+    figure = plots.iterations_over_lengths(one, "Lengths")
+    assert figure is not None and figure.get_suptitle() == "Lengths: easy" and len(figure.axes) == 1
+    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    assert list(lines) == ["plain", "third"] and list(lines["plain"].get_xdata()) == [10, 20]
+    assert list(lines["plain"].get_ydata()) == [3, 5]
+    two = plots.iterations_over_lengths({**one, "hard": {"third": {10: 9}}}, "Lengths")
+    assert two is not None and two.get_suptitle() == "Lengths"
+    assert [axis.get_title() for axis in two.axes] == ["easy", "hard"]
+    assert two.axes[1].get_lines()[0].get_color() == lines["third"].get_color()
+    assert plots.iterations_over_lengths({"hard": {"plain": {}}}) is None

@@ -257,20 +257,21 @@ def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
 
 
 def test_the_rate_of_music(small: dict[str, list[str]]) -> None:
-    """Divided after `patience` epochs without improvement, over below the floor."""
+    """Divided after `patience` epochs without improvement, over below the floor, as the loop does it."""
     task = build("music", small["music"], "--patience", "2", "--decay", "2", "--lr", "0.1", "--lr-floor", "0.03")
     task.initial_loss = 100.0
     ends, rates = [], []
     for loss in (9, 8, 8, 8, 8, 7, 7.5, 7.5, 7):
-        task.wants_evaluation(task.iterations_per_epoch, {})
+        assert task.wants_evaluation(task.iterations_per_epoch, {})
+        task.plateau.step(task.score({"loss": float(loss)}))
         ends.append(task.goal_reached({"loss": float(loss)}))
         rates.append(task.optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05, 0.025, 0.025])
-    assert ends == [False] * 7 + [True, False]
+    assert ends == [False] * 7 + [True, True]
     # in the middle of an epoch, where a run's last iteration may be, nothing is decided
     task.wants_evaluation(task.iterations_per_epoch + 1, {})
-    waited, worst = task.waited, task.worst_loss
-    assert not task.goal_reached({"loss": 1000.0}) and (task.waited, task.worst_loss) == (waited, worst)
+    worst = task.worst_loss
+    assert not task.goal_reached({"loss": 1000.0}) and task.worst_loss == worst
 
 
 def test_success(small: dict[str, list[str]]) -> None:
@@ -378,6 +379,13 @@ def test_bad_data(tmp_path: Path, small: dict[str, list[str]], capsys: pytest.Ca
     assert "has 12 distinct words, <eos> included; accepted: at most 11" in capsys.readouterr().err
     assert run("music", *small["music"], "--collection", "jsb", "--out", tmp_path / "out") == 2
     assert "missing data file JSB_Chorales.mat (nor jsb_chorales.npz)" in capsys.readouterr().err
+
+
+def test_a_rate_below_its_floor(
+    tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("music", *small["music"], "--lr", "1e-3", "--lr-floor", "0.01", "--out", tmp_path / "out") == 2
+    assert capsys.readouterr().err == "error: --lr 0.001: below --lr-floor, 0.01, at which training ends\n"
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -277,6 +277,78 @@ def test_schedules() -> None:
     assert factors(warmup=3) == pytest.approx([1 / 4, 1, 1])
 
 
+def no_better(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    """Lets the evaluations of the adding task find these losses, one per iteration."""
+    monkeypatch.setattr(adding.Adding, "evaluate", lambda _, i: {"loss": losses[i - 1], "accuracy": 0.0})
+
+
+def rates_of(folder: Path) -> dict[str, float]:
+    groups = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
+    return {group["role"]: group["lr"] for group in groups}
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_rates_fall_on_a_plateau(
+    warmup: int, tmp_path: Path, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two evaluations that are not better than the best, also in the middle of a warm-up; every group's."""
+    nan = math.nan
+    no_better(monkeypatch, 5, 4, 4, 4, 4, 3, nan, 3.5, 2)
+    options = "--eval-every 1 --diagnose-every 1 --iterations 9 --goal 0 --warmup".split() + [str(warmup)]
+    rates = "--lr 0.5 --input-lr 0.25 --spectrum-lr 0.125 --geodesic-lr 1e-9 --margin 0.5".split()
+    plateau = "--schedule plateau --patience 2".split()
+    assert run("adding", *small["adding"], *options, *rates, *plateau, "--out", tmp_path / "run") == 0
+    fallen = [
+        1,
+        1,
+        1,
+        1,
+        1 / 2,
+        1 / 2,
+        1 / 2,
+        1 / 2,
+        1 / 4,
+    ]  # in the iterations after the first; in the 5th for the first time
+    risen = [min(1.0, (i + 2) / (warmup + 1)) for i in range(9)]
+    expected = [0.5 * rise * fall for rise, fall in zip(risen, fallen, strict=True)]
+    assert [r["lr"] for r in records(tmp_path / "run")] == (expected if warmup == 0 else pytest.approx(expected))
+    last = {"readout": 0.5, "input": 0.25, "spectrum": 0.125, "geodesic": 1e-9}
+    assert rates_of(tmp_path / "run") == pytest.approx({role: rate / 4 for role, rate in last.items()}, rel=1e-12)
+
+
+def test_resume_within_a_plateau_is_exact(
+    tmp_path: Path, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been waited for and what was best are in the checkpoint; the evaluation that a part ends with, in
+    between those that are due, is not waited for."""
+    no_better(monkeypatch, 9, 4, 9, 5, 9, 5, 9, 5, 1, 5, 9, 3)
+    options = [*small["adding"], *"--eval-every 2 --diagnose-every 1 --goal 0 --schedule plateau --patience 3".split()]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run("adding", *options, "--out", whole, "--iterations", 12) == 0
+    for end in (5, 7, 9, 12):
+        where = ["--out", parts] if end == 5 else ["--resume", parts]
+        assert run("adding", *(options if end == 5 else []), *where, "--iterations", end) == 0
+    rates = [r["lr"] for r in records(whole)]
+    assert rates == [1e-3] * 8 + [5e-4] * 4
+    for ours, theirs in zip(records(parts), records(whole), strict=True):
+        assert {k: v for k, v in ours.items() if k in theirs} == theirs
+    ends = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (parts, whole)]
+    assert ends[0]["plateau"] == ends[1]["plateau"] and ends[0]["plateau"]["best"] == -3
+    for name, value in ends[1]["model"].items():
+        assert torch.equal(ends[0]["model"][name], value), name
+
+
+def test_the_released_code_halves_its_rates(ptb: Path) -> None:
+    for preset in ("nnrnn-150", "nnrnn-300"):
+        settings = settings_of("char_lm", ["--data", str(ptb)], **{**char_lm.PRESETS[preset], "hidden": 8})
+        task = char_lm.CharStream(settings)
+        assert task.scheduler is None and task.plateau is not None
+        before = [group["lr"] for group in task.optimizer.param_groups]
+        for loss in (1.5, 1.5, 1.4):  # halved at once
+            task.plateau.step(task.score({"loss": loss}))
+        assert [group["lr"] for group in task.optimizer.param_groups] == [rate / 2 for rate in before]
+
+
 def test_rates_by_role(small: dict[str, list[str]]) -> None:
     """The spectrum's rate is divided by 2 m, as the paper has it; the input has its own."""
     options = "--lr 0.1 --input-lr 0.2 --spectrum-lr 0.3 --geodesic-lr 0.4 --margin 0.5".split()
@@ -323,6 +395,12 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("adding", "--optimizer sgd --geodesic sgd --alpha 0.5", "--alpha: for --optimizer rmsprop, or --geodesic"),
         ("adding", "--optimizer sgd --model rnn --eps 0.1", "--eps: for --optimizer rmsprop or adam, or --geodesic"),
         ("adding", "--schedule constant --lr-decay 3", "--lr-decay: for --schedule inverse or exponential or cosine;"),
+        ("adding", "--schedule plateau --lr-decay 3", "--lr-decay: for --schedule inverse or exponential or cosine;"),
+        ("adding", "--patience 3", "--patience: for --schedule plateau; here --schedule is constant"),
+        ("adding", "--plateau-factor 0.1", "--plateau-factor: for --schedule plateau; here --schedule is constant"),
+        ("adding", "--schedule plateau --plateau-factor 1", "'1' is not a number above 0 and below 1"),
+        ("copy", "--schedule plateau --patience 0", "patience: '0' is not an integer of at least 1"),
+        ("copy", "--schedule plateau --eval-every 0", "--schedule plateau with --eval-every 0: without evaluations"),
         ("adding", "--beta1 0.5", "--beta1: for --optimizer adam; here --optimizer is rmsprop"),
         ("adding", "--momentum 0.5", "--momentum: for --optimizer sgd; here --optimizer is rmsprop"),
         ("adding", "--forget-bias 2", "--forget-bias: for --model lstm or peephole-lstm; here --model is factorized"),

@@ -190,6 +190,20 @@ def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
     assert_same_run(whole, folder)
 
 
+def test_a_checkpoint_from_before_there_were_plateaus(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    go(folder, Regression(), iterations=6)
+    payload = load_checkpoint(folder / "checkpoint.pt")
+    assert payload.pop("plateau") is None
+    save_checkpoint(folder / "checkpoint.pt", payload)
+    task = Regression()
+    task.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(task.optimizer)
+    with pytest.raises(CheckpointError, match="lacks plateau"):
+        go(folder, task, resume=True)
+    assert go(folder, Regression(), resume=True).exit_code == 0
+    assert records(folder)[-1] == records(whole)[-1]
+
+
 @pytest.mark.parametrize("at", [2, 7, 11, 19])
 def test_a_kill_loses_no_more_than_the_iterations_since_the_checkpoint(whole: Path, tmp_path: Path, at: int) -> None:
     def kill(_: Regression) -> None:
@@ -467,7 +481,7 @@ def test_foreign_checkpoint(whole: Path, kind: str) -> None:
         torch.save({"format": "orthokern.checkpoint", "version": 1}, path)
     with pytest.raises(CheckpointError) as error:
         go(whole, Regression(), resume=True)
-    assert str(path) in one_line(error)
+    assert str(path) in one_line(error) and "\x1b" not in str(error.value)
     assert not trace.exists()
 
 
@@ -488,7 +502,7 @@ def test_checkpoint_of_other_settings(whole: Path, tmp_path: Path) -> None:
     assert "was made with width=7, this run has width=5" in one_line(error)
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "task_state"])
+@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "task_state", "scheduler", "iteration"])
 def test_checkpoint_that_does_not_fit(whole: Path, part: str) -> None:
     payload = load_checkpoint(whole / "checkpoint.pt")
     payload[part] = {"0.weight": torch.zeros(1, 9), "0.bias": torch.zeros(1)} if part == "model" else {}
@@ -496,6 +510,19 @@ def test_checkpoint_that_does_not_fit(whole: Path, part: str) -> None:
     with pytest.raises(CheckpointError) as error:
         go(whole, Regression(), resume=True)
     assert "does not fit this run" in one_line(error)
+
+
+def test_a_best_state_that_is_gone(whole: Path, tmp_path: Path) -> None:
+    """Is not quietly taken from later iterations alone; lost while the run goes on, the test says what it took."""
+    folder = tmp_path / "lost"
+    best = folder / "best.pt"
+    go(folder, Regression(at={20: lambda _: best.unlink()}))
+    found = json.loads((folder / "result.json").read_text())
+    assert found["tested"] == (found["best"]["iteration"] if best.exists() else 20)
+    (whole / "best.pt").unlink()
+    with pytest.raises(CheckpointError) as error:
+        go(whole, Regression(), resume=True)
+    assert f"no best.pt beside checkpoint {whole / 'checkpoint.pt'}" in one_line(error)
 
 
 def test_metrics_that_end_too_early(whole: Path) -> None:

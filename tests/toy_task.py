@@ -1,4 +1,4 @@
-"""A small task with everything that a resumed or shared run has to get right: geodesic bases, RMSprop, a schedule,
+"""A small task with everything that a resumed or shared run has to get right: geodesic bases, RMSprop, two schedules,
 dropout from the global generator, data from the task's own. `python tests/toy_task.py --out DIR` trains it.
 
 The network reads noise and says, at every step, the mean of what it has read. float64: then two ways to round differ by
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import optimizer_for
+from orthokern.tasks.optimization import plateau
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
 
@@ -63,7 +64,8 @@ class Toy(Task):
         self.rows = shard.rows(settings["batch"])
         self.model: Model = Model(settings["hidden"], settings["dropout"], settings["mistake"] == "idle")
         self.optimizer = optimizer_for(self.model, lr=3e-3, geodesic_lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda i: 1 / (1 + 0.02 * i))
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
+        self.plateau = plateau(self.optimizer, factor=0.9, patience=1)
         self.generator = torch.Generator().manual_seed(settings["seed"])
         self.batches = 0
 

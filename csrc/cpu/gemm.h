@@ -13,8 +13,14 @@
 //   | a  | x |      |              | = MR x 2 accumulators, all in registers
 //   +----+   +---------------------+
 //
+// With 32 registers two panels are taken at once, 6 rows x 4 vectors: 10 loads for 24 multiply-adds instead of 15 for 26. A core alone does
+// not feel that; one that shares its issue slots with another thread of the machine gains some 8 %.
+//
 // Each output element is one chain of multiply-adds in ascending depth, whatever the tile it falls in: results do not depend on how rows
 // are grouped. A call with few rows takes several panels at once, so that there are chains enough to hide the latency.
+//
+// A deep product goes through its depth in chunks: what a chunk takes of `a` and of a panel then stays in the nearest cache for all tiles,
+// and the sums wait in `out` meanwhile (a chain goes on where it stopped: no bit changes).
 #pragma once
 
 #include "cpu/simd.h"
@@ -23,6 +29,10 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 
 constexpr int kMaxSegments = 3;
+constexpr int kHalfRows = kMaxRows / 2;         // rows of a tile of two panels
+constexpr bool kWideTiles = kMaxRows >= 12;     // registers for 6 rows x 4 vectors, the weights and a broadcast
+constexpr int kChunkBytes = 512;                // of a chunk's depth in a row of `a`: 8 vectors' worth of AVX-512, 32 KB of two panels
+constexpr size_t kNearWeights = 512 << 10;      // bytes of a packed matrix that stay in the second cache by themselves
 
 // One stretch of the depth: `depth` columns of a blocked matrix, blocks `block` elements apart, at its first row.
 template <class T>
@@ -72,7 +82,7 @@ class Errands {
   }
   // To be done with in so many stops.
   void set_pace(int stops) {
-    for (int i = 0; i < count_; i++) list_[i].pace = (list_[i].left + stops - 1) / stops;
+    for (int i = 0; stops > 0 && i < count_; i++) list_[i].pace = (list_[i].left + stops - 1) / stops;
   }
   ORTHOKERN_INLINE void stop() {
     for (int i = 0; i < count_; i++)
@@ -94,22 +104,29 @@ class Errands {
 
 template <class T>
 using TileKernel = void (*)(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out,
-                            ptrdiff_t out_block, const T* prefetch, Errands<T>* errands);
+                            ptrdiff_t out_block, bool add, const T* ahead, Errands<T>* errands);
 
-// PANELS panels of two vectors, or (PANELS == 0) one panel of one vector.
+// PANELS panels of two vectors, or (PANELS == 0) one panel of one vector: out = a . panels, or (add) out += a . panels. With PREFETCH a vector of
+// every panel row at `ahead` is brought into the second cache meanwhile.
 template <class T, int MR, int PANELS, bool PREFETCH>
-void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out, ptrdiff_t out_block,
-                 const T* prefetch, Errands<T>* errands) {
+void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out, ptrdiff_t out_block, bool add,
+                 const T* ahead, Errands<T>* errands) {
   constexpr int L = kLanes<T>;
   constexpr int W = PANELS == 0 ? 1 : 2;        // vectors of a panel row
   constexpr int NP = PANELS == 0 ? 1 : PANELS;  // panels
   V<T> acc[MR][NP * W];
+  if (add) {
 #pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
+    for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
-    for (int n = 0; n < NP * W; n++) acc[r][n] = V<T>{};
+      for (int n = 0; n < NP * W; n++) acc[r][n] = load(out + n * out_block + r * L);
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 16
+      for (int n = 0; n < NP * W; n++) acc[r][n] = V<T>{};
+  }
   const T* b = panel;
-  const T* ahead = prefetch;
   for (int i = 0; i < segment_count; i++) {
     const T* a = segments[i].a;
     int left = segments[i].depth;
@@ -120,8 +137,7 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
 #pragma GCC unroll 16
         for (int n = 0; n < NP * W; n++) w[n] = load(b + (n / W) * panel_stride + (n % W) * L);
         if (PREFETCH) {
-          __builtin_prefetch(ahead, 0, 3);
-          __builtin_prefetch(ahead + L, 0, 3);
+          __builtin_prefetch(ahead, 0, 2);
           ahead += W * L;
         }
 #pragma GCC unroll 16
@@ -181,6 +197,7 @@ struct Packed {
   int panel_count() const { return (cols + kWidth - 1) / kWidth; }
   bool narrow(int p) const { return cols - p * kWidth <= kLanes<T>; }
   const T* panel(int p) const { return panels + static_cast<ptrdiff_t>(p) * kWidth * depth; }
+  const T* row(int p, int k) const { return panel(p) + static_cast<ptrdiff_t>(k) * (narrow(p) ? kLanes<T> : kWidth); }
 
   bool allocate(int depth_, int cols_) {
     depth = depth_;
@@ -204,43 +221,71 @@ struct Packed {
   }
 };
 
-// out = a . w for blocked a (given by its segments) and blocked out, R rows; panels one after another, so that `after(first_block, last_block)`
-// may finish those columns while they are in the nearest cache.
+// out = a . w for blocked a (given by its segments) and blocked out, R rows; in the last chunk panels one after another, so that `after(first_block, last_block)`
+// may finish those columns while they are in the nearest cache. out is neither a nor what the errands read.
+// Only panels [begin, end) are computed: those of one thread where several share a product.
+template <class T, class After>
+ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int begin, int end, int rows, T* out,
+                               ptrdiff_t out_block, Errands<T>* errands, const After& after) {
+  constexpr int L = kLanes<T>;
+  constexpr int kChunk = kChunkBytes / sizeof(T);
+  const int panels = end - begin, wide = panels - (panels > 0 && w.narrow(end - 1) ? 1 : 0);
+  const bool far = static_cast<size_t>(w.depth) * w.cols * sizeof(T) > kNearWeights;
+  const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
+  const int half_tiles = (rows + kHalfRows - 1) / kHalfRows, full_tiles = (rows + kMaxRows - 1) / kMaxRows;
+  const bool by_two = kWideTiles || rows <= kHalfRows;
+  const int quads = rows <= kMaxRows / 4 ? wide / 4 : 0, pairs = by_two ? (wide - 4 * quads) / 2 : 0;
+  const int tile_count = quads + half_tiles * pairs + full_tiles * (panels - 4 * quads - 2 * pairs);
+  errands->set_pace((w.depth + L - 1) / L * tile_count);
+  for (int s = 0, from = 0, k = 0; s < segment_count;) {  // a chunk from `from` of segment s on, row k of the panels
+    Segment<T> part[kMaxSegments];
+    int parts = 1, k_end = k;
+    int take_depth = segments[s].depth - from;
+    if (segments[s].depth >= kChunk + kChunk / 2) {  // in pieces of about a length
+      const int pieces = (segments[s].depth + kChunk - 1) / kChunk, piece = round_up((segments[s].depth + pieces - 1) / pieces, L);
+      if (take_depth > piece) take_depth = piece;
+    }
+    part[0] = {segments[s].a + from / L * segments[s].block, segments[s].block, take_depth};
+    k_end += part[0].depth;
+    from += part[0].depth;
+    if (from == segments[s].depth) {
+      from = 0;
+      for (s++; s < segment_count && segments[s].depth < kChunk / 2; s++) {  // short ones go along
+        k_end += segments[s].depth;
+        part[parts++] = segments[s];
+      }
+    }
+    const bool last = s == segment_count;
+    for (int p = begin, take; p < end; p += take) {
+      const bool narrow = w.narrow(p);
+      take = p - begin < 4 * quads ? 4 : p - begin < 4 * quads + 2 * pairs ? 2 : 1;
+      const int tiles = take == 4 ? 1 : take == 2 ? half_tiles : full_tiles;
+      const T* panel = w.row(p, k);
+      const T* next = p + take < end ? w.row(p + take, k) : w.row(begin, last ? 0 : k_end);
+      for (int i = 0, row = 0; i < tiles; i++) {
+        const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
+        Segment<T> at[kMaxSegments];
+        for (int j = 0; j < parts; j++) at[j] = {part[j].a + row * L, part[j].block, part[j].depth};
+        // The next panels, a vector of each of their rows by each tile.
+        const bool fetch = far && tiles > 1 && i < 2 * take;
+        TileKernel<T> kernel;
+        if (narrow) kernel = tile_kernel_for_rows<T, 0, false>(count);
+        else if (take == 4) kernel = tile_kernel_for_rows<T, 4, false>(count);
+        else if (take == 2) kernel = fetch ? tile_kernel_for_rows<T, 2, true>(count) : tile_kernel_for_rows<T, 2, false>(count);
+        else kernel = fetch ? tile_kernel_for_rows<T, 1, true>(count) : tile_kernel_for_rows<T, 1, false>(count);
+        kernel(at, parts, panel, stride, out + 2 * p * out_block + row * L, out_block, k > 0, next + i / 2 * stride + i % 2 * L, errands);
+        row += count;
+      }
+      if (last) after(2 * p, narrow ? 2 * p + 1 : 2 * (p + take));
+    }
+    k = k_end;
+  }
+  errands->finish();
+}
 template <class T, class After>
 ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block,
                                Errands<T>* errands, const After& after) {
-  constexpr int L = kLanes<T>;
-  const int panels = w.panel_count();
-  const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
-  const int tiles = (rows + kMaxRows - 1) / kMaxRows;
-  errands->set_pace((w.depth + L - 1) / L * tiles * panels);
-  for (int p = 0; p < panels;) {
-    const bool narrow = w.narrow(p);
-    int take = 1;
-    if (!narrow) {
-      const int wide = panels - p - (w.narrow(panels - 1) ? 1 : 0);  // panels of full width from here on
-      if (rows <= kMaxRows / 4 && wide >= 4) take = 4;
-      else if (rows <= kMaxRows / 2 && wide >= 2) take = 2;
-    }
-    const T* panel = w.panel(p);
-    const T* next = p + take < panels ? w.panel(p + take) : w.panel(0);
-    for (int i = 0, row = 0; i < tiles; i++) {
-      const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
-      Segment<T> at[kMaxSegments];
-      for (int s = 0; s < segment_count; s++) at[s] = {segments[s].a + row * L, segments[s].block, segments[s].depth};
-      TileKernel<T> kernel;
-      if (narrow) kernel = tile_kernel_for_rows<T, 0, false>(count);
-      else if (take == 4) kernel = tile_kernel_for_rows<T, 4, false>(count);
-      else if (take == 2) kernel = tile_kernel_for_rows<T, 2, false>(count);
-      else if (i == 0 && tiles > 1) kernel = tile_kernel_for_rows<T, 1, true>(count);
-      else kernel = tile_kernel_for_rows<T, 1, false>(count);
-      kernel(at, segment_count, panel, stride, out + 2 * p * out_block + row * L, out_block, next, errands);
-      row += count;
-    }
-    after(2 * p, narrow ? 2 * p + 1 : 2 * (p + take));
-    p += take;
-  }
-  errands->finish();
+  multiply<T>(segments, segment_count, w, 0, w.panel_count(), rows, out, out_block, errands, after);
 }
 template <class T>
 inline void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block) {

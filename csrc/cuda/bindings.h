@@ -34,12 +34,17 @@ inline ActivationArgs activation_args(const pybind11::dict& d) {
 
 inline CayleyArgs cayley_args(const pybind11::dict& d) {
   CayleyArgs a{};
-  a.batch = number(d, "batch"), a.N = number(d, "N"), a.K = number(d, "K");
   a.dtype = static_cast<int>(number(d, "dtype"));
   a.device = static_cast<int>(number(d, "device")), a.stream = address<void>(d, "stream");
-  a.m = address<void>(d, "m"), a.g = address<void>(d, "g");
-  a.lr = address<double>(d, "lr"), a.rate = d.contains("rate") ? d["rate"].cast<double>() : 0;
-  a.out = address<void>(d, "out"), a.workspace = address<void>(d, "workspace");
+  a.workspace = address<void>(d, "workspace");
+  for (const pybind11::handle& one : d["matrices"]) {
+    const pybind11::dict of = pybind11::reinterpret_borrow<pybind11::dict>(one);
+    CayleyMatrices some{};
+    some.batch = number(of, "batch"), some.N = number(of, "N"), some.K = number(of, "K");
+    some.m = address<void>(of, "m"), some.g = address<void>(of, "g"), some.out = address<void>(of, "out");
+    some.lr = address<double>(of, "lr"), some.rate = of.contains("rate") ? of["rate"].cast<double>() : 0;
+    a.matrices.push_back(some);
+  }
   return a;
 }
 
@@ -61,11 +66,12 @@ inline void bind_gru_scan(pybind11::module_& m) {
   m.def("gru_scan_plan", [](const pybind11::dict& d) {
     GruWish wish;
     if (d.contains("wish_path")) wish.path = static_cast<int>(number(d, "wish_path"));
+    if (d.contains("wish_graph_steps")) wish.graph_steps = static_cast<int>(number(d, "wish_graph_steps"));
     wish.group = static_cast<int>(number(d, "wish_group"));
     const GruPlan plan = plan_gru_scan(gru_scan_args(d), number(d, "backward"), wish);
     pybind11::dict result;
     result["path"] = plan.path, result["group"] = plan.group, result["blocks"] = plan.blocks, result["norm_columns"] = plan.norm_columns;
-    result["work_floats"] = plan.work, result["shared_bytes"] = plan.shared_bytes;
+    result["work_floats"] = plan.work, result["shared_bytes"] = plan.shared_bytes, result["graph_steps"] = plan.graph_steps;
     return result;
   });
   m.def("gru_scan", [](const pybind11::dict& d) {
@@ -73,6 +79,7 @@ inline void bind_gru_scan(pybind11::module_& m) {
     GruPlan plan{};
     plan.path = static_cast<int>(number(d, "path")), plan.group = static_cast<int>(number(d, "group"));
     plan.blocks = static_cast<int>(number(d, "blocks")), plan.shared_bytes = number(d, "shared_bytes");
+    plan.graph_steps = static_cast<int>(number(d, "graph_steps"));
     const bool backward = number(d, "backward");
     void* const stream = address<void>(d, "stream");
     pybind11::gil_scoped_release release;

@@ -1,4 +1,4 @@
-// The Cayley step, batched over matrices (blockIdx.z) of one shape. Everything is a tiled product of matrices, 64 x 64 results a block, so that
+// The Cayley step, batched over matrices (blockIdx.z) of any shapes. Everything is a tiled product of matrices, 64 x 64 results a block, so that
 // even a single matrix is spread over many multiprocessors; the decisions between kernels are made on the device.
 //
 // Square, K = N, with c = lr/2:
@@ -44,6 +44,7 @@ constexpr int kIterations = 3;                          // of the series, from t
 constexpr int kSeriesFrom = 129;
 constexpr double kLargeTurn = 0.75;                     // root mean square of X's singular values, or of F's
 constexpr int kLargestBatch = 65535;                    // matrices in one launch
+constexpr int kMostShapes = 16;                         // of them
 static_assert(kTile * kDepth % kThreads == 0 && kTile * kTile == 16 * kThreads, "every thread loads and computes the same number of elements");
 
 enum Status { kSeries, kConverged, kEliminate, kLarge };
@@ -133,7 +134,7 @@ __device__ __forceinline__ double sum_of(const double* partial, int count) {
   return block_sum(x);
 }
 
-// What the kernels of one launch share. Pointers are to the first matrix; `at` takes them to the block's.
+// What the kernels know of the matrices of one shape. Pointers are to the first matrix; `at` takes them to the block's.
 template <class T>
 struct Work {
   int N, K, width;    // of a matrix; width of a row of `system`
@@ -189,14 +190,30 @@ struct Work {
   __device__ __forceinline__ int settled() const { return status[iterations + 1]; }
 };
 
+// The matrices of one launch, of up to kMostShapes shapes, all square or all thin: shape s has the matrices (blockIdx.z) from first[s] on. The grid
+// is that of the largest in each direction; blocks that lie outside their own matrix return.
+template <class T>
+struct Batch {
+  int shapes;
+  int first[kMostShapes];
+  Work<T> of[kMostShapes];
+
+  __device__ __forceinline__ Work<T> at(int matrix) const {
+    int s = shapes - 1;
+    while (matrix < first[s]) s--;
+    return of[s].at(matrix - first[s]);
+  }
+};
+
 // ------------------------------------------------------------------------------------------------------------------ square
 
 // X = c (G M^T - M G^T). grid.x: the tiles on and above the diagonal.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_skew_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_skew_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   int index = blockIdx.x, tile_row = 0;
+  if (index >= w.tiles * (w.tiles + 1) / 2) return;
   while (index >= w.tiles - tile_row) index -= w.tiles - tile_row++;
   const int row = tile_row * kTile, column = (tile_row + index) * kTile;
   T acc[4][4] = {};
@@ -229,10 +246,11 @@ __device__ __forceinline__ void times_x(T (&acc)[4][4], const Work<T>& w, int ro
 
 // The right-hand side X M, which is also the first term; or M, for a large step.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_begin_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_begin_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (row >= w.N || column >= w.N) return;
   const bool large = w.large();
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) w.status[0] = large ? kLarge : kSeries;
   T acc[4][4] = {};
@@ -251,11 +269,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_begin
 
 // The next term of the series, number `done` + 2.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_iterate_kernel(Work<T> all, int done) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_iterate_kernel(const __grid_constant__ Batch<T> all, int done) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
-  if (w.settle(done) != kSeries) return;
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (done >= w.iterations || row >= w.N || column >= w.N || w.settle(done) != kSeries) return;
   const int64_t size = static_cast<int64_t>(w.N) * w.N;
   T acc[4][4] = {};
   times_x(acc, w, row, column, slices[0], done ? w.terms + (done - 1) % 2 * size : w.system + w.N, done ? w.N : w.width);
@@ -274,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_itera
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_finish_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_finish_kernel(const __grid_constant__ Batch<T> all) {
   const Work<T> w = all.at(blockIdx.z);
   const int state = w.settled();
   if (state == kConverged) return;
@@ -297,11 +315,12 @@ struct RowsShared {
 // The block of rows from `first` on: the columns behind it (blockIdx.x) are multiplied by the inverse of its diagonal block. settle: the first
 // launch of a square step, which looks at the last term of the series.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_rows_kernel(Work<T> all, int first, bool settle) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_rows_kernel(const __grid_constant__ Batch<T> all, int first, bool settle) {
   RowsShared<T>& s = *dynamic_shared<RowsShared<T>>();
   const Work<T> w = all.at(blockIdx.z);
-  if (w.K == w.N && (settle ? w.settle(w.iterations) : w.settled()) == kConverged) return;
   const int size = min(kTile, w.order - first), begin = first + size, column = begin + blockIdx.x * kTile;
+  if (first >= w.order || column >= w.width) return;
+  if (w.K == w.N && (settle ? w.settle(w.iterations) : w.settled()) == kConverged) return;
 
   // Gauss-Jordan on the diagonal block. Thread t has column t % 64 of the rows t / 64, t / 64 + 4, ...
   constexpr int own = kTile * kTile / kThreads, step = kThreads / kTile;
@@ -341,13 +360,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_rows_
 
 // The other rows subtract. blockIdx.y: their tiles; the rows of the block itself are left out.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_update_kernel(Work<T> all, int first) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_update_kernel(const __grid_constant__ Batch<T> all, int first) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
-  if (w.K == w.N && w.settled() == kConverged) return;
   const int size = min(kTile, w.order - first), column = first + size + blockIdx.x * kTile;
   int row = blockIdx.y * kTile;
   if (row >= first) row += kTile;
+  if (first >= w.order || row >= w.order || column >= w.width) return;
+  if (w.K == w.N && w.settled() == kConverged) return;
   T acc[4][4] = {};
   multiply<true, false>(
       acc, size, slices[0], [&](int i, int k) { return row + i < w.order ? w.row(row + i)[first + k] : T(0); },
@@ -359,10 +379,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_updat
 
 // gram = M^T [M, G]
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_gram_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_gram_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (row >= w.K || column >= 2 * w.K) return;
   T acc[4][4] = {};
   multiply<false, false>(
       acc, w.N, slices[0], [&](int i, int k) { return row + i < w.K ? w.m[w.index(k, row + i)] : T(0); },
@@ -375,10 +396,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_gram_
 
 // H = (2 I - M^T M) M^T G
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_coefficients_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_coefficients_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (row >= w.K || column >= w.K) return;
   T acc[4][4] = {};
   multiply<true, false>(
       acc, w.K, slices[0], [&](int i, int k) { return row + i < w.K ? T(2 * (row + i == k)) - w.gram[2 * w.index(row + i, 0) + k] : T(0); },
@@ -396,10 +418,11 @@ __device__ __forceinline__ void m_times(T (&acc)[4][4], const Work<T>& w, const 
 
 // G' = G - M H
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_project_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_project_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (row >= w.N || column >= w.K) return;
   T acc[4][4] = {};
   m_times(acc, w, w.m, row, column, slices[0], w.h, w.K);
   each(acc, row, column, w.N, w.K, [&](int i, int j, T value) { w.sum[w.index(i, j)] = w.g[w.index(i, j)] - value; });
@@ -407,10 +430,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_proje
 
 // F = c (H - H^T) + c^2 G'^T G', beside the identity
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_system_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_system_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (row >= w.K || column >= w.K) return;
   T acc[4][4] = {};
   multiply<false, false>(
       acc, w.N, slices[0], [&](int i, int k) { return row + i < w.K ? w.sum[w.index(k, row + i)] : T(0); },
@@ -429,10 +453,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_syste
 
 // terms = M F + c G', or M - c G' for a large step
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_turn_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_turn_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (row >= w.N || column >= w.K) return;
   const bool large = w.large();
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) w.status[0] = large ? kLarge : kEliminate;
   T acc[4][4] = {};
@@ -446,10 +471,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_turn_
 
 // out = M - 2 terms a, or 2 terms a - M
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_thin_finish_kernel(Work<T> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_thin_finish_kernel(const __grid_constant__ Batch<T> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
+  if (row >= w.N || column >= w.K) return;
   const bool large = w.status[0] == kLarge;
   T acc[4][4] = {};
   m_times(acc, w, w.terms, row, column, slices[0], w.system + w.K, w.width);
@@ -461,16 +487,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_thin_
 
 // ---------------------------------------------------------------------------------------------------------------- launchers
 
-// The part of the workspace that each array takes, in bytes, for `batch` matrices; fills in the pointers if there is memory.
+// Matrices of one shape in one launch, beginning with number `skip` of their CayleyArgs; the workspace from `memory` on.
+// Returns the bytes that they take of it.
 template <class T>
-int64_t lay_out(Work<T>& w, const CayleyArgs& args, int64_t batch) {
-  const bool thin = args.K < args.N;
-  w.N = static_cast<int>(args.N), w.K = static_cast<int>(args.K);
+int64_t lay_out(Work<T>& w, const CayleyMatrices& some, int64_t skip, int64_t batch, char* memory) {
+  const bool thin = some.K < some.N;
+  w.N = static_cast<int>(some.N), w.K = static_cast<int>(some.K);
   w.order = w.K, w.width = 2 * w.K;
   w.tiles = (w.order + kTile - 1) / kTile;
-  w.iterations = !thin && args.N >= kSeriesFrom ? kIterations : 0;
-  const int64_t size = args.N * args.K, own = args.K * args.K, stages = w.iterations + 2;
-  char* memory = static_cast<char*>(args.workspace);
+  w.iterations = !thin && some.N >= kSeriesFrom ? kIterations : 0;
+  const int64_t size = some.N * some.K, own = some.K * some.K, stages = w.iterations + 2;
+  w.m = static_cast<const T*>(some.m) + skip * size, w.g = static_cast<const T*>(some.g) + skip * size;
+  w.out = static_cast<T*>(some.out) + skip * size;
+  w.lr = some.lr ? some.lr + skip : nullptr, w.rate = some.rate;
   int64_t used = 0;
   auto take = [&](auto*& pointer, int64_t count) {
     pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + used);
@@ -486,56 +515,76 @@ int64_t lay_out(Work<T>& w, const CayleyArgs& args, int64_t batch) {
   return used;
 }
 
+unsigned tiles_of(int64_t rows) { return static_cast<unsigned>((rows + kTile - 1) / kTile); }
+
+// f(batch, number of matrices) for one launch after the other, first the square matrices, then the thin ones. Launches follow one another on
+// the stream, so they share the workspace. Returns the bytes that the largest takes.
+template <class T, class F>
+int64_t each_launch(const CayleyArgs& args, F f) {
+  int64_t most = 0;
+  for (const bool thin : {false, true}) {
+    Batch<T> batch{};
+    int64_t matrices = 0, used = 0;
+    auto finish = [&] {
+      if (batch.shapes) f(batch, static_cast<unsigned>(matrices), thin);
+      most = used > most ? used : most;
+      batch.shapes = 0, matrices = used = 0;
+    };
+    for (const CayleyMatrices& some : args.matrices) {
+      if ((some.K < some.N) != thin) continue;
+      for (int64_t done = 0; done < some.batch;) {
+        if (batch.shapes == kMostShapes || matrices == kLargestBatch) finish();
+        const int64_t left = some.batch - done, room = kLargestBatch - matrices, count = left < room ? left : room;
+        batch.first[batch.shapes] = static_cast<int>(matrices);
+        used += lay_out(batch.of[batch.shapes], some, done, count, static_cast<char*>(args.workspace) + used);
+        batch.shapes++, matrices += count, done += count;
+      }
+    }
+    finish();
+  }
+  return most;
+}
+
 template <class T>
-void eliminate(const Work<T>& w, unsigned batch, cudaStream_t stream) {
-  const auto tiles = [](int columns) { return static_cast<unsigned>((columns + kTile - 1) / kTile); };
-  for (int first = 0; first < w.order; first += kTile) {
-    const unsigned across = tiles(w.width - (first + kTile < w.order ? first + kTile : w.order));
-    launch(cayley_rows_kernel<T>, {dim3(across, 1, batch), dim3(kThreads), stream, sizeof(RowsShared<T>)}, w, first, first == 0);
-    launch(cayley_update_kernel<T>, {dim3(across, static_cast<unsigned>(w.tiles - 1), batch), dim3(kThreads), stream}, w, first);
+void eliminate(const Batch<T>& all, int order, unsigned batch, cudaStream_t stream) {
+  for (int first = 0; first < order; first += kTile) {
+    const unsigned across = tiles_of(2 * order - (first + kTile < order ? first + kTile : order));
+    launch(cayley_rows_kernel<T>, {dim3(across, 1, batch), dim3(kThreads), stream, sizeof(RowsShared<T>)}, all, first, first == 0);
+    launch(cayley_update_kernel<T>, {dim3(across, tiles_of(order) - 1, batch), dim3(kThreads), stream}, all, first);
   }
 }
 
 template <class T>
-void step(const CayleyArgs& args, unsigned batch) {
-  Work<T> w{};
-  lay_out(w, args, batch);
-  w.m = static_cast<const T*>(args.m), w.g = static_cast<const T*>(args.g), w.out = static_cast<T*>(args.out);
-  w.lr = args.lr, w.rate = args.rate;
-  const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
-  const unsigned tiles = static_cast<unsigned>(w.tiles), tall = static_cast<unsigned>((w.N + kTile - 1) / kTile);
+void step(const Batch<T>& all, unsigned batch, bool thin, cudaStream_t stream) {
+  int N = 0, K = 0, iterations = 0;
+  for (int s = 0; s < all.shapes; s++) {
+    const Work<T>& w = all.of[s];
+    N = w.N > N ? w.N : N, K = w.K > K ? w.K : K, iterations = w.iterations > iterations ? w.iterations : iterations;
+  }
+  const unsigned tiles = tiles_of(K), tall = tiles_of(N);
   const auto grid = [&](unsigned x, unsigned y) { return Launch{dim3(x, y, batch), dim3(kThreads), stream}; };
-  if (args.K == args.N) {
-    launch(cayley_skew_kernel<T>, grid(tiles * (tiles + 1) / 2, 1), w);
-    launch(cayley_begin_kernel<T>, grid(tiles, tiles), w);
-    for (int done = 0; done < w.iterations; done++) launch(cayley_iterate_kernel<T>, grid(tiles, tiles), w, done);
-    eliminate(w, batch, stream);
-    launch(cayley_finish_kernel<T>, grid(tiles * tiles, 1), w);
+  if (!thin) {
+    launch(cayley_skew_kernel<T>, grid(tiles * (tiles + 1) / 2, 1), all);
+    launch(cayley_begin_kernel<T>, grid(tiles, tiles), all);
+    for (int done = 0; done < iterations; done++) launch(cayley_iterate_kernel<T>, grid(tiles, tiles), all, done);
+    eliminate(all, K, batch, stream);
+    launch(cayley_finish_kernel<T>, grid(tiles * tiles, 1), all);
   } else {
-    launch(cayley_gram_kernel<T>, grid(static_cast<unsigned>((2 * w.K + kTile - 1) / kTile), tiles), w);
-    launch(cayley_coefficients_kernel<T>, grid(tiles, tiles), w);
-    launch(cayley_project_kernel<T>, grid(tiles, tall), w);
-    launch(cayley_system_kernel<T>, grid(tiles, tiles), w);
-    launch(cayley_turn_kernel<T>, grid(tiles, tall), w);
-    eliminate(w, batch, stream);
-    launch(cayley_thin_finish_kernel<T>, grid(tiles, tall), w);
+    launch(cayley_gram_kernel<T>, grid(tiles_of(2 * K), tiles), all);
+    launch(cayley_coefficients_kernel<T>, grid(tiles, tiles), all);
+    launch(cayley_project_kernel<T>, grid(tiles, tall), all);
+    launch(cayley_system_kernel<T>, grid(tiles, tiles), all);
+    launch(cayley_turn_kernel<T>, grid(tiles, tall), all);
+    eliminate(all, K, batch, stream);
+    launch(cayley_thin_finish_kernel<T>, grid(tiles, tall), all);
   }
 }
 
-int64_t at_once(const CayleyArgs& args) { return args.batch < kLargestBatch ? args.batch : kLargestBatch; }
-
 template <class T>
-void run(CayleyArgs args) {
+void run(const CayleyArgs& args) {
   const DeviceGuard guard(args.device);
-  const int64_t bytes = args.N * args.K * static_cast<int64_t>(sizeof(T));
-  while (args.batch > 0) {
-    const int64_t batch = at_once(args);
-    step<T>(args, static_cast<unsigned>(batch));
-    args.batch -= batch;
-    args.m = static_cast<const char*>(args.m) + batch * bytes, args.g = static_cast<const char*>(args.g) + batch * bytes;
-    args.out = static_cast<char*>(args.out) + batch * bytes;
-    if (args.lr) args.lr += batch;
-  }
+  const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
+  each_launch<T>(args, [&](const Batch<T>& all, unsigned batch, bool thin) { step(all, batch, thin, stream); });
 }
 
 }  // namespace
@@ -543,9 +592,8 @@ void run(CayleyArgs args) {
 void cayley(const CayleyArgs& args) { args.dtype == kFloat64 ? run<double>(args) : run<float>(args); }
 
 int64_t cayley_workspace(const CayleyArgs& args) {
-  Work<float> f{};
-  Work<double> d{};
-  return args.dtype == kFloat64 ? lay_out(d, args, at_once(args)) : lay_out(f, args, at_once(args));
+  const auto nothing = [](const auto&, unsigned, bool) {};
+  return args.dtype == kFloat64 ? each_launch<double>(args, nothing) : each_launch<float>(args, nothing);
 }
 
 }  // namespace cuda

@@ -32,42 +32,59 @@ void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
   });
 }
 
-template <bool kKanai, GruStep kStep>
-void launch_gru_step(const GruScanArgs& a, const GruProduct& p, int64_t t, cudaStream_t stream) {
+// A kernel of step t, on the stream or into a graph; `direction` is that of the loop.
+template <bool kKanai, GruStep kStep, class To>
+void put_gru_step(const To& to, const GruScanArgs& a, const GruProduct& p, int64_t t, int direction) {
   const dim3 grid(static_cast<unsigned>(step_tiles(p.rows, a.B)));
-  launch(gru_step_kernel<kKanai, kStep>, {grid, dim3(kStepThreads), stream}, a, p, static_cast<int>(t));
+  to(gru_step_kernel<kKanai, kStep>, grid, dim3(kStepThreads), a, p, StepIndex{to.base, static_cast<int>(t), direction});
 }
 
 template <bool kKanai>
-void gru_steps_forward(const GruScanArgs& a, cudaStream_t stream) {
+StepLoop gru_loop(const GruScanArgs& a, const GruPlan& plan, cudaStream_t stream, bool backward) {
+  int* const base = reinterpret_cast<int*>(a.work + a.B * a.N);
+  return {a.device, stream, 4 + 2 * kKanai + backward, plan.graph_steps, base, 0, a.T};
+}
+
+template <bool kKanai>
+void gru_steps_forward(const GruScanArgs& a, const GruPlan& plan, cudaStream_t stream) {
   const int N = static_cast<int>(a.N);
-  for (int64_t t = 0; t < a.T; t++) {
-    const GruColumns h = {t ? a.hs + (t - 1) * a.B * a.N : a.h0, N, N}, m = {a.work, N, N}, none = {nullptr, 0, 0};
+  const int64_t stride = a.B * a.N;
+  auto step = [&](const auto& to, int64_t t) {
+    const GruColumns none = {nullptr, 0, 0, 0}, m = {a.work, N, N, 0};
+    const GruColumns h = t ? GruColumns{a.hs + (t - 1) * stride, N, N, stride} : GruColumns{a.h0, N, N, 0};
     if constexpr (kKanai) {
-      launch_gru_step<kKanai, GruStep::kGates>(a, {{h, none}, a.w, N, 1, 2 * N}, t, stream);
-      launch_gru_step<kKanai, GruStep::kCandidate>(a, {{m, none}, a.w + 2 * a.N * a.N, N, 1, N}, t, stream);
+      put_gru_step<kKanai, GruStep::kGates>(to, a, {{h, none}, a.w, N, 1, 2 * N}, t, 1);
+      put_gru_step<kKanai, GruStep::kCandidate>(to, a, {{m, none}, a.w + 2 * a.N * a.N, N, 1, N}, t, 1);
     } else {
-      launch_gru_step<kKanai, GruStep::kAll>(a, {{h, none}, a.w, N, 1, N}, t, stream);
+      put_gru_step<kKanai, GruStep::kAll>(to, a, {{h, none}, a.w, N, 1, N}, t, 1);
     }
-  }
+  };
+  step(OntoStream{stream}, 0);  // its state lies elsewhere
+  StepLoop loop = gru_loop<kKanai>(a, plan, stream, false);
+  loop.first = 1;
+  run_step_loop(loop, step);
 }
 
 template <bool kKanai>
-void gru_steps_backward(const GruScanArgs& a, cudaStream_t stream) {
+void gru_steps_backward(const GruScanArgs& a, const GruPlan& plan, cudaStream_t stream) {
   const int N = static_cast<int>(a.N);
-  const GruColumns none = {nullptr, 0, 0};
-  fill_zero(a.work, static_cast<size_t>(a.B * a.N) * sizeof(float), stream);
-  launch_gru_step<kKanai, GruStep::kCarry>(a, {{none, none}, a.w, 1, N, N}, a.T, stream);
-  for (int64_t t = a.T - 1; t >= 0; t--) {
-    const float* const grad_x = a.grad_x + 3 * t * a.B * a.N;
-    const GruColumns rz = {grad_x, 3 * a.N, 2 * N};
+  const int64_t stride = a.B * a.N;
+  const GruColumns none = {nullptr, 0, 0, 0};
+  fill_zero(a.work, static_cast<size_t>(stride) * sizeof(float), stream);
+  put_gru_step<kKanai, GruStep::kCarry>(OntoStream{stream}, a, {{none, none}, a.w, 1, N, N}, a.T, -1);
+  run_step_loop(gru_loop<kKanai>(a, plan, stream, true), [&](const auto& to, int64_t i) {
+    const int64_t t = a.T - 1 - i;
+    const float* const grad_x = a.grad_x + 3 * t * stride;
+    const GruColumns rz = {grad_x, 3 * a.N, 2 * N, -3 * stride};
     GruColumns q = none;
-    if constexpr (kKanai)
-      launch_gru_step<kKanai, GruStep::kReset>(a, {{{grad_x + 2 * N, 3 * a.N, N}, none}, a.w + 2 * a.N * a.N, 1, N, N}, t, stream);
-    else
-      q = {a.factor + t * a.B * a.N, N, N};
-    launch_gru_step<kKanai, GruStep::kCarry>(a, {{rz, q}, a.w, 1, N, N}, t, stream);
-  }
+    if constexpr (kKanai) {
+      const GruColumns n = {grad_x + 2 * N, 3 * a.N, N, -3 * stride};
+      put_gru_step<kKanai, GruStep::kReset>(to, a, {{n, none}, a.w + 2 * a.N * a.N, 1, N, N}, t, -1);
+    } else {
+      q = {a.factor + t * stride, N, N, -stride};
+    }
+    put_gru_step<kKanai, GruStep::kCarry>(to, a, {{rz, q}, a.w, 1, N, N}, t, -1);
+  });
 }
 
 }  // namespace
@@ -93,7 +110,8 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) 
   plan.path = static_cast<int>(GruPath::kSteps);
   plan.group = kTile;
   plan.blocks = plan.norm_columns = step_tiles(a.N, a.B);
-  plan.work = a.B * a.N;
+  plan.work = a.B * a.N + 1;
+  plan.graph_steps = graph_steps_of(wish.graph_steps);
   return plan;
 }
 
@@ -115,9 +133,9 @@ void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void
   }
   with_direction(a.kanai, [&](auto variant) {
     if (backward)
-      gru_steps_backward<decltype(variant)::value>(a, stream);
+      gru_steps_backward<decltype(variant)::value>(a, plan, stream);
     else
-      gru_steps_forward<decltype(variant)::value>(a, stream);
+      gru_steps_forward<decltype(variant)::value>(a, plan, stream);
   });
 }
 

@@ -24,6 +24,7 @@ struct GruPlan {
   int blocks;        // of the grid
   int norm_columns;  // partial sums of squares that each step leaves in `norms`
   int64_t work;      // floats of workspace
+  int graph_steps;   // steps: of one CUDA graph; 0: the kernels are launched one by one
   int64_t shared_bytes;
 };
 
@@ -51,7 +52,7 @@ struct GruScanArgs {
 
 // What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small sizes.
 struct GruWish {
-  int path = -1, group = 0;
+  int path = -1, group = 0, graph_steps = -1;
 };
 
 GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruWish& wish);

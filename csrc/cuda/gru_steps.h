@@ -1,4 +1,4 @@
-// gru_scan for any size: one or two launches a step, each a tiled product with the ending of the step inside. The states, gates and adjoints
+// gru_scan for any size: one or two kernels a step, each a tiled product with the ending of the step inside. The states, gates and adjoints
 // that are results anyway are what the products read, so no state stays on the chip; a step costs a read of w from the L2 cache or from memory
 // and the gap between two kernels.
 //
@@ -19,11 +19,12 @@ namespace cuda {
 
 enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 
-// Where the columns of a product come from: `count` of them from `from` + b * pitch on.
+// Where the columns of a product come from: `count` of them from `from` + b * pitch on, and `per_step` further with each step before the graph's.
 struct GruColumns {
   const float* from;
   int64_t pitch;
   int count;
+  int64_t per_step;
 };
 struct GruProduct {
   GruColumns columns[2];     // one after the other; a product of no columns is zero
@@ -33,7 +34,7 @@ struct GruProduct {
 };
 
 template <bool kKanai, GruStep kStep>
-__global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArgs a, const GruProduct p, const int t) {
+__global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArgs a, const GruProduct p, const StepIndex index) {
   constexpr int kMaps = kStep == GruStep::kAll ? 3 : 1;
   constexpr bool kBackward = kStep == GruStep::kReset || kStep == GruStep::kCarry;
   ORTHOKERN_SHARED(float, map_tile, [kMaps][kTile][kTilePitch]);  // [column][row]
@@ -44,12 +45,16 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
   const int64_t b0 = tile.sequence, stride = a.B * a.N;
   const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map
   const int depth = p.columns[0].count + p.columns[1].count;
+  const float* const first_from = p.columns[0].from + index.steps_before() * p.columns[0].per_step;
+  const float* const second_from = kStep == GruStep::kCarry ? p.columns[1].from + index.steps_before() * p.columns[1].per_step : nullptr;
 
-  // kCarry ends the carry of step t and begins step t - 1; t = T has only a beginning, t = 0 only an end.
-  const int step = kStep == GruStep::kCarry ? t - 1 : t;
-  if (a.lengths && step >= 0) {  // a tile whose sequences have no such step
+  // kCarry ends the carry of step t and begins step t - 1; t = T has only a beginning, t = 0 only an end. Asked for twice rather than kept
+  // in a register, of which the product has none to spare.
+  auto step_here = [&] { return kStep == GruStep::kCarry ? index.at() - 1 : index.at(); };
+  if (a.lengths) {  // a tile whose sequences have no such step
     const int64_t b = b0 + thread;
-    if (!__syncthreads_or(thread < kTile && step < gru_steps_of(a, b))) return;
+    const int step = step_here();
+    if (step >= 0 && !__syncthreads_or(thread < kTile && step < gru_steps_of(a, b))) return;
   }
 
   float next_map[kMaps][4], next_from[4];
@@ -62,8 +67,8 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
       for (int map = 0; map < kMaps; map++)
         next_map[map][k] = row < p.rows && column < depth ? p.map[(row + map * a.N) * p.row_stride + column * p.column_stride] : 0.f;
       const int64_t b = b0 + slow;
-      const bool second = c0 + fast >= p.columns[0].count;
-      const float* const from = second ? p.columns[1].from : p.columns[0].from;
+      const bool second = kStep == GruStep::kCarry && c0 + fast >= p.columns[0].count;
+      const float* const from = second ? second_from : first_from;
       const int64_t pitch = second ? p.columns[1].pitch : p.columns[0].pitch;
       const int at = c0 + fast - (second ? p.columns[0].count : 0);
       next_from[k] = b < a.B && c0 + fast < depth ? from[b * pitch + at] : 0.f;
@@ -94,6 +99,7 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
   }
 
   float square = 0;
+  const int step = step_here();
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll

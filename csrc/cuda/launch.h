@@ -2,7 +2,7 @@
 //
 // Kernel sources are compiled twice: by nvcc, and as plain C++ against tests/cuda_host, which runs them on the CPU
 // (docs/cuda-host-harness.md). Both worlds share the functions below. A kernel therefore has these rules:
-//   * launched by launch(), never by <<<>>>;
+//   * launched by launch() or as a node of a graph (step_graph.h), never by <<<>>>;
 //   * dynamic shared memory through dynamic_shared<T>(), static shared memory through ORTHOKERN_SHARED;
 //   * no inline assembly and no cooperative groups: ptx.h wraps what is needed.
 #pragma once
@@ -18,6 +18,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace orthokern {
 namespace cuda {
@@ -125,6 +126,10 @@ int max_active_clusters(void (*kernel)(Parameters...), const Launch& at) {
   return clusters;
 }
 
+// Tells the host harness of a kernel that a graph will call by its address.
+template <class... Parameters>
+void announce_kernel(void (*)(Parameters...)) {}
+
 inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
   check(cudaMemsetAsync(memory, 0, bytes, stream), "clearing memory");
 }
@@ -153,10 +158,8 @@ inline DeviceLimits device_limits() {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... arguments) {
   if (!at.grid.x || !at.grid.y || !at.grid.z) return;
-  cuda_host::note_device();
-  auto body = [&] { kernel(static_cast<Parameters>(arguments)...); };
-  const std::string error = cuda_host::run({at.grid, at.block, at.shared_bytes, at.cluster}, body);
-  if (!error.empty()) throw Error("CUDA host harness: " + error);
+  std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);  // copied, as a launch does: it may run later
+  cuda_host::put(at.stream, {{at.grid, at.block, at.shared_bytes, at.cluster}, [=] { std::apply(kernel, values); }, cuda_host::device});
 }
 
 template <class... Parameters>
@@ -164,9 +167,13 @@ int max_active_clusters(void (*)(Parameters...), const Launch& at) {
   return cuda_host::max_active_clusters({at.grid, at.block, at.shared_bytes, at.cluster});
 }
 
-inline void fill_zero(void* memory, size_t bytes, cudaStream_t) {
-  cuda_host::note_device();
-  __builtin_memset(memory, 0, bytes);
+template <class... Parameters>
+void announce_kernel(void (*kernel)(Parameters...)) {
+  cuda_host::announce(kernel);
+}
+
+inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
+  cuda_host::put(stream, {{dim3(1), dim3(1), 0, 1}, [=] { __builtin_memset(memory, 0, bytes); }, cuda_host::device, false});
 }
 
 #endif

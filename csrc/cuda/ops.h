@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include <vector>
+
 #include "common/activations.h"
 
 namespace orthokern {
@@ -30,16 +32,19 @@ void activation_fwd(const ActivationArgs& args);
 void activation_bwd(const ActivationArgs& args);
 int64_t activation_workspace(const ActivationArgs& args);  // bytes that the backward needs for grad_act_param
 
-struct CayleyArgs {
+struct CayleyMatrices {  // of one shape
   int64_t batch, N, K;
-  int dtype, device;
-  void* stream;
   const void* m;     // [batch, N, K]
   const void* g;     // [batch, N, K]
   const double* lr;  // [batch], or null: then every matrix has the rate `rate`
   double rate;
   void* out;         // [batch, N, K]
-  void* workspace;   // cayley_workspace() bytes
+};
+struct CayleyArgs {
+  int dtype, device;
+  void* stream;
+  std::vector<CayleyMatrices> matrices;
+  void* workspace;  // cayley_workspace() bytes
 };
 void cayley(const CayleyArgs& args);
 int64_t cayley_workspace(const CayleyArgs& args);

@@ -24,7 +24,7 @@ namespace cuda {
 enum class ScanPath {
   kResident = 0,  // one block owns sequences, the factors stay in its registers (scan_resident.h)
   kCluster = 1,   // a cluster of blocks owns sequences, the factors are spread over it (scan_cluster.h)
-  kSteps = 2,     // a launch for every product (scan_steps.h)
+  kSteps = 2,     // a kernel for every product (scan_steps.h)
 };
 
 // How a scan is carried out. Made by plan_scan from sizes and the device, without looking at any data.
@@ -39,6 +39,7 @@ struct ScanPlan {
   int shared_chunks;       // of those that are not in registers, how many stay in shared memory
   int64_t packed1, packed2;  // floats of workspace for the packed maps
   int64_t work;              // floats of other workspace
+  int graph_steps;           // steps: of one CUDA graph; 0: the kernels are launched one by one
   int64_t shared_bytes;
 };
 
@@ -76,6 +77,7 @@ struct ScanArgs {
 struct ScanWish {
   int path = -1, cluster = 0, group = 0;
   int shared_chunks = -1;
+  int graph_steps = -1;
 };
 
 ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish);

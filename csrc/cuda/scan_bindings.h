@@ -36,7 +36,7 @@ void each_number(ScanPlan& p, Visit visit) {
   visit("path", p.path), visit("group", p.group), visit("blocks", p.blocks), visit("norm_columns", p.norm_columns);
   visit("sums_rows", p.sums_rows), visit("cluster", p.cluster), visit("chunks1", p.chunks1), visit("chunks2", p.chunks2);
   visit("shared_chunks", p.shared_chunks), visit("packed1_floats", p.packed1), visit("packed2_floats", p.packed2);
-  visit("work_floats", p.work), visit("shared_bytes", p.shared_bytes);
+  visit("work_floats", p.work), visit("graph_steps", p.graph_steps), visit("shared_bytes", p.shared_bytes);
 }
 
 inline void bind_scan(pybind11::module_& m, const char* plan_name, const char* run_name,
@@ -47,6 +47,7 @@ inline void bind_scan(pybind11::module_& m, const char* plan_name, const char* r
     ScanWish wish;
     if (d.contains("wish_path")) wish.path = static_cast<int>(number(d, "wish_path"));
     if (d.contains("wish_shared_chunks")) wish.shared_chunks = static_cast<int>(number(d, "wish_shared_chunks"));
+    if (d.contains("wish_graph_steps")) wish.graph_steps = static_cast<int>(number(d, "wish_graph_steps"));
     wish.cluster = static_cast<int>(number(d, "wish_cluster")), wish.group = static_cast<int>(number(d, "wish_group"));
     ScanPlan made;
     {

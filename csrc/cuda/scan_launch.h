@@ -129,13 +129,20 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const 
   return true;
 }
 
-inline void plan_steps(const ScanArgs& a, ScanPlan& plan) {
+// Steps of a CUDA graph: what was asked for, which is even, as the states take turns.
+inline int graph_steps_of(int wish) {
+  if (wish > 0 && wish % 2) throw Error("graph_steps is " + std::to_string(wish) + ", expected an even number or 0");
+  return wish < 0 ? kGraphSteps : wish;
+}
+
+inline void plan_steps(const ScanArgs& a, const ScanWish& wish, ScanPlan& plan) {
   plan.path = static_cast<int>(ScanPath::kSteps);
   plan.group = kTile;
   plan.blocks = step_tiles(a.N, a.sequences);
   plan.norm_columns = plan.blocks;
   plan.sums_rows = static_cast<int>(a.sequences);
-  plan.work = (2 * a.N + a.K) * a.sequences;
+  plan.work = (2 * a.N + a.K) * a.sequences + 1;
+  plan.graph_steps = graph_steps_of(wish.graph_steps);
 }
 
 template <bool kFactored>
@@ -149,7 +156,7 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanWish& wish) {
   if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, wish, limits, plan)) return plan;
   plan = {};
   if (!allowed(ScanPath::kSteps)) throw Error("the path that was asked for does not serve this size on this device");
-  plan_steps(a, plan);
+  plan_steps(a, wish, plan);
   return plan;
 }
 
@@ -161,25 +168,26 @@ inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_str
 }
 
 template <bool kFactored, bool kBackward>
-void run_steps(const ScanArgs& a, cudaStream_t stream) {
+void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
   float* state[2] = {a.work, a.work + a.sequences * a.N};
   float* const y = a.work + 2 * a.sequences * a.N;
-  auto grid = [&](int64_t rows) { return dim3(static_cast<unsigned>(step_tiles(rows, a.sequences))); };
-  const int64_t length = std::min(a.chunk, a.T);
+  int* const base = reinterpret_cast<int*>(y + a.sequences * a.K);
+  const dim3 first(static_cast<unsigned>(step_tiles(a.K, a.sequences))), last(static_cast<unsigned>(step_tiles(a.N, a.sequences)));
+  const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
   fill_zero(state[0], static_cast<size_t>(a.sequences * a.N) * sizeof(float), stream);
-  for (int64_t i = 0; i < length; i++) {
-    const float* from = i == 0 && a.start ? a.start : state[i % 2];
-    const Launch last{grid(a.N), dim3(kStepThreads), stream};
-    StepProduct product{a.map2, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, static_cast<int>(a.N),
-                        static_cast<int>(a.N)};
+  auto step = [&](const auto& to, int64_t i) {
+    const float* const from = i == 0 && a.start ? a.start : state[i % 2];
+    const StepIndex index{to.base, static_cast<int>(i), 1};
+    StepProduct product{a.map2, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N, N};
     if (kFactored) {
-      const Launch first{grid(a.K), dim3(kStepThreads), stream};
-      launch(step_product_kernel<kBackward>, first, a,
-             StepProduct{a.map1, 1, a.K, from, y, a.scale, static_cast<int>(a.K), static_cast<int>(a.N)}, static_cast<int>(i));
-      product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = static_cast<int>(a.K);
+      to(step_product_kernel<kBackward>, first, dim3(kStepThreads), a, StepProduct{a.map1, 1, a.K, from, y, a.scale, K, N}, index);
+      product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = K;
     }
-    launch(step_product_kernel<kBackward>, last, a, product, static_cast<int>(i));
-  }
+    to(step_product_kernel<kBackward>, last, dim3(kStepThreads), a, product, index);
+  };
+  step(OntoStream{stream}, 0);  // from another state than those that follow
+  const int64_t length = std::min(a.chunk, a.T);
+  run_step_loop({a.device, stream, 2 * kFactored + kBackward, plan.graph_steps, base, 1, length}, step);
 }
 
 template <bool kFactored>
@@ -207,7 +215,7 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
                     plan.cluster};
     with_cluster_kernel<kFactored>(backward, plan.group, [&](auto kernel) { launch(kernel, at, a, plan); });
   } else {
-    with_direction(backward, [&](auto direction) { run_steps<kFactored, decltype(direction)::value>(a, stream); });
+    with_direction(backward, [&](auto direction) { run_steps<kFactored, decltype(direction)::value>(a, plan, stream); });
   }
 }
 

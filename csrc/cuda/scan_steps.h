@@ -1,6 +1,6 @@
-// The scan for any size: a launch for every product, one or two a step, with the ending of the step inside. No state stays on the chip, so
-// a step costs a read of the maps from the L2 cache or from memory and the gap between two kernels (a microsecond or two): the path for
-// what the others cannot hold, and for sizes at which a product fills the GPU.
+// The scan for any size: a kernel for every product, one or two a step, with the ending of the step inside; many steps reach the GPU in one
+// launch of a CUDA graph (step_graph.h). No state stays on the chip, so a step costs a read of the maps from the L2 cache or from memory and the
+// gap between two kernels (about a microsecond): the path for what the others cannot hold, and for sizes at which a product fills the GPU.
 //
 // A block computes a tile of kTile rows by kTile sequences, a thread 2 rows by 2 sequences of it; map and vectors pass through shared
 // memory kTile columns at a time, the next ones on their way in registers. All tiles lie along x of the grid, those of the same sequences one
@@ -13,6 +13,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/scan_units.h"
+#include "cuda/step_graph.h"
 
 namespace orthokern {
 namespace cuda {
@@ -47,11 +48,12 @@ struct StepProduct {
 };
 
 template <bool kBackward>
-__global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanArgs a, const StepProduct p, const int i) {
+__global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanArgs a, const StepProduct p, const StepIndex index) {
   ORTHOKERN_SHARED(float, map_tile, [kTile][kTilePitch]);   // [column][row]
   ORTHOKERN_SHARED(float, from_tile, [kTile][kTilePitch]);  // [column][sequence]
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
   const StepTile tile = step_tile(p.rows);
+  const int i = index.at();  // without lengths, the product does not wait for it
   const int thread = threadIdx.x, row0 = tile.row;
   const int64_t q0 = tile.sequence;
   const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from orthokern.errors import InputError
@@ -49,6 +51,57 @@ def read_bytes(path: Path) -> bytes:
         raise
     except OSError as error:
         raise InputError(f"cannot read {path}: {_reason(error)}; expected: a file that this user may read") from None
+
+
+@dataclass(frozen=True)
+class Standard:
+    """What is known of a file of a standard data set.
+
+    Attributes:
+        size: bytes of its content.
+        quarters: CRC-32 of the content's four quarters, all but the last of ceil(size / 4) bytes.
+    """
+
+    size: int
+    quarters: tuple[int, int, int, int]
+
+    def right(self, content: bytes) -> list[bool]:
+        """Which of the quarters a content has."""
+        quarter = -(-self.size // 4)
+        parts = [content[start : start + quarter] for start in (0, quarter, 2 * quarter)] + [content[3 * quarter :]]
+        return [zlib.crc32(part) == known for part, known in zip(parts, self.quarters, strict=True)]
+
+
+def check_standard(path: Path, name: str, content: bytes, files: Mapping[str, Standard], owner: str) -> None:
+    """Refuses a damaged copy of a standard file, and one that stands in the place of another.
+
+    A content with all quarters right is the standard one, and one with some right a damaged copy of it. One with none
+    is another data set of the same form, about which nothing is known.
+
+    Args:
+        path: of the file, for the error.
+        name: which of `files` it should be.
+        content: of the file, unpacked.
+        files: the data set's, by name.
+        owner: of the files, as in "MNIST's".
+
+    Raises:
+        InputError: see above.
+    """
+    for known, standard in files.items():
+        right = standard.right(content)
+        if not any(right):
+            continue
+        if all(right):
+            if known != name:
+                raise InputError(f"{path} holds {owner} {known}; expected: its {name}")
+            continue
+        size, quarter = len(content), -(-standard.size // 4)
+        if size < standard.size and all(right[: size // quarter]):
+            raise InputError(f"{path} is cut off: {size} bytes; expected: {owner} {known}, {standard.size} bytes")
+        first = right.index(False) * quarter
+        last = min(first + quarter, standard.size) - 1
+        raise InputError(f"{path} is damaged: wrong checksum in bytes {first} to {last}; expected: {owner} {known}")
 
 
 def _reason(error: OSError) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
-from orthokern.data._files import data_folder, read_first
+from orthokern.data._files import Standard, check_standard, data_folder, read_first
 from orthokern.errors import InputError
 
 __all__ = ["Labelled", "Mnist", "load_mnist", "pixel_permutation", "pixel_statistics"]
@@ -33,16 +33,13 @@ PIXELS = SIDE * SIDE
 _IMAGES, _LABELS = 2051, 2049  # magic numbers
 _KIND = {_IMAGES: "images", _LABELS: "labels"}
 
-# CRC-32 of the four quarters of each file's content. A file with all quarters right is MNIST's; one with some right is
-# a damaged copy of it; one with none is another data set of the same form (there are several of the same size), about
-# which nothing is known.
-_QUARTERS = {
-    "train-images": (0x1C6474EF, 0x834BBCAB, 0x3667F56D, 0xC6898926),
-    "train-labels": (0x46769A46, 0x6FB07B3C, 0xE9AA071A, 0x610824D8),
-    "t10k-images": (0xADC799CF, 0x5AEE2609, 0x22951A96, 0x80693D86),
-    "t10k-labels": (0x7B7F0012, 0x43286DB4, 0x7F59CF1E, 0x66F168FE),
+# The content of the four standard files. There are several data sets of the same sizes.
+_FILES = {
+    "train-images": Standard(47_040_016, (0x1C6474EF, 0x834BBCAB, 0x3667F56D, 0xC6898926)),
+    "train-labels": Standard(60_008, (0x46769A46, 0x6FB07B3C, 0xE9AA071A, 0x610824D8)),
+    "t10k-images": Standard(7_840_016, (0xADC799CF, 0x5AEE2609, 0x22951A96, 0x80693D86)),
+    "t10k-labels": Standard(10_008, (0x7B7F0012, 0x43286DB4, 0x7F59CF1E, 0x66F168FE)),
 }
-_CONTENT_BYTES = {"train-images": 47_040_016, "train-labels": 60_008, "t10k-images": 7_840_016, "t10k-labels": 10_008}
 
 
 @dataclass(frozen=True)
@@ -152,6 +149,8 @@ def _read_part(folder: Path, part: str) -> Labelled:
     if len(wrong):
         index = int(wrong[0])
         raise InputError(f"{labels_path}: label {index} is {int(labels[index])}; expected: 0 to 9")
+    if bool((images == images[0, 0]).all()):
+        raise InputError(f"{images_path} is damaged: every pixel of every image is {int(images[0, 0])}")
     return Labelled(images, labels.to(torch.int64))
 
 
@@ -180,7 +179,9 @@ def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
             f"{path} {state}: {len(content)} bytes for {items} {_KIND[magic]}; "
             f"expected: {header + size if items else f'more than {header}'} bytes"
         )
-    _check_quarters(path, stem, content)
+    # its header tells of how many images a file is, so one of another length is no damaged copy
+    alike = {name: standard for name, standard in _FILES.items() if standard.size == len(content)}
+    check_standard(path, stem, content, alike, "MNIST's")
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header)
     return path, data.view(items, PIXELS) if magic == _IMAGES else data
 
@@ -197,21 +198,3 @@ def _uncompressed(path: Path, content: bytes) -> bytes:
         raise InputError(
             f"{path} is {state}: gzip cannot decompress its {len(content)} bytes; expected: the original file"
         ) from None
-
-
-def _check_quarters(path: Path, stem: str, content: bytes) -> None:
-    """Refuses a damaged copy of one of the four standard files, and one that stands in the place of another."""
-    for name, expected in _QUARTERS.items():
-        if len(content) != _CONTENT_BYTES[name]:
-            continue
-        quarter = -(-len(content) // 4)
-        parts = tuple(zlib.crc32(content[start : start + quarter]) for start in range(0, len(content), quarter))
-        right = [a == b for a, b in zip(parts, expected, strict=True)]
-        if any(right) and not all(right):
-            first = right.index(False) * quarter
-            raise InputError(
-                f"{path} is damaged: wrong checksum in bytes {first} to {min(first + quarter, len(content)) - 1}; "
-                f"expected: MNIST's {name} file"
-            )
-        if all(right) and name != stem:
-            raise InputError(f"{path} holds MNIST's {name}; expected: its {stem}")

@@ -41,6 +41,13 @@ COLLECTIONS = {
     "piano-midi": ("Piano_midi", "piano_midi"),
 }
 SPLITS = ("train", "valid", "test")
+# Steps of each part, by which a file is known that stands in the place of another.
+_STEPS = {
+    "nottingham": (176_561, 45_513, 44_463),
+    "jsb": (13_807, 4_602, 4_725),
+    "musedata": (245_202, 82_755, 64_339),
+    "piano-midi": (75_911, 8_540, 19_036),
+}
 
 
 @dataclass(frozen=True)
@@ -239,9 +246,9 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
         Music, on the CPU; 23 MB for Nottingham.
 
     Raises:
-        InputError: an unknown name; a file that is missing, not readable, damaged, cut off or of another kind; a part
-            without pieces; pieces of fewer than two steps or of another number of notes than 88; values other than 0
-            and 1.
+        InputError: an unknown name; a file that is missing, not readable, damaged, cut off, of another kind or in the
+            place of another; a part without pieces; pieces of fewer than two steps or of another number of notes than
+            88; values other than 0 and 1.
     """
     if collection not in COLLECTIONS:
         raise unknown_name("collection", collection, COLLECTIONS)
@@ -252,6 +259,10 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
         train, validation, test = (_joined(path, split, cells[f"{split}data"]) for split in SPLITS)
     else:
         train, validation, test = _from_npz(path, content)
+    found = tuple(len(part.notes) for part in (train, validation, test))
+    for other, steps in _STEPS.items():
+        if found == steps and other != collection:
+            raise InputError(f"{path} holds the collection {other}; expected: {collection}")
     return Music(train, validation, test)
 
 

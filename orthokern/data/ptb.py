@@ -26,10 +26,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.data._checks import integer
-from orthokern.data._files import data_folder, read_bytes, read_first
+from orthokern.data._files import Standard, check_standard, data_folder, read_bytes, read_first
 from orthokern.errors import InputError
 
 __all__ = ["ALPHABET", "Ptb", "SentenceBatch", "SentenceBatches", "Sentences", "decode", "load_ptb", "read_sentences"]
+
+# The text of the three standard files, as it stands in the word files.
+_FILES = {
+    "train": Standard(5_101_618, (0x5D8449F8, 0xFDA42216, 0x707DDA68, 0x30F01F9E)),
+    "valid": Standard(399_782, (0x03426952, 0x9F497897, 0x44A8C2F1, 0xF20E51BE)),
+    "test": Standard(449_945, (0x808CB103, 0xC92CEB5F, 0xF1A65F91, 0x9C9915F3)),
+}
 
 # Token id -> character, in the order of the code that Vorontsov et al. 2017 released.
 ALPHABET: tuple[str, ...] = ("<unk>", *"\n#$&'*-./\\0123456789N abcdefghijklmnopqrstuvwxyz")
@@ -267,11 +274,12 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
         Ptb, on the CPU.
 
     Raises:
-        InputError: a file that is missing, or what `read_sentences` refuses.
+        InputError: a file that is missing, or what `read_sentences` refuses; a damaged copy of one of the standard
+            files, or one in the place of another.
     """
     path = data_folder(folder)
     train, validation, test = (
-        _sentences(*read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]), max_length, released_targets)
+        _sentences(*read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]), max_length, released_targets, part)
         for part in ("train", "valid", "test")
     )
     return Ptb(train, validation, test)
@@ -310,13 +318,28 @@ def decode(tokens: Tensor) -> str:
     return "".join(ALPHABET[i] for i in tokens.tolist())
 
 
-def _sentences(path: Path, content: bytes, max_length: int | None, released_targets: bool) -> Sentences:
+def check_part(path: Path, part: str, text: bytes) -> None:
+    """Refuses a damaged copy of a standard file, and one in the place of another.
+
+    Args:
+        path: of the file, for the error; part: "train", "valid" or "test".
+        text: in the form of the word files.
+    """
+    check_standard(path, part, text, _FILES, "the Penn Treebank's")
+
+
+def _sentences(
+    path: Path, content: bytes, max_length: int | None, released_targets: bool, part: str | None = None
+) -> Sentences:
+    """As `read_sentences`, of the file's content; `part`: which of the three it should be."""
     if max_length is not None:
         integer("max_length", max_length)
     text = _checked_text(path, content)
     lines = [b" %b \n" % stripped for line in text.split(b"\n") if (stripped := line.strip(b" "))]
     if not lines:
         raise InputError(f"{path} holds blank lines only; expected: one sentence a line")
+    if part is not None:
+        check_part(path, part, b"".join(lines))
     kept = lines if max_length is None else [line for line in lines if len(line) <= max_length]
     if not kept:
         shortest = min(map(len, lines))

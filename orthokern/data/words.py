@@ -17,6 +17,7 @@ from torch import Tensor
 
 from orthokern.data._checks import integer
 from orthokern.data._files import data_folder, read_first
+from orthokern.data.ptb import check_part
 from orthokern.errors import InputError
 
 __all__ = ["Words", "load_words"]
@@ -54,12 +55,13 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
         Words, on the CPU. Words of the validation and test files that the training file lacks are <unk>.
 
     Raises:
-        InputError: a file that is missing, not readable, empty, cut off or no text; more distinct words in the training
-            file than `limit`; a word unknown to a training file that has no <unk>.
+        InputError: a file that is missing, not readable, empty, cut off, no text, a damaged copy of one of the standard
+            files or in the place of another; more distinct words in the training file than `limit`; a word unknown to a
+            training file that has no <unk>.
     """
     integer("limit", limit, minimum=2)
     path = data_folder(folder)
-    texts = {part: _words(*read_first(path, [f"ptb.{part}.txt"])) for part in ("train", "valid", "test")}
+    texts = {part: _words(*read_first(path, [f"ptb.{part}.txt"]), part) for part in ("train", "valid", "test")}
     counts = Counter(texts["train"])
     if len(counts) > limit:
         raise InputError(
@@ -80,7 +82,7 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
     return Words(vocabulary, *encoded)
 
 
-def _words(path: Path, content: bytes) -> list[str]:
+def _words(path: Path, content: bytes, part: str) -> list[str]:
     content = content.removeprefix(b"\xef\xbb\xbf")  # a mark that some editors put in front of UTF-8
     if not content.strip():
         raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence a line")
@@ -96,10 +98,10 @@ def _words(path: Path, content: bytes) -> list[str]:
         raise InputError(f"{path} line {line}: a zero byte, which is no text; expected: words")
     if not text.endswith("\n"):
         raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence a line")
+    sentences = [sentence for line in text.splitlines() if (sentence := line.split())]
+    check_part(path, part, "".join(f" {' '.join(sentence)} \n" for sentence in sentences).encode())
     words: list[str] = []
-    for line_of_words in text.splitlines():
-        sentence = line_of_words.split()
-        if sentence:
-            words += sentence
-            words.append(END)
+    for sentence in sentences:
+        words += sentence
+        words.append(END)
     return words

@@ -900,17 +900,20 @@ def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]
     if not drawn:
         return None
     names = list(dict.fromkeys(name for networks in panels.values() for name in networks))
-    figure, axes = _panels(list(drawn), title)
+    alone = next(iter(drawn)) if len(drawn) == 1 else ""  # a single panel has no title of its own
+    figure, axes = _panels(list(drawn), ": ".join(filter(None, (title, alone))))
     for axis, networks in zip(axes, drawn.values(), strict=True):
         for name, solved in networks.items():
+            if not solved:
+                continue
             lengths = sorted(solved)
             colour = _COLOURS[names.index(name) % len(_COLOURS)]
             counts = [solved[T] for T in lengths]
             axis.plot(lengths, counts, color=colour, linewidth=1.2, marker="o", markersize=3, label=name)
         axis.set_yscale("log")
         axis.set_xlabel("T")
+        axis.legend(loc="best", fontsize=8)
     axes[0].set_ylabel("iterations until solved")
-    axes[0].legend(loc="best", fontsize=8)
     return figure
 
 

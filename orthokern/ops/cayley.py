@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,25 @@ def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -
     leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
     stepped: Tensor = leaf.cayley(m, g, lr)
     return stepped
+
+
+def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str | None = None) -> list[Tensor]:
+    """`step` of each (m, g, lr), of any shapes. Where the leaf can (`cayley_of_many`), those of one dtype and device go
+    through the same kernels at the same time; bit for bit the same as one after the other.
+    """
+    if len(batches) == 1 or torch.compiler.is_compiling():
+        return [step(m, g, lr, backend) for m, g, lr in batches]
+    results: dict[int, Tensor] = {}
+    together: dict[Any, list[int]] = {}
+    for index, (m, g, lr) in enumerate(batches):
+        leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
+        if hasattr(leaf, "cayley_of_many"):
+            together.setdefault((leaf, m.dtype, m.device), []).append(index)
+        else:
+            results[index] = step(m, g, lr, backend)
+    for (leaf, *_), indices in together.items():
+        results.update(zip(indices, leaf.cayley_of_many([batches[index] for index in indices]), strict=True))
+    return [results[index] for index in range(len(batches))]
 
 
 def check_finite(argument: str, tensor: Tensor) -> None:

@@ -31,7 +31,8 @@ class GeodesicSGD(Optimizer):
     for a product). A is skew, so M is multiplied by a rotation and M^T M does not change; to first order in lr the
     loss falls by lr/2 ||A||_F^2. See orthokern.functional.cayley for the form that is evaluated.
 
-    All bases of a group that have the same shape, dtype and device go through one batched call.
+    All bases of a group that have the same shape, dtype and device go through one batched call; on the CUDA backend,
+    those of other shapes go through it too.
 
     Note [Drift]
         Rounding M to float32 makes M^T M walk away from I, at N = 128 by about 2.5e-8 sqrt(steps). Every
@@ -177,11 +178,12 @@ class GeodesicSGD(Optimizer):
             elif todo.norm > group["max_grad_norm"]:
                 shrink = group["max_grad_norm"] / todo.norm
         drifts = []
+        given = []
         for bases, g in todo.batches:
-            m = _stack(bases)
             g, factor = self._direction(group, bases, g, shrink)
-            step = rate * factor
-            m = _legacy_step(m, g, step) if group["legacy"] else cayley.step(m, g, step, group["backend"])
+            given.append((_stack(bases), g, rate * factor))
+        moved = [_legacy_step(*one) for one in given] if group["legacy"] else cayley.steps(given, group["backend"])
+        for (bases, _), m in zip(todo.batches, moved, strict=True):
             if todo.measure:
                 m, drift = _correct(m, group["drift_tolerance"])
                 drifts.append(drift)

@@ -87,6 +87,8 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
                 raise InputError(f"--{option}: the runs of {experiment.name} are counted in {other}; give --{other}")
             longer = (f"--{option}", str(given[option]))
     data = None
+    if experiment.data is None and "data" in given:
+        raise InputError(f"--data: the runs of {experiment.name} draw their data; leave it out")
     if experiment.data is not None:
         root = given.get("data", Path("data"))
         data = root / experiment.data if (root / experiment.data).is_dir() else root

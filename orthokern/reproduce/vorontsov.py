@@ -90,7 +90,7 @@ PTB = (
 
 def _ptb(length: int) -> tuple[Run, ...]:
     column = 0 if length == 75 else 1
-    return tuple(
+    published = tuple(
         Run(
             name=f"ptb-{length}-margin-{margin}-{init}",
             task="char_lm",
@@ -101,6 +101,14 @@ def _ptb(length: int) -> tuple[Run, ...]:
         )
         for margin, init, *both in PTB
     )
+    ours = Run(
+        name=f"ptb-{length}-defaults",
+        task="char_lm",
+        options=("--length", str(length), "--apply", "composed"),
+        quick=("--hidden", "128", "--epochs", "3"),
+        labels={"margin": "1, our defaults", "initialisation": "orthogonal"},
+    )
+    return (*published, ours)
 
 
 # ---- Table 5: run time -----------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ DEFAULTS: Settings = {
 
 # The README of the code released with Kerg, Goyette et al. 2019, "Hyperparameters for reported results", PTB; batches
 # of 128 rows and 100 epochs as in that code. (Its embedding of 200, U(-0.1, 0.1), goes through the input matrix: here
-# characters select columns of it. It halves the rates when the validation loss stops to fall.)
+# characters select columns of it.) After every epoch whose validation loss is no better than the best before, that code
+# halves all rates.
 _NNRNN: Settings = {
     "model": "nnrnn",
     "hidden": 1024,
@@ -64,6 +65,9 @@ _NNRNN: Settings = {
     "beta2": 0.9,
     "lr": 2e-3,
     "skew_lr": 2e-4,
+    "schedule": "plateau",
+    "plateau_factor": 0.5,
+    "patience": 1,
     "modulus_penalty": 1e-4,
     "batch": 128,
     "epochs": 100,

@@ -20,7 +20,14 @@ from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.digits import DigitsTask, add_digit_options
-from orthokern.tasks.optimization import DESCENT_NEEDS, NORMS, OPTIMIZERS, SCHEDULES, schedule_factor
+from orthokern.tasks.optimization import (
+    DESCENT_NEEDS,
+    NORMS,
+    OPTIMIZERS,
+    SCHEDULE_DEFAULTS,
+    add_schedule_options,
+    build_schedules,
+)
 from orthokern.tasks.recurrent import add_epochs
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
@@ -46,9 +53,7 @@ DEFAULTS: Settings = {
     "momentum": 0.0,
     "alpha": 0.9,
     "eps": 1e-8,
-    "schedule": "constant",
-    "lr_decay": 0.0,
-    "warmup": 0,
+    **SCHEDULE_DEFAULTS,
     "clip": None,
     "goal": None,
     "epochs": 20,
@@ -139,7 +144,7 @@ class DeepMnist(DigitsTask):
         self.model = DeepNetwork(settings)
         self.penalty = OrthogonalPenalty(settings["penalty"], squared=settings["penalty_norm"] == "squared")
         self.optimizer = self._optimizer()
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule_factor(settings))
+        self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         settings, parameters = self.settings, list(self.model.parameters())
@@ -169,12 +174,15 @@ class DeepMnist(DigitsTask):
     # ---- what is told ------------------------------------------------------------------------------------------------
 
     def diagnose(self) -> dict[str, Any]:
-        """From the input's layer to the readout's: ||W W^T - I||_F^2 of the smaller Gram matrix, and the norm of the
-        loss's gradient (the penalty's part included) for the weight."""
+        """The rate; and, from the input's layer to the readout's: ||W W^T - I||_F^2 of the smaller Gram matrix,
+        and the norm of the loss's gradient (the penalty's part included) for the weight."""
         weights = self.model.weights()
         with torch.no_grad():
             distance = OrthogonalPenalty()
-            found: dict[str, Any] = {"orthogonality_by_layer": [distance(w).item() for w in weights]}
+            found: dict[str, Any] = {
+                "lr": self.optimizer.param_groups[0]["lr"],
+                "orthogonality_by_layer": [distance(w).item() for w in weights],
+            }
         gradients = [w.grad for w in weights if w.grad is not None]
         if gradients:
             found["grad_norm_by_layer"] = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).tolist()
@@ -265,15 +273,7 @@ def _parser() -> Parser:
         metavar="X",
         help="rmsprop, adam: added to the gradient's size (default 1e-8)",
     )
-    group.add_argument(
-        "--schedule", type=one_of("schedule", SCHEDULES), metavar="NAME",
-        help="the rate over iterations i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine: down to D "
-        "at the last iteration (default constant)",
-    )  # fmt: skip
-    group.add_argument("--lr-decay", type=real(0.0), metavar="D", help="the schedule's D (default 0)")
-    group.add_argument(
-        "--warmup", type=integer(0), metavar="N", help="the rate rises linearly over N iterations (default 0)"
-    )
+    add_schedule_options(group, DEFAULTS)
     group.add_argument(
         "--clip", type=real(0.0, exclusive=True, none=True), metavar="X",
         help="clip the norm of the whole gradient; none (default none)",

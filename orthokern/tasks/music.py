@@ -16,7 +16,6 @@ Note [First weights]
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -25,8 +24,10 @@ from torch import Tensor, nn
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
+from orthokern.errors import InputError
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.optimization import plateau
 from orthokern.tasks.recurrent import add_epochs, count_epochs, stream_seed
 from orthokern.training import cli
 
@@ -86,8 +87,8 @@ class MusicTask(GruTask):
         generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
         self.windows = self.data.train.windows(settings["batch"], settings["window"], generator)
         self.iterations_per_epoch = count_epochs(settings, self.windows.per_epoch)
-        self.best_loss, self.waited = math.inf, 0
         self.build(MusicModel(settings))
+        self.plateau = plateau(self.optimizer, 1.0 / settings["decay"], settings["patience"])
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         window = next(self.windows).to(self.device)
@@ -104,26 +105,15 @@ class MusicTask(GruTask):
         return total / rolls.predictions
 
     def schedule_ended(self, loss: float) -> bool:
-        """Divides the rate by "decay" after "patience" epochs without improvement; over when it is below "lr_floor"."""
-        if loss < self.best_loss:
-            self.best_loss, self.waited = loss, 0
-            return False
-        self.waited += 1
-        if self.waited < self.settings["patience"]:
-            return False
-        self.waited = 0
-        for group in self.optimizer.param_groups:
-            group["lr"] /= self.settings["decay"]
+        """Over when the rate has fallen below "lr_floor"."""
         return bool(self.optimizer.param_groups[0]["lr"] < self.settings["lr_floor"])
 
     def state_dict(self) -> dict[str, Any]:
-        order = {"windows": self.windows.state_dict(), "best_loss": self.best_loss, "waited": self.waited}
-        return {**super().state_dict(), **order}
+        return {**super().state_dict(), "windows": self.windows.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.windows.load_state_dict(state["windows"])
-        self.best_loss, self.waited = state["best_loss"], state["waited"]
 
     def title(self) -> str:
         return f"{self.settings['collection']}, {super().title()}"
@@ -182,6 +172,8 @@ def complete(settings: Settings) -> Settings:
     Raises:
         InputError: no --data, or settings that don't go together.
     """
+    if settings["lr"] < settings["lr_floor"]:
+        raise InputError(f"--lr {settings['lr']:g}: below --lr-floor, {settings['lr_floor']:g}, at which training ends")
     return gru.complete(settings, "the piano rolls")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, ReduceLROnPlateau
 
 from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.nn import FactorizedRNN
@@ -24,10 +26,13 @@ from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN
 __all__ = [
     "DESCENT_NEEDS",
     "OPTIMIZER_DEFAULTS",
-    "SCHEDULES",
+    "SCHEDULE_DEFAULTS",
     "add_optimizer_options",
+    "add_schedule_options",
     "build_optimizer",
+    "build_schedules",
     "penalty",
+    "plateau",
     "schedule_factor",
 ]
 
@@ -36,7 +41,16 @@ GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
 SKEW_RATE = 0.1  # of --lr: what the searches of Kerg et al. 2019 and Lezcano-Casado 2019 begin with
-SCHEDULES = ("constant", "inverse", "exponential", "cosine")
+CURVES = ("inverse", "exponential", "cosine")  # of the iteration alone
+SCHEDULES = ("constant", *CURVES, "plateau")
+
+SCHEDULE_DEFAULTS: Settings = {
+    "schedule": "constant",
+    "lr_decay": 0.0,
+    "plateau_factor": 0.5,
+    "patience": 1,
+    "warmup": 0,
+}
 
 OPTIMIZER_DEFAULTS: Settings = {
     "batch": 50,
@@ -52,9 +66,7 @@ OPTIMIZER_DEFAULTS: Settings = {
     "beta2": 0.999,
     "eps": 1e-8,
     "momentum": 0.9,
-    "schedule": "constant",
-    "lr_decay": 0.0,
-    "warmup": 0,
+    **SCHEDULE_DEFAULTS,
     "clip": None,
     "basis_clip": None,
     "weight_decay": 0.0,
@@ -68,12 +80,14 @@ OPTIMIZER_DEFAULTS: Settings = {
 
 
 # What an option must come with to play a part, any one of the ways; of optimizer and schedule, which other tasks share.
-_RMSPROP, _SCHEDULED = Needs("optimizer", ("rmsprop",)), Needs("schedule", SCHEDULES[1:])
+_RMSPROP, _PLATEAU = Needs("optimizer", ("rmsprop",)), Needs("schedule", ("plateau",))
 DESCENT_NEEDS: dict[str, tuple[tuple[Needs, ...], ...]] = {
     "alpha": ((_RMSPROP,),),
     "eps": ((Needs("optimizer", ("rmsprop", "adam")),),),
     "momentum": ((Needs("optimizer", ("sgd",)),),),
-    "lr_decay": ((_SCHEDULED,),),
+    "lr_decay": ((Needs("schedule", CURVES),),),
+    "plateau_factor": ((_PLATEAU,),),
+    "patience": ((_PLATEAU,),),
 }
 _GEODESIC_RMSPROP = (Needs("geodesic", ("rmsprop",)), OF_FACTORIZED)
 _NEEDS: dict[str, tuple[tuple[Needs, ...], ...]] = {
@@ -176,17 +190,7 @@ def add_optimizer_options(
         "--beta2", type=real(0.0, below=1.0), metavar="X", help=f"adam's memory of its square {default('beta2')}"
     )
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
-    group.add_argument(
-        "--schedule",
-        type=one_of("schedule", SCHEDULES),
-        metavar="NAME",
-        help="all rates over iterations i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine: down to D "
-        f"at the last iteration {default('schedule')}",
-    )
-    group.add_argument("--lr-decay", type=real(0.0), metavar="D", help=f"the schedule's D {default('lr_decay')}")
-    group.add_argument(
-        "--warmup", type=integer(0), metavar="N", help=f"all rates rise linearly over N iterations {default('warmup')}"
-    )
+    add_schedule_options(group, defaults)
     group.add_argument(
         "--clip",
         type=real(0.0, exclusive=True, none=True),
@@ -245,11 +249,89 @@ def add_optimizer_options(
     parser.needs.update(_NEEDS)
 
 
-def schedule_factor(settings: Settings) -> Callable[[int], float]:
-    """What all learning rates are multiplied by, as a function of the iteration (0 is the first).
+def add_schedule_options(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
+    """Adds the options of SCHEDULE_DEFAULTS; what they need is in DESCENT_NEEDS.
 
     Args:
-        settings: "schedule", "lr_decay", "warmup" and "iterations".
+        group: of a task's parser.
+        defaults: the task's own, shown by the help.
+    """
+    group.add_argument(
+        "--schedule",
+        type=one_of("schedule", SCHEDULES),
+        metavar="NAME",
+        help="all rates over iterations i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine: down to D "
+        "at the last iteration; plateau: they fall whenever evaluations on held-out data get no better "
+        f"(default {defaults['schedule']})",
+    )
+    group.add_argument(
+        "--lr-decay",
+        type=real(0.0),
+        metavar="D",
+        help=f"inverse, exponential, cosine: the D (default {defaults['lr_decay']:g})",
+    )
+    group.add_argument(
+        "--plateau-factor",
+        type=real(0.0, exclusive=True, below=1.0),
+        metavar="X",
+        help=f"plateau: what all rates are multiplied by then (default {defaults['plateau_factor']:g})",
+    )
+    group.add_argument(
+        "--patience",
+        type=integer(1),
+        metavar="N",
+        help="plateau: after N evaluations in a row none of which is better than the best before them "
+        f"(default {defaults['patience']})",
+    )
+    group.add_argument(
+        "--warmup",
+        type=integer(0),
+        metavar="N",
+        help=f"all rates rise linearly over N iterations (default {defaults['warmup']})",
+    )
+
+
+def build_schedules(
+    optimizer: torch.optim.Optimizer, settings: Settings
+) -> tuple[LRScheduler | None, ReduceLROnPlateau | None]:
+    """The schedules of all of an optimizer's rates, for `Task.scheduler` and `Task.plateau`.
+
+    Args:
+        optimizer: with its first rates.
+        settings: SCHEDULE_DEFAULTS' keys and "iterations".
+
+    Returns:
+        A scheduler to be stepped once an iteration, and one to be stepped with the score of every evaluation; None
+        where there is nothing to do.
+    """
+    if settings["schedule"] != "plateau":
+        return LambdaLR(optimizer, schedule_factor(settings)), None
+    # LambdaLR would put every rate back at the next iteration; LinearLR multiplies what it finds, as the plateau does.
+    warmup = settings["warmup"]
+    rise = LinearLR(optimizer, start_factor=1.0 / (warmup + 1), total_iters=warmup) if warmup else None
+    return rise, plateau(optimizer, settings["plateau_factor"], settings["patience"])
+
+
+def plateau(optimizer: torch.optim.Optimizer, factor: float, patience: int) -> ReduceLROnPlateau:
+    """A schedule for `Task.plateau`: all rates fall when evaluations get no better.
+
+    Args:
+        optimizer: whose rates they are, geodesic and spectral ones included.
+        factor: what they are multiplied by, in (0, 1).
+        patience: evaluations in a row, at least 1, none of which is better than the best before them, until they fall;
+            then it counts anew. A score that is no number is not better.
+    """
+    # torch counts those that are put up with; and its eps would spare rates below 1e-8, which a geodesic one may have.
+    return ReduceLROnPlateau(
+        optimizer, mode="max", factor=factor, patience=patience - 1, threshold=0.0, threshold_mode="abs", eps=0.0
+    )
+
+
+def schedule_factor(settings: Settings) -> Callable[[int], float]:
+    """What all learning rates are multiplied by, as a function of the iteration (0 is the first) alone.
+
+    Args:
+        settings: "schedule", not plateau; "lr_decay", "warmup" and "iterations".
     """
     decay, warmup, iterations = settings["lr_decay"], settings["warmup"], settings["iterations"]
     curves: dict[str, Callable[[int], float]] = {
@@ -262,19 +344,16 @@ def schedule_factor(settings: Settings) -> Callable[[int], float]:
     return lambda i: curve(i) * min(1.0, (i + 1) / (warmup + 1))
 
 
-def build_optimizer(
-    rnn: nn.Module, readout: nn.Module, settings: Settings
-) -> tuple[CombinedOptimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """One optimizer for a recurrence and its readout, each kind of parameter at its own rate, and the schedule.
+def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: Settings) -> CombinedOptimizer:
+    """One optimizer for a recurrence and its readout, each kind of parameter at its own rate.
 
     Args:
         rnn: any recurrence; its bases, if it has any, move along geodesics.
         readout: everything else.
-        settings: OPTIMIZER_DEFAULTS' keys with "geodesic_lr" a number, "margin", "iterations" and "backend".
+        settings: OPTIMIZER_DEFAULTS' keys with "geodesic_lr" a number, "margin" and "backend".
 
     Returns:
-        The optimizer; groups have "role": "readout", "input", "rotation", "skew", "spectrum" or "geodesic". And a
-        scheduler to be stepped once an iteration.
+        The optimizer; groups have "role": "readout", "input", "rotation", "skew", "spectrum" or "geodesic".
     """
     split = split_parameters(rnn)
     input_lr = settings["lr"] if settings["input_lr"] is None else settings["input_lr"]
@@ -311,8 +390,7 @@ def build_optimizer(
     track = getattr(rnn, "track_optimizer", None)
     if callable(track):  # moves of an exponential's base reach the optimizer's state
         track(parts["euclidean"])
-    optimizer = CombinedOptimizer(parts)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factor(settings))
+    return CombinedOptimizer(parts)
 
 
 def _euclidean(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:

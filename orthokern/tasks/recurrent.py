@@ -18,7 +18,7 @@ from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
-from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, penalty
+from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, build_schedules, penalty
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
 
@@ -161,6 +161,8 @@ def complete(settings: Settings) -> Settings:
     check_network(settings)
     if settings.get("sigma") is not None and settings["model"] != "rnn":
         raise InputError(f"--sigma {settings['sigma']:g}: for --model rnn, not {settings['model']}; see --init")
+    if settings["schedule"] == "plateau" and settings.get("eval_every") == 0:
+        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never fall")
     return dict(settings)
 
 
@@ -194,11 +196,12 @@ class RecurrentTask(Task):
         check_backend(settings, classes)
 
     def build(self, model: nn.Module) -> None:
-        """Takes the model over and makes its optimizer."""
+        """Takes the model over and makes its optimizer and schedules."""
         self.model = model
         self.rnn: nn.Module = model.get_submodule("rnn")
         self.readout: nn.Module = model.get_submodule("readout")
-        self.optimizer, self.scheduler = build_optimizer(self.rnn, self.readout, self.settings)
+        self.optimizer = build_optimizer(self.rnn, self.readout, self.settings)
+        self.scheduler, self.plateau = build_schedules(self.optimizer, self.settings)
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = self.module(*batch)
@@ -210,9 +213,12 @@ class RecurrentTask(Task):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
 
     def diagnose(self) -> dict[str, Any]:
-        if not isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)):
-            return {}
-        return diagnose_recurrence(self.rnn) | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
+        """Numbers on the recurrent matrix, and "lr", the readout's learning rate."""
+        rate = next(group["lr"] for group in self.optimizer.param_groups if group["role"] == "readout")
+        found: dict[str, Any] = {"lr": rate}
+        if isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)):
+            found |= diagnose_recurrence(self.rnn)
+        return found | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
     def title(self) -> str:
         """What the plots' titles say of the settings."""

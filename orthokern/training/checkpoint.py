@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import random
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"checkpoint {path} is truncated or no checkpoint ({path.stat().st_size} bytes)"
         ) from None
     except Exception as error:  # torch.load raises half a dozen types for a file of another kind
-        reason = (str(error).splitlines() or [""])[0]
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [""])[0])  # torch's are in colour
         raise CheckpointError(f"checkpoint {path} cannot be read: {type(error).__name__}: {reason}") from None
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of an orthokern run")

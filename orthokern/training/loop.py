@@ -127,16 +127,27 @@ class _Run:
         `RunFolder.open`) the run begins again at its beginning.
 
         Raises:
-            CheckpointError: see `load_checkpoint`, or the checkpoint is of another task, of other settings or sizes.
+            CheckpointError: see `load_checkpoint`, or the checkpoint is of another task, of other settings or sizes, or
+                the best state that it knows of is gone.
         """
-        path = self.run.checkpoint
-        payload = distributed.on_first(lambda: load_checkpoint(path) if path.exists() else None)
+        payload = distributed.on_first(self._read)
         if payload is not None:
             distributed.together(lambda: self._take(payload))
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self.run.checkpoint
+        payload = load_checkpoint(path) if path.exists() else None
+        if payload is not None and payload.get("best") is not None and not self.run.best.exists():
+            raise CheckpointError(
+                f"no {self.run.best.name} beside checkpoint {path}, which knows of one; put it back, or start a new run"
+            )
+        return payload
 
     def _take(self, payload: dict[str, Any]) -> None:
         path = self.run.checkpoint
         lacking = self._payload([rng_state()]).keys() - payload.keys() - {"rng_of_other_ranks"}
+        if self.task.plateau is None:  # then an older version's, which knew of none, does as well
+            lacking -= {"plateau"}
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
         if payload["task"] != self.task.name:
@@ -153,14 +164,16 @@ class _Run:
             self.task.optimizer.load_state_dict(payload["optimizer"])
             if self.task.scheduler is not None:
                 self.task.scheduler.load_state_dict(payload["scheduler"])
+            if self.task.plateau is not None:
+                self.task.plateau.load_state_dict(payload["plateau"])
             self.task.load_state_dict(payload["task_state"])
-            self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], payload["iteration"])
-        except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
+            self.iteration, self.earlier_seconds = int(payload["iteration"]), float(payload["seconds"])
+            self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], self.iteration)
+        except (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
-        self.iteration = self.saved_at = payload["iteration"]
+        self.saved_at = self.iteration
         self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
-        self.earlier_seconds = payload["seconds"]
 
     def _take_rng(self, states: list[dict[str, Any]], iteration: int) -> None:
         if self.shard.rank < len(states):
@@ -169,7 +182,7 @@ class _Run:
             seed_all(self.run.config["settings"].get("seed", 0) + self.shard.rank + self.shard.world * iteration)
 
     def _payload(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
-        scheduler = self.task.scheduler
+        scheduler, plateau = self.task.scheduler, self.task.plateau
         return {
             "task": self.task.name,
             "settings": self.run.config["settings"],
@@ -178,6 +191,7 @@ class _Run:
             "model": self.task.model.state_dict(),
             "optimizer": self.task.optimizer.state_dict(),
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "plateau": plateau.state_dict() if plateau is not None else None,
             "task_state": self.task.state_dict(),
             "rng": rng[0],
             "rng_of_other_ranks": rng[1:],
@@ -369,9 +383,10 @@ def _train(state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Pro
         if diagnose:
             with profiler.stage("diagnose"):
                 record |= _diagnosis(state, step.profiles)
-        if task.wants_evaluation(state.iteration, metrics) or state.iteration == settings.iterations:
+        wanted = task.wants_evaluation(state.iteration, metrics)
+        if wanted or state.iteration == settings.iterations:
             with profiler.stage("evaluate"):
-                record |= _evaluate(state)
+                record |= _evaluate(state, wanted)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         time_steps = task.time_steps * settings.accumulate
         record["seconds"] = state.seconds()
@@ -554,8 +569,14 @@ def _diagnosis(state: _Run, profiles: list[Profiles]) -> dict[str, Any]:
     return record
 
 
-def _evaluate(state: _Run) -> dict[str, float]:
-    """Evaluates, keeps best.pt, and returns the numbers for the record, their names beginning with "held_out_"."""
+def _evaluate(state: _Run, wanted: bool) -> dict[str, float]:
+    """Evaluates, lets the rates fall if they are to, keeps best.pt, and returns the numbers for the record, their names
+    beginning with "held_out_".
+
+    Args:
+        state: of the run.
+        wanted: whether the task asked for it, and not only the run's end, which a longer run doesn't have here.
+    """
     task = state.task
 
     def evaluate() -> dict[str, float]:
@@ -570,8 +591,10 @@ def _evaluate(state: _Run) -> dict[str, float]:
 
     evaluation = distributed.on_first(evaluate)
     state.evaluation = evaluation
-    state.reached = task.goal_reached(evaluation)
     score = task.score(evaluation)
+    if wanted and task.plateau is not None:
+        task.plateau.step(score)
+    state.reached = task.goal_reached(evaluation)
     if math.isfinite(score) and (state.best is None or score > state.best["score"]):
         state.best = {"score": score, "iteration": state.iteration}
         state.save_best()
@@ -584,8 +607,10 @@ def _finish(state: _Run, seconds: float) -> str:
 
     def finish() -> str:
         last = copy.deepcopy(task.model.state_dict())
+        tested = state.iteration
         if state.best is not None and state.run.best.exists():
             task.model.load_state_dict(load_checkpoint(state.run.best)["model"])
+            tested = state.best["iteration"]
         task.model.eval()
         module, task.module = task.module, task.model
         try:
@@ -603,6 +628,7 @@ def _finish(state: _Run, seconds: float) -> str:
             "parameters": sum(p.numel() for p in task.model.parameters()),
             "last": state.evaluation,
             "best": state.best,
+            "tested": tested,
             "test": test,
         }
         try:
@@ -612,8 +638,7 @@ def _finish(state: _Run, seconds: float) -> str:
         if not test:
             return ""
         told = ", ".join(f"{name} {value:.4g}" for name, value in test.items())
-        at = f" with the parameters of iteration {state.best['iteration']}" if state.best is not None else ""
-        return f"; on the test data{at}: {told}"
+        return f"; on the test data with the parameters of iteration {tested}: {told}"
 
     return distributed.on_first(finish)
 

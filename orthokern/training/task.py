@@ -19,6 +19,7 @@ class Task(ABC):
         model: every parameter that is trained or must be in a checkpoint.
         optimizer: one optimizer for all of them (`orthokern.optim.CombinedOptimizer` joins several).
         scheduler: learning-rate schedule stepped once an iteration, or None.
+        plateau: learning-rate schedule stepped with the score of every evaluation that the task wanted, or None.
         baseline: loss of the best guess without memory, shown beside the loss; None if the task has none.
         time_steps: time steps per sequence, for "µs per time step".
         device: where the model lives.
@@ -35,6 +36,7 @@ class Task(ABC):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
     baseline: float | None = None
     time_steps: int
     device: torch.device

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shlex
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the host harness does not compile:\n{shlex.join(command)}\n{done.stderr}")
+
+
+def nvcc() -> str | None:
+    """The nvcc that setup.py builds with, by its own search."""
+    spec = importlib.util.spec_from_file_location("orthokern_setup_script", HERE.parents[1] / "setup.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    found: str | None = script.Cuda.find_nvcc()
+    return found
 
 
 def load(folder: Path) -> Any:

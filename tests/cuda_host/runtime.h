@@ -82,8 +82,8 @@ int max_active_clusters(const Shape& shape);
 // Run every thread of a grid. Returns what went wrong, in one line, or nothing.
 std::string run(const Shape& shape, void (*body)(void*), void* argument);
 template <class Body>
-std::string run(const Shape& shape, Body& body) {
-  return run(shape, [](void* b) { (*static_cast<Body*>(b))(); }, &body);
+std::string run(const Shape& shape, const Body& body) {
+  return run(shape, [](void* b) { (*static_cast<const Body*>(b))(); }, const_cast<Body*>(&body));
 }
 
 // Where a thread of a kernel waits, for reports. Functions of the kernel's vocabulary take file and line of their call by default arguments.
@@ -205,6 +205,8 @@ inline int sync_block(bool vote, Site site) {
 }
 
 }  // namespace cuda_host
+
+#include "graphs.h"
 
 // ------------------------------------------------------------------------------------------------ functions of the language
 

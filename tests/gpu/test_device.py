@@ -11,6 +11,7 @@ import gc
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,89 @@ def test_scan_parity_at_1100_units(op: str) -> None:
     """More than a cluster holds: the path of single steps, without being asked."""
     need(op, "cuda", N=1100, K=1100)
     check(scan_problem(op, B=5, T=3, N=1100), torch.float32, "cuda")
+
+
+def in_graphs(monkeypatch: pytest.MonkeyPatch, path: int, wanted: bool) -> None:
+    """Single steps, which are the path of that number, in CUDA graphs or kernel by kernel."""
+    monkeypatch.setattr(_native_cuda, "_wishes", {"path": path} if wanted else {"path": path, "graph_steps": 0})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_steps_in_graphs_change_no_bit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """csrc/cuda/step_graph.h: one cached graph for calls of other sizes, on two streams at once, in a capture."""
+    need(op, "cuda", N=34, K=34)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for T, B, N, activation in (
+        (150, 5, 34, "prelu"),
+        (500, 70, 34, "tanh"),
+        (133, 5, 1100, "tanh"),
+        (150, 3, 130, "oplu"),
+    ):
+        problem = on(scan_problem(op, B=B, T=T, N=N, activation=activation, gap=-1.0).to(torch.float32), "cuda")
+        for options in ({}, {"lengths": some_lengths(B, T, "any").cuda(), "message_clip": 0.3}):
+            in_graphs(monkeypatch, 2, wanted=False)
+            plain = run_scan(problem, "cuda", **options)
+            in_graphs(monkeypatch, 2, wanted=True)
+            torch.cuda.synchronize()
+            results = []
+            for stream in streams * 3:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    results.append(run_scan(problem, "cuda", **options))
+            torch.cuda.synchronize()
+            for found in (run_scan(problem, "cuda", **options), *results):
+                assert_same_bits(plain, found)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run_scan(problem, "cuda")
+        problem.x.copy_(torch.randn_like(problem.x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(run_scan(problem, "cuda"), captured)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gru_steps_in_graphs_change_no_bit(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("gru_scan", "cuda", N=34)
+    for T, B, N in ((150, 5, 34), (300, 40, 66), (133, 5, 650)):
+        problem = GruProblem.random(variant, T, B, N).map(lambda t: t.float().cuda())
+        for lengths in (None, some_lengths(B, T, "any").cuda()):
+            in_graphs(monkeypatch, 1, wanted=False)
+            plain = problem.run("cuda", lengths=lengths)
+            in_graphs(monkeypatch, 1, wanted=True)
+            for _ in range(2):
+                assert_same_bits(plain, problem.run("cuda", lengths=lengths))
+
+
+def test_steps_in_graphs_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a graph takes memory, which must not spoil a capture that goes on elsewhere."""
+    need("dense_scan", "cuda", N=34)
+    problem = on(scan_problem("dense_scan", B=5, T=150, N=34).to(torch.float32), "cuda")
+
+    def states() -> torch.Tensor:  # kernels of ours alone
+        return _native_cuda.dense_scan_fwd(*problem.inputs(), activation="tanh")[0]
+
+    in_graphs(monkeypatch, 2, wanted=False)
+    plain = states()
+    in_graphs(monkeypatch, 2, wanted=True)
+    x, results = torch.ones(5, device="cuda"), []
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):  # has no graph of its own yet
+            results.append(states())
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        y = x * 2
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, 2 * x) and len(results) == 2
+    assert all(torch.equal(plain, found) for found in results)
 
 
 def test_more_sequences_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,6 +620,20 @@ def test_cayley_parity(shape: tuple[int, ...], dtype: torch.dtype, backend: str)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_cayley_of_several_sizes(dtype: torch.dtype) -> None:
+    """Square and thin, more sizes than one launch holds: the bits of single calls."""
+    need("cayley", "cuda", dtype, N=300, K=300)
+    steps: list[Any] = []
+    for index, (n, k) in enumerate([*SHAPES[:6], (300, 300), (300, 10), *((i, i) for i in range(2, 22))]):
+        shape = (1 + index % 3, n, k)
+        m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype).cuda()
+        rate = (1e-5, 3.0, torch.rand(shape[0], device="cuda"), torch.tensor(0.01))[index % 4]
+        steps.append((m, torch.randn(*shape, dtype=dtype, device="cuda"), rate))
+    for one, step in zip(_native_cuda.cayley_of_many(steps), steps, strict=True):
+        assert torch.equal(one, _native_cuda.cayley(*step))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("activation", NAMES)
 def test_activation_parity(activation: str, dtype: torch.dtype, backend: str) -> None:
     need("activations", backend, dtype)
@@ -720,6 +818,18 @@ for n in (33, 66):
         f.factored_scan(ids, u, ones(n), u, weight=table, backend=backend, lengths=lengths).sum().backward()
         f.dense_scan(ids, u, weight=table, backend=backend, lengths=lengths, message_clip=0.1).sum().backward()
 """,
+    "graphs": """
+_native_cuda._wishes = {"path": 2, "graph_steps": 2}
+for n in (33, 66):
+    u, x = basis(n, n), torch.randn(11, 3, n, device="cuda", requires_grad=True)
+    for lengths in (None, torch.tensor([11, -1, 2**40], device="cuda")):
+        f.factored_scan(x, u, ones(n), u, backend=backend, lengths=lengths).sum().backward()
+        f.dense_scan(x, u, backend=backend, lengths=lengths).sum().backward()
+_native_cuda._wishes = {"path": 1, "graph_steps": 2}
+x, w = torch.randn(11, 3, 99, device="cuda", requires_grad=True), torch.randn(99, 33, device="cuda") / 6
+for variant in ("kanai", "torch"):
+    f.gru_scan(x, w.requires_grad_(), variant=variant, backend=backend).sum().backward()
+""",
     "checkpoints": """
 for n in (33, 130):
     u, x = basis(n, n), torch.randn(6, 3, n, device="cuda", requires_grad=True)
@@ -753,6 +863,9 @@ for n, k in ((1, 1), (33, 33), (130, 130), (130, 7), (66, 65), (200, 70)):
     for rate in (1e-5, 1e-2, 3.0):
         f.cayley(basis(n, k).detach(), torch.randn(n, k, device="cuda"), rate, backend=backend)
     f.cayley(torch.stack([basis(n, k).detach()] * 3), torch.randn(3, n, k, device="cuda"), 1e-2, backend=backend)
+if backend == "cuda":
+    sizes = ((1, 1), (33, 33), (130, 130), (130, 7), (66, 65))
+    _native_cuda.cayley_of_many([(basis(*s).detach(), torch.randn(s, device="cuda"), 1e-2) for s in sizes])
 """,
 }
 PREAMBLE = """
@@ -770,7 +883,7 @@ def tokens(): return torch.randint(0, 5, (6, 3), device="cuda")
 @pytest.mark.parametrize("part", SANITIZED)
 def test_compute_sanitizer_finds_nothing(part: str, tool: str, backend: str) -> None:
     need("factored_scan", backend, N=33, K=33)
-    if part == "steps" and backend != "cuda":
+    if part in ("steps", "graphs") and backend != "cuda":
         pytest.skip("Triton has no path of single steps: the case does not apply")
     code = f"{PREAMBLE}\nbackend = {backend!r}\n{SANITIZED[part]}\ntorch.cuda.synchronize()"
     done = subprocess.run(
