@@ -212,6 +212,77 @@ def test_one_certificate_serves_many_steps() -> None:
     assert norm(outside) <= certificate.complement(w, image) < 1.8
 
 
+def test_steps_as_large_as_the_bound() -> None:
+    """What training does at a learning rate of one: changes of low rank, larger than the bound, in every step another.
+    Every step takes a new certificate, and none a decomposition."""
+    n, generator = 200, torch.Generator().manual_seed(3)
+    w = with_spectrum(
+        torch.cat([torch.tensor([1.8, 1.79, 1.7]), torch.linspace(1.5, 0.2, n - 3)]).double(), n, 4
+    ).float()
+    projection = SpectralNormProjection([w], 0.2)
+    projection.step()
+    for step in range(6):
+        rows, columns = (torch.randn(n, 4, generator=generator) / n**0.5 for _ in range(2))
+        w += (rows * torch.tensor([6.0 if step == 3 else 1.6, 0.7, 0.3, 0.1])) @ columns.mT
+        expected = by_svd(w, 1.8, 1.8)
+        projection.step()
+        torch.testing.assert_close(w, expected, rtol=0, atol=1e-6)
+        assert norm(w) <= 1.8 * (1 + 1e-6)
+    assert projection.counts == {"steps": 7, "checks": 7, "projections": 6, "certificates": 6, "decompositions": 1}
+
+
+def falling() -> tuple[Tensor, SpectralNormProjection]:
+    """A diagonal matrix with values from 1.79 down, and a projection whose certificate has the first sixteen."""
+    w = torch.linspace(1.79, 0, 130).double().diag()
+    projection = SpectralNormProjection([w], 0.2)
+    projection.step()
+    certificate = projection._certificates[0]
+    assert certificate is not None and certificate.v.shape[1] == 16
+    return w, projection
+
+
+def test_what_grows_outside_of_a_certificate_step_by_step() -> None:
+    """In steps that are each too small to reach the bound from the certificate's level, with no residual to show it."""
+    w, projection = falling()
+    for _ in range(8):
+        w[20, 20] += 0.05
+        expected = by_svd(w, 1.8, 1.8)
+        projection.step()
+        torch.testing.assert_close(w, expected, rtol=0, atol=1e-11)
+    assert float(expected[20, 20]) == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize("helpless", [False, True])
+def test_what_only_the_coupling_shows(helpless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values in V and outside of it are below the bound, and those of the two together are not; also where what V
+    grows by does not help."""
+    w, projection = falling()
+    w[0, 18] = 0.17
+    expected = by_svd(w, 1.8, 1.8)
+    assert float((w - expected).abs().max()) > 1e-3
+    if helpless:
+        monkeypatch.setattr(module, "_solve_outside", lambda *given: torch.eye(130).double()[:, -int(given[5].sum()) :])
+    projection.step()
+    torch.testing.assert_close(w, expected, rtol=0, atol=1e-11)
+
+
+def test_the_bound_outside_of_the_highest_directions() -> None:
+    """What the second reading of the proof stands on: no vector outside of the highest Ritz vectors grows by more."""
+    generator = torch.Generator().manual_seed(5)
+    for scale in (1e-3, 0.1, 1.0):
+        w = with_spectrum(torch.linspace(2.0, 0.1, 60).double(), 60, 6)
+        _, _, vh = torch.linalg.svd(w)
+        v = torch.linalg.qr(vh[:10].mT + scale * torch.randn(60, 10, dtype=torch.float64, generator=generator) / 8)[0]
+        level = float(torch.linalg.matrix_norm(w - w @ v @ v.mT, 2))
+        basis = torch.linalg.qr(torch.cat([v, torch.randn(60, 3, dtype=torch.float64, generator=generator)], 1))[0]
+        basis[:, :10] = v
+        image = w @ basis
+        rotation = torch.linalg.eigh(image.mT @ image)[1]
+        highest = basis @ rotation[:, 3:]
+        bound = module._outside_of_highest(image, rotation, 3, level)
+        assert float(torch.linalg.matrix_norm(w - w @ highest @ highest.mT, 2)) <= bound <= level + 2.0 * 3**0.5
+
+
 def test_resumed_bit_for_bit() -> None:
     w, change, projection = pinned(120)
     for _ in range(3):

@@ -27,7 +27,10 @@ _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand co
 _WATCHED = 0.9
 _FEWEST = 16
 _BLOCK = 8
-_MOST_EXPANSIONS = 4
+_MOST_ROUNDS = 7
+_MOST_ITERATIONS = 8  # of conjugate gradients in a round
+# An eigenvalue of G this many times the threshold's hides others in float32's rounding.
+_FAR = 2.0
 # How far a level is proved from what rounding could hide in a float32 Gram matrix and its Cholesky factorisation.
 _MARGIN = 1e-2
 
@@ -36,22 +39,25 @@ _MARGIN = 1e-2
 class _Certificate:
     """What is proved of one constrained matrix, taken tall: ||W_0 (I - V V^T)||_2 <= level.
 
-    anchor: W_0 [M, K]. v: V [K, k] orthonormal. image: W_0 V [M, k]. All in the matrix's dtype.
+    anchor: W_0 [M, K]. v: V [K, k] orthonormal. image: W_0 V [M, k]. All in the matrix's dtype. whole: ||W_0||_F.
+    served: how many steps it has been enough for.
     """
 
     anchor: Tensor
     v: Tensor
     image: Tensor
     level: float
+    whole: float
+    served: int = 0
 
     def complement(self, w: Tensor, image: Tensor) -> float:
         """A bound of ||W (I - V V^T)||_2 for another W [M, K] and its W V: the level and what changed outside of V."""
-        change, inside, whole = (
-            float(torch.linalg.vector_norm(x, dtype=torch.float64))
-            for x in (w - self.anchor, image - self.image, self.anchor)
-        )
-        rounding = 8 * torch.finfo(w.dtype).eps * whole
-        return self.level + math.sqrt(max(change**2 - inside**2, 0.0) + rounding * (change + inside + rounding))
+        rounding = 8 * torch.finfo(w.dtype).eps * self.whole
+        if image is self.image:  # and W is W_0
+            return self.level + rounding
+        change, inside = _norm(w - self.anchor), _norm(image - self.image)
+        squares = max(change**2 - inside**2, 0.0) + 4 * _relative(w) * change**2
+        return self.level + math.sqrt(squares + rounding * (change + inside + rounding))
 
 
 class SpectralNormProjection:
@@ -68,14 +74,19 @@ class SpectralNormProjection:
 
         1. A certificate says of an older W_0: ||W_0 (I - V V^T)||_2 <= l, V [K, k] orthonormal, a few dozen columns. So
            ||W (I - V V^T)||_2 <= m = l + ||(W - W_0) (I - V V^T)||_F: outside of V nothing is above the threshold t
-           while m is below it. Rayleigh and Ritz in V (G = W^T W, G y_i ~ theta_i y_i, residuals r_i, and V grows by
-           residuals where they are too large) give the directions y_i above t, which are taken out.
+           while m is below it. Rayleigh and Ritz in V (G = W^T W, G y_i ~ theta_i y_i, residuals r_i) give the
+           directions y_i above t, which are taken out. Where r_i is too large, V grows by what y_i lacks of an
+           eigenvector; that converges cubically, so once or twice is enough.
         2. Proof that nothing was missed: after that, G' is diag(theta'_i) on V, at most m^2 outside, and the r_i couple
            the two. Its eigenvalues are at most t'^2, t' = t (1 + rounding), if that of R^T R is at most t'^2 - m^2,
-           R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice.
-        3. Where that fails, V no longer covers W: a new certificate. A power step with G turns V towards W's, subspace
-           iteration outside of V finds what it lacks, and the Cholesky factorisation of
-           l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds.
+           R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice. What
+           V has grown by may have large residuals itself. Then the same is asked of the k highest Ritz vectors alone,
+           and m rises by what of V is not in their span.
+        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. A power
+           step with G turns V towards W's directions, and the Cholesky factorisation of
+           l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds: for an l between the lowest
+           value in V and t or, where certificates live on, close to the largest value outside of V, which subspace
+           iteration finds; what V lacks as well.
 
         If that fails too, for the first check, for matrices with at most 96 columns or rows, and while more than a
         quarter of all values are near the threshold, a full decomposition takes over: of G, or W's SVD where squares
@@ -155,7 +166,7 @@ class SpectralNormProjection:
                 continue
             self.counts["checks"] += 1
             w = self.matrices[index]
-            if not w.isfinite().all():
+            if not math.isfinite(bound) and not w.isfinite().all():
                 raise InputError(f"constrained matrix {index} (shape {list(w.shape)}) holds NaN or infinity")
             self._project(index, bound)
 
@@ -164,7 +175,9 @@ class SpectralNormProjection:
         return {
             "before": [None if w is None else w.clone() for w in self._before],
             "bounds": list(self._bounds),
-            "certificates": [None if c is None else (c.anchor, c.v, c.image, c.level) for c in self._certificates],
+            "certificates": [
+                None if c is None else (c.anchor, c.v, c.image, c.level, c.whole, c.served) for c in self._certificates
+            ],
             "counts": dict(self.counts),
         }
 
@@ -181,27 +194,19 @@ class SpectralNormProjection:
             None if w is None else w.to(device, copy=True) for w, device in zip(state["before"], devices, strict=True)
         ]
         self._bounds = list(state["bounds"])
+        # those of an earlier version lack what is kept now: the next check finds new ones
         self._certificates = [
-            None if c is None else _Certificate(c[0].to(device), c[1].to(device), c[2].to(device), c[3])
+            None if c is None or len(c) < 6 else _Certificate(*(x.to(device) for x in c[:3]), *c[3:])
             for c, device in zip(state["certificates"], devices, strict=True)
         ]
         self.counts = dict(state["counts"])
 
     def _upper_bounds(self) -> list[float]:
         """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
-        known = {i: before for i, before in enumerate(self._before) if before is not None}
-        bounds = [math.inf] * len(self._matrices)
-        if known:
-            moved = torch.stack(
-                [
-                    torch.linalg.vector_norm(self.matrices[i] - before, dtype=torch.float64)
-                    for i, before in known.items()
-                ]
-            )
-            for i, distance in zip(known, moved.tolist(), strict=True):
-                # the norm is rounded too
-                bounds[i] = self._bounds[i] + distance * (1 + 1e-6)
-        return bounds
+        return [
+            math.inf if before is None else bound + _norm(w - before) * (1 + _relative(w))
+            for w, before, bound in zip(self.matrices, self._before, self._bounds, strict=True)
+        ]
 
     def _project(self, index: int, bound: float) -> None:
         """One matrix, of which only `bound` is known of its largest singular value."""
@@ -211,14 +216,17 @@ class SpectralNormProjection:
         rounding = max(2 * torch.finfo(matrix.dtype).eps, _ROUNDING)
         result: tuple[Tensor | None, float] | None = None
         certificate = self._certificates[index]
-        if certificate is not None:
-            result = self._within(w, certificate, rounding)
-            if result is None and math.isfinite(bound):
-                certificate = self._certify(w, certificate.v)
+        if certificate is not None and math.isfinite(bound):
+            moved = bound - self._bounds[index]
+            if moved < self.trigger - certificate.level:  # more would need to be within V
+                result = self._within(w, certificate, rounding)
+            if result is None:
+                # a level close to the truth costs more to find, and pays where a certificate lives on
+                certificate, gram = self._certify(w, certificate.v, tight=certificate.served > 1)
                 if certificate is not None:
                     self.counts["certificates"] += 1
                     self._certificates[index] = certificate
-                    result = self._within(w, certificate, rounding)
+                    result = self._within(w, certificate, rounding, gram)
         if result is None:
             self.counts["decompositions"] += 1
             result, self._certificates[index] = self._decompose(w)
@@ -244,7 +252,7 @@ class SpectralNormProjection:
             directions = v[:, :watched].contiguous().to(w.dtype)
             level = float(s[watched]) * (1 + 1e-6) + 1e-7 * float(s[0])
             if level < (1 - 2 * _MARGIN) * self.trigger:  # else it would not outlive the next step
-                certificate = _Certificate(w.clone(), directions, w @ directions, level)
+                certificate = _Certificate(w.clone(), directions, w @ directions, level, _norm(w))
         count = int((s > self.trigger).sum())
         if count == 0:
             return (None, float(s[0])), certificate
@@ -253,22 +261,31 @@ class SpectralNormProjection:
         rest = float(s[count]) if count < K else 0.0
         return (exact - taken @ large.mT, max(self.limit, rest)), certificate
 
-    def _within(self, w: Tensor, certificate: _Certificate, rounding: float) -> tuple[Tensor | None, float] | None:
-        """As ``_decompose`` by steps 1 and 2 of Note [Work]; None where the certificate does not suffice."""
+    def _within(
+        self, w: Tensor, certificate: _Certificate, rounding: float, gram: Tensor | None = None
+    ) -> tuple[Tensor | None, float] | None:
+        """As ``_decompose`` by steps 1 and 2 of Note [Work]; None where the certificate does not suffice.
+
+        gram: W^T W [K, K] where it is at hand.
+        """
         basis = certificate.v
-        image = w @ basis  # W V [M, k]
+        # W V [M, k]
+        image = w @ basis if gram is None else certificate.image
         outside = certificate.complement(w, image) ** 2
         top = self.trigger**2
         above = top * (1 + rounding)
         bound = top * (1 + 4 * rounding)
+        allowed = rounding * self.limit
         if outside >= top * (1 - _MARGIN):
             return None
-        gram_basis = w.mT @ image  # G V [K, k]
-        for _ in range(_MOST_EXPANSIONS + 1):
+        exact = w  # in the dtype of what is computed in V
+        gram_basis = w.mT @ image if gram is None else gram @ basis  # G V [K, k]
+        for _ in range(_MOST_ROUNDS):
+            added = basis.shape[1] - certificate.v.shape[1]
             theta, y = torch.linalg.eigh((image.mT @ image).double())  # ascending
-            rotation = y.to(w.dtype)
+            rotation = y.to(basis.dtype)
             vectors = basis @ rotation
-            residuals = gram_basis @ rotation - vectors * theta.to(w.dtype)
+            residuals = gram_basis @ rotation - vectors * theta.to(basis.dtype)
             products = (residuals.mT @ residuals).double()
             size = products.diagonal().clamp_min(0)
             large = theta > above
@@ -276,77 +293,172 @@ class SpectralNormProjection:
             # the part of the projection's error that a direction outside of V makes, per direction taken out
             sigma = theta.clamp_min(0).sqrt()
             wrong = torch.where(large, (sigma - self.limit) * size.sqrt() / (theta - outside), 0.0)
-            inexact = wrong > rounding * self.limit
+            inexact, most = wrong > allowed, float(wrong.max())
             room = (bound - left).clamp_min(rounding * top).sqrt()
             coupling = products / (room * room[:, None])
-            if not bool(inexact.any()) and float(torch.linalg.eigvalsh(coupling)[-1]) <= bound - outside:
+            level, proved = outside, False
+            if most <= allowed:
+                proved = _at_most(coupling, bound - outside)
+                if not proved and added:  # the lowest directions are what V was not: without them
+                    level = _outside_of_highest(image, rotation, added, math.sqrt(outside)) ** 2
+                    proved = not bool(large[:added].any()) and _at_most(coupling[added:, added:], bound - level)
+            if proved:
+                certificate.served += 1
                 # Weyl's inequality for what is left, where it says more
                 largest = math.sqrt(min(bound, max(float(left.max()), outside) + float(size.sum().sqrt())))
                 if not bool(large.any()):
                     return None, largest
-                return self._without(w.double(), vectors[:, large].double()), largest
-            share = coupling.diagonal()
-            grown = inexact | (share >= max(float(share.sort().values[-_BLOCK]), (bound - outside) / 100))
-            others = torch.linalg.eigvalsh(coupling[~grown][:, ~grown])
-            hopeless = len(others) and float(others[-1]) > bound - outside  # whatever becomes of those that grow
-            if hopeless or not bool(grown.any()) or basis.shape[1] + int(grown.sum()) > w.shape[1] - _BLOCK:
+                exact = w.to(torch.float64, copy=True) if exact is w else exact
+                return self._without(exact, vectors[:, large].double()), largest
+            near = 1e3 if float(theta[-1]) > _FAR * top else 4.0  # to where float32 rounds
+            if basis.dtype != torch.float64 and allowed < most < near * allowed:
+                exact, basis = w.double(), torch.linalg.qr(basis.double())[0]
+                image = exact @ basis
+                gram_basis = exact.mT @ image
+                continue
+            grown = inexact.clone()
+            half = (bound - (level if level < bound else outside)) / 2
+            if not (added and most > allowed) and not _at_most(coupling[~grown][:, ~grown], half):
+                # as many as leave no more than half, which their sum bounds
+                share = coupling.diagonal().masked_fill(inexact, 0.0)
+                share[:added] = 0.0
+                share, order = share.sort()
+                grown[order[share.cumsum(0) > half]] = True
+            if not bool(grown.any()) or basis.shape[1] + int(grown.sum()) > w.shape[1] - _BLOCK:
                 return None
-            shift = theta[grown].clamp_min((top + outside) / 2).to(w.dtype)
-            more = _solve_outside(w, basis, shift, residuals[:, grown])
+            tolerance = min(max(0.3 * allowed / max(most, allowed), 1e-3), 3e-3)
+            more = _solve_outside(w, gram, vectors.to(w.dtype), residuals.to(w.dtype), theta, grown, tolerance)
+            more = more.to(basis.dtype)
             for _ in range(2):
                 more = torch.linalg.qr(more - basis @ (basis.mT @ more))[0]
-            more_image = w @ more
+            more_image = exact @ more
             basis, image = torch.cat([basis, more], 1), torch.cat([image, more_image], 1)
-            gram_basis = torch.cat([gram_basis, w.mT @ more_image], 1)
+            gram_basis = torch.cat([gram_basis, exact.mT @ more_image], 1)
         return None
 
     def _without(self, w: Tensor, v: Tensor) -> Tensor:
-        """w [M, K] with the singular values of the directions in span v [K, s], all too large, at the limit."""
+        """w [M, K], float64, with the singular values of the directions in span v [K, s], all too large, at the limit;
+        it is changed."""
         v = torch.linalg.qr(v)[0]
         u, sigma, vh = torch.linalg.svd(w @ v, full_matrices=False)
-        return w - (u * (sigma - self.limit)) @ vh @ v.mT
+        return w.addmm_((u * (sigma - self.limit)) @ vh, v.mT, alpha=-1)
 
-    def _certify(self, w: Tensor, v: Tensor) -> _Certificate | None:
-        """Step 3 of Note [Work] for w [M, K], from directions v [K, k] of an older one; None without proof."""
+    def _certify(self, w: Tensor, v: Tensor, tight: bool) -> tuple[_Certificate | None, Tensor]:
+        """(a certificate by step 3 of Note [Work] for w [M, K], from directions v [K, k] of an older one, or None
+        without proof; W^T W)."""
         K = w.shape[1]
-        gram = w.mT @ w
+        gram = _gram(w)
         v = torch.linalg.qr(gram @ v)[0]
-        eye = torch.eye(K, dtype=w.dtype, device=w.device)
         highest = (1 - 2 * _MARGIN) * self.trigger**2
         while v.shape[1] <= K // 4:
             product = gram @ v
-            outer = v @ (product - v @ (v.mT @ product) / 2).mT
-            rest = gram - outer - outer.mT  # (I - V V^T) G (I - V V^T)
-            block, largest = _leading_block(rest)
+            inner = v.mT @ product
+            theta = torch.linalg.eigvalsh(inner.double())
+            if float(theta[-1]) * 8 * math.sqrt(K) * torch.finfo(w.dtype).eps > _MARGIN * self.trigger**2:
+                break  # what rounding left in G would hide too much
+            half = product - v @ (inner / 2)
+            # -(I - V V^T) G (I - V V^T)
+            minus = torch.addmm(gram, torch.cat([v, half], 1), torch.cat([half, v], 1).mT, beta=-1)
+            diagonal = minus.diagonal().clone()
+            if not tight:  # between the smallest value in V and the highest that will do
+                level = (min(float(theta[0]), highest) + highest) / 2
+                if _is_definite(minus, diagonal + level):
+                    return _Certificate(w.clone(), v, w @ v, math.sqrt(level * (1 + _MARGIN)), _norm(w)), gram
+                minus.diagonal().copy_(diagonal)
+            block, largest = _leading_block(minus)
             for level in (largest * (1 + 2 * _MARGIN), largest * (1 + 6 * _MARGIN)):
-                if level <= highest and not int(torch.linalg.cholesky_ex(level * eye - rest)[1]):
-                    return _Certificate(w.clone(), v, w @ v, math.sqrt(level * (1 + _MARGIN)))
+                if level <= highest and _is_definite(minus, diagonal + level):
+                    return _Certificate(w.clone(), v, w @ v, math.sqrt(level * (1 + _MARGIN)), _norm(w)), gram
             v = torch.linalg.qr(torch.cat([v, block], 1))[0]
-        return None
+        return None, gram
 
 
-def _solve_outside(w: Tensor, basis: Tensor, shift: Tensor, residuals: Tensor) -> Tensor:
-    """About (shift_i I - P G P)^-1 r_i for every column, P = I - V V^T, by conjugate gradients.
+def _is_definite(a: Tensor, diagonal: Tensor) -> bool:
+    """Whether a symmetric matrix [K, K] is positive definite, once it has been given another diagonal [K]."""
+    a.diagonal().copy_(diagonal)
+    return not int(torch.linalg.cholesky_ex(a)[1])
 
-    Where a residual r_i of G = W^T W lies outside of V, this is what V lacks of an eigenvector (to first order).
+
+def _norm(a: Tensor) -> float:
+    """Frobenius norm of a matrix [M, K], to a relative error of ``_relative``."""
+    return float(torch.linalg.vector_norm(torch.linalg.vector_norm(a, dim=1), dtype=torch.float64))
+
+
+def _relative(a: Tensor) -> float:
+    """What the sum of a row's squares loses to rounding, relative, in whatever order it is taken. a: [M, K]."""
+    return a.shape[1] * torch.finfo(a.dtype).eps
+
+
+def _gram(w: Tensor) -> Tensor:
+    """W^T W [K, K] for W [M, K], in three quarters of a product's operations."""
+    half = w.shape[1] // 2
+    left, right = w[:, :half], w[:, half:]
+    gram = w.new_empty(w.shape[1], w.shape[1])
+    gram[:half, :half] = left.mT @ left
+    gram[half:, half:] = right.mT @ right
+    gram[:half, half:] = left.mT @ right
+    gram[half:, :half] = gram[:half, half:].mT
+    return gram
+
+
+def _outside_of_highest(image: Tensor, rotation: Tensor, added: int, level: float) -> float:
+    """A bound of ||W u|| for unit vectors u that are orthogonal to the k highest Ritz vectors of W^T W in [V, Z].
+
+    u's part outside of V adds at most ||W (I - V V^T)||_2, and V^T u lies in the range of V^T D, D the other Ritz
+    vectors, which is no longer than they are.
 
     Args:
-        w: [M, K]. basis: V [K, k]. shift: [s], above all eigenvalues of P G P. residuals: [K, s].
+        image: W [V, Z] [M, k + s]. rotation: [k + s, k + s], orthogonal, of the Ritz vectors, ascending. added: s.
+        level: of ||W (I - V V^T)||_2, a bound.
     """
-    # what rounding left inside of V would stay, and turn every direction
-    residuals = residuals - basis @ (basis.mT @ residuals)
-    x, p, r = torch.zeros_like(residuals), residuals, residuals
-    square = start = (r * r).sum(0)
-    for _ in range(12):
-        image = p * shift - w.mT @ (w @ p)
-        image = image - basis @ (basis.mT @ image)
-        step = square / (p * image).sum(0)
+    inside = image[:, :-added] @ rotation[:-added, :added]  # W V V^T D
+    return level + float(torch.linalg.vector_norm(inside, dtype=torch.float64)) * (1 + 1e-6)
+
+
+def _at_most(a: Tensor, bound: float) -> bool:
+    """Whether no eigenvalue of a positive semi-definite matrix [k, k] is above the bound."""
+    norm = float(torch.linalg.vector_norm(a))
+    return norm <= bound or (math.isfinite(norm) and float(torch.linalg.eigvalsh(a)[-1]) <= bound)
+
+
+def _solve_outside(
+    w: Tensor, gram: Tensor | None, vectors: Tensor, residuals: Tensor, theta: Tensor, chosen: Tensor, tolerance: float
+) -> Tensor:
+    """What V lacks of eigenvectors of G = W^T W, outside of V, for some of V's Ritz vectors.
+
+    With y_i in V and its residual r_i outside of it, y_i + x_i is an eigenvector to second order if
+    (theta_i I - P G P - sum_j r_j r_j^T / (theta_i - theta_j)) x_i = r_i, P = I - V V^T, j the others. By conjugate
+    gradients, for all chosen i at once; whatever comes out, it only has to help.
+
+    Args:
+        w: W [M, K]. gram: G [K, K] where it is at hand. vectors: Y [K, k], orthonormal. residuals: [K, k], G Y - Y
+            theta. theta: [k] float64. chosen: [k] bool, s of them. tolerance: of the residual, relative.
+
+    Returns:
+        [K, s].
+    """
+    shift = theta[chosen].unsqueeze(1)
+    # not less, or it would not be positive definite where two values are close
+    gap = (shift - theta).clamp_min(float(theta[-1]) / 32)
+    weight = torch.where(chosen, 0.0, -1 / gap).to(w.dtype)  # [s, k]
+    shift = shift.to(w.dtype)
+    both = torch.cat([vectors, residuals], 1).mT  # [2 k, K]
+    r = residuals[:, chosen].mT.contiguous()  # as rows: products with few columns cost two or three times as much
+    r = r - (r @ vectors) @ vectors.mT  # what rounding left inside of V would stay, and turn every direction
+    x, p = torch.zeros_like(r), r
+    square = start = (r * r).sum(1, keepdim=True)
+    for _ in range(_MOST_ITERATIONS):
+        image = p @ gram if gram is not None else (p @ w.mT) @ w
+        c = p @ residuals  # Y^T G p, for p outside of V
+        image = p * shift - image + torch.cat([c, c * weight], 1) @ both
+        curvature = (p * image).sum(1, keepdim=True)
+        step = torch.where(curvature > 0, square / curvature, 0.0)
         x, r = x + step * p, r - step * image
-        square, before = (r * r).sum(0), square
-        if bool((square <= 1e-5 * start).all()):
+        square, before = (r * r).sum(1, keepdim=True), square
+        if not bool((square > tolerance**2 * start).any()):
             break
         p = r + (square / before) * p
-    return x
+    return x.mT
 
 
 def _leading_block(gram: Tensor) -> tuple[Tensor, float]:
