@@ -236,7 +236,7 @@ def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> 
 @pytest.mark.parametrize("model", ["nnrnn", "lstm"])
 def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> None:
     """Bit for bit, the carried state too: the part ends in the middle of an epoch."""
-    given = f"--data {ptb} --bptt 20 --batch 8 --hidden 24 --model {model} --lr 1e-2".split()
+    given = f"--data {ptb} --bptt 20 --batch 8 --hidden 24 --model {model} --lr 1e-2 --schedule constant".split()
     given += [] if model == "lstm" else ["--nonlinearity", "modrelu"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run("char_lm", *given, *QUIET, "--iterations", 60, "--out", whole) == 0

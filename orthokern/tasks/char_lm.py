@@ -38,10 +38,13 @@ DEFAULTS: Settings = {
     "released_targets": False,
     "bptt": None,
     "hidden": 512,
+    "nonlinearity": "modrelu",
     "margin": 1.0,
     "start": "torch",
-    "lr": 1e-3,
+    "optimizer": "adam",
+    "lr": 3e-3,
     "geodesic_lr": 1e-3,
+    "schedule": "cosine",
     "clip": 1.0,
     "goal": None,
     "epochs": 20,
@@ -79,7 +82,10 @@ PRESETS: dict[str, Settings] = {
     # as in the released code; eps: see pixel_mnist. (Its embedding of the characters, N(0, 0.01), goes through a matrix
     # of U(-0.01, 0.01): here characters select columns of the input matrix.)
     "paper": {
+        "nonlinearity": "tanh",
         "start": "small",
+        "optimizer": "rmsprop",
+        "schedule": "constant",
         "learned_h0": True,
         "bucket": 1,
         "lr": 1e-3,
