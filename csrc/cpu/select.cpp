@@ -173,11 +173,6 @@ void parallel_team(int most, void (*fn)(void* context, int index, int members), 
   fn(context, 0, 1);
 }
 
-namespace {
-
-constexpr int kSpins = 200;
-
-// Sleeps until *word is no longer `value`, or for no reason at all; wakes those who sleep on it.
 #if defined(__linux__)
 void sleep_on(int* word, int value) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0); }
 void wake_sleepers(int* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
@@ -185,28 +180,6 @@ void wake_sleepers(int* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT
 void sleep_on(int*, int) { std::this_thread::yield(); }
 void wake_sleepers(int*) {}
 #endif
-
-}  // namespace
-
-void SpinBarrier::wait(int members) {
-  const int now = __atomic_load_n(&phase_, __ATOMIC_RELAXED);
-  if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == members) {
-    __atomic_store_n(&arrived_, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&phase_, now + 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&sleepers_, __ATOMIC_SEQ_CST)) wake_sleepers(&phase_);
-    return;
-  }
-  for (int spins = 0; __atomic_load_n(&phase_, __ATOMIC_ACQUIRE) == now; spins++) {
-    if (spins >= kSpins) {
-      __atomic_add_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
-      sleep_on(&phase_, now);
-      __atomic_sub_fetch(&sleepers_, 1, __ATOMIC_RELAXED);
-    }
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-}
 
 const char* parallel_pool() { return dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "openmp (shared with torch)" : "own threads"; }
 
