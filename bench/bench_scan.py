@@ -47,15 +47,15 @@ EAGER = {128: 4.5, 500: 2.0, 1000: 1.6}
 class Problem:
     """Inputs of one scan: x [T, B, N], matrices (u, s, v) or (w,), h0 [B, N], cotangent [T, B, N], all float32."""
 
-    def __init__(self, op: str, N: int, T: int, B: int = BATCH) -> None:
+    def __init__(self, op: str, N: int, T: int) -> None:
         generator = torch.Generator().manual_seed(N + T)
         u, s, v = factors(N, generator)
         self.op = op
-        self.size = {"N": N, "T": T, "B": B}
+        self.size = {"N": N, "T": T, "B": BATCH}
         self.matrices = (u, s, v) if op == "factored_scan" else ((u * s) @ v.mT,)
-        self.x = 0.1 * torch.randn(T, B, N, generator=generator)
-        self.h0 = torch.randn(B, N, generator=generator)
-        self.cotangent = torch.randn(T, B, N, generator=generator)
+        self.x = 0.1 * torch.randn(T, BATCH, N, generator=generator)
+        self.h0 = torch.randn(BATCH, N, generator=generator)
+        self.cotangent = torch.randn(T, BATCH, N, generator=generator)
         self.inputs = [self.x, *self.matrices]
         for tensor in self.inputs:
             tensor.requires_grad_()
@@ -196,34 +196,6 @@ def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
         loops = {"eager loop": eager_dense}
     _compare(
         benchmark, bench, p, loops, error, {"eager loop": EAGER.get(p.size["N"]) if op == "factored_scan" else None}
-    )
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.sizes([{"N": N, "T": 120} for N in (256, 500, 1000)], quick=[{"N": 256, "T": 3}])
-def test_one_sequence(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
-    """A single sequence, whose hidden units the threads share: one thread over all of them, forward and backward."""
-    p = Problem(op, **size, B=1)
-    error = p.error
-    threads = torch.get_num_threads()
-
-    def with_threads(count: int) -> tuple[Tensor, ...]:
-        torch.set_num_threads(count)
-        try:
-            return p.step(lambda *_: p.forward())
-        finally:
-            torch.set_num_threads(threads)
-
-    benchmark.group = "one sequence, forward and backward"
-    calls = {"one": functools.partial(with_threads, 1), "all": functools.partial(with_threads, threads)}
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(31))
-    bench.record(
-        "one sequence",
-        f"{op}, one thread over {threads}",
-        p.size,
-        "times as long",
-        ratio(seconds["one"], seconds["all"]),
-        details={"ms": spread_ms(seconds["all"]), "error": error, "tolerance": TOLERANCE},
     )
 
 

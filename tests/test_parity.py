@@ -238,55 +238,6 @@ def test_one_thread_and_two_agree(op: str, backend: str, dtype: torch.dtype) -> 
 
 
 @each(*OPS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-def test_threads_that_share_rows(op: str, backend: str, dtype: torch.dtype) -> None:
-    """Fewer sequences than threads, N of 256 or more: threads share the columns, with the bits of one thread."""
-    cases: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
-        (1, 2, {"N": 259, "inputs": "dense", "activation": "prelu"}, {}),
-        (1, 2, {"N": 256, "inputs": "features", "activation": "tanh", "D": 70}, {"message_clip": 0.3}),
-        (1, 2, {"N": 258, "inputs": "tokens", "activation": "modrelu", "D": 7}, {"checkpoint_every": 4}),
-        (2, 3, {"N": 259, "inputs": "features", "activation": "relu"}, {"lengths": some_lengths(2, 9, "any", seed=1)}),
-        (2, 4, {"N": 258, "inputs": "dense", "activation": "oplu"}, {"lengths": some_lengths(2, 9, "falling")}),
-        (3, 4, {"N": 260, "inputs": "dense", "activation": "identity"}, {"checkpoint_every": 2}),
-    ]
-    if op == "factored_scan":  # a rank that leaves threads without a column of the first product
-        cases.append((1, 2, {"N": 300, "K": 5, "inputs": "dense", "activation": "tanh"}, {}))
-    for B, threads, sizes, options in cases:
-        problem = scan_problem(op, B=B, T=9, gap=1e-6, **sizes).to(dtype)
-        same = {key: value for key, value in options.items() if key != "checkpoint_every"}
-        expected = run_scan(problem.to(torch.float64), "reference", **same)
-        plain = run_scan(problem, "reference", **same)
-        torch.set_num_threads(1)
-        alone = run_scan(problem, backend, **options)
-        torch.set_num_threads(threads)
-        together = run_scan(problem, backend, **options)
-        assert_same_bits(together, run_scan(problem, backend, **options))
-        for name in ("hs", *problem.grad_names()):
-            if name in (
-                "hs",
-                "grad_x",
-                "grad_h0",
-                "grad_weight",
-                "grad_bias",
-            ):  # the others are sums over units, or torch's
-                assert torch.equal(alone[name], together[name]), (name, sizes)
-            assert_matches_reference(
-                together[name], expected[name], plain[name], name=name, gradient=name.startswith("grad_")
-            )
-
-
-@each(*OPS)
-def test_threads_that_share_rows_of_results_past_the_caches(op: str, backend: str) -> None:
-    problem = scan_problem(op, B=1, T=8300, N=256, inputs="dense").to(torch.float32)
-    results = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        results.append(run_scan(problem, backend))
-    for name in ("hs", "grad_x", "grad_h0"):
-        assert torch.equal(results[0][name], results[1][name]), name
-
-
-@each(*OPS)
 def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
     for inputs in ("dense", "features", "tokens"):
         problem = scan_problem(op, B=3, T=5, N=9, activation="modrelu", inputs=inputs)

@@ -82,7 +82,7 @@ class Errands {
   }
   // To be done with in so many stops.
   void set_pace(int stops) {
-    for (int i = 0; stops > 0 && i < count_; i++) list_[i].pace = (list_[i].left + stops - 1) / stops;
+    for (int i = 0; i < count_; i++) list_[i].pace = (list_[i].left + stops - 1) / stops;
   }
   ORTHOKERN_INLINE void stop() {
     for (int i = 0; i < count_; i++)
@@ -223,13 +223,12 @@ struct Packed {
 
 // out = a . w for blocked a (given by its segments) and blocked out, R rows; in the last chunk panels one after another, so that `after(first_block, last_block)`
 // may finish those columns while they are in the nearest cache. out is neither a nor what the errands read.
-// Only panels [begin, end) are computed: those of one thread where several share a product.
 template <class T, class After>
-ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int begin, int end, int rows, T* out,
-                               ptrdiff_t out_block, Errands<T>* errands, const After& after) {
+ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block,
+                               Errands<T>* errands, const After& after) {
   constexpr int L = kLanes<T>;
   constexpr int kChunk = kChunkBytes / sizeof(T);
-  const int panels = end - begin, wide = panels - (panels > 0 && w.narrow(end - 1) ? 1 : 0);
+  const int panels = w.panel_count(), wide = panels - (w.narrow(panels - 1) ? 1 : 0);
   const bool far = static_cast<size_t>(w.depth) * w.cols * sizeof(T) > kNearWeights;
   const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
   const int half_tiles = (rows + kHalfRows - 1) / kHalfRows, full_tiles = (rows + kMaxRows - 1) / kMaxRows;
@@ -256,12 +255,12 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
       }
     }
     const bool last = s == segment_count;
-    for (int p = begin, take; p < end; p += take) {
+    for (int p = 0, take; p < panels; p += take) {
       const bool narrow = w.narrow(p);
-      take = p - begin < 4 * quads ? 4 : p - begin < 4 * quads + 2 * pairs ? 2 : 1;
+      take = p < 4 * quads ? 4 : p < 4 * quads + 2 * pairs ? 2 : 1;
       const int tiles = take == 4 ? 1 : take == 2 ? half_tiles : full_tiles;
       const T* panel = w.row(p, k);
-      const T* next = p + take < end ? w.row(p + take, k) : w.row(begin, last ? 0 : k_end);
+      const T* next = p + take < panels ? w.row(p + take, k) : w.row(0, last ? 0 : k_end);
       for (int i = 0, row = 0; i < tiles; i++) {
         const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
         Segment<T> at[kMaxSegments];
@@ -281,11 +280,6 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
     k = k_end;
   }
   errands->finish();
-}
-template <class T, class After>
-ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block,
-                               Errands<T>* errands, const After& after) {
-  multiply<T>(segments, segment_count, w, 0, w.panel_count(), rows, out, out_block, errands, after);
 }
 template <class T>
 inline void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block) {

@@ -18,10 +18,6 @@
 // (outer.h) into this thread's sums: the gradients of the map, of W_in and of b without a second pass over memory. Which steps share a ring
 // depends on t and the lengths alone, so the sums do not change when states are recomputed from checkpoints.
 //
-// Fewer rows than threads, and N large: a team of threads shares the rows, each with its own columns of every matrix that is written (panels, so blocks, of
-// the products' results). They meet twice a step forward and backward (once with a dense map), where what one wrote is what the others
-// multiply. An element is the same chain of operations whoever computes it.
-//
 // Sequences of different lengths: step t works on the first R_t rows of a group, those up to the last one that still runs, and the ring holds
 // just these. In a batch sorted by falling length no step touches a row that has ended; in any other order such rows between the running ones
 // are computed along and cleared. Padding in the results is zeros.
@@ -41,7 +37,6 @@ namespace ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: the state stays in L2 whatever the batch
 constexpr int kRingRows = 128;
-constexpr int kTeamUnits = 256;  // below, a step of few rows takes no longer than the meetings of a team; with rows for all threads a team is slower
 constexpr int64_t kStreamBytes = 8 << 20;  // results larger than this go past the caches
 
 // What all threads of a call share.
@@ -54,7 +49,6 @@ struct ScanPlan {
   bool factored;
   bool stream;        // write results past the caches
   int threads;
-  bool team;          // threads share rows
   T clip;             // of delta, infinite without one
   Scratch<int> begin; // [threads + 1]: rows [begin[i], begin[i + 1]) of the batch are task i's
   Packed<T> first;    // forward, factored: [N, K] V diag(s)
@@ -80,49 +74,23 @@ struct ScanSums {
   Scratch<double> norm;    // [T]
 };
 
-// The working memory of a group of rows that its products read as a whole, so that a team has it once.
-template <class T>
-struct ScanShared {
-  Scratch<T> state, next, z;  // [N/L][R][L] twice, [K/L][R][L]
-  Scratch<T> delta, inputs;   // backward: rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]
-  Scratch<T> segment, segment_pre;  // backward with checkpoints: the states and pre-activations of one segment, [every][R][N]
-  bool failed = false;
-};
-
-// A thread among those that share a group of rows.
-struct TeamMember {
-  int index = 0, size = 1;
-  SpinBarrier* barrier = nullptr;
-  void wait() const {
-    if (size > 1) barrier->wait(size);
-  }
-  int share(int panels, int of) const { return static_cast<int>(static_cast<int64_t>(panels) * of / size); }  // where member `of` begins
-};
-
 template <class T>
 struct ScanCall {
   ScanPlan<T> plan;
   ScanSums<T>* sums;  // [threads], backward only
   bool backward;
   bool failed;
-  SpinBarrier barrier;   // of the team
-  ScanShared<T> shared;
 };
 
-// The rows of one group, and one thread's part in them: their position in the batch, which of them run at which step, the columns that are this
-// thread's, its working memory.
+// The rows of one group: its position in the batch, which of them run at which step, and its working memory.
 template <class T>
 struct ScanRows {
   static constexpr int L = kLanes<T>;
   const ScanPlan<T>& plan;
   const ScanArgs& args;
-  const TeamMember& team;
   int row0, R;       // rows [row0, row0 + R) of the batch
   ptrdiff_t block;   // elements from one block of a blocked matrix of R rows to the next
-  int panel0, panel1, rank_panel0, rank_panel1;  // panels of this thread, of results of N columns and of K
-  int block0, block1;                            // its blocks of N columns
-  T *state = nullptr, *next = nullptr, *z = nullptr;  // shared: [N/L][R][L] twice, [K/L][R][L]
-  Scratch<T> x;                                       // [X/L][R][L]
+  Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
   Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
   int longest;                   // steps of the longest row
   Scratch<int> length;           // [R]
@@ -130,28 +98,13 @@ struct ScanRows {
   Scratch<int> running;          // [T + 1] how many run; fewer than R_t where a row in between has ended
   Scratch<int> place;            // [longest] first row of step t in the ring, see place_steps
 
-  ScanRows(const ScanPlan<T>& plan_, const TeamMember& team_, int row0_, int R_)
-      : plan(plan_), args(*plan_.args), team(team_), row0(row0_), R(R_), block(R_ * L) {
-    const int panels = round_up(plan.N, 2 * L) / (2 * L), rank_panels = round_up(plan.K, 2 * L) / (2 * L);
-    panel0 = team.share(panels, team.index), panel1 = team.share(panels, team.index + 1);
-    rank_panel0 = team.share(rank_panels, team.index), rank_panel1 = team.share(rank_panels, team.index + 1);
-    block0 = 2 * panel0, block1 = 2 * panel1 < plan.blocks() ? 2 * panel1 : plan.blocks();
-  }
+  ScanRows(const ScanPlan<T>& plan_, int row0_, int R_) : plan(plan_), args(*plan_.args), row0(row0_), R(R_), block(R_ * L) {}
 
-  // The shared memory by one, `more` of it with the rest; false, for all of them alike, where there is too little.
-  template <class More>
-  bool allocate(ScanShared<T>* shared, const More& more) {
-    bool ok = x.allocate(static_cast<size_t>(round_up(plan.X, L)) * R) && e_rows.allocate(R) && count_steps();
-    if (team.index == 0) {
-      // The product writes whole panels: room for two blocks.
-      const size_t n = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
-      ok = ok && shared->state.allocate(n) && shared->next.allocate(n) && shared->z.allocate(static_cast<size_t>(round_up(plan.K, 2 * L)) * R);
-    }
-    ok = ok && more();
-    if (!ok) __atomic_store_n(&shared->failed, true, __ATOMIC_RELAXED);
-    team.wait();
-    state = shared->state, next = shared->next, z = shared->z;
-    return !__atomic_load_n(&shared->failed, __ATOMIC_RELAXED);
+  bool allocate() {
+    // The product writes whole panels: room for two blocks.
+    const size_t n = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
+    return state.allocate(n) && next.allocate(n) && z.allocate(static_cast<size_t>(round_up(plan.K, 2 * L)) * R) &&
+           x.allocate(static_cast<size_t>(round_up(plan.X, L)) * R) && e_rows.allocate(R) && count_steps();
   }
   bool count_steps() {
     if (!length.allocate(R) || !active.allocate(args.T + 1) || !running.allocate(args.T + 1)) return false;
@@ -191,22 +144,14 @@ struct ScanRows {
   }
   void clear_ended(int64_t t, T* rows) const {
     for (int r = 0; r < active[t]; r++)
-      if (ended(r, t)) memset(rows + static_cast<ptrdiff_t>(r) * plan.N + block0 * L, 0, columns() * sizeof(T));
+      if (ended(r, t)) memset(rows + static_cast<ptrdiff_t>(r) * plan.N, 0, plan.N * sizeof(T));
   }
   // Rows [from, R) of the batch at one step of a row-major [.., B, columns].
   void clear_rest(int64_t step, int from, T* rows, int columns) const {
-    if (team.index == 0) memset(rows + (step * plan.B + row0 + from) * columns, 0, static_cast<size_t>(R - from) * columns * sizeof(T));
+    memset(rows + (step * plan.B + row0 + from) * columns, 0, static_cast<size_t>(R - from) * columns * sizeof(T));
   }
 
   int lanes(int b) const { return plan.N - b * L < L ? plan.N - b * L : L; }
-  // This thread's columns of N: from column block0 * L on, so many.
-  int columns() const { return block1 > block0 ? (block1 * L < plan.N ? block1 * L : plan.N) - block0 * L : 0; }
-  void read_mine(const T* from, ptrdiff_t stride, int rows, T* to, ptrdiff_t to_block) const {
-    read_rows(from + block0 * L, stride, rows, columns(), to + block0 * to_block, to_block);
-  }
-  void write_mine(const T* from, ptrdiff_t from_block, int rows, T* to, ptrdiff_t stride) const {
-    write_rows(from + block0 * from_block, from_block, rows, columns(), to + block0 * L, stride);
-  }
 
   // Blocked <- row-major [rows][columns], rows `stride` elements apart; and back.
   void read_rows(const T* from, ptrdiff_t stride, int rows, int columns, T* to, ptrdiff_t to_block) const {
@@ -237,10 +182,9 @@ struct ScanRows {
   // are fetched for step `then` (none if it is outside [0, T)), a product earlier.
   void fetch_rows(Errands<T>* errands, const T* from, int64_t t, int64_t then) const {
     const ptrdiff_t step = static_cast<ptrdiff_t>(plan.B) * plan.N;
-    const T* rows = from + row0 * static_cast<ptrdiff_t>(plan.N) + block0 * L;
-    const int blocks = block1 - block0;
-    if (blocks > 2) errands->fetch(rows + t * step + 2 * L, plan.N, L, active[t], blocks - 2);
-    if (then >= 0 && then < args.T) errands->fetch(rows + then * step, plan.N, L, active[then], blocks < 2 ? blocks : 2);
+    const T* rows = from + row0 * static_cast<ptrdiff_t>(plan.N);
+    if (plan.blocks() > 2) errands->fetch(rows + t * step + 2 * L, plan.N, L, active[t], plan.blocks() - 2);
+    if (then >= 0 && then < args.T) errands->fetch(rows + then * step, plan.N, L, active[then], plan.blocks() < 2 ? plan.blocks() : 2);
   }
 
   // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`, h_t itself is left in the
@@ -265,22 +209,21 @@ struct ScanRows {
     }
     if (h_out && stream && t > 0) {
       T* h_before = h_out - static_cast<ptrdiff_t>(plan.B) * N;
-      (plan.factored ? early : late).copy(state + block0 * block, L, block, h_before + block0 * L, N, L, active[t - 1], block1 - block0);
+      (plan.factored ? early : late).copy(state, L, block, h_before, N, L, active[t - 1], plan.blocks());
     }
-    if (h_out && !stream) late.fetch(h_out + block0 * L, N, L, R_t, block1 - block0);
+    if (h_out && !stream) late.fetch(h_out, N, L, R_t, plan.blocks());
     Segment<T> segments[2];
     T* out = next;
     if (plan.factored) {
       const Segment<T> from = {state, block, N};
-      multiply<T>(&from, 1, plan.first, rank_panel0, rank_panel1, R_t, z, block, &early, [](int, int) {});
-      team.wait();
+      multiply<T>(&from, 1, plan.first, R_t, z, block, &early, [](int, int) {});
       segments[0] = {z, block, plan.K};
       out = state;  // the old state has served
     } else {
       segments[0] = {state, block, N};
     }
     segments[1] = {x, block, plan.X};
-    multiply<T>(segments, plan.X ? 2 : 1, plan.second, panel0, panel1, R_t, out, block, &late, [&](int first_block, int last_block) {
+    multiply<T>(segments, plan.X ? 2 : 1, plan.second, R_t, out, block, &late, [&](int first_block, int last_block) {
       for (int b = first_block; b < last_block && b < plan.blocks(); b++) {
         const int count = lanes(b);
         const V<T> param = load(plan.param + b * L);
@@ -304,11 +247,10 @@ struct ScanRows {
       }
     });
     if (!gapless(t)) {
-      clear_ended(t, out + block0 * block, block, block1 - block0);
+      clear_ended(t, out, block, plan.blocks());
       if (!stream) clear_ended(t, h_out);
       if (pre_out) clear_ended(t, pre_out);
     }
-    team.wait();
     if (!plan.factored) swap_states();
   }
   // One block of the step's result: a, blocked [rows][L], becomes h there and, with STORE, in rows N apart.
@@ -328,31 +270,26 @@ struct ScanRows {
   }
   // The last state of a streamed sequence, which no further product writes.
   void write_last(T* h_out) const {
-    for (int b = block0; b < block1; b++)
+    for (int b = 0; b < plan.blocks(); b++)
       for (int r = 0; r < active[longest - 1]; r++) store_stream(h_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, load(state + b * block + r * L));
   }
-  void swap_states() {
-    T* const old = state;
-    state = next;
-    next = old;
-  }
+  void swap_states() { state.swap(next); }
 };
 
 template <class T, int A>
-bool forward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T>* shared, int row0, int R) {
+bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   const ScanArgs& args = *plan.args;
   const int64_t N = plan.N, every = args.checkpoint_every;
-  ScanRows<T> rows(plan, team, row0, R);
-  if (!rows.allocate(shared, [] { return true; })) return false;
-  rows.read_mine(static_cast<const T*>(args.h0) + row0 * N, N, R, rows.state, rows.block);
-  team.wait();
+  ScanRows<T> rows(plan, row0, R);
+  if (!rows.allocate()) return false;
+  rows.read_rows(static_cast<const T*>(args.h0) + row0 * N, N, R, N, rows.state, rows.block);
   T* hs = static_cast<T*>(args.hs);
   T* pre = static_cast<T*>(args.pre);
   T* ckpt = static_cast<T*>(args.ckpt);
   for (int64_t t = 0; t < args.T; t++) {
     if (ckpt && t % every == 0) {
       const int kept = t > 0 ? rows.active[t - 1] : R;
-      rows.write_mine(rows.state, rows.block, kept, ckpt + ((t / every) * plan.B + row0) * N, N);
+      rows.write_rows(rows.state, rows.block, kept, N, ckpt + ((t / every) * plan.B + row0) * N, N);
       rows.clear_rest(t / every, kept, ckpt, N);
     }
     const int64_t at = (t * plan.B + row0) * N;
@@ -368,7 +305,7 @@ bool forward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T>
 }
 
 template <class T, int A>
-bool backward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T>* shared, ScanSums<T>* sums, int row0, int R) {
+bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) {
   constexpr int L = kLanes<T>;
   const ScanArgs& args = *plan.args;
   const int64_t N = plan.N, B = plan.B, every = args.checkpoint_every;
@@ -382,21 +319,20 @@ bool backward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T
   // Token gradients are summed over a few steps before they are added to the total, for the same reason as in outer.h.
   const int64_t token_steps = args.tokens && params ? slots * ((plan.D + static_cast<int64_t>(slots) * R - 1) / (static_cast<int64_t>(slots) * R)) : 0;
 
-  ScanRows<T> rows(plan, team, row0, R);
+  ScanRows<T> rows(plan, row0, R);
+  if (!rows.allocate()) return false;
+  // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with step t.
+  Scratch<T> delta, inputs, dx, ending;
+  if (!rows.place_steps(slots * R) || !ending.allocate(static_cast<size_t>(padded) * R) ||
+      !delta.allocate(static_cast<size_t>(blocks) * ring_block) || !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) || !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
+    return false;
+  // With checkpoints: the states (and pre-activations) of one segment, [every][R][N].
+  Scratch<T> segment, segment_pre;
   const bool pre_wanted = needs_pre(A);
-  Scratch<T> dx, ending;  // [D/L][R][L]; h_t [N/L][R][L] of the rows that end with step t
-  const bool ready = rows.allocate(shared, [&] {
-    bool ok = rows.place_steps(slots * R) && ending.allocate(static_cast<size_t>(padded) * R) &&
-              dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R);
-    if (team.index > 0 || !ok) return ok;
-    ok = shared->delta.allocate(static_cast<size_t>(blocks) * ring_block) && shared->inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block);
+  if (every) {
     const size_t n = static_cast<size_t>(every < args.T ? every : args.T) * R * N;
-    if (every) ok = ok && shared->segment.allocate(n) && (!pre_wanted || shared->segment_pre.allocate(n));
-    return ok;
-  });
-  if (!ready) return false;
-  T *const delta = shared->delta, *const inputs = shared->inputs, *const segment = shared->segment, *const segment_pre = shared->segment_pre;
-  const int first = rows.block0, mine = rows.block1 - rows.block0;  // this thread's blocks of N
+    if (!segment.allocate(n) || (pre_wanted && !segment_pre.allocate(n))) return false;
+  }
 
   const T* states = static_cast<const T*>(args.states);
   const T* saved_pre = static_cast<const T*>(args.saved_pre);
@@ -416,18 +352,16 @@ bool backward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T
     const Segment<T> from = {delta + static_cast<ptrdiff_t>(rows.place[t]) * L, ring_block, plan.N};
     const int R_t = rows.active[t];
     if (plan.factored) {
-      multiply<T>(&from, 1, plan.first_t, rows.rank_panel0, rows.rank_panel1, R_t, rows.z, rows.block, early, [](int, int) {});
-      team.wait();
+      multiply<T>(&from, 1, plan.first_t, R_t, rows.z, rows.block, early, [](int, int) {});
       const Segment<T> middle = {rows.z, rows.block, plan.K};
-      multiply<T>(&middle, 1, plan.second_t, rows.panel0, rows.panel1, R_t, q, rows.block, late, after);
+      multiply<T>(&middle, 1, plan.second_t, R_t, q, rows.block, late, after);
     } else {
-      multiply<T>(&from, 1, plan.second_t, rows.panel0, rows.panel1, R_t, q, rows.block, late, after);
+      multiply<T>(&from, 1, plan.second_t, R_t, q, rows.block, late, after);
     }
   };
   // delta of step t on its way to grad_x past the caches.
   auto write_delta = [&](Errands<T>* errands, int64_t t) {
-    errands->copy(delta + static_cast<ptrdiff_t>(rows.place[t]) * L + first * ring_block, L, ring_block, grad_x + (t * B + row0) * N + first * L, N,
-                  L, rows.active[t], mine);
+    errands->copy(delta + static_cast<ptrdiff_t>(rows.place[t]) * L, L, ring_block, grad_x + (t * B + row0) * N, N, L, rows.active[t], blocks);
   };
 
   const int64_t last = rows.longest - 1;
@@ -439,8 +373,7 @@ bool backward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T
     if (t == last || rows.place[t + 1] == 0) used = rows.place[t] + R_t;
     const int64_t start = every ? t / every * every : 0;  // of the segment that t is in
     if (every && (t == last || (t + 1) % every == 0)) {
-      rows.read_mine(states + ((t / every) * B + row0) * N, N, R, rows.state, rows.block);
-      team.wait();
+      rows.read_rows(states + ((t / every) * B + row0) * N, N, R, N, rows.state, rows.block);
       for (int64_t k = start; k <= t; k++) {
         const ptrdiff_t at = static_cast<ptrdiff_t>(k - start) * R * N;
         rows.template step<A>(k, segment + at, pre_wanted ? segment_pre + at : nullptr, false);
@@ -459,7 +392,7 @@ bool backward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T
     const T* h_now = inputs + later_place;  // h_t waits in the ring, beside delta_{t+1}
     T* d_now = delta + here_place;
     for (int r = 0; r < R_t; r++)
-      if (rows.length[r] == t + 1) rows.read_mine(state_rows(t) + r * N, N, 1, ending + r * L, rows.block);
+      if (rows.length[r] == t + 1) rows.read_rows(state_rows(t) + r * N, N, 1, N, ending + r * L, rows.block);
     const int64_t* ids = args.tokens ? args.tokens + t * B + row0 : nullptr;
     const T* h_before = state_rows(t - 1);
     V<T> square = V<T>{};
@@ -518,35 +451,24 @@ bool backward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T
       if (delta_out && plan.stream) write_delta(plan.factored ? &early : &late, t + 1);
       rows.fetch_rows(&late, grad_hs, t, t - 1);
       if (pre_wanted && !every) rows.fetch_rows(&late, saved_pre, t, t - 1);
-      late.fetch(h_before + first * L, N, L, R_t, mine);
-      if (delta_out && !plan.stream) late.fetch(grad_x + here + first * L, N, L, R_t, mine);
+      late.fetch(h_before, N, L, R_t, blocks);
+      if (delta_out && !plan.stream) late.fetch(grad_x + here, N, L, R_t, blocks);
       back(t + 1, &early, &late, finish);
     } else {
-      finish(first, rows.block1);
+      finish(0, blocks);
     }
     sums->norm[t] += sum_lanes<T>(square);
 
-    rows.read_mine(h_before, N, R_t, inputs + here_place, ring_block);
-    if (params && plan.X && team.index == 0) rows.read_features(t, inputs + blocks * ring_block + here_place, ring_block);
-    if (params && !rows.gapless(t)) {  // what is there may not be finite
-      rows.clear_ended(t, inputs + first * ring_block + here_place, ring_block, mine);
-      if (team.index == 0) rows.clear_ended(t, inputs + blocks * ring_block + here_place, ring_block, x_blocks);
-    }
-    team.wait();  // delta_t and its inputs are whole
     if (dx_out) {
       const Segment<T> from = {d_now, ring_block, plan.N};
-      const int panels = plan.input_t.panel_count(), begin = team.share(panels, team.index), end = team.share(panels, team.index + 1);
-      Errands<T> none;
-      multiply<T>(&from, 1, plan.input_t, begin, end, R_t, dx, rows.block, &none, [](int, int) {});
-      const int from_column = 2 * begin * L, to_column = 2 * end * L < plan.D ? 2 * end * L : plan.D;
-      if (from_column < to_column)
-        rows.write_rows(dx + 2 * begin * rows.block, rows.block, R_t, to_column - from_column, grad_x + (t * B + row0) * plan.D + from_column, plan.D);
+      multiply<T>(&from, 1, plan.input_t, R_t, dx, rows.block);
+      rows.write_rows(dx, rows.block, R_t, plan.D, grad_x + (t * B + row0) * plan.D, plan.D);
     }
+    rows.read_rows(h_before, N, R_t, N, inputs + here_place, ring_block);
     if (!params) continue;
-    if (rows.place[t] == 0) {
-      outer_add<T>(delta + first * ring_block, mine, inputs, blocks + x_blocks, ring_block, used, sums->gradients + first * L * ldc, ldc);
-      if (!plan.factored) team.wait();  // a dense map writes the next inputs without having met the others
-    }
+    if (plan.X) rows.read_features(t, inputs + blocks * ring_block + here_place, ring_block);
+    if (!rows.gapless(t)) rows.clear_ended(t, inputs + here_place, ring_block, blocks + x_blocks);  // what is there may not be finite
+    if (rows.place[t] == 0) outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
     if (token_steps && t % token_steps == 0) {
       const ptrdiff_t n = static_cast<ptrdiff_t>(plan.D) * padded;
       for (ptrdiff_t i = 0; i < n; i += L) {
@@ -558,50 +480,30 @@ bool backward_rows(const ScanPlan<T>& plan, const TeamMember& team, ScanShared<T
   Errands<T> early, late;
   if (delta_out && plan.stream) write_delta(&late, 0);
   back(0, &early, &late, [](int, int) {});
-  rows.write_mine(q, rows.block, R, static_cast<T*>(args.grad_h0) + row0 * N, N);
+  rows.write_rows(q, rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
   if (delta_out || dx_out)
     for (int64_t t = 0; t < args.T; t++) rows.clear_rest(t, rows.active[t], grad_x, delta_out ? plan.N : plan.D);
   if (plan.stream && delta_out) stream_fence();
   return true;
 }
 
-// One thread's part of a call: its rows of the batch, in groups.
+// Task i of a call: its rows of the batch, in groups.
 template <class T>
-void scan_groups(ScanCall<T>& call, const TeamMember& team, ScanShared<T>* shared, ScanSums<T>* sums, int begin, int end) {
+void scan_task(void* context, int task) {
+  ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
   const ScanPlan<T>& plan = call.plan;
   const FlushDenormals flush;
+  const int begin = plan.begin[task], end = plan.begin[task + 1];
   const int groups = (end - begin + kGroupRows - 1) / kGroupRows;
   for (int g = 0; g < groups; g++) {
     const int row0 = begin + (end - begin) * g / groups, R = begin + (end - begin) * (g + 1) / groups - row0;
     bool ok = true;
 #define ORTHOKERN_CALL(A) \
-  ok = call.backward ? backward_rows<T, A>(plan, team, shared, sums, row0, R) : forward_rows<T, A>(plan, team, shared, row0, R)
+  ok = call.backward ? backward_rows<T, A>(plan, &call.sums[task], row0, R) : forward_rows<T, A>(plan, row0, R)
     ORTHOKERN_DISPATCH_ACTIVATION(plan.args->activation, ORTHOKERN_CALL)
 #undef ORTHOKERN_CALL
-    if (!ok) {
-      __atomic_store_n(&call.failed, true, __ATOMIC_RELAXED);
-      return;
-    }
-    team.wait();  // the next group takes the shared memory
+    if (!ok) call.failed = true;
   }
-}
-template <class T>
-void scan_task(void* context, int task) {
-  ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
-  ScanShared<T> own;
-  scan_groups<T>(call, TeamMember(), &own, call.sums ? &call.sums[task] : nullptr, call.plan.begin[task], call.plan.begin[task + 1]);
-}
-template <class T>
-void scan_team(void* context, int index, int members) {
-  ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
-  TeamMember member;
-  member.index = index, member.size = members, member.barrier = &call.barrier;
-  scan_groups<T>(call, member, &call.shared, call.sums ? &call.sums[index] : nullptr, 0, call.plan.B);
-}
-template <class T>
-void run_scan(ScanCall<T>* call) {
-  if (call->plan.team) parallel_team(call->plan.threads, scan_team<T>, call);
-  else parallel_run(call->plan.threads, scan_task<T>, call);
 }
 
 // Packing is a task for each panel-wise part of each matrix: worth sharing at N = 1000.
@@ -655,8 +557,7 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   const bool features = args.weight && !args.tokens;
   plan->bias_column = features && args.bias;
   plan->X = features ? plan->D + (plan->bias_column ? 1 : 0) : 0;
-  plan->team = args.B < args.threads && args.N >= kTeamUnits;
-  plan->threads = static_cast<int>(plan->team || args.threads < args.B ? args.threads : args.B);
+  plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
   plan->clip = static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf());
   if (!share_rows(plan)) return false;
   const int N = plan->N, K = plan->K, D = plan->D;
@@ -715,7 +616,7 @@ bool scan_forward(const ScanArgs& args) {
   call.sums = nullptr;
   call.backward = call.failed = false;
   if (!prepare_scan(&call.plan, args, false)) return false;
-  run_scan(&call);
+  parallel_run(call.plan.threads, scan_task<T>, &call);
   return !call.failed;
 }
 
@@ -787,7 +688,7 @@ bool scan_backward(const ScanArgs& args) {
          (!args.tokens || (s.table_part.allocate(plan.D * padded) && s.table_total.allocate(plan.D * padded)));
   }
   if (ok) {
-    run_scan(&call);
+    parallel_run(plan.threads, scan_task<T>, &call);
     if (!call.failed) collect_scan(plan, call.sums);
   }
   for (int i = 0; i < plan.threads; i++) call.sums[i].~ScanSums<T>();

@@ -2,12 +2,6 @@
 #include "cpu/select.h"
 
 #include <dlfcn.h>
-#include <limits.h>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #include <stdlib.h>
 #include <string.h>
 
@@ -141,45 +135,6 @@ void parallel_run(int tasks, void (*fn)(void* context, int task), void* context)
   work(&run);
   for (std::thread& t : threads) t.join();
 }
-
-namespace {
-
-struct TeamRun {
-  void (*fn)(void*, int, int);
-  void* context;
-};
-
-using Count = int (*)();
-Count thread_number, thread_count;
-
-}  // namespace
-
-void parallel_team(int most, void (*fn)(void* context, int index, int members), void* context) {
-  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-  static const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  static const bool counted = [] {
-    thread_number = reinterpret_cast<Count>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
-    thread_count = reinterpret_cast<Count>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
-    return thread_number && thread_count;
-  }();
-  TeamRun run{fn, context};
-  if (most > 1 && parallel && counted) {
-    parallel([](void* data) {
-      const TeamRun& r = *static_cast<TeamRun*>(data);
-      r.fn(r.context, thread_number(), thread_count());
-    }, &run, static_cast<unsigned>(most), 0);
-    return;
-  }
-  fn(context, 0, 1);
-}
-
-#if defined(__linux__)
-void sleep_on(int* word, int value) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0); }
-void wake_sleepers(int* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
-#else
-void sleep_on(int*, int) { std::this_thread::yield(); }
-void wake_sleepers(int*) {}
-#endif
 
 const char* parallel_pool() { return dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "openmp (shared with torch)" : "own threads"; }
 
