@@ -1,4 +1,4 @@
-"""Throw-away copies of the source tree, with the real native sources or with stubs that compile in a second."""
+"""Throw-away copies of the source tree, with native sources that compile in a second in place of its own."""
 
 from __future__ import annotations
 
@@ -80,11 +80,6 @@ def stub_native_sources(checkout: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes a new copy of the source tree: "real", or "stub" with native sources that compile in a second."""
-
-    def make(kind: str) -> Path:
-        checkout = copy_checkout(tmp_path_factory.mktemp(kind))
-        return stub_native_sources(checkout) if kind == "stub" else checkout
-
-    return make
+def make_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Makes a new copy of the source tree, with native sources that compile in a second."""
+    return lambda: stub_native_sources(copy_checkout(tmp_path_factory.mktemp("checkout")))

@@ -74,9 +74,9 @@ def objects(checkout: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def built(make_checkout: Callable[[str], Path]) -> Path:
+def built(make_checkout: Callable[[], Path]) -> Path:
     """A copy of the source tree with a stub for its native module, built. One for this file: builds are incremental."""
-    checkout = make_checkout("stub")
+    checkout = make_checkout()
     run = build(checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     return checkout

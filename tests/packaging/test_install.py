@@ -61,13 +61,13 @@ def check(python: Path, elsewhere: Path) -> Sequence[str]:
     return paths
 
 
-@pytest.fixture(scope="module", params=["stub", pytest.param("real", marks=pytest.mark.slow)])
-def checkout(request: pytest.FixtureRequest, make_checkout: Callable[[str], Path]) -> Iterator[Path]:
-    """The source tree, with native sources that compile in a second or with its own CPU kernels, which take a minute.
-    (Its CUDA kernels take two more; whoever runs the tests has installed the project, and built them where nvcc is.)"""
+@pytest.fixture(scope="module")
+def checkout(make_checkout: Callable[[], Path]) -> Iterator[Path]:
+    """The source tree with native sources that compile in a second. (Whoever runs these tests has just installed the
+    project with its own, which take minutes: what they build is nothing that an install could change.)"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTHOKERN_CUDA", "0")
-        yield make_checkout(request.param)
+        yield make_checkout()
 
 
 def test_editable_install(checkout: Path, tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
     assert (package.parent / "py.typed").exists()
 
 
-def test_sdist_is_complete(make_checkout: Callable[[str], Path], tmp_path: Path) -> None:
-    checkout = make_checkout("stub")
+def test_sdist_is_complete(make_checkout: Callable[[], Path], tmp_path: Path) -> None:
+    checkout = make_checkout()
     script = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     run(sys.executable, "-c", script, cwd=checkout)
     (sdist,) = tmp_path.glob("orthokern-*.tar.gz")
