@@ -101,6 +101,16 @@ CayleyArgs cayley_args(const py::dict& d) {
   return a;
 }
 
+SpectralArgs spectral_args(const py::dict& d) {
+  SpectralArgs a{};
+  a.M = number(d, "M"), a.K = number(d, "K"), a.S = number(d, "S");
+  a.dtype = static_cast<int>(number(d, "dtype")), a.threads = static_cast<int>(number(d, "threads"));
+  a.w = address<void>(d, "w"), a.other = address<void>(d, "other"), a.out = address<void>(d, "out");
+  a.a = address<void>(d, "a"), a.diagonal = address<void>(d, "diagonal"), a.definite = address<int64_t>(d, "definite");
+  a.distance = address<double>(d, "distance"), a.v = address<double>(d, "v_rows"), a.image = address<double>(d, "image");
+  return a;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -144,6 +154,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("activation_bwd", [](const py::dict& d) { run(cpu_kernels().activation_bwd, activation_args(d)); });
   m.def("linear_cross_entropy_fwd", [](const py::dict& d) { run(cpu_kernels().linear_cross_entropy_fwd, linear_cross_entropy_args(d)); });
   m.def("cayley", [](const py::dict& d) { run(cpu_kernels().cayley, cayley_args(d)); });
+  // What the spectral-norm projection is made of: csrc/cpu/spectral.cpp.
+  m.def("gram", [](const py::dict& d) { run(cpu_kernels().gram, spectral_args(d)); });
+  m.def("is_definite", [](const py::dict& d) { run(cpu_kernels().is_definite, spectral_args(d)); });
+  m.def("distance", [](const py::dict& d) { run(cpu_kernels().distance, spectral_args(d)); });
+  m.def("wide_product", [](const py::dict& d) { run(cpu_kernels().wide_product, spectral_args(d)); });
+  m.def("subtract_product", [](const py::dict& d) { run(cpu_kernels().subtract_product, spectral_args(d)); });
 #ifdef ORTHOKERN_HAVE_CUDA
   py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels. Called through orthokern._native_cuda only.");
   cuda::bind(cuda);

@@ -31,6 +31,15 @@ def with_spectrum(s: Tensor, rows: int, seed: int) -> Tensor:
     return (u * s) @ v.mT
 
 
+@pytest.fixture(params=["native", "torch"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU's own kernels, and with what serves a GPU and a machine without them."""
+    if request.param == "torch":
+        monkeypatch.setattr(module._native, "AVAILABLE", False)
+    elif not module._native.AVAILABLE:
+        pytest.skip(module._native.REASON)
+
+
 SPECTRA = {
     "one above": torch.cat([torch.tensor([2.3]), torch.linspace(1.7, 0, 129)]),
     "nothing above": torch.linspace(1.79, 0, 130),
@@ -45,6 +54,7 @@ SPECTRA = {
 FAR = ("a cluster above", "far above", "ten above")
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("threshold", ["2-delta", "2"])
 @pytest.mark.parametrize("case", SPECTRA)
@@ -112,6 +122,7 @@ def spread(n: int) -> Tensor:
     return with_spectrum(torch.linspace(1.79, 0.1, n).double(), n, n).float()
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("kind", ["random", "tiny", "top", "new", "all", "scales"])
 def test_bounded_after_every_step(kind: str) -> None:
     """Many steps at a size of its own SVD, and some where the block method works."""
@@ -195,6 +206,7 @@ def pinned(n: int) -> tuple[Tensor, Tensor, SpectralNormProjection]:
     return w, change + 0.003 / n * torch.randn(n, n, generator=generator), projection
 
 
+@pytest.mark.usefixtures("products")
 def test_one_certificate_serves_many_steps() -> None:
     """Values at the bound grow in every step: neither the SVD nor the factorisations run again."""
     w, change, projection = pinned(200)
@@ -212,6 +224,7 @@ def test_one_certificate_serves_many_steps() -> None:
     assert norm(outside) <= certificate.complement(w, image) < 1.8
 
 
+@pytest.mark.usefixtures("products")
 def test_steps_as_large_as_the_bound() -> None:
     """What training does at a learning rate of one: changes of low rank, larger than the bound, in every step another.
     Every step takes a new certificate, and none a decomposition."""
@@ -283,6 +296,7 @@ def test_the_bound_outside_of_the_highest_directions() -> None:
         assert float(torch.linalg.matrix_norm(w - w @ highest @ highest.mT, 2)) <= bound <= level + 2.0 * 3**0.5
 
 
+@pytest.mark.usefixtures("products")
 def test_resumed_bit_for_bit() -> None:
     w, change, projection = pinned(120)
     for _ in range(3):

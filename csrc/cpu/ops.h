@@ -104,4 +104,19 @@ struct LinearCrossEntropyArgs {
   void* grad_bias;        // [C] or null
 };
 
+// What the spectral-norm projection is made of; see spectral.cpp.
+struct SpectralArgs {
+  int64_t M, K, S;
+  int dtype, threads;
+  const void* w;         // [M, K]
+  const void* other;     // [M, K] or null                                         (distance)
+  void* out;             // gram: [K, K]; subtract_product: [M, K], may be w
+  const void* a;         // [K, K]: only what is above the diagonal is read        (is_definite)
+  const void* diagonal;  // [K]: a's diagonal                                      (is_definite)
+  int64_t* definite;     // [1]: 1 or 0                                            (is_definite)
+  double* distance;      // [1]: |w - other|_F                                     (distance)
+  const double* v;       // [S, K]                                                 (wide_product, subtract_product)
+  double* image;         // [M, S]: w v^T; what v is multiplied by                 (wide_product, subtract_product)
+};
+
 }  // namespace orthokern

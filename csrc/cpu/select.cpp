@@ -26,10 +26,16 @@ namespace orthokern {
   bool activation_bwd(const ActivationArgs&);                    \
   bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&);  \
   bool cayley(const CayleyArgs&);                                \
+  bool gram(const SpectralArgs&);                                \
+  bool is_definite(const SpectralArgs&);                         \
+  bool distance(const SpectralArgs&);                            \
+  bool wide_product(const SpectralArgs&);                        \
+  bool subtract_product(const SpectralArgs&);                    \
   }
 #define ORTHOKERN_TABLE(isa)                                                                                                      \
   {#isa, isa::factored_scan_fwd, isa::factored_scan_bwd, isa::dense_scan_fwd, isa::dense_scan_bwd, isa::gru_scan_fwd,   \
-   isa::gru_scan_bwd, isa::activation_fwd, isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::cayley}
+   isa::gru_scan_bwd, isa::activation_fwd, isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::cayley, isa::gram,                \
+   isa::is_definite, isa::distance, isa::wide_product, isa::subtract_product}
 
 ORTHOKERN_DECLARE(baseline)
 #if ORTHOKERN_HAVE_AVX2

@@ -21,6 +21,11 @@ struct CpuKernels {
   bool (*activation_bwd)(const ActivationArgs&);
   bool (*linear_cross_entropy_fwd)(const LinearCrossEntropyArgs&);
   bool (*cayley)(const CayleyArgs&);
+  bool (*gram)(const SpectralArgs&);
+  bool (*is_definite)(const SpectralArgs&);
+  bool (*distance)(const SpectralArgs&);
+  bool (*wide_product)(const SpectralArgs&);
+  bool (*subtract_product)(const SpectralArgs&);
 };
 
 // The best that this machine can run, or what ORTHOKERN_ISA names.

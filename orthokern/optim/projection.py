@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from orthokern import _autocast
+from orthokern import _autocast, _native
 from orthokern.errors import InputError, unknown_name
 
 __all__ = ["SpectralNormProjection"]
@@ -28,6 +28,7 @@ _WATCHED = 0.9
 _FEWEST = 16
 _BLOCK = 8
 _MOST_ROUNDS = 7
+_MOST_GROWN = 12
 _MOST_ITERATIONS = 8  # of conjugate gradients in a round
 # An eigenvalue of G this many times the threshold's hides others in float32's rounding.
 _FAR = 2.0
@@ -50,12 +51,16 @@ class _Certificate:
     whole: float
     served: int = 0
 
+    def replaced(self, w: Tensor, v: Tensor, level: float) -> _Certificate:
+        """A certificate of w [M, K] and v [K, k] in this one's memory, which is no longer one."""
+        return _Certificate(self.anchor.copy_(w), v, w @ v, level, _norm(w))
+
     def complement(self, w: Tensor, image: Tensor) -> float:
         """A bound of ||W (I - V V^T)||_2 for another W [M, K] and its W V: the level and what changed outside of V."""
         rounding = 8 * torch.finfo(w.dtype).eps * self.whole
         if image is self.image:  # and W is W_0
             return self.level + rounding
-        change, inside = _norm(w - self.anchor), _norm(image - self.image)
+        change, inside = _norm(w, self.anchor), _norm(image, self.image)
         squares = max(change**2 - inside**2, 0.0) + 4 * _relative(w) * change**2
         return self.level + math.sqrt(squares + rounding * (change + inside + rounding))
 
@@ -82,8 +87,8 @@ class SpectralNormProjection:
            R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice. What
            V has grown by may have large residuals itself. Then the same is asked of the k highest Ritz vectors alone,
            and m rises by what of V is not in their span.
-        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. A power
-           step with G turns V towards W's directions, and the Cholesky factorisation of
+        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. Two
+           power steps with G turn V towards W's directions, and the Cholesky factorisation of
            l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds: for an l between the lowest
            value in V and t or, where certificates live on, close to the largest value outside of V, which subspace
            iteration finds; what V lacks as well.
@@ -176,7 +181,8 @@ class SpectralNormProjection:
             "before": [None if w is None else w.clone() for w in self._before],
             "bounds": list(self._bounds),
             "certificates": [
-                None if c is None else (c.anchor, c.v, c.image, c.level, c.whole, c.served) for c in self._certificates
+                None if c is None else (c.anchor.clone(), c.v, c.image, c.level, c.whole, c.served)
+                for c in self._certificates
             ],
             "counts": dict(self.counts),
         }
@@ -196,7 +202,7 @@ class SpectralNormProjection:
         self._bounds = list(state["bounds"])
         # those of an earlier version lack what is kept now: the next check finds new ones
         self._certificates = [
-            None if c is None or len(c) < 6 else _Certificate(*(x.to(device) for x in c[:3]), *c[3:])
+            None if c is None or len(c) < 6 else _Certificate(*(x.to(device, copy=True) for x in c[:3]), *c[3:])
             for c, device in zip(state["certificates"], devices, strict=True)
         ]
         self.counts = dict(state["counts"])
@@ -204,7 +210,7 @@ class SpectralNormProjection:
     def _upper_bounds(self) -> list[float]:
         """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
         return [
-            math.inf if before is None else bound + _norm(w - before) * (1 + _relative(w))
+            math.inf if before is None else bound + _norm(w, before) * (1 + _relative(w))
             for w, before, bound in zip(self.matrices, self._before, self._bounds, strict=True)
         ]
 
@@ -222,7 +228,7 @@ class SpectralNormProjection:
                 result = self._within(w, certificate, rounding)
             if result is None:
                 # a level close to the truth costs more to find, and pays where a certificate lives on
-                certificate, gram = self._certify(w, certificate.v, tight=certificate.served > 1)
+                certificate, gram = self._certify(w, certificate, tight=certificate.served > 1)
                 if certificate is not None:
                     self.counts["certificates"] += 1
                     self._certificates[index] = certificate
@@ -234,7 +240,11 @@ class SpectralNormProjection:
         if projected is not None:
             self.counts["projections"] += 1
             matrix.copy_(projected.mT if flat else projected)
-        self._before[index] = matrix.clone()
+        before = self._before[index]
+        if before is None:
+            self._before[index] = matrix.clone()
+        else:
+            before.copy_(matrix)
         self._bounds[index] = largest * (1 + 4 * rounding)  # of what was rounded to the matrix's dtype
 
     def _decompose(self, w: Tensor) -> tuple[tuple[Tensor | None, float], _Certificate | None]:
@@ -279,7 +289,8 @@ class SpectralNormProjection:
         if outside >= top * (1 - _MARGIN):
             return None
         exact = w  # in the dtype of what is computed in V
-        gram_basis = w.mT @ image if gram is None else gram @ basis  # G V [K, k]
+        # G V [K, k]; W^T X as (X^T W)^T costs a third, and G is symmetric
+        gram_basis = (image.mT @ w).mT if gram is None else (basis.mT @ gram).mT
         for _ in range(_MOST_ROUNDS):
             added = basis.shape[1] - certificate.v.shape[1]
             theta, y = torch.linalg.eigh((image.mT @ image).double())  # ascending
@@ -308,13 +319,12 @@ class SpectralNormProjection:
                 largest = math.sqrt(min(bound, max(float(left.max()), outside) + float(size.sum().sqrt())))
                 if not bool(large.any()):
                     return None, largest
-                exact = w.to(torch.float64, copy=True) if exact is w else exact
-                return self._without(exact, vectors[:, large].double()), largest
+                return self._without(w, vectors[:, large].double()), largest
             near = 1e3 if float(theta[-1]) > _FAR * top else 4.0  # to where float32 rounds
             if basis.dtype != torch.float64 and allowed < most < near * allowed:
                 exact, basis = w.double(), torch.linalg.qr(basis.double())[0]
                 image = exact @ basis
-                gram_basis = exact.mT @ image
+                gram_basis = (image.mT @ exact).mT
                 continue
             grown = inexact.clone()
             half = (bound - (level if level < bound else outside)) / 2
@@ -324,7 +334,9 @@ class SpectralNormProjection:
                 share[:added] = 0.0
                 share, order = share.sort()
                 grown[order[share.cumsum(0) > half]] = True
-            if not bool(grown.any()) or basis.shape[1] + int(grown.sum()) > w.shape[1] - _BLOCK:
+            # a new certificate costs less than many directions that an old one lacks
+            most_grown = _MOST_GROWN if gram is None else w.shape[1] - _BLOCK - basis.shape[1]
+            if not 0 < int(grown.sum()) <= min(most_grown, w.shape[1] - _BLOCK - basis.shape[1]):
                 return None
             tolerance = min(max(0.3 * allowed / max(most, allowed), 1e-3), 3e-3)
             more = _solve_outside(w, gram, vectors.to(w.dtype), residuals.to(w.dtype), theta, grown, tolerance)
@@ -333,25 +345,28 @@ class SpectralNormProjection:
                 more = torch.linalg.qr(more - basis @ (basis.mT @ more))[0]
             more_image = exact @ more
             basis, image = torch.cat([basis, more], 1), torch.cat([image, more_image], 1)
-            gram_basis = torch.cat([gram_basis, exact.mT @ more_image], 1)
+            gram_basis = torch.cat([gram_basis, (more_image.mT @ exact).mT], 1)
         return None
 
     def _without(self, w: Tensor, v: Tensor) -> Tensor:
-        """w [M, K], float64, with the singular values of the directions in span v [K, s], all too large, at the limit;
-        it is changed."""
+        """w [M, K] with the singular values in the directions v [K, s], float64, all too large, at the limit."""
         v = torch.linalg.qr(v)[0]
-        u, sigma, vh = torch.linalg.svd(w @ v, full_matrices=False)
-        return w.addmm_((u * (sigma - self.limit)) @ vh, v.mT, alpha=-1)
+        native = _native.AVAILABLE and w.is_cpu
+        u, sigma, vh = torch.linalg.svd(_native.wide_product(w, v) if native else w.double() @ v, full_matrices=False)
+        taken = (u * (sigma - self.limit)) @ vh
+        return _native.subtract_product(w, taken, v) if native else torch.addmm(w.double(), taken, v.mT, alpha=-1)
 
-    def _certify(self, w: Tensor, v: Tensor, tight: bool) -> tuple[_Certificate | None, Tensor]:
-        """(a certificate by step 3 of Note [Work] for w [M, K], from directions v [K, k] of an older one, or None
-        without proof; W^T W)."""
+    def _certify(self, w: Tensor, older: _Certificate, tight: bool) -> tuple[_Certificate | None, Tensor]:
+        """(a certificate by step 3 of Note [Work] for w [M, K], from an older one's directions and in its memory, or
+        None without proof; W^T W)."""
         K = w.shape[1]
         gram = _gram(w)
-        v = torch.linalg.qr(gram @ v)[0]
+        v = older.v
+        for _ in range(2):
+            v = torch.linalg.qr((v.mT @ gram).mT)[0]
         highest = (1 - 2 * _MARGIN) * self.trigger**2
         while v.shape[1] <= K // 4:
-            product = gram @ v
+            product = (v.mT @ gram).mT
             inner = v.mT @ product
             theta = torch.linalg.eigvalsh(inner.double())
             if float(theta[-1]) * 8 * math.sqrt(K) * torch.finfo(w.dtype).eps > _MARGIN * self.trigger**2:
@@ -363,25 +378,31 @@ class SpectralNormProjection:
             if not tight:  # between the smallest value in V and the highest that will do
                 level = (min(float(theta[0]), highest) + highest) / 2
                 if _is_definite(minus, diagonal + level):
-                    return _Certificate(w.clone(), v, w @ v, math.sqrt(level * (1 + _MARGIN)), _norm(w)), gram
+                    return older.replaced(w, v, math.sqrt(level * (1 + _MARGIN))), gram
                 minus.diagonal().copy_(diagonal)
             block, largest = _leading_block(minus)
             for level in (largest * (1 + 2 * _MARGIN), largest * (1 + 6 * _MARGIN)):
                 if level <= highest and _is_definite(minus, diagonal + level):
-                    return _Certificate(w.clone(), v, w @ v, math.sqrt(level * (1 + _MARGIN)), _norm(w)), gram
+                    return older.replaced(w, v, math.sqrt(level * (1 + _MARGIN))), gram
             v = torch.linalg.qr(torch.cat([v, block], 1))[0]
         return None, gram
 
 
 def _is_definite(a: Tensor, diagonal: Tensor) -> bool:
-    """Whether a symmetric matrix [K, K] is positive definite, once it has been given another diagonal [K]."""
+    """Whether a symmetric matrix [K, K] is positive definite, once it has been given another diagonal [K]. It may be
+    changed."""
+    if _native.AVAILABLE and a.is_cpu:
+        return _native.is_definite(a, diagonal)
     a.diagonal().copy_(diagonal)
     return not int(torch.linalg.cholesky_ex(a)[1])
 
 
-def _norm(a: Tensor) -> float:
-    """Frobenius norm of a matrix [M, K], to a relative error of ``_relative``."""
-    return float(torch.linalg.vector_norm(torch.linalg.vector_norm(a, dim=1), dtype=torch.float64))
+def _norm(a: Tensor, b: Tensor | None = None) -> float:
+    """Frobenius norm of a matrix [M, K], or of the difference of two, to a relative error of ``_relative``."""
+    if _native.AVAILABLE and a.is_cpu:
+        return _native.distance(a, b)
+    rows = torch.linalg.vector_norm(a if b is None else a - b, dim=1)
+    return float(torch.linalg.vector_norm(rows, dtype=torch.float64))
 
 
 def _relative(a: Tensor) -> float:
@@ -390,7 +411,9 @@ def _relative(a: Tensor) -> float:
 
 
 def _gram(w: Tensor) -> Tensor:
-    """W^T W [K, K] for W [M, K], in three quarters of a product's operations."""
+    """W^T W [K, K] for W [M, K], in half of a product's operations, or three quarters where torch has to do it."""
+    if _native.AVAILABLE and w.is_cpu:
+        return _native.gram(w)
     half = w.shape[1] // 2
     left, right = w[:, :half], w[:, half:]
     gram = w.new_empty(w.shape[1], w.shape[1])
