@@ -20,7 +20,7 @@ __all__ = ["SpectralNormProjection"]
 THRESHOLDS = ("2-delta", "2")
 # Up to this many columns a full decomposition costs less than what avoids it.
 _SMALL = 96
-# Singular values this many times the threshold are decomposed themselves, and not their squares.
+# Beyond this many times the threshold W itself is decomposed, not its square.
 _RANGE = 100.0
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
 # A certificate's directions: all singular values above this part of the threshold, within limits.
@@ -29,6 +29,8 @@ _FEWEST = 16
 _BLOCK = 8
 _MOST_ROUNDS = 7
 _MOST_GROWN = 12
+# Of the polynomial filters that turn V where a step was large: three of degree 4 leave no residual to speak of.
+_FILTERS, _DEGREE = 3, 4
 _MOST_ITERATIONS = 8  # of conjugate gradients in a round
 # An eigenvalue of G this many times the threshold's hides others in float32's rounding.
 _FAR = 2.0
@@ -87,15 +89,15 @@ class SpectralNormProjection:
            R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice. What
            V has grown by may have large residuals itself. Then the same is asked of the k highest Ritz vectors alone,
            and m rises by what of V is not in their span.
-        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. Two
-           power steps with G turn V towards W's directions, and the Cholesky factorisation of
+        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. A
+           polynomial of G turns V towards W's directions, and the Cholesky factorisation of
            l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds: for an l between the lowest
            value in V and t or, where certificates live on, close to the largest value outside of V, which subspace
            iteration finds; what V lacks as well.
 
         If that fails too, for the first check, for matrices with at most 96 columns or rows, and while more than a
-        quarter of all values are near the threshold, a full decomposition takes over: of G, or W's SVD where squares
-        would cost digits. It leaves a certificate as well. Bounds and what is taken out are float64; directions are
+        quarter of all values are near the threshold, a full decomposition takes over: of G, which leaves a certificate
+        as well, or W's SVD where squares would cost digits. Bounds and what is taken out are float64; directions are
         searched for in the matrix's dtype.
 
     It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)`` or
@@ -222,7 +224,7 @@ class SpectralNormProjection:
         rounding = max(2 * torch.finfo(matrix.dtype).eps, _ROUNDING)
         result: tuple[Tensor | None, float] | None = None
         certificate = self._certificates[index]
-        if certificate is not None and math.isfinite(bound):
+        if certificate is not None and bound <= _RANGE * self.trigger:
             moved = bound - self._bounds[index]
             if moved < self.trigger - certificate.level:  # more would need to be within V
                 result = self._within(w, certificate, rounding)
@@ -251,11 +253,16 @@ class SpectralNormProjection:
         """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
         exact = w.double()
         K = w.shape[1]
-        theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
-        s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
-        if float(s[0]) > _RANGE * self.trigger:  # the square would cost too many of the digits near the threshold
-            _, s, vh = torch.linalg.svd(exact, full_matrices=False)
-            v = vh.mT
+        far = _RANGE * self.trigger
+        square = _norm(w) <= far * math.sqrt(K)  # else the largest is above `far`
+        if square:
+            theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
+            s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
+            square = float(s[0]) <= far
+        if not square:  # nor differences of what is so large: they would cost too many of the digits near the threshold
+            u, s, vh = torch.linalg.svd(exact, full_matrices=False)
+            kept = torch.where(s > self.trigger, self.limit, s)
+            return ((u * kept) @ vh, float(kept.max())), None
         certificate = None
         if K > _SMALL:
             watched = min(max(int((s > _WATCHED * self.trigger).sum()), _FEWEST), K // 4)
@@ -286,7 +293,7 @@ class SpectralNormProjection:
         above = top * (1 + rounding)
         bound = top * (1 + 4 * rounding)
         allowed = rounding * self.limit
-        if outside >= top * (1 - _MARGIN):
+        if not outside < top * (1 - _MARGIN):
             return None
         exact = w  # in the dtype of what is computed in V
         # G V [K, k]; W^T X as (X^T W)^T costs a third, and G is symmetric
@@ -362,8 +369,12 @@ class SpectralNormProjection:
         K = w.shape[1]
         gram = _gram(w)
         v = older.v
-        for _ in range(2):
-            v = torch.linalg.qr((v.mT @ gram).mT)[0]
+        if tight:  # V has hardly turned
+            for _ in range(2):
+                v = torch.linalg.qr((v.mT @ gram).mT)[0]
+        else:
+            for _ in range(_FILTERS):
+                v = _filtered(gram, v, older.level**2)
         highest = (1 - 2 * _MARGIN) * self.trigger**2
         while v.shape[1] <= K // 4:
             product = (v.mT @ gram).mT
@@ -386,6 +397,22 @@ class SpectralNormProjection:
                     return older.replaced(w, v, math.sqrt(level * (1 + _MARGIN))), gram
             v = torch.linalg.qr(torch.cat([v, block], 1))[0]
         return None, gram
+
+
+def _filtered(gram: Tensor, v: Tensor, level: float) -> Tensor:
+    """V [K, k] turned towards the eigenvectors of the largest eigenvalues of G [K, K]: an orthonormal basis of p(G) V,
+    p the Chebyshev polynomial that stays within 1 on [0, c] and grows fastest beyond.
+
+    c: V's lowest Ritz value, which is no larger than G's k-th eigenvalue, within 0.3 and 1 of `level`.
+    """
+    before = v.mT.contiguous()  # as rows: see _solve_outside
+    product = before @ gram
+    lowest = float(torch.linalg.eigvalsh((product @ v).double())[0])
+    c = min(max(lowest, 0.3 * level), level)
+    now = torch.sub(product * (2 / c), before)
+    for _ in range(_DEGREE - 1):
+        before, now = now, torch.addmm(now, now, gram, beta=-2.0, alpha=4 / c).sub_(before)
+    return torch.linalg.qr(now.mT)[0]
 
 
 def _is_definite(a: Tensor, diagonal: Tensor) -> bool:
