@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from orthokern import _autocast, _native
+from orthokern._products import ieee_products
 from orthokern.errors import InputError, unknown_name
 
 __all__ = ["SpectralNormProjection"]
@@ -163,6 +164,7 @@ class SpectralNormProjection:
 
     @torch.no_grad()
     @_autocast.off()
+    @ieee_products()
     def step(self) -> None:
         """Project every constrained matrix, where its bound does not show that there is nothing to do."""
         self.counts["steps"] += 1
