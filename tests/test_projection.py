@@ -318,6 +318,29 @@ def test_resumed_bit_for_bit() -> None:
         SpectralNormProjection([start, torch.eye(3)]).load_state_dict(state)
 
 
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [(1, 1), (1, 30), (20, 20), (200, 130)])
+def test_any_scale(size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Where squares overflow or vanish, and where the difference of W and what is taken out would be all rounding: from
+    the start and, at 97 columns and more, from a certificate."""
+    start = with_spectrum(torch.linspace(1.79, 0.1, min(size)).double(), max(size), 5).to(dtype)
+    start = start.mT.contiguous() if size[0] < size[1] else start
+    more = torch.randn(size, generator=torch.Generator().manual_seed(6)).to(dtype)
+    for exponent in (-300, -160, -30, 3, 10, 18, 19, 30, 153, 160, 300):
+        scale = torch.tensor(10.0, dtype=torch.float64) ** exponent
+        if dtype == torch.float32 and exponent > 38:
+            continue
+        for w, change in ((start * scale, 0.0), (start.clone(), more * scale)):
+            w = w.to(dtype)
+            projection = SpectralNormProjection([w])
+            projection.step()
+            w += change
+            projection.step()
+            assert norm(w) <= 1.8 * (1 + 1e-6), exponent
+            assert norm(w) <= projection._upper_bounds()[0] * (1 + 1e-6), exponent
+
+
 def test_two_readings_of_the_threshold() -> None:
     w = torch.tensor([2.5, 1.95, 1.5]).diag()
     for threshold, expected in (("2-delta", [1.8, 1.8, 1.5]), ("2", [1.8, 1.95, 1.5])):

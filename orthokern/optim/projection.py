@@ -253,11 +253,17 @@ class SpectralNormProjection:
         """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
         exact = w.double()
         K = w.shape[1]
-        theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
-        s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
-        if float(s[0]) > _RANGE * self.trigger:  # the square would cost too many of the digits near the threshold
-            _, s, vh = torch.linalg.svd(exact, full_matrices=False)
-            v = vh.mT
+        gram = exact.mT @ exact
+        far = not float(gram.diagonal().amax()) <= (_RANGE * self.trigger) ** 2  # true where squares overflow, too
+        if not far:
+            theta, v = torch.linalg.eigh(gram)  # ascending
+            s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
+            far = float(s[0]) > _RANGE * self.trigger
+        if far:
+            # squares would cost too many of the digits near the threshold, and so would a difference from W
+            u, s, vh = torch.linalg.svd(exact, full_matrices=False)
+            kept = torch.where(s > self.trigger, self.limit, s)
+            return ((u * kept) @ vh, float(kept.max())), None
         certificate = None
         if K > _SMALL:
             watched = min(max(int((s > _WATCHED * self.trigger).sum()), _FEWEST), K // 4)
@@ -363,6 +369,9 @@ class SpectralNormProjection:
         None without proof; W^T W)."""
         K = w.shape[1]
         gram = _gram(w)
+        lost = 8 * math.sqrt(K) * torch.finfo(w.dtype).eps  # of G to rounding, relative
+        if not float(gram.diagonal().amax()) * lost <= _MARGIN * self.trigger**2:  # or it overflowed
+            return None, gram
         v = older.v
         for _ in range(2):
             v = torch.linalg.qr((v.mT @ gram).mT)[0]
@@ -371,7 +380,7 @@ class SpectralNormProjection:
             product = (v.mT @ gram).mT
             inner = v.mT @ product
             theta = torch.linalg.eigvalsh(inner.double())
-            if float(theta[-1]) * 8 * math.sqrt(K) * torch.finfo(w.dtype).eps > _MARGIN * self.trigger**2:
+            if float(theta[-1]) * lost > _MARGIN * self.trigger**2:
                 break  # what rounding left in G would hide too much
             half = product - v @ (inner / 2)
             # -(I - V V^T) G (I - V V^T)
