@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers import ScanProblem, scan_problem, some_lengths, with_poisoned_padding
+import torch.utils.checkpoint
+from helpers import GruProblem, ScanProblem, scan_problem, some_lengths, with_poisoned_padding
 from torch import Tensor
 
 from orthokern import InputError, dispatch, functional, ops
@@ -308,6 +309,29 @@ def test_second_derivative_names_the_way_out(op: str) -> None:
     with pytest.raises(RuntimeError, match="no second derivative through its kernels: pass backend='reference'"):
         first_gradient(None).backward()
     first_gradient("reference").backward()
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_activation_checkpointing(backend: str | None) -> None:
+    """Its backward runs the forward again while it hands out what was saved: that has to be recorded."""
+    scan, gru = scan_problem("factored_scan", B=2, T=5, N=4, inputs="features"), GruProblem.random("kanai", 5, 2, 4)
+    target = torch.tensor([0, 2, 1])
+    cases: list[tuple[list[Tensor | None], Callable[..., Tensor]]] = [
+        (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), backend=backend)),
+        (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), checkpoint_every=2, backend=backend)),
+        ([gru.x, gru.w], lambda x, w: functional.gru_scan(x, w, backend=backend)),
+        ([torch.randn(3, 4)], lambda x: functional.activation(x, "relu", backend=backend)),
+        ([torch.randn(4, 4)], lambda x: functional.skew_exp(x, backend=backend)),
+        ([torch.randn(3, 4)], lambda x: functional.linear_cross_entropy(x, x, None, target, backend=backend)),
+    ]
+    for given, function in cases:
+        wanted = [t.detach().requires_grad_() for t in given if t is not None]
+        given = [None if t is None else wanted.pop(0) for t in given]
+        wanted = [t for t in given if t is not None]
+        expected = torch.autograd.grad(function(*given).square().sum(), wanted)
+        again = torch.utils.checkpoint.checkpoint(function, *given, use_reentrant=False)
+        for a, e in zip(torch.autograd.grad(again.square().sum(), wanted), expected, strict=True):
+            assert torch.equal(a, e)
 
 
 def test_cayley_has_no_derivative_but_the_reference_does() -> None:

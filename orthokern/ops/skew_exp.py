@@ -128,10 +128,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(x, *saved)
 
 
-def _backward(ctx: Any, grad_p: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_p is None:
         return ()
-    return (torch.ops.orthokern.skew_exp_bwd(grad_p, *ctx.saved_tensors, ctx.backend),)
+    return (torch.ops.orthokern.skew_exp_bwd(grad_p, *saved, ctx.backend),)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
