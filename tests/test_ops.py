@@ -368,6 +368,27 @@ def test_forward_mode_is_refused() -> None:
             functional.dense_scan(x, dual)
 
 
+def test_torch_func_gets_what_it_needs_or_is_told_where() -> None:
+    problem = scan_problem("dense_scan", B=2, T=3, N=4)
+
+    def loss(w: Tensor, backend: str | None) -> Tensor:
+        x, _, *others = problem.inputs()
+        return call_functional(problem, [x, w, *others], backend=backend).square().sum()
+
+    w = problem.inputs()[1]
+    assert w is not None
+    several = torch.stack([w, 2 * w])
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(RuntimeError, match=r"dense_scan_fwd has no rule .* pass backend='reference'"):
+            transform(loss)(w, None)
+    with pytest.raises(RuntimeError, match=r"dense_scan_fwd has no rule"):
+        torch.func.vmap(torch.func.grad(loss), (0, None))(several, None)
+    gradients_of = torch.func.vmap(torch.func.grad(loss), (0, None))(several, "reference")
+    leaf = several.clone().requires_grad_()
+    losses = torch.func.vmap(loss, (0, None))(leaf, None)  # a loop over the op
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], gradients_of)
+
+
 # ----------------------------------------------------------------------------------------------- linear cross-entropy
 
 
