@@ -19,7 +19,17 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from orthokern import dispatch, functional
 from orthokern.errors import InputError
-from orthokern.nn import OPLU, RNN, FactorizedRNN, LinearCrossEntropy, ModReLU
+from orthokern.nn import (
+    GRU,
+    OPLU,
+    RNN,
+    ExpRNN,
+    FactorizedRNN,
+    LinearCrossEntropy,
+    ModReLU,
+    NonNormalRNN,
+    PeepholeLSTM,
+)
 
 NONLINEARITIES = ["identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu"]
 
@@ -525,7 +535,25 @@ def test_devices_and_dtypes() -> None:
     assert {p.device.type for p in module.parameters()} == {"meta"}
     assert {p.device.type for p in RNN(3, 4, device="meta", init="henaff").parameters()} == {"meta"}
     assert FactorizedRNN(3, 4, dtype=torch.float64).u_l0.dtype == torch.float64
-    assert RNN(3, 4, dtype=torch.float64, nonlinearity="leaky_relu").fixed_slope.dtype == torch.float64
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU, PeepholeLSTM])
+def test_made_on_the_meta_device_and_loaded(kind: Any, assign: bool) -> None:
+    """All that a module computes with is in its constructor's arguments or in its state_dict."""
+    options = {"nonlinearity": "leaky_relu", "negative_slope": 0.2} if kind not in (GRU, PeepholeLSTM) else {}
+    module, x = kind(3, 6, **options), torch.randn(5, 2, 3)
+    with torch.no_grad():
+        for p in module.parameters():
+            p += 0.01 * torch.randn_like(p)
+    with torch.device("meta"):
+        other = kind(3, 6, **options)
+    if not assign:
+        other.to_empty(device="cpu")
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.detach().fill_(7)
+    other.load_state_dict(module.state_dict(), assign=assign)
+    assert torch.equal(other(x)[0], module(x)[0])
 
 
 def test_noncontiguous_input() -> None:
