@@ -537,6 +537,24 @@ def test_devices_and_dtypes() -> None:
     assert FactorizedRNN(3, 4, dtype=torch.float64).u_l0.dtype == torch.float64
 
 
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU])
+def test_shapes_on_the_meta_device(kind: Any) -> None:
+    module = kind(3, 6, 2, bidirectional=True, device="meta")
+    for x in (torch.zeros(5, 2, 3, device="meta"), torch.zeros(5, 2, dtype=torch.int64, device="meta")):
+        output, h_n = module(x)
+        assert output.is_meta and output.shape == (5, 2, 12) and h_n.shape == (4, 2, 6)
+
+
+@pytest.mark.parametrize("kind", [RNN, GRU])
+def test_token_ids_in_a_compiled_module(kind: Any) -> None:
+    module, ids = kind(3, 4), torch.tensor([[0, 2], [1, 1]])
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(ids)[0], module(ids)[0])
+    for wrong in (-1, 3):
+        with pytest.raises((InputError, RuntimeError), match="token ids"):
+            compiled(torch.tensor([[0, 2], [wrong, 1]]))
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("kind", [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU, PeepholeLSTM])
 def test_made_on_the_meta_device_and_loaded(kind: Any, assign: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern import dispatch, functional
+from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import (
@@ -332,7 +332,7 @@ class _Recurrent(nn.Module):
         """
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
-        if torch.is_autocast_enabled(device):
+        if _autocast.is_on(device):
             with torch.autocast(device, enabled=False):
                 return self.forward(_widened(input, weight.dtype), _widened(hx, weight.dtype))
         if isinstance(input, PackedSequence):
