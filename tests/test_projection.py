@@ -341,6 +341,24 @@ def test_any_scale(size: tuple[int, int], dtype: torch.dtype) -> None:
             assert norm(w) <= projection._upper_bounds()[0] * (1 + 1e-6), exponent
 
 
+def test_moved_to_another_dtype() -> None:
+    """And a state that is loaded into a model of another dtype."""
+    rnn, other = GRU(3, 120), GRU(3, 120, dtype=torch.float64)
+    projection, loaded = SpectralNormProjection(rnn), SpectralNormProjection(other)
+    projection.step()
+    loaded.load_state_dict(projection.state_dict())
+    rnn.double()
+    for chosen in (projection, loaded):
+        with torch.no_grad():
+            chosen.matrices[0].mul_(3)
+        expected = by_svd(chosen.matrices[0], 1.8, 1.8)
+        chosen.step()
+        torch.testing.assert_close(chosen.matrices[0], expected, rtol=0, atol=1e-12)
+    rnn.half()
+    with pytest.raises(InputError, match=r"constrained\[0\] has dtype torch.float16"):
+        projection.step()
+
+
 def test_two_readings_of_the_threshold() -> None:
     w = torch.tensor([2.5, 1.95, 1.5]).diag()
     for threshold, expected in (("2-delta", [1.8, 1.8, 1.5]), ("2", [1.8, 1.95, 1.5])):

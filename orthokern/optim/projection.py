@@ -99,8 +99,8 @@ class SpectralNormProjection:
         would cost digits. It leaves a certificate as well. Bounds and what is taken out are float64; directions are
         searched for in the matrix's dtype.
 
-    It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)`` or
-    ``.to`` another dtype, needs a new projection.
+    It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)``,
+    needs a new projection. One that was moved to another device or dtype is checked anew.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
@@ -211,10 +211,16 @@ class SpectralNormProjection:
 
     def _upper_bounds(self) -> list[float]:
         """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
-        return [
-            math.inf if before is None else bound + _norm(w, before) * (1 + _relative(w))
-            for w, before, bound in zip(self.matrices, self._before, self._bounds, strict=True)
-        ]
+        bounds = []
+        for index, w in enumerate(self.matrices):
+            before = self._before[index]
+            if before is None or before.dtype != w.dtype or before.device != w.device:
+                _checked(index, w)  # its dtype may be another one by now
+                self._before[index] = self._certificates[index] = None
+                bounds.append(math.inf)
+            else:
+                bounds.append(self._bounds[index] + _norm(w, before) * (1 + _relative(w)))
+        return bounds
 
     def _project(self, index: int, bound: float) -> None:
         """One matrix, of which only `bound` is known of its largest singular value."""
