@@ -114,6 +114,8 @@ class GeodesicSGD(Optimizer):
             "last_drift": math.nan,
             **more,
         }
+        if isinstance(params, Tensor):
+            raise InputError("params is one tensor; accepted: several matrices, as [tensor], or group dicts")
         params = list(params)
         if not params:
             raise InputError("params is empty; accepted: at least one matrix with orthonormal columns")
