@@ -20,6 +20,11 @@ _R = TypeVar("_R")
 _KINDS = ("cpu", "cuda")
 
 
+def is_on(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch raises for "meta", which knows none."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a function whose first argument is a tensor with autocast off for that tensor's device. torch.compile traces
     through."""
@@ -27,7 +32,7 @@ def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         kind = args[0].device.type  # type: ignore[attr-defined]
-        if not torch.is_autocast_enabled(kind):
+        if not is_on(kind):
             return function(*args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return function(*args, **kwargs)

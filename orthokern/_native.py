@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._products import ieee_products
+
 _C: Any
 try:
     from orthokern import _C  # type: ignore[no-redef]
@@ -263,9 +265,10 @@ def factored_scan_bwd(
     )
     if not need_params:
         return grad_x, m, torch.empty_like(m), torch.empty_like(m), grad_h0, others[0], others[1], others[2], others[3]
-    mv = m @ v  # [N, K]
+    with ieee_products():
+        mv, mu = m @ v, m.mT @ u  # [N, K]
     grad_s = (u * mv).sum(0)
-    return grad_x, mv * s, grad_s, (m.mT @ u) * s, grad_h0, others[0], others[1], others[2], others[3]
+    return grad_x, mv * s, grad_s, mu * s, grad_h0, others[0], others[1], others[2], others[3]
 
 
 def dense_scan_fwd(
@@ -376,12 +379,12 @@ def gru_scan_bwd(
         if t > 1:
             to.addmm_(left[b:].mT, hs.view(t * b, n)[:-b])
 
-    if kanai:
+    with ieee_products():
         product(grad_w[: 2 * n], rows[:, : 2 * n])
-        torch.mm(rows[:, 2 * n :].mT, rows_n, out=grad_w[2 * n :])
-    else:
-        product(grad_w[: 2 * n], rows[:, : 2 * n])
-        product(grad_w[2 * n :], rows_n)
+        if kanai:
+            torch.mm(rows[:, 2 * n :].mT, rows_n, out=grad_w[2 * n :])
+        else:
+            product(grad_w[2 * n :], rows_n)
     if bias is None:
         return grad_x, grad_w, grad_h0, empty, grad_norm
     grad_bias = rows.sum(0)
@@ -464,6 +467,7 @@ _LARGE_READOUT = 6 << 20  # bytes of weight
 _LOGITS = 32 << 20  # bytes of a chunk's logits, about
 
 
+@ieee_products()
 def _large_readout(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, reduction: str, need_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,29 +1,43 @@
-"""torch's matrix products in IEEE float32, for the leaves that use them beside their own kernels."""
+"""torch's matrix products in IEEE float32, for what uses them beside kernels of its own."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+_EXACT = ("ieee", "none")  # none: nothing was asked for
 
 
 @contextlib.contextmanager
 def ieee_products() -> Iterator[None]:
-    """Within it, or in a function that it decorates, float32 products on a GPU are IEEE float32.
+    """Within it, or in a function that it decorates, float32 products are IEEE float32: on a GPU, which may be allowed
+    TF32, and on a CPU, where oneDNN rounds factors to bfloat16 at "medium" if the machine can.
 
-    Whatever the process allows elsewhere (torch.backends.cuda.matmul, torch.set_float32_matmul_precision): float32 is
-    IEEE float32 in this package, and a lower precision is asked for by ``precision=`` alone. The setting is the
-    process's, so products that another thread starts in the meantime are IEEE too; it is put back at the end.
+    Whatever the process allows elsewhere (torch.backends, torch.set_float32_matmul_precision): float32 is IEEE float32
+    in this package, and a lower precision is asked for by ``precision=`` alone. The setting is the process's, so
+    products that another thread starts in the meantime are IEEE too; it is put back at the end.
     """
-    settings = torch.backends.cuda.matmul
-    name, exact = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(settings, name)
-    if before == exact:
+    backends: Any = torch.backends
+    if hasattr(backends.cuda.matmul, "fp32_precision"):  # since torch 2.9
+        before = [(kind, kind.fp32_precision) for kind in (backends.cuda.matmul, backends.mkldnn.matmul)]
+        lowered = [(kind, value) for kind, value in before if value not in _EXACT]
+        try:
+            for kind, _ in lowered:
+                kind.fp32_precision = "ieee"
+            yield
+        finally:
+            for kind, value in lowered:
+                kind.fp32_precision = value
+        return
+    precision = torch.get_float32_matmul_precision()  # of both; what allow_tf32 says is the same setting
+    if precision == "highest":
         yield
         return
-    setattr(settings, name, exact)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        setattr(settings, name, before)
+        torch.set_float32_matmul_precision(precision)

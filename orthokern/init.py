@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._products import ieee_products
 from orthokern.errors import InputError, unknown_name
 
 __all__ = [
@@ -236,6 +237,7 @@ class LearnedOrthogonality:
 
 
 @torch.no_grad()
+@ieee_products()
 def learned_orthogonal_(
     W: Tensor, lr: float = 0.1, tol: float = 1e-6, max_steps: int = 1000, *, guard: bool = True
 ) -> LearnedOrthogonality:

@@ -223,7 +223,6 @@ class SchurForm(nn.Module):
     """
 
     base: Tensor
-    acting: Tensor
 
     def __init__(self, weight: Tensor, mask: str = "block") -> None:
         super().__init__()
@@ -234,12 +233,11 @@ class SchurForm(nn.Module):
             raise InputError(f"mask 'legacy' needs an even N, got {n}; accepted for any: 'block'")
         self.mask = mask
         self.register_buffer("base", torch.eye(n, dtype=weight.dtype, device=weight.device))
-        self.register_buffer("acting", triangular_mask(n, mask, weight.device), persistent=False)
 
     def forward(self, x: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor) -> Tensor:
         """x [N,N], gamma [ceil(N/2)], theta [floor(N/2)], triangle [N,N] -> W [N,N]."""
         p = self.base @ _exponential("SchurForm", x)
-        return schur_product(p, gamma, theta, triangle * self.acting)
+        return schur_product(p, gamma, theta, triangle * triangular_mask(len(p), self.mask, p.device))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         check_loaded_orthogonal(f"{prefix}base", state_dict.get(f"{prefix}base"), self.base)
@@ -278,7 +276,8 @@ class SchurForm(nn.Module):
         triangle = form - schur_product(torch.eye(n, dtype=w.dtype, device=w.device), gamma, theta, None)
         self.base.copy_(p)
         dtype = weight.dtype
-        return torch.zeros_like(self.base), gamma.to(dtype), theta.to(dtype), (triangle * self.acting).to(dtype)
+        triangle = triangle * triangular_mask(n, self.mask, w.device)
+        return torch.zeros_like(self.base), gamma.to(dtype), theta.to(dtype), triangle.to(dtype)
 
 
 def _real_eigenbasis(w: Tensor) -> Tensor:

@@ -350,35 +350,39 @@ class GruProblem:
         return copy
 
 
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "linalg_solve_triangular")
+PRODUCTS = ("mm", "bmm", "mv", "addmm", "baddbmm", "addmm_", "baddbmm_", "linalg_solve_triangular")
+
+
+def products_are_ieee() -> bool:
+    """Whether torch's float32 products are IEEE float32 now, on a GPU and on a CPU."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # what cuBLAS and oneDNN are told by, since torch 2.9
+        return torch.backends.cuda.matmul.fp32_precision == "ieee" == torch.backends.mkldnn.matmul.fp32_precision
+    return torch.get_float32_matmul_precision() == "highest"
 
 
 class FloatProducts(TorchDispatchMode):
-    """Within it, torch's float32 products are noted, and that none of them may be of lower precision on a GPU.
+    """Within it, torch's float32 products are noted, and that none of them may be of lower precision.
 
-    It is entered with TF32 allowed for the process; a product that a leaf does not guard fails.
+    It is entered with TF32 allowed for the process on a GPU and bfloat16 on a CPU; a product that is not guarded fails,
+    before it runs.
     """
 
     def __enter__(self) -> Any:
         self.before = torch.get_float32_matmul_precision()
         self.seen: set[str] = set()
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("medium")
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert torch.backends.cuda.matmul.allow_tf32, "the setting was not put back"
+        assert torch.get_float32_matmul_precision() == "medium", "the setting was not put back"
         torch.set_float32_matmul_precision(self.before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in PRODUCTS and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
             self.seen.add(name)
-            settings = torch.backends.cuda.matmul
-            new = hasattr(settings, "fp32_precision")  # what cuBLAS is told by, since torch 2.9
-            assert settings.fp32_precision == "ieee" if new else not settings.allow_tf32, (
-                f"{name} would be TF32 on a GPU"
-            )
+            assert products_are_ieee(), f"{name} would be TF32 on a GPU"
         return func(*args, **(kwargs or {}))
 
 

@@ -1,17 +1,22 @@
-"""Inside torch.autocast: ops, their backward, and what keeps matrices orthogonal or bounded work as they do outside."""
+"""Inside torch.autocast, and where a process allows torch less precise products: ops, their backward, and what keeps
+matrices orthogonal or bounded work as they do outside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from helpers import FloatProducts, GruProblem, products_are_ieee, scan_problem
 from torch import Tensor
 
-from orthokern import functional
+from orthokern import _native, functional
+from orthokern.init import learned_orthogonal_
 from orthokern.nn import GRU, FactorizedRNN
 from orthokern.optim import GeodesicSGD, SpectralNormProjection
 from orthokern.penalties import OrthogonalPenalty
+from orthokern.reference import skew_exp as reference
 
 T, B, N, D, C = 7, 3, 12, 5, 4
 
@@ -115,3 +120,56 @@ def test_optimizers_and_penalties_keep_float32() -> None:
 
     for one, other in zip(trained(True), trained(False), strict=True):
         assert torch.equal(one, other)
+
+
+def test_products_are_ieee_whatever_the_process_allows() -> None:
+    """A drift cannot be measured in TF32, nor a level proved."""
+    basis = torch.nn.Parameter(torch.linalg.qr(torch.randn(N, N))[0])
+    basis.grad = torch.randn(N, N)
+    bounded = torch.linspace(1.79, 0, 130).diag()
+    projection = SpectralNormProjection([bounded])
+    projection.step()
+    bounded += torch.randn(130, 130) / 100  # to be proved anew
+    with FloatProducts() as products:
+        for options in ({"backend": "reference"}, {"legacy": True}):
+            GeodesicSGD([basis], 0.1, correct_every=1, **options).step()
+        assert products.seen
+        products.seen.clear()
+        projection.step()
+        assert projection.counts["projections"] == 1 and products.seen
+        products.seen.clear()
+        learned_orthogonal_(torch.randn(N, N) / N**0.5)
+        assert products.seen
+
+
+@pytest.mark.skipif(not _native.AVAILABLE, reason=_native.REASON)
+def test_products_beside_the_kernels_are_ieee(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "_LARGE_READOUT", 0)
+    with FloatProducts() as products:
+        problem = scan_problem("factored_scan", B=B, T=T, N=N, inputs="features").to(torch.float32)
+        hs, _, pre = _native.factored_scan_fwd(*problem.inputs(), activation="tanh")
+        _native.factored_scan_bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
+        for variant in ("kanai", "torch"):
+            gru = GruProblem.random(variant, T, B, N).map(Tensor.float)
+            saved = _native.gru_scan_fwd(*gru.inputs(), variant=variant)
+            _native.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
+        target = torch.randint(0, C, (T,))
+        _native.linear_cross_entropy_fwd(torch.randn(T, N), torch.randn(C, N), torch.randn(C), target)
+    assert products.seen >= {"mm", "addmm", "addmm_"}
+
+
+def test_an_exponential_is_orthogonal_whatever_the_process_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (exact.append(products_are_ieee()), function(*args))[1]
+
+    for name in ("skew_exp_fwd", "skew_exp_bwd"):
+        monkeypatch.setattr(reference, name, noted(getattr(reference, name)))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        functional.skew_exp(_leaf(N, N)).sum().backward()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert exact == [True, True]

@@ -41,7 +41,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # it is there to check.
 LEAF_IMPORTS = {
     "reference": set(),
-    "_native": {"errors", "_version", "_C"},
+    "_native": {"errors", "_version", "_C", "_products"},
     "_native_cuda": {"errors", "_version", "_C", "_products"},
     "triton_kernels": {"errors", "_products"},
 }

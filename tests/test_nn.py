@@ -19,7 +19,17 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from orthokern import dispatch, functional
 from orthokern.errors import InputError
-from orthokern.nn import OPLU, RNN, FactorizedRNN, LinearCrossEntropy, ModReLU
+from orthokern.nn import (
+    GRU,
+    OPLU,
+    RNN,
+    ExpRNN,
+    FactorizedRNN,
+    LinearCrossEntropy,
+    ModReLU,
+    NonNormalRNN,
+    PeepholeLSTM,
+)
 
 NONLINEARITIES = ["identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu"]
 
@@ -525,7 +535,43 @@ def test_devices_and_dtypes() -> None:
     assert {p.device.type for p in module.parameters()} == {"meta"}
     assert {p.device.type for p in RNN(3, 4, device="meta", init="henaff").parameters()} == {"meta"}
     assert FactorizedRNN(3, 4, dtype=torch.float64).u_l0.dtype == torch.float64
-    assert RNN(3, 4, dtype=torch.float64, nonlinearity="leaky_relu").fixed_slope.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU])
+def test_shapes_on_the_meta_device(kind: Any) -> None:
+    module = kind(3, 6, 2, bidirectional=True, device="meta")
+    for x in (torch.zeros(5, 2, 3, device="meta"), torch.zeros(5, 2, dtype=torch.int64, device="meta")):
+        output, h_n = module(x)
+        assert output.is_meta and output.shape == (5, 2, 12) and h_n.shape == (4, 2, 6)
+
+
+@pytest.mark.parametrize("kind", [RNN, GRU])
+def test_token_ids_in_a_compiled_module(kind: Any) -> None:
+    module, ids = kind(3, 4), torch.tensor([[0, 2], [1, 1]])
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(ids)[0], module(ids)[0])
+    for wrong in (-1, 3):
+        with pytest.raises((InputError, RuntimeError), match="token ids"):
+            compiled(torch.tensor([[0, 2], [wrong, 1]]))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU, PeepholeLSTM])
+def test_made_on_the_meta_device_and_loaded(kind: Any, assign: bool) -> None:
+    """All that a module computes with is in its constructor's arguments or in its state_dict."""
+    options = {"nonlinearity": "leaky_relu", "negative_slope": 0.2} if kind not in (GRU, PeepholeLSTM) else {}
+    module, x = kind(3, 6, **options), torch.randn(5, 2, 3)
+    with torch.no_grad():
+        for p in module.parameters():
+            p += 0.01 * torch.randn_like(p)
+    with torch.device("meta"):
+        other = kind(3, 6, **options)
+    if not assign:
+        other.to_empty(device="cpu")
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.detach().fill_(7)
+    other.load_state_dict(module.state_dict(), assign=assign)
+    assert torch.equal(other(x)[0], module(x)[0])
 
 
 def test_noncontiguous_input() -> None:

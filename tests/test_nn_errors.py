@@ -135,6 +135,13 @@ def test_input(make: Any, x: Any, parts: list[str]) -> None:
     refused(lambda: module(x), *parts)
 
 
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN, GRU])
+def test_complex_parameters(make: Any) -> None:
+    refused(
+        lambda: make(3, 6).to(torch.complex64)(torch.zeros(5, 2, 3, dtype=torch.complex64)), "parameters", "complex64"
+    )
+
+
 @pytest.mark.parametrize("make", [RNN, FactorizedRNN])
 def test_initial_state(make: Any) -> None:
     module = make(3, 6, 2, bidirectional=True)

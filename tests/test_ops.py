@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers import ScanProblem, scan_problem, some_lengths, with_poisoned_padding
+import torch.utils.checkpoint
+from helpers import GruProblem, ScanProblem, scan_problem, some_lengths, with_poisoned_padding
 from torch import Tensor
 
 from orthokern import InputError, dispatch, functional, ops
@@ -310,6 +311,29 @@ def test_second_derivative_names_the_way_out(op: str) -> None:
     first_gradient("reference").backward()
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_activation_checkpointing(backend: str | None) -> None:
+    """Its backward runs the forward again while it hands out what was saved: that has to be recorded."""
+    scan, gru = scan_problem("factored_scan", B=2, T=5, N=4, inputs="features"), GruProblem.random("kanai", 5, 2, 4)
+    target = torch.tensor([0, 2, 1])
+    cases: list[tuple[list[Tensor | None], Callable[..., Tensor]]] = [
+        (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), backend=backend)),
+        (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), checkpoint_every=2, backend=backend)),
+        ([gru.x, gru.w], lambda x, w: functional.gru_scan(x, w, backend=backend)),
+        ([torch.randn(3, 4)], lambda x: functional.activation(x, "relu", backend=backend)),
+        ([torch.randn(4, 4)], lambda x: functional.skew_exp(x, backend=backend)),
+        ([torch.randn(3, 4)], lambda x: functional.linear_cross_entropy(x, x, None, target, backend=backend)),
+    ]
+    for given, function in cases:
+        wanted = [t.detach().requires_grad_() for t in given if t is not None]
+        given = [None if t is None else wanted.pop(0) for t in given]
+        wanted = [t for t in given if t is not None]
+        expected = torch.autograd.grad(function(*given).square().sum(), wanted)
+        again = torch.utils.checkpoint.checkpoint(function, *given, use_reentrant=False)
+        for a, e in zip(torch.autograd.grad(again.square().sum(), wanted), expected, strict=True):
+            assert torch.equal(a, e)
+
+
 def test_cayley_has_no_derivative_but_the_reference_does() -> None:
     m = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0].requires_grad_()
     g = torch.randn(4, 4, dtype=torch.float64)
@@ -342,6 +366,27 @@ def test_forward_mode_is_refused() -> None:
         dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
         with pytest.raises(NotImplementedError, match="jvp"):
             functional.dense_scan(x, dual)
+
+
+def test_torch_func_gets_what_it_needs_or_is_told_where() -> None:
+    problem = scan_problem("dense_scan", B=2, T=3, N=4)
+
+    def loss(w: Tensor, backend: str | None) -> Tensor:
+        x, _, *others = problem.inputs()
+        return call_functional(problem, [x, w, *others], backend=backend).square().sum()
+
+    w = problem.inputs()[1]
+    assert w is not None
+    several = torch.stack([w, 2 * w])
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(RuntimeError, match=r"dense_scan_fwd has no rule .* pass backend='reference'"):
+            transform(loss)(w, None)
+    with pytest.raises(RuntimeError, match=r"dense_scan_fwd has no rule"):
+        torch.func.vmap(torch.func.grad(loss), (0, None))(several, None)
+    gradients_of = torch.func.vmap(torch.func.grad(loss), (0, None))(several, "reference")
+    leaf = several.clone().requires_grad_()
+    losses = torch.func.vmap(loss, (0, None))(leaf, None)  # a loop over the op
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], gradients_of)
 
 
 # ----------------------------------------------------------------------------------------------- linear cross-entropy

@@ -385,6 +385,7 @@ def test_groups_and_their_options() -> None:
 
 REFUSED = [
     (lambda: GeodesicSGD([], 0.1), "params is empty"),
+    (lambda: GeodesicSGD(basis(4, 4), 0.1), "params is one tensor; accepted: several"),
     (lambda: GeodesicSGD([basis(4, 4)], -0.1), "lr must be .* -0.1"),
     (lambda: GeodesicSGD([basis(4, 4)], float("nan")), "lr .* nan"),
     (lambda: GeodesicSGD([basis(4, 4)], "fast"), "lr must be a number, got 'fast'"),
@@ -642,6 +643,17 @@ def test_combined_add_param_group() -> None:
     assert error(q) < 1e-13 and float(w[0].detach()) < 1
     with pytest.raises(InputError, match="already in the optimizer"):
         optimizer.add_param_group({"params": [w], "role": "geodesic"})
+    for several in (
+        optimizer,
+        CombinedOptimizer({"euclidean": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}),
+    ):
+        layer = nn.Linear(2, 3)
+        several.add_param_group({"params": layer.parameters(), "lr": 0.1})  # an iterator, and no names
+        assert several.param_groups[-1]["params"] == list(layer.parameters())
+        with pytest.raises(InputError, match="already in the optimizer"):
+            several.add_param_group({"params": iter([layer.bias])})
+        with pytest.raises(InputError, match="no parameters"):
+            several.add_param_group({"params": []})
     with pytest.raises(InputError, match="no part 'geodesic'"):
         optimizer_for(nn.Linear(2, 2)).add_param_group({"params": [basis(3, 3)], "role": "geodesic"})
     with pytest.raises(InputError, match="in parts 'a' and 'b'"):

@@ -16,6 +16,7 @@ __all__ = [
     "check_backend",
     "check_device",
     "check_exponential",
+    "check_ids",
     "check_input",
     "check_loaded_orthogonal",
     "finite",
@@ -129,6 +130,8 @@ def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: boo
         raise InputError(f"input is a {kind} tensor; accepted: a strided (dense) one")
     if input.device != weight.device:
         raise InputError(f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device")
+    if weight.is_complex():
+        raise InputError(f"parameters have dtype {weight.dtype}; accepted: real floating dtypes")
     tokens = input.dtype in (torch.int64, torch.int32)
     if not tokens and input.dtype != weight.dtype:
         raise InputError(
@@ -151,6 +154,21 @@ def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: boo
             f"accepted: input_size = {input_size} in the last dimension"
         )
     return tokens
+
+
+def check_ids(ids: Tensor, size: int) -> None:
+    """Refuses token ids outside of [0, size): at once on a CPU, where looking costs no wait, and as a part of the graph
+    where torch.compile traces. On a GPU torch's look-up does."""
+    if ids.is_cuda or ids.is_meta:
+        return
+    if torch.compiler.is_compiling():
+        torch._assert_async(
+            ((ids >= 0) & (ids < size)).all(), f"input has token ids outside of [0, input_size = {size})"
+        )
+        return
+    low, high = (int(v) for v in ids.aminmax())
+    if low < 0 or high >= size:
+        raise InputError(f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {size})")
 
 
 def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:

@@ -87,7 +87,6 @@ class ExpRNN(_Exponential):
             self._register_input(suffix, device, dtype)
             self._register_exponential(suffix, device, dtype)
             self._register_common(suffix, device, dtype)
-        self._register_slope(device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

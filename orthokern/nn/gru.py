@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_device, finite, parameter_dtype
+from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype
 from orthokern.nn.rnn import _Recurrent
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -207,22 +207,12 @@ class GRU(_Recurrent):
         if x.is_floating_point():
             e = nn.functional.linear(x, weight, bias)
         else:
-            self._check_ids(x)
+            check_ids(x, self.input_size)
             e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
         bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
         return functional.gru_scan(
             e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths
         )
-
-    def _check_ids(self, x: Tensor) -> None:
-        """On a CPU, where looking at values costs nothing."""
-        if x.is_cuda:
-            return
-        low, high = (int(v) for v in x.aminmax())
-        if low < 0 or high >= self.input_size:
-            raise InputError(
-                f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {self.input_size})"
-            )
 
     def extra_repr(self) -> str:
         text = f"{self.input_size}, {self.hidden_size}"

@@ -13,9 +13,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from orthokern import _autocast
 from orthokern import init as init_
 from orthokern.errors import InputError
-from orthokern.nn._checks import check_device, check_input, flag, number, parameter_dtype, positive_int, share
+from orthokern.nn._checks import (
+    check_device,
+    check_ids,
+    check_input,
+    flag,
+    number,
+    parameter_dtype,
+    positive_int,
+    share,
+)
 from orthokern.nn.rnn import _widened
 
 __all__ = ["PeepholeLSTM"]
@@ -219,7 +229,7 @@ class PeepholeLSTM(nn.Module):
             InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
         """
         kind = self._tensor("weight_ih_l0").device.type
-        if torch.is_autocast_enabled(kind):
+        if _autocast.is_on(kind):
             with torch.autocast(kind, enabled=False):
                 dtype = self._tensor("weight_ih_l0").dtype
                 state = (_widened(hx[0], dtype), _widened(hx[1], dtype)) if isinstance(hx, tuple) else hx
@@ -284,11 +294,7 @@ class PeepholeLSTM(nn.Module):
         weight = self._tensor("weight_ih_l0")
         tokens = check_input(input, weight, self.input_size, batch_first=self.batch_first, packed=packed)
         if tokens and input.numel():
-            low, high = (int(v) for v in input.aminmax())
-            if low < 0 or high >= self.input_size:
-                raise InputError(
-                    f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {self.input_size})"
-                )
+            check_ids(input, self.input_size)
         return tokens
 
     def _states(self, hx: State | None, batch: int | None, data: Tensor) -> State:

@@ -20,11 +20,10 @@ MASKS = ("block", "legacy")
 
 def triangular_mask(n: int, mask: str, device: torch.device | str | None = None) -> Tensor:
     """Which elements of T [n,n] act, bool: all below the diagonal; for "block" none of those in 2 x 2 blocks."""
-    below = torch.ones(n, n, dtype=torch.bool, device=device).tril(-1)
+    index = torch.arange(n, device=device)
     if mask == "block":
-        even = torch.arange(0, n - 1, 2, device=device)
-        below[even + 1, even] = False
-    return below
+        index = index // 2  # of the block
+    return index.unsqueeze(1) > index
 
 
 def schur_product(p: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor | None) -> Tensor:
@@ -147,9 +146,6 @@ class NonNormalRNN(_Exponential):
             if self.triangular:
                 self._register(f"triangle_{suffix}", (n, n), device, dtype)
             self._register_common(suffix, device, dtype)
-        if self.triangular:
-            self.register_buffer("_acting", triangular_mask(n, mask, device), persistent=False)
-        self._register_slope(device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -178,7 +174,8 @@ class NonNormalRNN(_Exponential):
         return {name: kinds.get(name.split("_l", 1)[0], "other") for name in names}
 
     def _triangle(self, suffix: str) -> Tensor:
-        return self._tensor(f"triangle_{suffix}") * self._tensor("_acting")
+        triangle = self._tensor(f"triangle_{suffix}")
+        return triangle * triangular_mask(self.hidden_size, self.mask, triangle.device)
 
     def _composed(self, suffix: str) -> Tensor:
         gamma = self._tensor(f"gamma_{suffix}")

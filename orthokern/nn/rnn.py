@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern import dispatch, functional
+from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import (
@@ -223,12 +223,6 @@ class _Recurrent(nn.Module):
         if self.bias:
             nn.init.zeros_(self._tensor(f"bias_{suffix}"))
 
-    def _register_slope(self, device: Any, dtype: torch.dtype) -> None:
-        if self.nonlinearity == "leaky_relu":
-            slope = torch.full((1,), self.negative_slope, device=device, dtype=dtype)
-            # not persistent: it is a constructor argument, and torch's state_dicts have no such key
-            self.register_buffer("fixed_slope", slope, persistent=False)
-
     def _reset_common(self, suffix: str, generator: torch.Generator | None) -> None:
         if self.nonlinearity == "prelu":
             nn.init.constant_(self._tensor(f"slope_{suffix}"), 0.25)
@@ -245,7 +239,8 @@ class _Recurrent(nn.Module):
         if self.nonlinearity == "prelu":
             return self._tensor(f"slope_{suffix}")
         if self.nonlinearity == "leaky_relu":
-            return self._tensor("fixed_slope")
+            # no buffer: torch's state_dicts have no such key, and without one it would not survive Module.to_empty
+            return self._tensor("weight_ih_l0").new_full((1,), self.negative_slope)
         if self.nonlinearity == "modrelu":
             return self._tensor(f"modrelu_bias_{suffix}")
         return None
@@ -337,7 +332,7 @@ class _Recurrent(nn.Module):
         """
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
-        if torch.is_autocast_enabled(device):
+        if _autocast.is_on(device):
             with torch.autocast(device, enabled=False):
                 return self.forward(_widened(input, weight.dtype), _widened(hx, weight.dtype))
         if isinstance(input, PackedSequence):
@@ -543,7 +538,6 @@ class RNN(_Recurrent):
                 self._register(f"bias_ih_{suffix}", (n,), device, dtype)
                 self._register(f"bias_hh_{suffix}", (n,), device, dtype)
             self._register_common(suffix, device, dtype)
-        self._register_slope(device, dtype)
         self.reset_parameters()
 
     def _dense_names(self, suffix: str) -> list[str]:
@@ -715,7 +709,6 @@ class FactorizedRNN(_Recurrent):
             self._register(f"v_{suffix}", (n, k), device, dtype)
             self._register(f"spectrum_{suffix}", (k,), device, dtype)
             self._register_common(suffix, device, dtype)
-        self._register_slope(device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -79,7 +79,7 @@ def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def no_second_derivative(op: str) -> Callable[..., Any]:
     """The "backward" of a backward op."""
 
-    def refuse(ctx: Any, *grads: Tensor | None) -> Any:
+    def refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> Any:
         raise RuntimeError(
             f"{op} has no second derivative through its kernels: pass backend='reference', which supports it"
         )

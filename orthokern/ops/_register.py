@@ -46,8 +46,8 @@ class CustomOp:
         """Enter the derivative.
 
         Args:
-            backward: (ctx, *gradients of the results) -> gradients of the first arguments, None where there is none;
-                arguments behind those have no gradient.
+            backward: (ctx, what setup_context saved for it, *gradients of the results) -> gradients of the first
+                arguments, None where there is none; arguments behind those have no gradient.
             setup_context: (ctx, inputs, output) -> None, keeps what backward needs; inputs are all arguments, defaults
                 filled in. As that of torch.autograd.Function.
         """
@@ -64,11 +64,12 @@ class CustomOp:
             return output
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            saved = ctx.saved_tensors  # out here: to unpack them, torch.utils.checkpoint runs and records a forward
             if torch.is_grad_enabled() or torch.compiler.is_compiling():
-                found = backward(ctx, *grads)
+                found = backward(ctx, saved, *grads)
             else:  # without create_graph nothing is recorded: straight to the kernels of the ops in there
                 with torch._C._AutoDispatchBelowAutograd():
-                    found = backward(ctx, *grads)
+                    found = backward(ctx, saved, *grads)
             return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
@@ -78,6 +79,11 @@ class CustomOp:
             inputs = (*given, *defaults[len(given) :])
             keys = keys & torch._C._after_autograd_keyset
             if torch.is_grad_enabled():
+                if torch._C._are_functorch_transforms_active():  # torch's refusal of a Function would not name the op
+                    raise RuntimeError(
+                        f"orthokern::{self.name} has no rule for torch.func.grad, vjp, jacrev, jvp and hessian: pass "
+                        "backend='reference', which supports them"
+                    )
                 return derivative.apply(*inputs, keys)
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys, *inputs)

@@ -112,8 +112,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, act_param)
 
 
-def _backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-    x, act_param = ctx.saved_tensors
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ...]:
+    x, act_param = saved
     grad_x, grad_act_param = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
     needs = ctx.needs_input_grad
     return given(grad_x, needs[0]), given(grad_act_param, needs[1])

@@ -124,7 +124,7 @@ def _cayley_fake(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -
     return m.new_empty(m.shape)
 
 
-def _refuse(ctx: Any, *grads: Tensor) -> Any:
+def _refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor) -> Any:
     raise RuntimeError("cayley is not differentiable through its kernels: pass backend='reference', which supports it")
 
 

@@ -311,10 +311,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(states, pre, x if x_needed else None, u, s, v, h0, weight, bias, act_param, lengths)
 
 
-def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
         return ()
-    states, pre, x, u, s, v, h0, weight, bias, act_param, lengths = ctx.saved_tensors
+    states, pre, x, u, s, v, h0, weight, bias, act_param, lengths = saved
     needs = ctx.needs_input_grad
     need_params = any(needs[1:4]) or any(needs[5:8])
     grads = torch.ops.orthokern.factored_scan_bwd(

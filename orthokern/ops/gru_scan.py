@@ -207,10 +207,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(hs, gates, pre, w, h0, bias, lengths)
 
 
-def _backward(ctx: Any, grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
         return ()
-    hs, gates, pre, w, h0, bias, lengths = ctx.saved_tensors
+    hs, gates, pre, w, h0, bias, lengths = saved
     needs = ctx.needs_input_grad
     grads = torch.ops.orthokern.gru_scan_bwd(
         grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths

@@ -179,12 +179,12 @@ def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
     return grad * grad_loss
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_loss is None:
         return ()
     if not ctx.need_grad:
         raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
-    grad_hidden, grad_weight, grad_bias, hidden, weight, bias = ctx.saved_tensors
+    grad_hidden, grad_weight, grad_bias, hidden, weight, bias = saved
     needs = ctx.needs_input_grad
     if torch.is_grad_enabled():  # create_graph=True
         grads = torch.ops.orthokern.linear_cross_entropy_bwd(

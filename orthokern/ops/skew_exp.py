@@ -9,6 +9,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._products import ieee_products
 from orthokern.dispatch import Support
 from orthokern.ops._common import dense, no_second_derivative
 from orthokern.ops._register import custom_op
@@ -36,7 +37,8 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Args:
         x: [..., N, N], float32 or float64. For a skew x the result is exp(x); the symmetric part plays no role.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
+        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, whose products
+            are as precise as the process has them.
 
     Returns:
         [..., N, N], orthogonal. Its gradient with respect to x is skew.
@@ -70,7 +72,8 @@ def _leaf(x: Tensor, backend: str | None) -> Any:
 )
 def _fwd(x: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     """(p, powers, terms, c, root, squarings), as the reference describes them."""
-    p, powers, *rest = _leaf(x, backend).skew_exp_fwd(dense(x))
+    with ieee_products():
+        p, powers, *rest = _leaf(x, backend).skew_exp_fwd(dense(x))
     return (p, powers.contiguous(), *rest)
 
 
@@ -98,7 +101,8 @@ def _bwd(
     backend: str | None = None,
 ) -> Tensor:
     """grad_x [..., N, N]. x is there for the refusal of second derivatives: the saved tensors pass for constants."""
-    grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(dense(grad_p), powers, terms, c, root, squarings)
+    with ieee_products():
+        grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(dense(grad_p), powers, terms, c, root, squarings)
     return grad_x
 
 
@@ -124,10 +128,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(x, *saved)
 
 
-def _backward(ctx: Any, grad_p: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_p is None:
         return ()
-    return (torch.ops.orthokern.skew_exp_bwd(grad_p, *ctx.saved_tensors, ctx.backend),)
+    return (torch.ops.orthokern.skew_exp_bwd(grad_p, *saved, ctx.backend),)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orthokern import _autocast
+from orthokern._products import ieee_products
 from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
@@ -113,6 +114,8 @@ class GeodesicSGD(Optimizer):
             "last_drift": math.nan,
             **more,
         }
+        if isinstance(params, Tensor):
+            raise InputError("params is one tensor; accepted: several matrices, as [tensor], or group dicts")
         params = list(params)
         if not params:
             raise InputError("params is empty; accepted: at least one matrix with orthonormal columns")
@@ -160,7 +163,7 @@ class GeodesicSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _autocast.off():
+        with _autocast.off(), ieee_products():
             work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
             for group, todo in zip(self.param_groups, work, strict=True):
                 if todo.batches:
@@ -376,6 +379,7 @@ def _check_rms(group: dict[str, Any]) -> None:
         raise InputError(f"eps must be a finite number above 0, got {eps!r}")
 
 
+@ieee_products()
 def _check_bases(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):
         label = _label(group, index)

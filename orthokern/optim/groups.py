@@ -152,10 +152,17 @@ class CombinedOptimizer(Optimizer):
             raise InputError(f"no part {name!r} takes a group of role {role!r}; parts: {', '.join(self.parts)}")
         held = {p for group in self.param_groups for p in group["params"]}
         params = param_group["params"]
-        for p in [params] if isinstance(params, Tensor) else params:
+        params = [params] if isinstance(params, Tensor) else list(params)  # it may be an iterator
+        if not params:
+            raise InputError("the new group has no parameters; accepted: at least one")
+        for p in params:
             if (p[1] if isinstance(p, tuple) else p) in held:
                 raise InputError("a parameter of the new group is already in the optimizer")
-        self.parts[name].add_param_group(param_group)
+        groups = self.parts[name].param_groups
+        named = "param_names" in param_group or any(isinstance(p, tuple) for p in params)
+        if "param_names" in groups[0] and not named:  # torch wants names for all groups or for none
+            params = [(f"group {len(groups)}.{index}", p) for index, p in enumerate(params)]
+        self.parts[name].add_param_group({**param_group, "params": params})
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from orthokern import _autocast, _native
+from orthokern._products import ieee_products
 from orthokern.errors import InputError, unknown_name
 
 __all__ = ["SpectralNormProjection"]
@@ -100,8 +101,8 @@ class SpectralNormProjection:
         as well, or W's SVD where squares would cost digits. Bounds and what is taken out are float64; directions are
         searched for in the matrix's dtype.
 
-    It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)`` or
-    ``.to`` another dtype, needs a new projection.
+    It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)``,
+    needs a new projection. One that was moved to another device or dtype is checked anew.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
@@ -165,6 +166,7 @@ class SpectralNormProjection:
 
     @torch.no_grad()
     @_autocast.off()
+    @ieee_products()
     def step(self) -> None:
         """Project every constrained matrix, where its bound does not show that there is nothing to do."""
         self.counts["steps"] += 1
@@ -211,10 +213,16 @@ class SpectralNormProjection:
 
     def _upper_bounds(self) -> list[float]:
         """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
-        return [
-            math.inf if before is None else bound + _norm(w, before) * (1 + _relative(w))
-            for w, before, bound in zip(self.matrices, self._before, self._bounds, strict=True)
-        ]
+        bounds = []
+        for index, w in enumerate(self.matrices):
+            before = self._before[index]
+            if before is None or before.dtype != w.dtype or before.device != w.device:
+                _checked(index, w)  # its dtype may be another one by now
+                self._before[index] = self._certificates[index] = None
+                bounds.append(math.inf)
+            else:
+                bounds.append(self._bounds[index] + _norm(w, before) * (1 + _relative(w)))
+        return bounds
 
     def _project(self, index: int, bound: float) -> None:
         """One matrix, of which only `bound` is known of its largest singular value."""
@@ -380,6 +388,9 @@ class SpectralNormProjection:
         None without proof; W^T W)."""
         K = w.shape[1]
         gram = _gram(w)
+        lost = 8 * math.sqrt(K) * torch.finfo(w.dtype).eps  # of G to rounding, relative
+        if not float(gram.diagonal().amax()) * lost <= _MARGIN * self.trigger**2:  # or it overflowed
+            return None, gram
         v = older.v
         if tight:  # V has hardly turned
             for _ in range(2):
@@ -392,7 +403,7 @@ class SpectralNormProjection:
             product = (v.mT @ gram).mT
             inner = v.mT @ product
             theta = torch.linalg.eigvalsh(inner.double())
-            if float(theta[-1]) * 8 * math.sqrt(K) * torch.finfo(w.dtype).eps > _MARGIN * self.trigger**2:
+            if float(theta[-1]) * lost > _MARGIN * self.trigger**2:
                 break  # what rounding left in G would hide too much
             half = product - v @ (inner / 2)
             # -(I - V V^T) G (I - V V^T)
