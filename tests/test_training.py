@@ -531,6 +531,22 @@ def test_metrics_that_end_too_early(whole: Path) -> None:
         go(whole, Regression(), resume=True)
 
 
+def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path) -> None:
+    """Two processes in one folder would write over each other; the second one is told, and touches nothing."""
+    path, refused = tmp_path / "run", []
+
+    def resume(_: Regression) -> None:
+        before = (path / "metrics.jsonl").read_bytes()
+        with pytest.raises(CheckpointError, match="another process is training in the run folder .*run; wait") as error:
+            go(path, Regression(), resume=True)
+        assert (path / "metrics.jsonl").read_bytes() == before != b""
+        refused.append(one_line(error))
+
+    assert go(path, Regression(at={9: resume}), iterations=12).exit_code == 0
+    assert len(refused) == 1 and [r["iteration"] for r in records(path)] == list(range(1, 13))
+    assert go(path, Regression(), resume=True).exit_code == 0  # a run that is over is free
+
+
 def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to resume in .*nowhere: no config.json"):
         RunFolder.open(tmp_path / "nowhere", "regression")
