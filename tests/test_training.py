@@ -383,6 +383,18 @@ def test_metrics_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_a_plot_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPLBACKEND of an unknown name makes importing matplotlib a ValueError, for one."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("Key backend: 'foo' is\nnot a valid value")
+
+    monkeypatch.setattr(Regression, "plot", fail)
+    assert go(tmp_path / "run", Regression()).exit_code == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_bytes())["iteration"] == 20
+    assert "warning: plots not drawn: ValueError: Key backend: 'foo' is not a valid value\n" in outcome_output[-1]
+
+
 # ---- divergence ----------------------------------------------------------------------------------
 
 

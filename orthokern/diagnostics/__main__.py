@@ -143,6 +143,9 @@ def _need_matplotlib() -> None:
         raise InputError(
             "matplotlib is not installed, which draws the pictures; accepted without it: --figure none"
         ) from None
+    except ValueError as error:  # of its settings: MPLBACKEND, a matplotlibrc
+        reason = " ".join(str(error).split())
+        raise InputError(f"matplotlib cannot be used: {reason}; accepted without it: --figure none") from None
 
 
 def _write(path: Path, action: Callable[[], Any]) -> Any:

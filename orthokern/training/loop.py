@@ -676,3 +676,6 @@ def _plot(state: _Run, settings: LoopSettings) -> None:
         state.progress.line(f"plots skipped: {error}")
     except OSError as error:
         state.progress.line(f"warning: plots not written: {error.strerror or error}")
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        state.progress.line(f"warning: plots not drawn: {type(error).__name__}: {reason}")
