@@ -1,19 +1,35 @@
 """What every command line of the project is made of: types for options, and a parser with one-line errors."""
 
 import argparse
+import contextlib
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 
 from orthokern.errors import InputError, nearest, unknown_name
 
-__all__ = ["Needs", "Parser", "Settings", "device", "integer", "one_of", "real"]
+__all__ = ["Needs", "Parser", "Settings", "device", "integer", "one_of", "real", "say"]
 
 Settings = dict[str, Any]
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints lines at once, to standard output unless `stream` is given. That nobody can read them is no error: a
+    reader that has seen enough (`... | head`) or was stopped by the same Ctrl-C (`... | tee`), a log on a full disk."""
+    stream = sys.stdout if stream is None else stream
+    with contextlib.suppress(OSError):
+        print(text, file=stream)
+    for each in (sys.stdout, stream):
+        try:
+            each.flush()
+        except OSError:  # what is left in the buffer must not fail at the interpreter's end either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), each.fileno())
 
 
 # ---- values of options -----------------------------------------------------------------------------------------------

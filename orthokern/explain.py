@@ -7,7 +7,6 @@ With an op, which backend "auto" takes for one call of it, and why: ``python -m 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 import types
@@ -17,6 +16,7 @@ import torch
 
 import orthokern
 from orthokern import dispatch, ops
+from orthokern.commandline import say
 from orthokern.errors import InputError, unknown_name
 
 # Sizes of a call, of which a SUPPORT table may limit some: batch, time, hidden units, rank, features or ids, classes.
@@ -116,10 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `... | head` has seen enough; what is left must not be flushed at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    say(text)
     return 0
 
 

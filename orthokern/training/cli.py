@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from orthokern.commandline import Needs, Parser, Settings, device, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, device, integer, one_of, real, say
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
@@ -183,12 +183,12 @@ def run(
             return _run(name, parser, given, defaults, presets, complete, build, started, shard)
     except (InputError, BackendUnavailable) as error:
         if distributed.speaks(error):
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", sys.stderr)
         return EXIT_BAD_INPUT
     except distributed.EndedElsewhere:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
-        print("stopped at once, nothing saved since the last checkpoint", file=sys.stderr)
+        say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -284,7 +284,7 @@ def _run(
         profile=settings["profile"],
     )
     if shard.first:
-        print(f"{'resuming in' if resume else 'run folder'} {run_folder.path}", flush=True)
+        say(f"{'resuming in' if resume else 'run folder'} {run_folder.path}")
     try:
         with _enough_memory(settings):
             outcome = train(task, run_folder, loop, resume=resume, started=started)
@@ -292,5 +292,5 @@ def _run(
         told = InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}")
         raise distributed.same_scope(told, error) from None
     if shard.first:
-        print(outcome.message, file=sys.stderr if outcome.exit_code else sys.stdout, flush=True)
+        say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
