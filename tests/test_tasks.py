@@ -401,6 +401,13 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("adding", "--schedule plateau --plateau-factor 1", "'1' is not a number above 0 and below 1"),
         ("copy", "--schedule plateau --patience 0", "patience: '0' is not an integer of at least 1"),
         ("copy", "--schedule plateau --eval-every 0", "--schedule plateau with --eval-every 0: without evaluations"),
+        ("adding", "--schedule inverse", "--schedule inverse with --lr-decay 0: the rates never fall; give --lr-decay"),
+        ("char_lm", "--data {ptb} --schedule exponential", "--schedule exponential with --lr-decay 0: the rates never"),
+        (
+            "copy",
+            "--schedule cosine --lr-decay 1.5",
+            "--lr-decay 1.5: a cosine goes down to a part of the rates; accepted",
+        ),
         ("adding", "--beta1 0.5", "--beta1: for --optimizer adam; here --optimizer is rmsprop"),
         ("adding", "--momentum 0.5", "--momentum: for --optimizer sgd; here --optimizer is rmsprop"),
         ("adding", "--forget-bias 2", "--forget-bias: for --model lstm or peephole-lstm; here --model is factorized"),

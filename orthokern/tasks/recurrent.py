@@ -18,7 +18,7 @@ from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
-from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, build_schedules, penalty
+from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, build_schedules, check_schedule, penalty
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
 
@@ -161,8 +161,7 @@ def complete(settings: Settings) -> Settings:
     check_network(settings)
     if settings.get("sigma") is not None and settings["model"] != "rnn":
         raise InputError(f"--sigma {settings['sigma']:g}: for --model rnn, not {settings['model']}; see --init")
-    if settings["schedule"] == "plateau" and settings.get("eval_every") == 0:
-        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never fall")
+    check_schedule(settings)
     return dict(settings)
 
 
