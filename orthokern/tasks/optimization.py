@@ -131,6 +131,8 @@ def add_optimizer_options(
         value = defaults[key]
         return f"(default {none if value is None else f'{value:g}' if isinstance(value, float) else value})"
 
+    # The one task that has no number for the bases' rate makes both of these smaller for a longer memory.
+    as_lr = "as --lr" if defaults["geodesic_lr"] is not None else "by T"
     group = parser.add_argument_group("the optimizer")
     if presets:
         group.add_argument(
@@ -157,7 +159,7 @@ def add_optimizer_options(
         "--spectrum-lr",
         type=real(0.0),
         metavar="X",
-        help="factorized: rate of the spectrum, divided by 2 margin " + default("spectrum_lr", "as --lr"),
+        help="factorized: rate of the spectrum, divided by 2 margin (tanh: 4) " + default("spectrum_lr", as_lr),
     )
     group.add_argument(
         "--geodesic",
