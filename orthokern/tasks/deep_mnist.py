@@ -287,7 +287,7 @@ def _parser() -> Parser:
         "--penalty-norm", type=one_of("penalty-norm", NORMS), metavar="NAME",
         help="squared: as above; plain: the norm itself, without the square (default squared)",
     )  # fmt: skip
-    cli.add_run_options(parser, DEFAULTS)
+    cli.add_run_options(parser, DEFAULTS, backend=False)
     parser.needs.update(DESCENT_NEEDS)
     parser.needs["sigma"] = ((Needs("init", ("normal", "learned")),),)
     parser.needs["penalty_norm"] = ((Needs("penalty", nothing=0.0),),)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
@@ -163,6 +163,7 @@ def _parser() -> Parser:
     )
     add_gru_options(parser, DEFAULTS)
     cli.add_run_options(parser, DEFAULTS)
+    parser.needs["backend"] = ((Needs("model", ("gru",)),),)  # all else is torch's
     return parser
 
 

@@ -37,14 +37,21 @@ __all__ = [
 ]
 
 
-def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
-    """Adds the options that every task has. Their names in the settings are those of the options with underscores."""
+def add_run_options(parser: Parser, defaults: Mapping[str, Any], *, backend: bool = True) -> None:
+    """Adds the options that every task has. Their names in the settings are those of the options with underscores.
+
+    Args:
+        parser: a task's.
+        defaults: the task's own, shown by the help.
+        backend: whether the task calls any operator of ours, whose backend can be chosen.
+    """
+    iterations = "as --epochs says" if defaults["iterations"] is None else defaults["iterations"]
     group = parser.add_argument_group("the run")
     group.add_argument(
         "--iterations",
         type=integer(1),
         metavar="N",
-        help=f"stop after N iterations, solved or not (default {defaults['iterations']})",
+        help=f"stop after N iterations, solved or not (default {iterations})",
     )
     group.add_argument(
         "--seed",
@@ -55,12 +62,13 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group.add_argument(
         "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)"
     )
-    group.add_argument(
-        "--backend",
-        type=one_of("backend", ("auto", *BACKENDS)),
-        metavar="NAME",
-        help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
-    )
+    if backend:
+        group.add_argument(
+            "--backend",
+            type=one_of("backend", ("auto", *BACKENDS)),
+            metavar="NAME",
+            help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
+        )
     group.add_argument(
         "--threads", type=integer(1), metavar="N", help="CPU threads (default: as many as torch chooses)"
     )
