@@ -409,6 +409,12 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
             "--lr-decay 1.5: a cosine goes down to a part of the rates; accepted",
         ),
         ("adding", "--model lstm --backend cpu", "--backend: for --model factorized or rnn or exprnn or nnrnn; here"),
+        ("adding", "--last-step-gradient", "--last-step-gradient: the task adding has no loss of its last time step"),
+        (
+            "char_lm",
+            "--data {ptb} --batch 60 --accumulate 3",
+            "--accumulate 3: an epoch has 2 batches, which is the most",
+        ),
         ("adding", "--beta1 0.5", "--beta1: for --optimizer adam; here --optimizer is rmsprop"),
         ("adding", "--momentum 0.5", "--momentum: for --optimizer sgd; here --optimizer is rmsprop"),
         ("adding", "--forget-bias 2", "--forget-bias: for --model lstm or peephole-lstm; here --model is factorized"),

@@ -79,8 +79,14 @@ def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
 
 
 def count_epochs(settings: Settings, batches: int) -> int:
-    """Iterations of an epoch of `batches` batches; settings["epochs"] becomes settings["iterations"]."""
-    per_epoch: int = max(1, batches // settings["accumulate"])
+    """Iterations of an epoch of `batches` batches; settings["epochs"] becomes settings["iterations"].
+
+    Raises:
+        InputError: an iteration takes more than an epoch.
+    """
+    if settings["accumulate"] > batches:
+        raise InputError(f"--accumulate {settings['accumulate']}: an epoch has {batches} batches, which is the most")
+    per_epoch: int = batches // settings["accumulate"]
     if settings["epochs"] is not None:
         settings["iterations"] = settings["epochs"] * per_epoch
     return per_epoch

@@ -89,7 +89,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any], *, backend: boo
     )  # fmt: skip
     group.add_argument(
         "--last-step-gradient", action="store_true",
-        help="look at the gradient of the last time step's loss too, if the task has one (one more pass per look)",
+        help="look at the gradient of the last time step's loss too, where a task has one (one more pass per look)",
     )  # fmt: skip
     group.add_argument(
         "--accumulate", type=integer(1), metavar="K",
@@ -274,6 +274,8 @@ def _run(
     seed_all(settings["seed"])
     with _enough_memory(settings):
         task = distributed.together(lambda: build(settings))
+    if given.get("last_step_gradient") and not task.has_last_step_loss:
+        raise InputError(f"--last-step-gradient: the task {name} has no loss of its last time step beside its own")
     settings["iterations_per_epoch"] = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
         seed_all(settings["seed"] + shard.rank)

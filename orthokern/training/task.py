@@ -74,6 +74,11 @@ class Task(ABC):
         the task has no such loss."""
         return None
 
+    @property
+    def has_last_step_loss(self) -> bool:
+        """Whether the task defines `last_step_loss`."""
+        return type(self).last_step_loss is not Task.last_step_loss
+
     def clip_gradients(self) -> None:
         """Called between backward and the optimizer's step. Default: nothing."""
         return None
