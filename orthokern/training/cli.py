@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from orthokern.commandline import Needs, Parser, Settings, device, integer, one_of, real, say
+from orthokern.commandline import MAX_THREADS, Needs, Parser, Settings, device, integer, one_of, real, say
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
@@ -70,7 +70,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any], *, backend: boo
             help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
         )
     group.add_argument(
-        "--threads", type=integer(1), metavar="N", help="CPU threads (default: as many as torch chooses)"
+        "--threads", type=integer(1, MAX_THREADS), metavar="N", help="CPU threads (default: as many as torch chooses)"
     )
     group.add_argument("--out", type=Path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")
     group.add_argument(
@@ -100,7 +100,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any], *, backend: boo
         help="after three iterations, time the stages of N more (10) and the operators of three; writes profile.json",
     )  # fmt: skip
     group.add_argument(
-        "--process-timeout", type=integer(1), metavar="S",
+        "--process-timeout", type=integer(1, 365 * 86_400), metavar="S",
         help="under torchrun, seconds that a process waits for another: more than an evaluation takes (default 600)",
     )  # fmt: skip
     group.add_argument("--no-plots", dest="plots", action="store_false", help="draw no plots at the end")
