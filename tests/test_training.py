@@ -395,6 +395,22 @@ def test_a_plot_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.M
     assert "warning: plots not drawn: ValueError: Key backend: 'foo' is not a valid value\n" in outcome_output[-1]
 
 
+def test_no_file_holds_what_is_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations and tests may be NaN or infinite where the training loss isn't: null for readers that are strict."""
+    monkeypatch.setattr(Regression, "evaluate", lambda self, iteration: {"loss": math.nan})
+    monkeypatch.setattr(Regression, "test", lambda self: {"loss": math.inf, "accuracy": 0.5}, raising=False)
+    assert go(tmp_path / "run", Regression()).exit_code == 0
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(constant)
+
+    texts = [(tmp_path / "run" / name).read_text() for name in ("config.json", "result.json")]
+    for text in [*texts, *(tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]:
+        json.loads(text, parse_constant=refuse)
+    result = json.loads(texts[1])
+    assert result["last"] == {"loss": None} and result["test"] == {"loss": None, "accuracy": 0.5}
+
+
 # ---- divergence ----------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from orthokern.training.checkpoint import (
     write_atomically,
 )
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import MetricsLog, read_metrics
+from orthokern.training.metrics import MetricsLog, plain, read_metrics
 from orthokern.training.profiling import WARM_UP, Profiler, table
 from orthokern.training.progress import Progress
 from orthokern.training.rundir import RunFolder
@@ -632,7 +632,7 @@ def _finish(state: _Run, seconds: float) -> str:
             "test": test,
         }
         try:
-            write_atomically(state.run.result, json.dumps(result, indent=2).encode() + b"\n")
+            write_atomically(state.run.result, json.dumps(plain(result), indent=2, allow_nan=False).encode() + b"\n")
         except OSError as error:
             state.progress.line(f"warning: {state.run.result} not written: {error.strerror or error}")
         if not test:

@@ -10,7 +10,7 @@ from typing import Any
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError
 
-__all__ = ["TIMING_FIELDS", "MetricsLog", "read_metrics"]
+__all__ = ["TIMING_FIELDS", "MetricsLog", "plain", "read_metrics"]
 
 # All other fields of a resumed run equal those of one that was never stopped, bit for bit.
 TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
@@ -80,9 +80,7 @@ class MetricsLog:
         Raises:
             OSError: the disk is full: the record is kept in memory and comes with the next one.
         """
-        self._pending += (
-            json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False).encode() + b"\n"
-        )
+        self._pending += json.dumps(plain(record), allow_nan=False).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
@@ -114,11 +112,12 @@ class MetricsLog:
         os.close(self._descriptor)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
