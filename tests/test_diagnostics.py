@@ -332,6 +332,7 @@ def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:
     assert load_run(a_run(tmp_path / "by times", steps=10020)).time_steps == 10020
     assert load_run(write_run(tmp_path / "none", [{"iteration": 1}])).time_steps is None
     assert load_run(write_run(tmp_path / "config", [], config={"time_steps": 7})).time_steps == 7
+    assert load_run(write_run(tmp_path / "negative", [], config={"time_steps": -7})).time_steps is None
     told = load_run(write_run(tmp_path / "records", [{"iteration": 1, "time_steps": 5}, {"iteration": 2}]))
     assert told.time_steps == 5
     twice = record(1, steps=784, fade=0, spread=0.1)
@@ -403,6 +404,9 @@ def test_profiles_of_known_and_of_varying_lengths() -> None:
     found = plots.profiles(same, "p", 500)
     assert found is not None and found.values.shape == (600, 64) and found.in_steps
     assert found.iterations[[0, -1]].tolist() == [1, 2000] and found.steps[[0, -1]].tolist() == [0, 499]
+    strange = [{"iteration": 1, "p": [1.0, "b"]}, {"iteration": 2, "p": {}}, {"iteration": 3, "p": [1.0, None]}]
+    found = plots.profiles(strange, "p", None)
+    assert found is not None and found.iterations.tolist() == [3]  # what is no profile is passed over
     varying = [{"iteration": n, "p": np.linspace(0, 1, n).tolist()} for n in (5, 64)]
     found = plots.profiles(varying, "p", None)
     assert found is not None and not found.in_steps
