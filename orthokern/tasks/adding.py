@@ -221,7 +221,7 @@ them answered to within 0.2.
 EXAMPLES = """\
 examples:
   python -m orthokern.tasks.adding --T 200                          solve T = 200 with the defaults
-  python -m orthokern.tasks.adding --T 1000 --margin 1              another margin
+  python -m orthokern.tasks.adding --T 1000 --margin 10             another margin
   python -m orthokern.tasks.adding --T 1000 --preset paper          the paper's hyper-parameters (slow)
   python -m orthokern.tasks.adding --T 100 --positions pascanu --target mean    another variant
   python -m orthokern.tasks.adding --T 80 --preset srnn             a plain network of Manchev and Spratling
