@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ __all__ = [
     "complete",
     "complete_with_data",
     "count_epochs",
+    "digest",
     "epoch_order",
     "start_help",
     "start_normal",
@@ -66,6 +68,14 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
     position in its data is its iteration and nothing else."""
     generator = torch.Generator().manual_seed(stream_seed(seed, f"epoch {epoch}"))
     return torch.randperm(count, generator=generator)
+
+
+def digest(*data: Tensor) -> int:
+    """A checksum of training data, for `Task.data_digest`."""
+    found = 0
+    for part in data:
+        found = zlib.crc32(part.detach().cpu().contiguous().numpy().data, found)
+    return found
 
 
 def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:

@@ -146,7 +146,8 @@ class _Run:
     def _take(self, payload: dict[str, Any]) -> None:
         path = self.run.checkpoint
         lacking = self._payload([rng_state()]).keys() - payload.keys() - {"rng_of_other_ranks"}
-        if self.task.plateau is None:  # then an older version's, which knew of none, does as well
+        lacking -= {"data"}  # an older version's does as well
+        if self.task.plateau is None:  # then too
             lacking -= {"plateau"}
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
@@ -159,6 +160,10 @@ class _Run:
             ours = settings.get(key)
             if key not in FREE_SETTINGS and theirs != ours:
                 raise CheckpointError(f"checkpoint {path} was made with {key}={theirs}, this run has {key}={ours}")
+        if payload.get("data") not in (None, self.task.data_digest):
+            raise CheckpointError(
+                f"checkpoint {path} was trained on other data than {settings.get('data')} holds; give their --data"
+            )
         try:
             self.task.model.load_state_dict(payload["model"])
             self.task.optimizer.load_state_dict(payload["optimizer"])
@@ -193,6 +198,7 @@ class _Run:
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "plateau": plateau.state_dict() if plateau is not None else None,
             "task_state": self.task.state_dict(),
+            "data": self.task.data_digest,
             "rng": rng[0],
             "rng_of_other_ranks": rng[1:],
             "best": self.best,
