@@ -458,6 +458,21 @@ def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_run_of_one_point_is_seen(drawing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line needs two points to be drawn; one gets a marker, in the picture that is written."""
+    written: list[Any] = []
+    savefig = drawing.figure.Figure.savefig
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *a, **k: (written.append(self), savefig(self, *a, **k))
+    )
+    for draw in (plots.plot_learning, plots.plot_spectrum):
+        for count, marker in ((1, "o"), (2, "None")):
+            records = [record(i, steps=9, fade=1.0, spread=0.01) for i in range(1, count + 1)]
+            assert draw(records, tmp_path / "picture.png") is not None
+            lines = [line for axis in written[-1].axes for line in axis.get_lines() if line.get_linestyle() == "-"]
+            assert lines and {line.get_marker() for line in lines} == {marker}
+
+
 def test_curves_of_several_runs_by_panel(drawing: Any) -> None:
     grid = [
         made(f"{T}-{m}", T=T, margin=m, records=[{"iteration": i, "accuracy": i / T} for i in range(1, 101)])

@@ -106,6 +106,10 @@ def save(figure: "Figure", path: Path) -> Path:
     Raises:
         OSError: `path` can't be written.
     """
+    for axis in figure.axes:
+        for line in axis.get_lines():
+            if len(np.asarray(line.get_xdata())) == 1 and line.get_marker() in ("None", "none", "", " "):
+                line.set_marker("o")  # a line of one point, as a short run has them, shows nothing
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     temporary = path.with_name(path.name + ".tmp")
