@@ -48,7 +48,7 @@ def start_help(default: str) -> str:
     return (
         "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
         "glorot, glorot-normal: Glorot's, uniform or normal, biases 0; learned: as --init learned, biases 0, and the "
-        f"readout where the task says so (default {default})"
+        f"readout where the task says so; an lstm keeps torch's (default {default})"
     )
 
 

@@ -272,10 +272,15 @@ def _run(
     torch.set_flush_denormal(True)
     distributed.together(lambda: distributed.use_device(settings["device"]))
     seed_all(settings["seed"])
+
+    def make() -> Task:
+        task = build(settings)
+        if given.get("last_step_gradient") and not task.has_last_step_loss:
+            raise InputError(f"--last-step-gradient: the task {name} has no loss of its last time step beside its own")
+        return task
+
     with _enough_memory(settings):
-        task = distributed.together(lambda: build(settings))
-    if given.get("last_step_gradient") and not task.has_last_step_loss:
-        raise InputError(f"--last-step-gradient: the task {name} has no loss of its last time step beside its own")
+        task = distributed.together(make)
     settings["iterations_per_epoch"] = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
         seed_all(settings["seed"] + shard.rank)
