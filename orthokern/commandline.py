@@ -1,19 +1,40 @@
 """What every command line of the project is made of: types for options, and a parser with one-line errors."""
 
 import argparse
+import contextlib
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 
 from orthokern.errors import InputError, nearest, unknown_name
 
-__all__ = ["Needs", "Parser", "Settings", "device", "integer", "one_of", "real"]
+__all__ = ["LARGEST", "MAX_THREADS", "Needs", "Parser", "Settings", "device", "integer", "one_of", "real", "say"]
 
 Settings = dict[str, Any]
+
+# Of a real option: far beyond any that makes sense, and so far below the largest float32 that a rate divided by a small
+# number, as optimizers do it, stays there too; torch refuses others with a RuntimeError.
+LARGEST = 1e30
+MAX_THREADS = 1024  # torch takes any number, and crashes where the system doesn't
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints lines at once, to standard output unless `stream` is given. That nobody can read them is no error: a
+    reader that has seen enough (`... | head`) or was stopped by the same Ctrl-C (`... | tee`), a log on a full disk."""
+    stream = sys.stdout if stream is None else stream
+    with contextlib.suppress(OSError):
+        print(text, file=stream)
+    for each in (sys.stdout, stream):
+        try:
+            each.flush()
+        except OSError:  # what is left in the buffer must not fail at the interpreter's end either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), each.fileno())
 
 
 # ---- values of options -----------------------------------------------------------------------------------------------
@@ -45,8 +66,8 @@ def real(
     below: float = math.inf,
     none: bool = False,
 ) -> Callable[[str], float | None]:
-    """An argparse type: a finite number in a range, from `minimum` (with `exclusive`, above it) up to `maximum` and
-    less than `below`; with `none`, also the word none."""
+    """An argparse type: a number no larger than LARGEST in a range from `minimum` (with `exclusive`, above it) up to
+    `maximum` and less than `below`; with `none`, also the word none."""
     at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
     accepted = (
         "a number"
@@ -64,6 +85,8 @@ def real(
         except ValueError:
             value = math.nan
         inside = minimum <= value <= maximum and value < below and not (exclusive and value == minimum)
+        if math.isfinite(value) and inside and abs(value) > LARGEST:
+            raise argparse.ArgumentTypeError(f"{text!r} is beyond {LARGEST:g}")
         if not (math.isfinite(value) and inside):
             raise argparse.ArgumentTypeError(f"{text!r} is not {accepted}")
         return value

@@ -7,7 +7,6 @@ With an op, which backend "auto" takes for one call of it, and why: ``python -m 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 import types
@@ -17,6 +16,7 @@ import torch
 
 import orthokern
 from orthokern import dispatch, ops
+from orthokern.commandline import Parser, integer, say
 from orthokern.errors import InputError, unknown_name
 
 # Sizes of a call, of which a SUPPORT table may limit some: batch, time, hidden units, rank, features or ids, classes.
@@ -82,6 +82,11 @@ def _device(given: torch.device | str) -> torch.device:
         raise InputError(f"unknown device {given!r}; accepted: cpu, cuda, cuda:0 and so on") from None
 
 
+def _names(text: str) -> tuple[str, ...]:
+    """An argparse type: names separated by commas."""
+    return tuple(name for name in text.split(",") if name)
+
+
 class _CallableModule(types.ModuleType):
     """`orthokern.explain` is this module once anything has imported it; calling it must work either way."""
 
@@ -94,32 +99,26 @@ sys.modules[__name__].__class__ = _CallableModule
 
 def main(argv: list[str] | None = None) -> int:
     """Print the text; returns the exit status, 0, or 2 for an argument that means nothing."""
-    parser = argparse.ArgumentParser(prog="python -m orthokern.explain", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m orthokern.explain", description=__doc__.split("\n")[0])
     parser.add_argument("--op", help="tell which backend serves a call of this op")
     for letter in LETTERS:
         parser.add_argument(
-            f"--{letter}", type=int, help=argparse.SUPPRESS if letter not in "NK" else "a size of the call"
+            f"--{letter}", type=integer(0), help=argparse.SUPPRESS if letter not in "NK" else "a size of the call"
         )
-    parser.add_argument("--dtype", default="float32", help="of its tensors (float32)")
+    parser.add_argument("--dtype", help="of its tensors (float32)")
     parser.add_argument("--device", help="of its tensors (cuda where there is one, else cpu)")
     parser.add_argument("--backend", help="what it asks for (auto)")
-    parser.add_argument("--algorithm", default="auto", help="what it asks for (auto)")
-    parser.add_argument("--features", default="", help="optional arguments that it uses: lengths,message_clip")
-    given = parser.parse_args(argv)
-    sizes = {letter: size for letter in LETTERS if (size := getattr(given, letter)) is not None}
-    features = tuple(name for name in given.features.split(",") if name)
+    parser.add_argument("--algorithm", help="what it asks for (auto)")
+    parser.add_argument("--features", type=_names, help="optional arguments that it uses: lengths,message_clip")
     try:
-        text = explain(
-            given.op, dtype=given.dtype, device=given.device, backend=given.backend, algorithm=given.algorithm,
-            features=features, **sizes,
-        )  # fmt: skip
+        given = parser.parse(argv)
+        if given and "op" not in given:
+            raise InputError(f"--{next(iter(given))} tells of a call: give --op too, one of {', '.join(ops.NAMES)}")
+        text = explain(given.pop("op", None), **given)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return 2
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `... | head` has seen enough; what is left must not be flushed at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    say(text)
     return 0
 
 

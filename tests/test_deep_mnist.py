@@ -141,6 +141,8 @@ def test_bad_input(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
         ([*small, "--preset", "opne"], "did you mean 'open'"),
         ([*small, "--batch", "201"], "--batch 201: there are 200 training images"),
         ([*small, "--layers", "0"], "'0' is not an integer of at least 1"),
+        ([*small, "--backend", "cpu"], "unknown option --backend"),
+        ([*small, "--schedule", "inverse"], "--schedule inverse with --lr-decay 0: the rates never fall"),
         ([*small, "--epochs", "1", "--iterations", "1"], "give one of the two"),
     ):
         assert run(*options, "--out", tmp_path / "out") == 2

@@ -332,6 +332,7 @@ def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:
     assert load_run(a_run(tmp_path / "by times", steps=10020)).time_steps == 10020
     assert load_run(write_run(tmp_path / "none", [{"iteration": 1}])).time_steps is None
     assert load_run(write_run(tmp_path / "config", [], config={"time_steps": 7})).time_steps == 7
+    assert load_run(write_run(tmp_path / "negative", [], config={"time_steps": -7})).time_steps is None
     told = load_run(write_run(tmp_path / "records", [{"iteration": 1, "time_steps": 5}, {"iteration": 2}]))
     assert told.time_steps == 5
     twice = record(1, steps=784, fade=0, spread=0.1)
@@ -403,6 +404,9 @@ def test_profiles_of_known_and_of_varying_lengths() -> None:
     found = plots.profiles(same, "p", 500)
     assert found is not None and found.values.shape == (600, 64) and found.in_steps
     assert found.iterations[[0, -1]].tolist() == [1, 2000] and found.steps[[0, -1]].tolist() == [0, 499]
+    strange = [{"iteration": 1, "p": [1.0, "b"]}, {"iteration": 2, "p": {}}, {"iteration": 3, "p": [1.0, None]}]
+    found = plots.profiles(strange, "p", None)
+    assert found is not None and found.iterations.tolist() == [3]  # what is no profile is passed over
     varying = [{"iteration": n, "p": np.linspace(0, 1, n).tolist()} for n in (5, 64)]
     found = plots.profiles(varying, "p", None)
     assert found is not None and not found.in_steps
@@ -452,6 +456,21 @@ def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
         for compare in (plots.compare_gradients, plots.compare_spectra, plots.compare_states, plots.compare_angles):
             assert compare([run]) is None
     assert not path.exists()
+
+
+def test_a_run_of_one_point_is_seen(drawing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line needs two points to be drawn; one gets a marker, in the picture that is written."""
+    written: list[Any] = []
+    savefig = drawing.figure.Figure.savefig
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *a, **k: (written.append(self), savefig(self, *a, **k))
+    )
+    for draw in (plots.plot_learning, plots.plot_spectrum):
+        for count, marker in ((1, "o"), (2, "None")):
+            records = [record(i, steps=9, fade=1.0, spread=0.01) for i in range(1, count + 1)]
+            assert draw(records, tmp_path / "picture.png") is not None
+            lines = [line for axis in written[-1].axes for line in axis.get_lines() if line.get_linestyle() == "-"]
+            assert lines and {line.get_marker() for line in lines} == {marker}
 
 
 def test_curves_of_several_runs_by_panel(drawing: Any) -> None:

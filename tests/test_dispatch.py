@@ -280,7 +280,11 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
         (["--op", "cayley", "--dtype", "float31"], "unknown dtype 'float31'; accepted: float64"),
         (["--op", "cayley", "--device", "gpu"], "unknown device 'gpu'; accepted: cpu, cuda"),
         (["--op", "cayley", "--backend", "refrence"], "unknown backend 'refrence': did you mean 'reference'?"),
-        (["--op", "cayley", "--N", "-3"], "N must be an integer, 0 or more, got -3"),
+        (["--N", "600"], "--N tells of a call: give --op too, one of factored_scan, dense_scan"),
+        (["--device", "cpu"], "--device tells of a call: give --op too"),
+        (["--op", "cayley", "--N", "-3"], "--N: '-3' is not an integer of at least 0"),
+        (["--op", "cayley", "--N", "many"], "--N: 'many' is not an integer of at least 0"),
+        (["--opp", "cayley"], "unknown option --opp: did you mean --op?"),
     ],
 )
 def test_explain_refuses_what_means_nothing(

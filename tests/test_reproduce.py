@@ -19,6 +19,7 @@ import torch
 
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import kanai, nnrnn, oinit, runner, vorontsov
+from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search
 from orthokern.reproduce.spec import Experiment, Measure, Run, planned
 from orthokern.tasks import (
@@ -114,6 +115,13 @@ def test_quick_and_partial(toys: Experiment, tmp_path: Path) -> None:
     assert "Scaled down" in (tmp_path / "quick" / "toy.md").read_text()
     assert reproduce("toy", "--report", "--out", tmp_path) == 0
     assert not (tmp_path / "full" / "toy.png").exists()
+    with open(tmp_path / "quick" / "toy-0.1" / "metrics.jsonl", "a") as metrics:
+        metrics.write("noise\n")
+    assert reproduce("toy", "--quick", "--report", "--out", tmp_path) == 0  # not as if nothing had been there
+    summary = json.loads((tmp_path / "quick" / "toy.json").read_text())
+    assert [row["state"] for row in summary["rows"]] == ["not run", "damaged"]
+    (tmp_path / "quick" / "toy-0.1" / "result.json").write_text("[]")
+    assert not is_done(tmp_path / "quick" / "toy-0.1")
 
 
 @pytest.mark.parametrize("name", ["figure1", "figure5", "table5", "nnrnn-copy", "nnrnn-adding"])

@@ -369,6 +369,9 @@ def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsy
         assert run(name, *small[name], *options, "--out", tmp_path / "out") == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+    if name == "music":  # word_lm's readout has a backend whatever its recurrence is
+        assert run(name, *small[name], "--model", "torch-gru", "--backend", "cpu", "--out", tmp_path / "out") == 2
+        assert "--backend: for --model gru; here --model is torch-gru" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     assert run(name) == 2
     assert "--data is needed" in capsys.readouterr().err

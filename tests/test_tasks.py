@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import struct
 from pathlib import Path
 from types import ModuleType
@@ -180,6 +181,31 @@ def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]])
     final, expected = (torch.load(f / "checkpoint.pt", weights_only=True) for f in (parts, whole))
     for name, value in expected["model"].items():
         assert torch.equal(final["model"][name], value), name
+
+
+@pytest.mark.parametrize("task", ["pixel_mnist", "char_lm", "char_lm --bptt 9"])
+def test_a_run_goes_on_with_its_data_only(
+    task: str, tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever they lie; others of the same size, in a file that was changed, are refused, and nothing is touched."""
+    name, *more = task.split()
+    options, folder, moved = small[name], tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(options[options.index("--data") + 1], moved)
+    bucket = [] if more or name != "char_lm" else ["--bucket", 2]
+    short = [option for option in options if not more or option not in ("--length", "40")]
+    assert run(name, *short, *more, *bucket, "--iterations", 3, "--out", folder) == 0
+    assert run(name, "--resume", folder, "--data", moved, "--iterations", 4) == 0
+    file = moved / ("train-labels-idx1-ubyte" if name == "pixel_mnist" else "ptb.train.txt")
+    content = file.read_bytes()
+    file.write_bytes(
+        content[:8] + content[9:] + content[8:9] if name == "pixel_mnist" else content.replace(b"black", b"clack")
+    )
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    assert run(name, "--resume", folder, "--data", moved, "--iterations", 5) == 2
+    error = capsys.readouterr().err
+    assert "checkpoint.pt was trained on other data than " in error and error.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_goal_ends_the_run(tmp_path: Path, small: dict[str, list[str]]) -> None:
@@ -401,6 +427,24 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("adding", "--schedule plateau --plateau-factor 1", "'1' is not a number above 0 and below 1"),
         ("copy", "--schedule plateau --patience 0", "patience: '0' is not an integer of at least 1"),
         ("copy", "--schedule plateau --eval-every 0", "--schedule plateau with --eval-every 0: without evaluations"),
+        ("adding", "--schedule inverse", "--schedule inverse with --lr-decay 0: the rates never fall; give --lr-decay"),
+        ("char_lm", "--data {ptb} --schedule exponential", "--schedule exponential with --lr-decay 0: the rates never"),
+        (
+            "copy",
+            "--schedule cosine --lr-decay 1.5",
+            "--lr-decay 1.5: a cosine goes down to a part of the rates; accepted",
+        ),
+        ("adding", "--model lstm --backend cpu", "--backend: for --model factorized or rnn or exprnn or nnrnn; here"),
+        ("adding", "--last-step-gradient", "--last-step-gradient: the task adding has no loss of its last time step"),
+        (
+            "char_lm",
+            "--data {ptb} --batch 60 --accumulate 3",
+            "--accumulate 3: an epoch has 2 batches, which is the most",
+        ),
+        ("adding", "--lr 1e39", "--lr: '1e39' is beyond 1e+30"),
+        ("adding", "--slope=-1e300 --nonlinearity prelu", "--slope: '-1e300' is beyond 1e+30"),
+        ("adding", f"--threads {2**31}", f"--threads: '{2**31}' is not an integer of at most 1024"),
+        ("copy", f"--process-timeout {2**53}", "is not an integer of at most 31536000"),
         ("adding", "--beta1 0.5", "--beta1: for --optimizer adam; here --optimizer is rmsprop"),
         ("adding", "--momentum 0.5", "--momentum: for --optimizer sgd; here --optimizer is rmsprop"),
         ("adding", "--forget-bias 2", "--forget-bias: for --model lstm or peephole-lstm; here --model is factorized"),

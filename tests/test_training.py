@@ -383,6 +383,34 @@ def test_metrics_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_a_plot_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPLBACKEND of an unknown name makes importing matplotlib a ValueError, for one."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("Key backend: 'foo' is\nnot a valid value")
+
+    monkeypatch.setattr(Regression, "plot", fail)
+    assert go(tmp_path / "run", Regression()).exit_code == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_bytes())["iteration"] == 20
+    assert "warning: plots not drawn: ValueError: Key backend: 'foo' is not a valid value\n" in outcome_output[-1]
+
+
+def test_no_file_holds_what_is_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations and tests may be NaN or infinite where the training loss isn't: null for readers that are strict."""
+    monkeypatch.setattr(Regression, "evaluate", lambda self, iteration: {"loss": math.nan})
+    monkeypatch.setattr(Regression, "test", lambda self: {"loss": math.inf, "accuracy": 0.5}, raising=False)
+    assert go(tmp_path / "run", Regression()).exit_code == 0
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(constant)
+
+    texts = [(tmp_path / "run" / name).read_text() for name in ("config.json", "result.json")]
+    for text in [*texts, *(tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]:
+        json.loads(text, parse_constant=refuse)
+    result = json.loads(texts[1])
+    assert result["last"] == {"loss": None} and result["test"] == {"loss": None, "accuracy": 0.5}
+
+
 # ---- divergence ----------------------------------------------------------------------------------
 
 
@@ -531,6 +559,22 @@ def test_metrics_that_end_too_early(whole: Path) -> None:
         go(whole, Regression(), resume=True)
 
 
+def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path) -> None:
+    """Two processes in one folder would write over each other; the second one is told, and touches nothing."""
+    path, refused = tmp_path / "run", []
+
+    def resume(_: Regression) -> None:
+        before = (path / "metrics.jsonl").read_bytes()
+        with pytest.raises(CheckpointError, match="another process is training in the run folder .*run; wait") as error:
+            go(path, Regression(), resume=True)
+        assert (path / "metrics.jsonl").read_bytes() == before != b""
+        refused.append(one_line(error))
+
+    assert go(path, Regression(at={9: resume}), iterations=12).exit_code == 0
+    assert len(refused) == 1 and [r["iteration"] for r in records(path)] == list(range(1, 13))
+    assert go(path, Regression(), resume=True).exit_code == 0  # a run that is over is free
+
+
 def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to resume in .*nowhere: no config.json"):
         RunFolder.open(tmp_path / "nowhere", "regression")
@@ -559,11 +603,12 @@ def test_folders_that_cannot_be_used(whole: Path, tmp_path: Path) -> None:
 
 
 def test_the_default_folder_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of runs that start together, as a shell's `&` in a loop does it: none sees that another is about to."""
     monkeypatch.chdir(tmp_path)
-    paths = {RunFolder.create(None, "regression", SETTINGS).path for _ in range(3)}
-    assert len(paths) == 3 and all(
-        path.parent == Path("runs") and path.name.startswith("regression-") for path in paths
-    )
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+    paths = {str(RunFolder.create(None, "regression", SETTINGS).path) for _ in range(3)}
+    assert paths == {f"runs/regression-now{number}" for number in ("", "-2", "-3")}
 
 
 # ---- progress ------------------------------------------------------------------------------------

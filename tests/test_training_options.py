@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import re
 import time
 from pathlib import Path
@@ -271,6 +273,25 @@ def test_a_profile_of_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("--iterations", 7, "--no-plots", "--threads", 1, "--out", tmp_path / "b", "--profile") == 0
     assert "profile of iterations 4 to 7" in capsys.readouterr().out
     assert json.loads((tmp_path / "b" / "profile.json").read_text())["operators"] == []
+
+
+# ---- readers that go away ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["done", "diverged"])
+def test_a_reader_that_has_gone_is_no_error(bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`... | head -1`: the run ends as it would have, its exit code included; so does one whose last line goes to
+    standard error, with standard output's unread."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", closed)
+        if bad:
+            loss = Toy.loss
+            patch.setattr(Toy, "loss", lambda self, batch: (math.nan * loss(self, batch)[0], {}))
+        code = run(*OPTIONS, "--out", tmp_path / "run")
+    assert code == (3 if bad else 0)
+    assert bad or json.loads((tmp_path / "run" / "result.json").read_text())["iteration"] == 20
 
 
 # ---- checkpoints that cannot be used -------------------------------------------------------------

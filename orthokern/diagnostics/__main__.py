@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orthokern.commandline import Parser, Settings, one_of, real
+from orthokern.commandline import Parser, Settings, one_of, real, say
 from orthokern.diagnostics import comparison, plots
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError, unknown_name
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _run(_parser().parse(arguments))
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_BAD_INPUT
     return EXIT_OK
 
@@ -118,7 +118,7 @@ def _run(given: Settings) -> None:
             named = [given[option]] if option == "panel" else given[option]
             comparison.check_settings(f"--{option}", runs, named)
     table = comparison.table(runs)
-    print(table, end="", flush=True)
+    say(table.removesuffix("\n"))
     if "table" in given:
         _write(given["table"], lambda: given["table"].write_text(table, encoding="utf-8"))
     if figure == "none":
@@ -127,8 +127,8 @@ def _run(given: Settings) -> None:
     _write(out, lambda: out.mkdir(parents=True, exist_ok=True))
     draw = _redraw if len(runs) == 1 and not given.keys() & {"quantity", "panel", "legend", "x"} else _compare
     drawn = [path for name in FIGURES if figure in (name, "all") for path in draw(name, runs, given, out)]
-    for path in drawn:
-        print(f"drawn: {path}")
+    if drawn:
+        say("\n".join(f"drawn: {path}" for path in drawn))
     if not drawn:
         what = "anything to draw" if figure == "all" else f"what the figure {figure!r} shows"
         raise InputError(
@@ -143,6 +143,9 @@ def _need_matplotlib() -> None:
         raise InputError(
             "matplotlib is not installed, which draws the pictures; accepted without it: --figure none"
         ) from None
+    except ValueError as error:  # of its settings: MPLBACKEND, a matplotlibrc
+        reason = " ".join(str(error).split())
+        raise InputError(f"matplotlib cannot be used: {reason}; accepted without it: --figure none") from None
 
 
 def _write(path: Path, action: Callable[[], Any]) -> Any:

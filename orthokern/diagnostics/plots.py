@@ -106,6 +106,10 @@ def save(figure: "Figure", path: Path) -> Path:
     Raises:
         OSError: `path` can't be written.
     """
+    for axis in figure.axes:
+        for line in axis.get_lines():
+            if len(np.asarray(line.get_xdata())) == 1 and line.get_marker() in ("None", "none", "", " "):
+                line.set_marker("o")  # a line of one point, as a short run has them, shows nothing
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     temporary = path.with_name(path.name + ".tmp")
@@ -160,6 +164,10 @@ class Profiles:
     in_steps: bool
 
 
+def _is_profile(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(x is None or type(x) in (float, int) for x in value)
+
+
 def profiles(records: Records, key: str, length: int | None, columns: int = HEAT_MAP_COLUMNS) -> Profiles | None:
     """The lists that records hold under `key`, at most `columns` of them.
 
@@ -174,7 +182,7 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
         None if no record has such a list (of the length that T asks for, if it is given).
     """
     points = min(64, length) if length is not None else 0
-    rows = [r for r in records if isinstance(r.get(key), list) and r[key] and (not points or len(r[key]) == points)]
+    rows = [r for r in records if _is_profile(r.get(key)) and (not points or len(r[key]) == points)]
     if not rows:
         return None
     rows = [rows[i] for i in profile_steps(len(rows), max(2, columns))]

@@ -53,11 +53,11 @@ class RunRecord:
         It is told by "time_steps" in records, configuration or settings, or by the ratio of the two times that a
         record holds, per iteration and per time step, and the number of batches that an iteration accumulates.
         """
-        told = {record["time_steps"] for record in self.records if isinstance(record.get("time_steps"), int)}
+        told = {record["time_steps"] for record in self.records if _is_count(record.get("time_steps"))}
         if told:
             return told.pop() if len(told) == 1 else None
         for place in (self.config, self.settings):
-            if isinstance(place.get("time_steps"), int):
+            if _is_count(place.get("time_steps")):
                 return int(place["time_steps"])
         for record in reversed(self.records):
             per_iteration, per_step = number_at(record, "ms_per_iteration"), number_at(record, "us_per_step")
@@ -194,6 +194,10 @@ def number_at(record: Record, quantity: str) -> float | None:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (float, int)  # what JSON knows: bool is no number
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _read_object(file: Path) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from orthokern.commandline import Parser, Settings, device, integer
+from orthokern.commandline import MAX_THREADS, Parser, Settings, device, integer
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
@@ -64,7 +64,7 @@ def _parser() -> Parser:
     parser.add_argument("--jobs", type=integer(1), metavar="N", help="runs at once (default 1)")
     parser.add_argument(
         "--threads",
-        type=integer(1),
+        type=integer(1, MAX_THREADS),
         metavar="N",
         help="CPU threads of a run (default: what torch chooses, over --jobs)",
     )

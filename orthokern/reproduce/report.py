@@ -86,7 +86,7 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
         record = load_run(folder)
     except InputError:
         row |= {"labels": _labels(run, intended), "command": _command(run, plan, plan.longer)}
-        return {**row, "state": "not run"}, None
+        return {**row, "state": "damaged" if (folder / "config.json").exists() else "not run"}, None
     row["labels"] = _labels(run, {**intended, **record.settings})
     done = record.records[-1]["iteration"] if record.records else 0
     row["command"] = _command(run, plan, trained_for(record.settings, done, intended))

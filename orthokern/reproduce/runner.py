@@ -76,6 +76,8 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
         settings = json.loads((folder / "config.json").read_bytes())["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    if not isinstance(result, dict) or not isinstance(settings, dict):
+        return False
     if result.get("diverged") or result.get("reached"):
         return True
     # config.json keeps the length that a run began with; result.json tells how far it has come since.

@@ -18,7 +18,7 @@ from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, add_short_evaluations, out_of_reach
-from orthokern.tasks.network import add_network_options, build_recurrence
+from orthokern.tasks.network import OF_OTHERS, add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
 from orthokern.tasks.recurrent import STARTS, DrawnTask, start_normal, start_recurrence
 from orthokern.training import cli
@@ -221,7 +221,7 @@ them answered to within 0.2.
 EXAMPLES = """\
 examples:
   python -m orthokern.tasks.adding --T 200                          solve T = 200 with the defaults
-  python -m orthokern.tasks.adding --T 1000 --margin 1              another margin
+  python -m orthokern.tasks.adding --T 1000 --margin 10             another margin
   python -m orthokern.tasks.adding --T 1000 --preset paper          the paper's hyper-parameters (slow)
   python -m orthokern.tasks.adding --T 100 --positions pascanu --target mean    another variant
   python -m orthokern.tasks.adding --T 80 --preset srnn             a plain network of Manchev and Spratling
@@ -262,6 +262,7 @@ def _parser() -> Parser:
     add_network_options(parser, DEFAULTS)
     add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
+    parser.needs["backend"] = ((OF_OTHERS,),)  # the readout is torch's, and so are the lstms
     return parser
 
 

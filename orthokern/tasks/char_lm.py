@@ -26,7 +26,7 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options, penalty
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, count_epochs, start_recurrence, stream_seed
+from orthokern.tasks.recurrent import STARTS, RecurrentTask, count_epochs, digest, start_recurrence, stream_seed
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 
@@ -234,6 +234,7 @@ class CharLm(CharTask):
         super().__init__(settings, classes=len(ALPHABET))
         data = load_ptb(settings["data"], max_length=settings["length"], released_targets=settings["released_targets"])
         self.parts = {"validation": data.validation, "test": data.test}
+        self.data_digest = digest(data.train.tokens, data.train.offsets)
         self.time_steps = int(data.train.lengths.max())
         shard = current_shard()
         generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
@@ -285,6 +286,7 @@ class CharStream(CharTask):
         if current_shard().world > 1:
             raise InputError(f"--bptt in {current_shard().world} processes: its state is carried in one, run it in one")
         data = load_ptb_stream(settings["data"])
+        self.data_digest = digest(data.train)
         rows = {"train": settings["batch"], "validation": STREAM_ROWS, "test": STREAM_ROWS}
         self.parts = {part: stream_rows(getattr(data, part), count).to(self.device) for part, count in rows.items()}
         self.time_steps = min(settings["bptt"], len(self.parts["train"]) - 1)

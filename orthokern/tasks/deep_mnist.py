@@ -27,6 +27,7 @@ from orthokern.tasks.optimization import (
     SCHEDULE_DEFAULTS,
     add_schedule_options,
     build_schedules,
+    check_schedule,
 )
 from orthokern.tasks.recurrent import add_epochs
 from orthokern.training import cli
@@ -286,7 +287,7 @@ def _parser() -> Parser:
         "--penalty-norm", type=one_of("penalty-norm", NORMS), metavar="NAME",
         help="squared: as above; plain: the norm itself, without the square (default squared)",
     )  # fmt: skip
-    cli.add_run_options(parser, DEFAULTS)
+    cli.add_run_options(parser, DEFAULTS, backend=False)
     parser.needs.update(DESCENT_NEEDS)
     parser.needs["sigma"] = ((Needs("init", ("normal", "learned")),),)
     parser.needs["penalty_norm"] = ((Needs("penalty", nothing=0.0),),)
@@ -297,10 +298,11 @@ def complete(settings: Settings) -> Settings:
     """Checks what argparse can't.
 
     Raises:
-        InputError: no --data.
+        InputError: no --data, or settings that don't go together.
     """
     if settings["data"] is None:
         raise InputError("--data is needed: the folder with the four MNIST files")
+    check_schedule(settings)
     return dict(settings)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orthokern.commandline import Settings, integer, real
 from orthokern.errors import InputError
-from orthokern.tasks.recurrent import count_epochs, epoch_order
+from orthokern.tasks.recurrent import count_epochs, digest, epoch_order
 from orthokern.training import Task
 
 __all__ = ["DigitsTask", "add_digit_options"]
@@ -43,6 +43,7 @@ class DigitsTask(Task):
             raise InputError(f"--batch {settings['batch']}: there are {count} training images")
         self.batches_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
         self.iterations_per_epoch = count_epochs(settings, self.batches_per_epoch)
+        self.data_digest = digest(*self.train_set)
         self.position = 0  # in batches
         self._order: tuple[int, Tensor] | None = None
 

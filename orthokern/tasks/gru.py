@@ -82,7 +82,7 @@ def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group.add_argument(
         "--init-std", type=real(0.0, exclusive=True), metavar="X",
         help="standard deviation of all weights at the start but the candidate's recurrent matrices, which are "
-        "orthogonal (default: the paper's for this task)",
+        "orthogonal (default 1 / sqrt(hidden))",
     )  # fmt: skip
     group.add_argument(
         "--input-scale", type=real(0.0, exclusive=True), metavar="X",

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.tasks.recurrent import add_epochs, count_epochs, stream_seed
+from orthokern.tasks.recurrent import add_epochs, count_epochs, digest, stream_seed
 from orthokern.training import cli
 
 # Kanai et al. 2017, section 4.1.2. Training ends when the rate falls below lr_floor; "epochs" is a bound for that.
@@ -84,6 +84,7 @@ class MusicTask(GruTask):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.data = load_music(settings["data"], settings["collection"])
+        self.data_digest = digest(self.data.train.notes, self.data.train.offsets)
         generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
         self.windows = self.data.train.windows(settings["batch"], settings["window"], generator)
         self.iterations_per_epoch = count_epochs(settings, self.windows.per_epoch)
@@ -163,6 +164,7 @@ def _parser() -> Parser:
     )
     add_gru_options(parser, DEFAULTS)
     cli.add_run_options(parser, DEFAULTS)
+    parser.needs["backend"] = ((Needs("model", ("gru",)),),)  # all else is torch's
     return parser
 
 

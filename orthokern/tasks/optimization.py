@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, ReduceLROnPlateau
 
 from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, split_parameters
 from orthokern.penalties import (
@@ -31,6 +32,7 @@ __all__ = [
     "add_schedule_options",
     "build_optimizer",
     "build_schedules",
+    "check_schedule",
     "penalty",
     "plateau",
     "schedule_factor",
@@ -129,6 +131,8 @@ def add_optimizer_options(
         value = defaults[key]
         return f"(default {none if value is None else f'{value:g}' if isinstance(value, float) else value})"
 
+    # The one task that has no number for the bases' rate makes both of these smaller for a longer memory.
+    as_lr = "as --lr" if defaults["geodesic_lr"] is not None else "by T"
     group = parser.add_argument_group("the optimizer")
     if presets:
         group.add_argument(
@@ -155,7 +159,7 @@ def add_optimizer_options(
         "--spectrum-lr",
         type=real(0.0),
         metavar="X",
-        help="factorized: rate of the spectrum, divided by 2 margin " + default("spectrum_lr", "as --lr"),
+        help="factorized: rate of the spectrum, divided by 2 margin (tanh: 4) " + default("spectrum_lr", as_lr),
     )
     group.add_argument(
         "--geodesic",
@@ -268,7 +272,7 @@ def add_schedule_options(group: argparse._ArgumentGroup, defaults: Mapping[str, 
         "--lr-decay",
         type=real(0.0),
         metavar="D",
-        help=f"inverse, exponential, cosine: the D (default {defaults['lr_decay']:g})",
+        help=f"inverse, exponential: the D, above 0; cosine: the D, at most 1 (default {defaults['lr_decay']:g})",
     )
     group.add_argument(
         "--plateau-factor",
@@ -289,6 +293,26 @@ def add_schedule_options(group: argparse._ArgumentGroup, defaults: Mapping[str, 
         metavar="N",
         help=f"all rates rise linearly over N iterations (default {defaults['warmup']})",
     )
+
+
+def check_schedule(settings: Settings) -> None:
+    """Refuses a schedule of rates that fall, and don't.
+
+    Args:
+        settings: SCHEDULE_DEFAULTS' keys, and "eval_every" where the task has it.
+
+    Raises:
+        InputError: see above.
+    """
+    schedule, decay = settings["schedule"], settings["lr_decay"]
+    if schedule == "plateau" and settings.get("eval_every") == 0:
+        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never fall")
+    if schedule in ("inverse", "exponential") and decay == 0.0:
+        raise InputError(
+            f"--schedule {schedule} with --lr-decay 0: the rates never fall; give --lr-decay a number above 0"
+        )
+    if schedule == "cosine" and decay > 1.0:
+        raise InputError(f"--lr-decay {decay:g}: a cosine goes down to a part of the rates; accepted: 0 to 1")
 
 
 def build_schedules(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
-from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, build_schedules, penalty
+from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, build_schedules, check_schedule, penalty
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
 
@@ -31,6 +32,7 @@ __all__ = [
     "complete",
     "complete_with_data",
     "count_epochs",
+    "digest",
     "epoch_order",
     "start_help",
     "start_normal",
@@ -46,7 +48,7 @@ def start_help(default: str) -> str:
     return (
         "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
         "glorot, glorot-normal: Glorot's, uniform or normal, biases 0; learned: as --init learned, biases 0, and the "
-        f"readout where the task says so (default {default})"
+        f"readout where the task says so; an lstm keeps torch's (default {default})"
     )
 
 
@@ -68,6 +70,14 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.randperm(count, generator=generator)
 
 
+def digest(*data: Tensor) -> int:
+    """A checksum of training data, for `Task.data_digest`."""
+    found = 0
+    for part in data:
+        found = zlib.crc32(part.detach().cpu().contiguous().numpy().data, found)
+    return found
+
+
 def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
     """Adds --epochs, for tasks with a data set."""
     group.add_argument(
@@ -79,8 +89,14 @@ def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
 
 
 def count_epochs(settings: Settings, batches: int) -> int:
-    """Iterations of an epoch of `batches` batches; settings["epochs"] becomes settings["iterations"]."""
-    per_epoch: int = max(1, batches // settings["accumulate"])
+    """Iterations of an epoch of `batches` batches; settings["epochs"] becomes settings["iterations"].
+
+    Raises:
+        InputError: an iteration takes more than an epoch.
+    """
+    if settings["accumulate"] > batches:
+        raise InputError(f"--accumulate {settings['accumulate']}: an epoch has {batches} batches, which is the most")
+    per_epoch: int = batches // settings["accumulate"]
     if settings["epochs"] is not None:
         settings["iterations"] = settings["epochs"] * per_epoch
     return per_epoch
@@ -161,8 +177,7 @@ def complete(settings: Settings) -> Settings:
     check_network(settings)
     if settings.get("sigma") is not None and settings["model"] != "rnn":
         raise InputError(f"--sigma {settings['sigma']:g}: for --model rnn, not {settings['model']}; see --init")
-    if settings["schedule"] == "plateau" and settings.get("eval_every") == 0:
-        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never fall")
+    check_schedule(settings)
     return dict(settings)
 
 

@@ -25,7 +25,7 @@ from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
-from orthokern.tasks.recurrent import add_epochs, count_epochs
+from orthokern.tasks.recurrent import add_epochs, count_epochs, digest
 from orthokern.training import cli
 
 # Kanai et al. 2017, section 4.1.1.
@@ -84,6 +84,7 @@ class WordLm(GruTask):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.data = load_words(settings["data"], limit=settings["vocabulary"])
+        self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
         dispatch.resolve(
             "linear_cross_entropy", settings["backend"], device=self.device, dtype=torch.get_default_dtype(),

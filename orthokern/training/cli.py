@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from orthokern.commandline import Needs, Parser, Settings, device, integer, one_of, real
+from orthokern.commandline import MAX_THREADS, Needs, Parser, Settings, device, integer, one_of, real, say
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
@@ -37,14 +37,21 @@ __all__ = [
 ]
 
 
-def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
-    """Adds the options that every task has. Their names in the settings are those of the options with underscores."""
+def add_run_options(parser: Parser, defaults: Mapping[str, Any], *, backend: bool = True) -> None:
+    """Adds the options that every task has. Their names in the settings are those of the options with underscores.
+
+    Args:
+        parser: a task's.
+        defaults: the task's own, shown by the help.
+        backend: whether the task calls any operator of ours, whose backend can be chosen.
+    """
+    iterations = "as --epochs says" if defaults["iterations"] is None else defaults["iterations"]
     group = parser.add_argument_group("the run")
     group.add_argument(
         "--iterations",
         type=integer(1),
         metavar="N",
-        help=f"stop after N iterations, solved or not (default {defaults['iterations']})",
+        help=f"stop after N iterations, solved or not (default {iterations})",
     )
     group.add_argument(
         "--seed",
@@ -55,14 +62,15 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group.add_argument(
         "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)"
     )
+    if backend:
+        group.add_argument(
+            "--backend",
+            type=one_of("backend", ("auto", *BACKENDS)),
+            metavar="NAME",
+            help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
+        )
     group.add_argument(
-        "--backend",
-        type=one_of("backend", ("auto", *BACKENDS)),
-        metavar="NAME",
-        help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
-    )
-    group.add_argument(
-        "--threads", type=integer(1), metavar="N", help="CPU threads (default: as many as torch chooses)"
+        "--threads", type=integer(1, MAX_THREADS), metavar="N", help="CPU threads (default: as many as torch chooses)"
     )
     group.add_argument("--out", type=Path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")
     group.add_argument(
@@ -81,7 +89,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     )  # fmt: skip
     group.add_argument(
         "--last-step-gradient", action="store_true",
-        help="look at the gradient of the last time step's loss too, if the task has one (one more pass per look)",
+        help="look at the gradient of the last time step's loss too, where a task has one (one more pass per look)",
     )  # fmt: skip
     group.add_argument(
         "--accumulate", type=integer(1), metavar="K",
@@ -92,7 +100,7 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         help="after three iterations, time the stages of N more (10) and the operators of three; writes profile.json",
     )  # fmt: skip
     group.add_argument(
-        "--process-timeout", type=integer(1), metavar="S",
+        "--process-timeout", type=integer(1, 365 * 86_400), metavar="S",
         help="under torchrun, seconds that a process waits for another: more than an evaluation takes (default 600)",
     )  # fmt: skip
     group.add_argument("--no-plots", dest="plots", action="store_false", help="draw no plots at the end")
@@ -183,12 +191,12 @@ def run(
             return _run(name, parser, given, defaults, presets, complete, build, started, shard)
     except (InputError, BackendUnavailable) as error:
         if distributed.speaks(error):
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", sys.stderr)
         return EXIT_BAD_INPUT
     except distributed.EndedElsewhere:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
-        print("stopped at once, nothing saved since the last checkpoint", file=sys.stderr)
+        say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -264,8 +272,15 @@ def _run(
     torch.set_flush_denormal(True)
     distributed.together(lambda: distributed.use_device(settings["device"]))
     seed_all(settings["seed"])
+
+    def make() -> Task:
+        task = build(settings)
+        if given.get("last_step_gradient") and not task.has_last_step_loss:
+            raise InputError(f"--last-step-gradient: the task {name} has no loss of its last time step beside its own")
+        return task
+
     with _enough_memory(settings):
-        task = distributed.together(lambda: build(settings))
+        task = distributed.together(make)
     settings["iterations_per_epoch"] = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
         seed_all(settings["seed"] + shard.rank)
@@ -284,7 +299,7 @@ def _run(
         profile=settings["profile"],
     )
     if shard.first:
-        print(f"{'resuming in' if resume else 'run folder'} {run_folder.path}", flush=True)
+        say(f"{'resuming in' if resume else 'run folder'} {run_folder.path}")
     try:
         with _enough_memory(settings):
             outcome = train(task, run_folder, loop, resume=resume, started=started)
@@ -292,5 +307,5 @@ def _run(
         told = InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}")
         raise distributed.same_scope(told, error) from None
     if shard.first:
-        print(outcome.message, file=sys.stderr if outcome.exit_code else sys.stdout, flush=True)
+        say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code

@@ -26,7 +26,7 @@ from orthokern.training.checkpoint import (
     write_atomically,
 )
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import MetricsLog, read_metrics
+from orthokern.training.metrics import MetricsLog, plain, read_metrics
 from orthokern.training.profiling import WARM_UP, Profiler, table
 from orthokern.training.progress import Progress
 from orthokern.training.rundir import RunFolder
@@ -146,7 +146,8 @@ class _Run:
     def _take(self, payload: dict[str, Any]) -> None:
         path = self.run.checkpoint
         lacking = self._payload([rng_state()]).keys() - payload.keys() - {"rng_of_other_ranks"}
-        if self.task.plateau is None:  # then an older version's, which knew of none, does as well
+        lacking -= {"data"}  # an older version's does as well
+        if self.task.plateau is None:  # then too
             lacking -= {"plateau"}
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
@@ -159,6 +160,10 @@ class _Run:
             ours = settings.get(key)
             if key not in FREE_SETTINGS and theirs != ours:
                 raise CheckpointError(f"checkpoint {path} was made with {key}={theirs}, this run has {key}={ours}")
+        if payload.get("data") not in (None, self.task.data_digest):
+            raise CheckpointError(
+                f"checkpoint {path} was trained on other data than {settings.get('data')} holds; give their --data"
+            )
         try:
             self.task.model.load_state_dict(payload["model"])
             self.task.optimizer.load_state_dict(payload["optimizer"])
@@ -193,6 +198,7 @@ class _Run:
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "plateau": plateau.state_dict() if plateau is not None else None,
             "task_state": self.task.state_dict(),
+            "data": self.task.data_digest,
             "rng": rng[0],
             "rng_of_other_ranks": rng[1:],
             "best": self.best,
@@ -632,7 +638,7 @@ def _finish(state: _Run, seconds: float) -> str:
             "test": test,
         }
         try:
-            write_atomically(state.run.result, json.dumps(result, indent=2).encode() + b"\n")
+            write_atomically(state.run.result, json.dumps(plain(result), indent=2, allow_nan=False).encode() + b"\n")
         except OSError as error:
             state.progress.line(f"warning: {state.run.result} not written: {error.strerror or error}")
         if not test:
@@ -676,3 +682,6 @@ def _plot(state: _Run, settings: LoopSettings) -> None:
         state.progress.line(f"plots skipped: {error}")
     except OSError as error:
         state.progress.line(f"warning: plots not written: {error.strerror or error}")
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        state.progress.line(f"warning: plots not drawn: {type(error).__name__}: {reason}")

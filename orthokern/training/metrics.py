@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object per line and iteration, on the disk as soon as it is known."""
 
+import fcntl
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from typing import Any
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError
 
-__all__ = ["TIMING_FIELDS", "MetricsLog", "read_metrics"]
+__all__ = ["TIMING_FIELDS", "MetricsLog", "plain", "read_metrics"]
 
 # All other fields of a resumed run equal those of one that was never stopped, bit for bit.
 TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
@@ -18,6 +19,9 @@ TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
 class MetricsLog:
     """Appends records to a file; a full disk delays them, and loses none while the process lives.
 
+    The file is locked until `close`, or the process's end: two processes that train in one folder would write over each
+    other's records and checkpoints.
+
     Args:
         path: the file; created if missing.
         keep: on resuming, the number of the last iteration whose records stay; later ones, and a line that a kill cut
@@ -25,15 +29,30 @@ class MetricsLog:
 
     Raises:
         OSError: the file cannot be opened.
-        CheckpointError: the file ends before iteration `keep`.
+        CheckpointError: the file ends before iteration `keep`, or another process writes it.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
         self.path = path
         self._pending = b""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._good = self._end_of(keep) if keep is not None else 0
-        os.ftruncate(self._descriptor, self._good)
+        try:
+            self._lock()
+            self._good = self._end_of(keep) if keep is not None else 0
+            os.ftruncate(self._descriptor, self._good)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"another process is training in the run folder {self.path.parent}; wait for its end, or stop it"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
 
     def _end_of(self, keep: int) -> int:
         """Size in bytes of the file up to the records of iteration `keep`."""
@@ -61,9 +80,7 @@ class MetricsLog:
         Raises:
             OSError: the disk is full: the record is kept in memory and comes with the next one.
         """
-        self._pending += (
-            json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False).encode() + b"\n"
-        )
+        self._pending += json.dumps(plain(record), allow_nan=False).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
@@ -95,11 +112,12 @@ class MetricsLog:
         os.close(self._descriptor)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -70,12 +70,9 @@ class RunFolder:
             InputError: the folder is in use, can't be made, or can't be written.
         """
         what = "the run folder" if path is None else f"--out {path}: the folder"
+        own = path is None
         if path is None:
             path = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
-            original, copy = path, 1
-            while path.exists():  # two runs within a second
-                copy += 1
-                path = original.with_name(f"{original.name}-{copy}")
         config = {
             "task": task,
             "settings": settings,
@@ -89,7 +86,9 @@ class RunFolder:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
-            if path.is_dir() and any(path.iterdir()):
+            if own:
+                path = _new_folder(path)
+            elif path.is_dir() and any(path.iterdir()):
                 raise InputError(
                     f"{what} is in use (not empty); give another one, or --resume to continue the run in it"
                 )
@@ -142,6 +141,20 @@ class RunFolder:
                 f"nothing to resume in {self.path}: no checkpoint.pt there, though {found}; "
                 "put it back, or start a new run in another folder"
             )
+
+
+def _new_folder(path: Path) -> Path:
+    """Makes the folder, with a number behind its name if another run, of the same second, has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    copy = 1
+    while True:
+        folder = path if copy == 1 else path.with_name(f"{path.name}-{copy}")
+        try:
+            folder.mkdir()  # not asked for first: of two processes, one makes it
+        except FileExistsError:
+            copy += 1
+        else:
+            return folder
 
 
 def _versions() -> dict[str, str]:

@@ -23,6 +23,7 @@ class Task(ABC):
         baseline: loss of the best guess without memory, shown beside the loss; None if the task has none.
         time_steps: time steps per sequence, for "µs per time step".
         device: where the model lives.
+        data_digest: a checksum of the training data, which a resumed run must find again; None where they are drawn.
         iterations_per_epoch: iterations that go once through the training data; None if there is no such thing. Where
             an iteration takes several batches (setting "accumulate"), fewer.
 
@@ -40,6 +41,7 @@ class Task(ABC):
     baseline: float | None = None
     time_steps: int
     device: torch.device
+    data_digest: int | None = None
     iterations_per_epoch: int | None = None
     _module: nn.Module | None = None
 
@@ -73,6 +75,11 @@ class Task(ABC):
         iterations. It must draw nothing from the task's own generators; the global ones are put back. Default: None,
         the task has no such loss."""
         return None
+
+    @property
+    def has_last_step_loss(self) -> bool:
+        """Whether the task defines `last_step_loss`."""
+        return type(self).last_step_loss is not Task.last_step_loss
 
     def clip_gradients(self) -> None:
         """Called between backward and the optimizer's step. Default: nothing."""
