@@ -341,6 +341,15 @@ def test_any_scale(size: tuple[int, int], dtype: torch.dtype) -> None:
             assert norm(w) <= projection._upper_bounds()[0] * (1 + 1e-6), exponent
 
 
+def test_a_limit_far_below_the_threshold() -> None:
+    """A difference of 150 and what becomes 0.001 would have lost the digits that the bound counts on."""
+    w = with_spectrum(torch.tensor([150.0] * 5 + [0.0] * 115).double(), 120, 7)
+    projection = SpectralNormProjection([w], 1.999, threshold="2")
+    projection.step()
+    assert norm(w) == pytest.approx(2 - 1.999, rel=1e-12)
+    assert norm(w) <= projection._upper_bounds()[0]
+
+
 def test_moved_to_another_dtype() -> None:
     """And a state that is loaded into a model of another dtype."""
     rnn, other = GRU(3, 120), GRU(3, 120, dtype=torch.float64)

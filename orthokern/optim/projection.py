@@ -21,7 +21,7 @@ __all__ = ["SpectralNormProjection"]
 THRESHOLDS = ("2-delta", "2")
 # Up to this many columns a full decomposition costs less than what avoids it.
 _SMALL = 96
-# Singular values this many times the threshold are decomposed themselves, and not their squares.
+# Singular values this many times what they become are decomposed themselves, and not their squares.
 _RANGE = 100.0
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
 # A certificate's directions: all singular values above this part of the threshold, within limits.
@@ -260,11 +260,11 @@ class SpectralNormProjection:
         exact = w.double()
         K = w.shape[1]
         gram = exact.mT @ exact
-        far = not float(gram.diagonal().amax()) <= (_RANGE * self.trigger) ** 2  # true where squares overflow, too
+        far = not float(gram.diagonal().amax()) <= (_RANGE * self.limit) ** 2  # true where squares overflow, too
         if not far:
             theta, v = torch.linalg.eigh(gram)  # ascending
             s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
-            far = float(s[0]) > _RANGE * self.trigger
+            far = float(s[0]) > _RANGE * self.limit
         if far:
             # squares would cost too many of the digits near the threshold, and so would a difference from W
             u, s, vh = torch.linalg.svd(exact, full_matrices=False)
