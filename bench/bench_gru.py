@@ -60,23 +60,26 @@ def test_gru(benchmark: Any, bench: Bench, size: Size, variant: str) -> None:
     )
 
 
-# Singular values of the change that an iteration of `word_lm` makes to W_hn after 1000 iterations (Penn Treebank words,
-# delta 0.2, seed 0; a Frobenius norm of 2.1), and the highest of W_hn itself, which fall to 0.2 from there.
-STEP = (1.8, 0.75, 0.5, 0.45, 0.3, 0.25, 0.2, 0.17)
-SPECTRUM = (1.8, 1.8, 1.8, 1.79, 1.74, 1.73, 1.66, 1.64, 1.6, 1.57, 1.54, 1.51, 1.5, 1.46, 1.46, 1.45, 1.44, 1.43)
+# Singular values of the change that an iteration of `word_lm` makes to W_hn after two epochs (Penn Treebank words,
+# delta 0.2, seed 0; medians of 29 iterations, Frobenius norm 3.1), and those of W_hn itself, which fall on to 0.
+STEP = (1.76, 1.2, 1.02, 0.83, 0.71, 0.62, 0.55, 0.48, 0.44, 0.39, 0.35, 0.31, 0.29, 0.27, 0.25, 0.24, 0.22, 0.2, 0.19)
+SPECTRUM = (
+    *(1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.79, 1.78, 1.77, 1.76, 1.75, 1.74, 1.73, 1.72, 1.71, 1.7),
+    *(1.69, 1.69, 1.68, 1.67, 1.66, 1.65, 1.65, 1.64, 1.63, 1.63, 1.62, 1.61, 1.61, 1.6, 1.59, 1.59, 1.58, 1.58, 1.57),
+)
 
 
 def _training_steps(N: int, count: int, generator: torch.Generator) -> tuple[Tensor, list[Tensor]]:
-    """W [N, N] and `count` changes [N, N] of it with these singular values. A change's vectors lie near those of W's
-    highest values, as in training, so that three or four values rise above 1.8 in every step."""
+    """W [N, N] and `count` changes [N, N] of it with these singular values. Three quarters of a change's vectors lie in
+    the span of W's 30 highest, as in training, so that about ten values rise above 1.8 in every step."""
     highest = torch.tensor(SPECTRUM[: N // 2])
-    values = torch.cat([highest, torch.linspace(1.42, 0.2, N - len(highest))])
+    values = torch.cat([highest, torch.linspace(1.5, 0.0, N - len(highest))])
     u, v = (torch.linalg.qr(torch.randn(N, N, generator=generator))[0] for _ in range(2))
-    step = torch.tensor(STEP)
+    step = torch.tensor(STEP[: N // 2])
 
     def near(vectors: Tensor) -> Tensor:
-        mixed = vectors[:, : len(highest)] @ torch.randn(len(highest), len(step), generator=generator)
-        return torch.linalg.qr(mixed + 0.15 * torch.randn(N, len(step), generator=generator))[0]
+        mixed = vectors[:, :30] @ torch.randn(min(30, N), len(step), generator=generator)
+        return torch.linalg.qr(mixed + 0.19 * torch.randn(N, len(step), generator=generator))[0]
 
     return (u * values) @ v.mT, [(near(u) * step) @ near(v).mT for _ in range(count)]
 

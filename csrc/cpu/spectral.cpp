@@ -213,29 +213,45 @@ bool distance_of(const SpectralArgs& args) {
   return true;
 }
 
+// A block of up to kPassBlock rows of W, float64: what is read of V then serves all of them.
+constexpr int kPassBlock = 4;
+constexpr int kPassStride = kPassColumns + 8;  // rows 4 KiB apart would take a store for one of them for a store to another
+
+template <class T>
+ORTHOKERN_INLINE void widen(const T* w, ptrdiff_t ld, int rows, int columns, double (*to)[kPassStride]) {
+  for (int r = 0; r < rows; r++)
+    for (int k = 0; k < columns; k++) to[r][k] = static_cast<double>(w[r * ld + k]);
+  for (int r = rows; r < kPassBlock; r++) memset(to[r], 0, columns * sizeof(double));
+}
+
 // image [M, S] = W V, v being V^T [S, K].
 template <class T>
 void image_of(const SpectralArgs& args) {
-  constexpr int L = 16;
+  constexpr int L = kLanes<double>;
   const int M = static_cast<int>(args.M), K = static_cast<int>(args.K), S = static_cast<int>(args.S);
   share(max_of(1, args.threads), ceil_div(M, kPassRows), [&](int item) {
-    double row[kPassColumns];
-    for (int r = item * kPassRows; r < min_of(M, (item + 1) * kPassRows); r++) {
-      const T* w = static_cast<const T*>(args.w) + static_cast<ptrdiff_t>(r) * K;
-      double* image = args.image + static_cast<ptrdiff_t>(r) * S;
-      for (int q = 0; q < S; q++) image[q] = 0;
+    alignas(64) double block[kPassBlock][kPassStride];
+    const int end = min_of(M, (item + 1) * kPassRows);
+    for (int row = item * kPassRows; row < end; row += kPassBlock) {
+      const int rows = min_of(kPassBlock, end - row);
       for (int k = 0; k < K; k += kPassColumns) {
-        const int count = min_of(kPassColumns, K - k);
-        for (int i = 0; i < count; i++) row[i] = w[k + i];
+        const int count = min_of(kPassColumns, K - k), whole = count / L * L;
+        widen<T>(static_cast<const T*>(args.w) + static_cast<ptrdiff_t>(row) * K + k, K, rows, count, block);
         for (int q = 0; q < S; q++) {
           const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
-          double lanes[L] = {}, sum = 0;
-          int i = 0;
-          for (; i + L <= count; i += L)
-            for (int j = 0; j < L; j++) lanes[j] += row[i + j] * v[i + j];
-          for (; i < count; i++) sum += row[i] * v[i];
-          for (int j = 0; j < L; j++) sum += lanes[j];
-          image[q] += sum;
+          V<double> acc[kPassBlock] = {};
+          for (int i = 0; i < whole; i += L) {
+            const V<double> x = load(v + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < kPassBlock; r++) acc[r] += load(block[r] + i) * x;
+          }
+          for (int r = 0; r < rows; r++) {
+            double sum = 0;
+            for (int i = 0; i < L; i++) sum += acc[r][i];
+            for (int i = whole; i < count; i++) sum += block[r][i] * v[i];
+            double* to = args.image + static_cast<ptrdiff_t>(row + r) * S + q;
+            *to = k > 0 ? *to + sum : sum;
+          }
         }
       }
     }
@@ -245,22 +261,32 @@ void image_of(const SpectralArgs& args) {
 // out [M, K] = W - T V^T, rounded once; image being T [M, S], v V^T [S, K]. out may be W.
 template <class T>
 void subtract_of(const SpectralArgs& args) {
+  constexpr int L = kLanes<double>;
   const int M = static_cast<int>(args.M), K = static_cast<int>(args.K), S = static_cast<int>(args.S);
   share(max_of(1, args.threads), ceil_div(M, kPassRows), [&](int item) {
-    double row[kPassColumns];
-    for (int r = item * kPassRows; r < min_of(M, (item + 1) * kPassRows); r++) {
-      const T* w = static_cast<const T*>(args.w) + static_cast<ptrdiff_t>(r) * K;
-      T* out = static_cast<T*>(args.out) + static_cast<ptrdiff_t>(r) * K;
-      const double* t = args.image + static_cast<ptrdiff_t>(r) * S;
+    alignas(64) double block[kPassBlock][kPassStride];
+    const int end = min_of(M, (item + 1) * kPassRows);
+    for (int row = item * kPassRows; row < end; row += kPassBlock) {
+      const int rows = min_of(kPassBlock, end - row);
       for (int k = 0; k < K; k += kPassColumns) {
-        const int count = min_of(kPassColumns, K - k);
-        for (int i = 0; i < count; i++) row[i] = w[k + i];
+        const int count = min_of(kPassColumns, K - k), whole = count / L * L;
+        const ptrdiff_t at = static_cast<ptrdiff_t>(row) * K + k;
+        widen<T>(static_cast<const T*>(args.w) + at, K, rows, count, block);
         for (int q = 0; q < S; q++) {
           const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
-          const double f = t[q];
-          for (int i = 0; i < count; i++) row[i] -= f * v[i];
+          double f[kPassBlock];
+          for (int r = 0; r < kPassBlock; r++) f[r] = r < rows ? args.image[static_cast<ptrdiff_t>(row + r) * S + q] : 0.0;
+          for (int i = 0; i < whole; i += L) {
+            const V<double> x = load(v + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < kPassBlock; r++) store(block[r] + i, load(block[r] + i) - f[r] * x);
+          }
+          for (int r = 0; r < rows; r++)
+            for (int i = whole; i < count; i++) block[r][i] -= f[r] * v[i];
         }
-        for (int i = 0; i < count; i++) out[k + i] = static_cast<T>(row[i]);
+        T* out = static_cast<T*>(args.out) + at;
+        for (int r = 0; r < rows; r++)
+          for (int i = 0; i < count; i++) out[static_cast<ptrdiff_t>(r) * K + i] = static_cast<T>(block[r][i]);
       }
     }
   });

@@ -21,7 +21,7 @@ __all__ = ["SpectralNormProjection"]
 THRESHOLDS = ("2-delta", "2")
 # Up to this many columns a full decomposition costs less than what avoids it.
 _SMALL = 96
-# Singular values this many times what they become are decomposed themselves, and not their squares.
+# Beyond this many times what large values become, W itself is decomposed, not its square.
 _RANGE = 100.0
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
 # A certificate's directions: all singular values above this part of the threshold, within limits.
@@ -30,6 +30,8 @@ _FEWEST = 16
 _BLOCK = 8
 _MOST_ROUNDS = 7
 _MOST_GROWN = 12
+# Of the polynomials that turn V where a step was large: they leave hardly a residual.
+_DEGREES = (4, 6, 6)
 _MOST_ITERATIONS = 8  # of conjugate gradients in a round
 # An eigenvalue of G this many times the threshold's hides others in float32's rounding.
 _FAR = 2.0
@@ -88,15 +90,15 @@ class SpectralNormProjection:
            R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice. What
            V has grown by may have large residuals itself. Then the same is asked of the k highest Ritz vectors alone,
            and m rises by what of V is not in their span.
-        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. Two
-           power steps with G turn V towards W's directions, and the Cholesky factorisation of
+        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. A
+           polynomial of G turns V towards W's directions, and the Cholesky factorisation of
            l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds: for an l between the lowest
            value in V and t or, where certificates live on, close to the largest value outside of V, which subspace
            iteration finds; what V lacks as well.
 
         If that fails too, for the first check, for matrices with at most 96 columns or rows, and while more than a
-        quarter of all values are near the threshold, a full decomposition takes over: of G, or W's SVD where squares
-        would cost digits. It leaves a certificate as well. Bounds and what is taken out are float64; directions are
+        quarter of all values are near the threshold, a full decomposition takes over: of G, which leaves a certificate
+        as well, or W's SVD where squares would cost digits. Bounds and what is taken out are float64; directions are
         searched for in the matrix's dtype.
 
     It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)``,
@@ -230,7 +232,7 @@ class SpectralNormProjection:
         rounding = max(2 * torch.finfo(matrix.dtype).eps, _ROUNDING)
         result: tuple[Tensor | None, float] | None = None
         certificate = self._certificates[index]
-        if certificate is not None and math.isfinite(bound):
+        if certificate is not None and bound <= _RANGE * self.trigger:
             moved = bound - self._bounds[index]
             if moved < self.trigger - certificate.level:  # more would need to be within V
                 result = self._within(w, certificate, rounding)
@@ -259,14 +261,13 @@ class SpectralNormProjection:
         """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
         exact = w.double()
         K = w.shape[1]
-        gram = exact.mT @ exact
-        far = not float(gram.diagonal().amax()) <= (_RANGE * self.limit) ** 2  # true where squares overflow, too
-        if not far:
-            theta, v = torch.linalg.eigh(gram)  # ascending
+        far = _RANGE * self.limit
+        square = _norm(w) <= far * math.sqrt(K)  # else the largest is above `far`
+        if square:
+            theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
             s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
-            far = float(s[0]) > _RANGE * self.limit
-        if far:
-            # squares would cost too many of the digits near the threshold, and so would a difference from W
+            square = float(s[0]) <= far
+        if not square:  # nor differences of what is so large: they would cost too many of the digits near the threshold
             u, s, vh = torch.linalg.svd(exact, full_matrices=False)
             kept = torch.where(s > self.trigger, self.limit, s)
             return ((u * kept) @ vh, float(kept.max())), None
@@ -299,8 +300,9 @@ class SpectralNormProjection:
         top = self.trigger**2
         above = top * (1 + rounding)
         bound = top * (1 + 4 * rounding)
-        allowed = rounding * self.limit
-        if outside >= top * (1 - _MARGIN):
+        # in what is taken out, per direction: what a row of the result rounds to cannot tell it
+        allowed = max(rounding * self.limit, torch.finfo(w.dtype).eps / 2 * certificate.whole)
+        if not outside < top * (1 - _MARGIN):
             return None
         exact = w  # in the dtype of what is computed in V
         # G V [K, k]; W^T X as (X^T W)^T costs a third, and G is symmetric
@@ -324,9 +326,11 @@ class SpectralNormProjection:
             level, proved = outside, False
             if most <= allowed:
                 proved = _at_most(coupling, bound - outside)
-                if not proved and added:  # the lowest directions are what V was not: without them
-                    level = _outside_of_highest(image, rotation, added, math.sqrt(outside)) ** 2
-                    proved = not bool(large[:added].any()) and _at_most(coupling[added:, added:], bound - level)
+                if not proved and added:  # without those that are what V was not
+                    new = torch.zeros_like(large)
+                    new[rotation[-added:].square().sum(0).topk(added).indices] = True
+                    level = _outside_of_others(image, rotation[:, new], added, math.sqrt(outside)) ** 2
+                    proved = not bool((large & new).any()) and _at_most(coupling[~new][:, ~new], bound - level)
             if proved:
                 certificate.served += 1
                 # Weyl's inequality for what is left, where it says more
@@ -355,6 +359,15 @@ class SpectralNormProjection:
             tolerance = min(max(0.3 * allowed / max(most, allowed), 1e-3), 3e-3)
             more = _solve_outside(w, gram, vectors.to(w.dtype), residuals.to(w.dtype), theta, grown, tolerance)
             more = more.to(basis.dtype)
+            # where little is lacking, V turns by it, and does not grow by directions that rounding makes up
+            turned = _outside_of_turned(more, theta[grown], math.sqrt(outside)) ** 2
+            if not added and turned <= min(outside + half / 2, top * (1 - _MARGIN)):
+                outside = turned
+                vectors[:, grown] += more
+                basis = torch.linalg.qr(vectors)[0]
+                image = exact @ basis
+                gram_basis = (image.mT @ exact).mT
+                continue
             for _ in range(2):
                 more = torch.linalg.qr(more - basis @ (basis.mT @ more))[0]
             more_image = exact @ more
@@ -375,18 +388,19 @@ class SpectralNormProjection:
         None without proof; W^T W)."""
         K = w.shape[1]
         gram = _gram(w)
-        lost = 8 * math.sqrt(K) * torch.finfo(w.dtype).eps  # of G to rounding, relative
-        if not float(gram.diagonal().amax()) * lost <= _MARGIN * self.trigger**2:  # or it overflowed
-            return None, gram
         v = older.v
-        for _ in range(2):
-            v = torch.linalg.qr((v.mT @ gram).mT)[0]
+        if tight:  # V has hardly turned
+            for _ in range(2):
+                v = torch.linalg.qr((v.mT @ gram).mT)[0]
+        else:
+            for degree in _DEGREES:
+                v = _filtered(gram, v, degree, older.level**2)
         highest = (1 - 2 * _MARGIN) * self.trigger**2
         while v.shape[1] <= K // 4:
             product = (v.mT @ gram).mT
             inner = v.mT @ product
             theta = torch.linalg.eigvalsh(inner.double())
-            if float(theta[-1]) * lost > _MARGIN * self.trigger**2:
+            if float(theta[-1]) * 8 * math.sqrt(K) * torch.finfo(w.dtype).eps > _MARGIN * self.trigger**2:
                 break  # what rounding left in G would hide too much
             half = product - v @ (inner / 2)
             # -(I - V V^T) G (I - V V^T)
@@ -403,6 +417,31 @@ class SpectralNormProjection:
                     return older.replaced(w, v, math.sqrt(level * (1 + _MARGIN))), gram
             v = torch.linalg.qr(torch.cat([v, block], 1))[0]
         return None, gram
+
+
+def _filtered(gram: Tensor, v: Tensor, degree: int, level: float) -> Tensor:
+    """V [K, k] turned towards the eigenvectors of the largest eigenvalues of G [K, K]: an orthonormal basis of p(G) V,
+    p the Chebyshev polynomial of a degree that stays within 1 on [0, c] and grows fastest beyond.
+
+    c: V's lowest Ritz value, which is no larger than G's k-th eigenvalue, within 0.3 and 1 of `level`. Ritz vectors are
+    what the polynomial is applied to: each is multiplied as a whole, so that rounding next to one that grows by 10^7
+    does not drown another.
+    """
+    rows = v.mT.contiguous()  # see _solve_outside
+    product = rows @ gram
+    theta, y = torch.linalg.eigh(product @ v)
+    c = min(max(float(theta[0]), 0.3 * level), level)
+    y = y.mT
+    before, product = y @ rows, y @ product
+    now = torch.sub(product * (2 / c), before)
+    for _ in range(degree - 1):
+        before, now = now, torch.addmm(now, now, gram, beta=-2.0, alpha=4 / c).sub_(before)
+    now /= torch.linalg.vector_norm(now, dim=1, keepdim=True)
+    # nearly orthogonal rows: Cholesky's factor of their products makes them so, in half of the time of QR
+    factor, failed = torch.linalg.cholesky_ex(now @ now.mT)
+    if not int(failed) and float(factor.diagonal().min()) > 0.3:
+        return torch.linalg.solve_triangular(factor, now, upper=False).mT
+    return torch.linalg.qr(now.mT)[0]
 
 
 def _is_definite(a: Tensor, diagonal: Tensor) -> bool:
@@ -441,18 +480,28 @@ def _gram(w: Tensor) -> Tensor:
     return gram
 
 
-def _outside_of_highest(image: Tensor, rotation: Tensor, added: int, level: float) -> float:
-    """A bound of ||W u|| for unit vectors u that are orthogonal to the k highest Ritz vectors of W^T W in [V, Z].
+def _outside_of_others(image: Tensor, new: Tensor, added: int, level: float) -> float:
+    """A bound of ||W u|| for unit vectors u that are orthogonal to k of the k + s Ritz vectors of W^T W in [V, Z].
 
-    u's part outside of V adds at most ||W (I - V V^T)||_2, and V^T u lies in the range of V^T D, D the other Ritz
+    u's part outside of V adds at most ||W (I - V V^T)||_2, and V^T u lies in the range of V^T D, D the other s Ritz
     vectors, which is no longer than they are.
 
     Args:
-        image: W [V, Z] [M, k + s]. rotation: [k + s, k + s], orthogonal, of the Ritz vectors, ascending. added: s.
-        level: of ||W (I - V V^T)||_2, a bound.
+        image: W [V, Z] [M, k + s]. new: [k + s, s], D in [V, Z]. added: s. level: of ||W (I - V V^T)||_2, a bound.
     """
-    inside = image[:, :-added] @ rotation[:-added, :added]  # W V V^T D
+    inside = image[:, :-added] @ new[:-added]  # W V V^T D
     return level + float(torch.linalg.vector_norm(inside, dtype=torch.float64)) * (1 + 1e-6)
+
+
+def _outside_of_turned(x: Tensor, theta: Tensor, level: float) -> float:
+    """A bound of ||W u|| for unit vectors u that are orthogonal to V once some of its Ritz vectors Y became Y + X.
+
+    Of what is outside of V ||W (I - V V^T)||_2 bounds it; in V, u has Y^T u = -X^T u alone, |X| at most, times |W Y|.
+
+    Args:
+        x: X [K, s]. theta: [s], the Ritz values, squares of |W y|. level: of ||W (I - V V^T)||_2, a bound.
+    """
+    return level + float(torch.linalg.vector_norm(x, dtype=torch.float64)) * math.sqrt(float(theta.sum())) * (1 + 1e-6)
 
 
 def _at_most(a: Tensor, bound: float) -> bool:
