@@ -393,8 +393,10 @@ class SpectralNormProjection:
             for _ in range(2):
                 v = torch.linalg.qr((v.mT @ gram).mT)[0]
         else:
+            # a matrix of low rank, or zero, has a level of next to nothing: the polynomials would overflow
+            level = max(older.level**2, _MARGIN * self.trigger**2, 3e-5 * float(gram.diagonal().sum()))
             for degree in _DEGREES:
-                v = _filtered(gram, v, degree, older.level**2)
+                v = _filtered(gram, v, degree, level)
         highest = (1 - 2 * _MARGIN) * self.trigger**2
         while v.shape[1] <= K // 4:
             product = (v.mT @ gram).mT
