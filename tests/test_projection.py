@@ -362,7 +362,7 @@ def test_resumed_bit_for_bit() -> None:
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [(1, 1), (1, 30), (20, 20), (200, 130)])
-def test_any_scale(size: tuple[int, int], dtype: torch.dtype) -> None:
+def test_any_size_and_scale(size: tuple[int, int], dtype: torch.dtype) -> None:
     """Where squares overflow or vanish, and where the difference of W and what is taken out would be all rounding: from
     the start and, at 97 columns and more, from a certificate."""
     start = with_spectrum(torch.linspace(1.79, 0.1, min(size)).double(), max(size), 5).to(dtype)
@@ -380,6 +380,33 @@ def test_any_scale(size: tuple[int, int], dtype: torch.dtype) -> None:
             projection.step()
             assert norm(w) <= 1.8 * (1 + 1e-6), exponent
             assert norm(w) <= projection._upper_bounds()[0] * (1 + 1e-6), exponent
+
+
+def test_a_limit_far_below_the_threshold() -> None:
+    """A difference of 150 and what becomes 0.001 would have lost the digits that the bound counts on."""
+    w = with_spectrum(torch.tensor([150.0] * 5 + [0.0] * 115).double(), 120, 7)
+    projection = SpectralNormProjection([w], 1.999, threshold="2")
+    projection.step()
+    assert norm(w) == pytest.approx(2 - 1.999, rel=1e-12)
+    assert norm(w) <= projection._upper_bounds()[0]
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 1, 3, 20])
+def test_steps_from_a_matrix_of_low_rank(rank: int, dtype: torch.dtype) -> None:
+    """Nothing, or nearly, is left outside of a certificate: weights that begin as zeros, say."""
+    generator = torch.Generator().manual_seed(rank)
+    start = with_spectrum(torch.tensor([1.0] * rank + [0.0] * (130 - rank)).double(), 130, 8).to(dtype)
+    for size in (1e-6, 1.9, 5.0, 50.0, 170.0, 1000.0):
+        w = start.clone()
+        projection = SpectralNormProjection([w])
+        projection.step()
+        for _ in range(2):
+            rows, columns = (torch.randn(130, dtype=dtype, generator=generator) for _ in range(2))
+            w += size * torch.outer(rows / rows.norm(), columns / columns.norm())
+            projection.step()
+            assert norm(w) <= 1.8 * (1 + 1e-6), size
 
 
 def test_moved_to_another_dtype() -> None:

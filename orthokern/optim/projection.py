@@ -21,7 +21,7 @@ __all__ = ["SpectralNormProjection"]
 THRESHOLDS = ("2-delta", "2")
 # Up to this many columns a full decomposition costs less than what avoids it.
 _SMALL = 96
-# Beyond this many times the threshold W itself is decomposed, not its square.
+# Beyond this many times what large values become, W itself is decomposed, not its square.
 _RANGE = 100.0
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
 # A certificate's directions: all singular values above this part of the threshold, within limits.
@@ -261,7 +261,7 @@ class SpectralNormProjection:
         """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
         exact = w.double()
         K = w.shape[1]
-        far = _RANGE * self.trigger
+        far = _RANGE * self.limit
         square = _norm(w) <= far * math.sqrt(K)  # else the largest is above `far`
         if square:
             theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
@@ -388,22 +388,21 @@ class SpectralNormProjection:
         None without proof; W^T W)."""
         K = w.shape[1]
         gram = _gram(w)
-        lost = 8 * math.sqrt(K) * torch.finfo(w.dtype).eps  # of G to rounding, relative
-        if not float(gram.diagonal().amax()) * lost <= _MARGIN * self.trigger**2:  # or it overflowed
-            return None, gram
         v = older.v
         if tight:  # V has hardly turned
             for _ in range(2):
                 v = torch.linalg.qr((v.mT @ gram).mT)[0]
         else:
+            # a matrix of low rank, or zero, has a level of next to nothing: the polynomials would overflow
+            level = max(older.level**2, _MARGIN * self.trigger**2, 3e-5 * float(gram.diagonal().sum()))
             for degree in _DEGREES:
-                v = _filtered(gram, v, degree, older.level**2)
+                v = _filtered(gram, v, degree, level)
         highest = (1 - 2 * _MARGIN) * self.trigger**2
         while v.shape[1] <= K // 4:
             product = (v.mT @ gram).mT
             inner = v.mT @ product
             theta = torch.linalg.eigvalsh(inner.double())
-            if float(theta[-1]) * lost > _MARGIN * self.trigger**2:
+            if float(theta[-1]) * 8 * math.sqrt(K) * torch.finfo(w.dtype).eps > _MARGIN * self.trigger**2:
                 break  # what rounding left in G would hide too much
             half = product - v @ (inner / 2)
             # -(I - V V^T) G (I - V V^T)
