@@ -217,42 +217,50 @@ bool distance_of(const SpectralArgs& args) {
 constexpr int kPassBlock = 4;
 constexpr int kPassStride = kPassColumns + 8;  // rows 4 KiB apart would take a store for one of them for a store to another
 
-template <class T>
-ORTHOKERN_INLINE void widen(const T* w, ptrdiff_t ld, int rows, int columns, double (*to)[kPassStride]) {
-  for (int r = 0; r < rows; r++)
-    for (int k = 0; k < columns; k++) to[r][k] = static_cast<double>(w[r * ld + k]);
-  for (int r = rows; r < kPassBlock; r++) memset(to[r], 0, columns * sizeof(double));
+typedef double WideBlock[kPassBlock][kPassStride];
+
+// fn(row, rows, k, columns, block) for the blocks of W [M, K], columns [k, k + columns) of rows [row, row + rows); the block's other rows are 0.
+template <class T, class Fn>
+void for_wide_blocks(const SpectralArgs& args, const Fn& fn) {
+  const int M = static_cast<int>(args.M), K = static_cast<int>(args.K);
+  share(max_of(1, args.threads), ceil_div(M, kPassRows), [&](int item) {
+    alignas(64) WideBlock block;
+    const int end = min_of(M, (item + 1) * kPassRows);
+    for (int row = item * kPassRows; row < end; row += kPassBlock) {
+      const int rows = min_of(kPassBlock, end - row);
+      for (int k = 0; k < K; k += kPassColumns) {
+        const int columns = min_of(kPassColumns, K - k);
+        const T* w = static_cast<const T*>(args.w) + static_cast<ptrdiff_t>(row) * K + k;
+        for (int r = 0; r < rows; r++, w += K)
+          for (int i = 0; i < columns; i++) block[r][i] = static_cast<double>(w[i]);
+        for (int r = rows; r < kPassBlock; r++) memset(block[r], 0, columns * sizeof(double));
+        fn(row, rows, k, columns, block);
+      }
+    }
+  });
 }
 
 // image [M, S] = W V, v being V^T [S, K].
 template <class T>
 void image_of(const SpectralArgs& args) {
   constexpr int L = kLanes<double>;
-  const int M = static_cast<int>(args.M), K = static_cast<int>(args.K), S = static_cast<int>(args.S);
-  share(max_of(1, args.threads), ceil_div(M, kPassRows), [&](int item) {
-    alignas(64) double block[kPassBlock][kPassStride];
-    const int end = min_of(M, (item + 1) * kPassRows);
-    for (int row = item * kPassRows; row < end; row += kPassBlock) {
-      const int rows = min_of(kPassBlock, end - row);
-      for (int k = 0; k < K; k += kPassColumns) {
-        const int count = min_of(kPassColumns, K - k), whole = count / L * L;
-        widen<T>(static_cast<const T*>(args.w) + static_cast<ptrdiff_t>(row) * K + k, K, rows, count, block);
-        for (int q = 0; q < S; q++) {
-          const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
-          V<double> acc[kPassBlock] = {};
-          for (int i = 0; i < whole; i += L) {
-            const V<double> x = load(v + i);
+  const int K = static_cast<int>(args.K), S = static_cast<int>(args.S);
+  for_wide_blocks<T>(args, [&](int row, int rows, int k, int columns, const WideBlock& block) {
+    const int whole = columns / L * L;
+    for (int q = 0; q < S; q++) {
+      const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
+      V<double> acc[kPassBlock] = {};
+      for (int i = 0; i < whole; i += L) {
+        const V<double> x = load(v + i);
 #pragma GCC unroll 4
-            for (int r = 0; r < kPassBlock; r++) acc[r] += load(block[r] + i) * x;
-          }
-          for (int r = 0; r < rows; r++) {
-            double sum = 0;
-            for (int i = 0; i < L; i++) sum += acc[r][i];
-            for (int i = whole; i < count; i++) sum += block[r][i] * v[i];
-            double* to = args.image + static_cast<ptrdiff_t>(row + r) * S + q;
-            *to = k > 0 ? *to + sum : sum;
-          }
-        }
+        for (int r = 0; r < kPassBlock; r++) acc[r] += load(block[r] + i) * x;
+      }
+      for (int r = 0; r < rows; r++) {
+        double sum = 0;
+        for (int i = 0; i < L; i++) sum += acc[r][i];
+        for (int i = whole; i < columns; i++) sum += block[r][i] * v[i];
+        double* to = args.image + static_cast<ptrdiff_t>(row + r) * S + q;
+        *to = k > 0 ? *to + sum : sum;
       }
     }
   });
@@ -262,33 +270,24 @@ void image_of(const SpectralArgs& args) {
 template <class T>
 void subtract_of(const SpectralArgs& args) {
   constexpr int L = kLanes<double>;
-  const int M = static_cast<int>(args.M), K = static_cast<int>(args.K), S = static_cast<int>(args.S);
-  share(max_of(1, args.threads), ceil_div(M, kPassRows), [&](int item) {
-    alignas(64) double block[kPassBlock][kPassStride];
-    const int end = min_of(M, (item + 1) * kPassRows);
-    for (int row = item * kPassRows; row < end; row += kPassBlock) {
-      const int rows = min_of(kPassBlock, end - row);
-      for (int k = 0; k < K; k += kPassColumns) {
-        const int count = min_of(kPassColumns, K - k), whole = count / L * L;
-        const ptrdiff_t at = static_cast<ptrdiff_t>(row) * K + k;
-        widen<T>(static_cast<const T*>(args.w) + at, K, rows, count, block);
-        for (int q = 0; q < S; q++) {
-          const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
-          double f[kPassBlock];
-          for (int r = 0; r < kPassBlock; r++) f[r] = r < rows ? args.image[static_cast<ptrdiff_t>(row + r) * S + q] : 0.0;
-          for (int i = 0; i < whole; i += L) {
-            const V<double> x = load(v + i);
+  const int K = static_cast<int>(args.K), S = static_cast<int>(args.S);
+  for_wide_blocks<T>(args, [&](int row, int rows, int k, int columns, WideBlock& block) {
+    const int whole = columns / L * L;
+    for (int q = 0; q < S; q++) {
+      const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
+      double f[kPassBlock];
+      for (int r = 0; r < kPassBlock; r++) f[r] = r < rows ? args.image[static_cast<ptrdiff_t>(row + r) * S + q] : 0.0;
+      for (int i = 0; i < whole; i += L) {
+        const V<double> x = load(v + i);
 #pragma GCC unroll 4
-            for (int r = 0; r < kPassBlock; r++) store(block[r] + i, load(block[r] + i) - f[r] * x);
-          }
-          for (int r = 0; r < rows; r++)
-            for (int i = whole; i < count; i++) block[r][i] -= f[r] * v[i];
-        }
-        T* out = static_cast<T*>(args.out) + at;
-        for (int r = 0; r < rows; r++)
-          for (int i = 0; i < count; i++) out[static_cast<ptrdiff_t>(r) * K + i] = static_cast<T>(block[r][i]);
+        for (int r = 0; r < kPassBlock; r++) store(block[r] + i, load(block[r] + i) - f[r] * x);
       }
+      for (int r = 0; r < rows; r++)
+        for (int i = whole; i < columns; i++) block[r][i] -= f[r] * v[i];
     }
+    T* out = static_cast<T*>(args.out) + static_cast<ptrdiff_t>(row) * K + k;
+    for (int r = 0; r < rows; r++, out += K)
+      for (int i = 0; i < columns; i++) out[i] = static_cast<T>(block[r][i]);
   });
 }
 
