@@ -33,13 +33,15 @@ DEFAULTS: Settings = {
     "pool": 1,
     "standardize": False,
     "sigma": None,
-    # After three epochs of the ordered task 90.7 % of the test images; tanh and a random orthogonal start get 85 %,
-    # geodesic rates of 1e-4 and 1e-2 get 78 and 66 %, all at constant rates.
+    # After 20 epochs of the ordered task 97.8 % of the test images, after 40 of the permuted one 94.1 %. Geodesic steps
+    # along plain gradients at 1e-3, with --lr 1e-3, get 94.7 and 90.9 % after 20; and after three, at constant rates,
+    # 90.7 % in order, of which tanh and a random orthogonal start get 85 %.
     "nonlinearity": "modrelu",
     "init": "cayley",
     "start": "torch",
-    "lr": 1e-3,
-    "geodesic_lr": 1e-3,
+    "lr": 2e-3,
+    "geodesic": "rmsprop",
+    "geodesic_lr": 1e-4,
     "clip": 1.0,
     "schedule": "cosine",
     "lr_decay": 0.05,
@@ -100,6 +102,7 @@ PRESETS: dict[str, Settings] = {
         "start": "small",
         "learned_h0": True,
         "lr": 1e-4,
+        "geodesic": "sgd",
         "geodesic_lr": 1e-6,
         "eps": 1e-3,
         "clip": 100.0,
