@@ -8,8 +8,9 @@
 //                     R(p, p)^T R(p, p) = A(p, p) - R(<p, p)^T R(<p, p)        one thread
 //                     R(p, i) = R(p, p)^-T (A(p, i) - R(<p, p)^T R(<p, i))     p < i, shared out
 //                 It exists in exact arithmetic if and only if A is positive definite. In floating point every R(p, i) comes from products
-//                 and substitutions alone, so that R^T R differs from A by no more than (K + 1) u sqrt(a_ii a_jj), u the unit roundoff
-//                 (Higham 2002, theorem 10.3): no inverse of a diagonal block, for which that would not hold.
+//                 and substitutions alone, so that R^T R differs from A by no more than about (K + 4) u sqrt(a_ii a_jj), u the unit roundoff
+//                 (Higham 2002, theorem 10.3, and three roundings for the reciprocals of pivots): no inverse of a diagonal block, for which that
+//                 would not hold.
 //
 // Both factors of every product are read in the order they are stored in, a's columns as scalars. Limit: the rate of the multiply-adds; a
 // chunk of both panels stays in the nearest cache.

@@ -83,13 +83,14 @@ class SpectralNormProjection:
         1. A certificate says of an older W_0: ||W_0 (I - V V^T)||_2 <= l, V [K, k] orthonormal, a few dozen columns. So
            ||W (I - V V^T)||_2 <= m = l + ||(W - W_0) (I - V V^T)||_F: outside of V nothing is above the threshold t
            while m is below it. Rayleigh and Ritz in V (G = W^T W, G y_i ~ theta_i y_i, residuals r_i) give the
-           directions y_i above t, which are taken out. Where r_i is too large, V grows by what y_i lacks of an
-           eigenvector; that converges cubically, so once or twice is enough.
+           directions y_i above t, which are taken out. Where r_i is too large, V turns by what y_i lacks of an
+           eigenvector, and m rises by how far; or grows by it, where that is much. It converges cubically: once or
+           twice is enough.
         2. Proof that nothing was missed: after that, G' is diag(theta'_i) on V, at most m^2 outside, and the r_i couple
            the two. Its eigenvalues are at most t'^2, t' = t (1 + rounding), if that of R^T R is at most t'^2 - m^2,
            R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice. What
-           V has grown by may have large residuals itself. Then the same is asked of the k highest Ritz vectors alone,
-           and m rises by what of V is not in their span.
+           V has grown by may have large residuals itself. Then the same is asked of the k Ritz vectors alone that
+           hold least of it, and m rises by what of V is not in their span.
         3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. A
            polynomial of G turns V towards W's directions, and the Cholesky factorisation of
            l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds: for an l between the lowest
