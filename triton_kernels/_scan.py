@@ -54,6 +54,9 @@ FROM_OUTPUT = ("tanh", "relu", "modrelu")  # their derivative is computed from t
 # warps a thread then holds 4 by 16 of 128 by 128 elements: few enough rows that adding up over threads is cheap, few
 # enough columns that handing out the state is.
 WIDE = tl.constexpr(32)
+# What is left of a warp goes along the axis that the compiler takes next, which shall be that of the rows: up to Triton
+# 3.6 a tile's first, from 3.7 on its last but one. Along the other one, adding up would take 5 exchanges a row, not 3.
+OUT_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 # Rows and columns of a panel of a matrix that is not resident: WIDE, but in the factored scan, where two panels are at
 # hand, so few that each has no more 32-bit words than this, 16 a thread.
 PANEL_WORDS = tl.constexpr(8192)
@@ -69,10 +72,17 @@ def load_matrix(p, i_out, i_in, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: 
     A panel of fewer columns than WIDE is [1, BLOCK_OUT, BLOCK_IN].
     """
     SIDE: tl.constexpr = WIDE if BLOCK_IN >= WIDE else BLOCK_IN
-    o_out = i_out + tl.arange(0, BLOCK_OUT)[None, :, None]
-    o_wide = tl.arange(0, BLOCK_IN // SIDE)[:, None, None] * SIDE
+    if OUT_FIRST:
+        o_out = i_out + tl.arange(0, BLOCK_OUT)[:, None, None]
+        o_wide = tl.arange(0, BLOCK_IN // SIDE)[None, :, None] * SIDE
+    else:
+        o_out = i_out + tl.arange(0, BLOCK_OUT)[None, :, None]
+        o_wide = tl.arange(0, BLOCK_IN // SIDE)[:, None, None] * SIDE
     o_in = i_in + o_wide + tl.arange(0, SIDE)[None, None, :]
-    return tl.load(p + o_out * IN + o_in, mask=(o_out < OUT) & (o_in < IN), other=0.0)
+    b_matrix = tl.load(p + o_out * IN + o_in, mask=(o_out < OUT) & (o_in < IN), other=0.0)
+    if OUT_FIRST:
+        b_matrix = tl.permute(b_matrix, (1, 0, 2))
+    return b_matrix
 
 
 @triton.jit
@@ -86,9 +96,35 @@ def load_fragments(p, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constex
     return b
 
 
+# Note [Computed once]
+#     A product wants its factor in a layout of its own, up to 16 elements in every thread. The compiler may get there
+#     by computing the factor in that layout too, back to the loads it came from: loads of a row count as cheap where a
+#     program has more threads than the row has elements. All that a step fetches ahead, and its activation, would then
+#     be in every thread 16 times: for tanh 16 of them a step, for prelu at N = 128 up to 168 bytes a thread beyond what
+#     there is of registers (Triton 3.7). The compiler does not take this way through a sum whose result changes its
+#     layout, so the state, and what goes back in its place, pass through one over a single row: nothing is added, and
+#     each element is computed in one place and handed out through shared memory.
+
+
+@triton.jit
+def once(b_x):
+    """The row b_x [1, M] as [M], see Note [Computed once]."""
+    return tl.sum(b_x, axis=0)
+
+
+@triton.jit
+def elements(b_x, i_in, BLOCK_IN: tl.constexpr):
+    """Elements [i_in, i_in + WIDE) of b_x [BLOCK_IN], [WIDE]; i_in is a multiple of WIDE.
+
+    Registers cannot be indexed, so all are compared; where, not a product, because a NaN elsewhere must stay there.
+    """
+    m_pick = tl.arange(0, BLOCK_IN // WIDE)[:, None] == i_in // WIDE
+    return tl.sum(tl.where(m_pick, tl.reshape(b_x, [BLOCK_IN // WIDE, WIDE]), 0.0), axis=0)
+
+
 @triton.jit
 def multiply_row(b_x, b_matrix, BLOCK_IN: tl.constexpr):
-    """The row b_x [1, BLOCK_IN] times the transpose of ``load_matrix``'s tile, [1, BLOCK_OUT]."""
+    """b_x, of BLOCK_IN elements, times the transpose of ``load_matrix``'s tile, [1, BLOCK_OUT]."""
     SIDE: tl.constexpr = WIDE if BLOCK_IN >= WIDE else BLOCK_IN
     b_wide = tl.reshape(b_x, [BLOCK_IN // SIDE, 1, SIDE])
     return tl.sum(tl.sum(b_wide * b_matrix, axis=0), axis=1)[None, :]
@@ -133,9 +169,9 @@ def product(b_x, b_first, b_scale, b_second, p_first, p_scale, p_second, N: tl.c
     """One step's product for the rows b_x [BLOCK_B, BLOCK_N], of the same shape."""
     if WAY == "rows":
         if FACTORED:
-            b_y = multiply_row(multiply_row(b_x, b_first, BLOCK_N) * b_scale, b_second, BLOCK_K)
+            b_y = multiply_row(multiply_row(once(b_x), b_first, BLOCK_N) * b_scale, b_second, BLOCK_K)
         else:
-            b_y = multiply_row(b_x, b_second, BLOCK_K)
+            b_y = multiply_row(once(b_x), b_second, BLOCK_K)
     elif WAY == "dot":
         if FACTORED:
             b_y = multiply_rows(multiply_rows(b_x, b_first, PRECISION) * b_scale, b_second, PRECISION)
@@ -145,17 +181,15 @@ def product(b_x, b_first, b_scale, b_second, p_first, p_scale, p_second, N: tl.c
         BITS: tl.constexpr = b_x.dtype.primitive_bitwidth  # by name: up to Triton 3.3, `//` of an attribute fails
         FEW: tl.constexpr = PANEL_WORDS // (BLOCK_N * (BITS // 32))
         PANEL: tl.constexpr = WIDE if FEW >= WIDE or not FACTORED else FEW
+        b_row = once(b_x)
         b_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
         for i_k in range(0, K, PANEL):
-            o_k = i_k + tl.arange(0, PANEL)
             if FACTORED:
-                b_panel = load_matrix(p_first, i_k, 0, K, N, PANEL, BLOCK_N)
-                b_z = multiply_row(b_x, b_panel, BLOCK_N) * tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
+                o_k = i_k + tl.arange(0, PANEL)
+                b_z = multiply_row(b_row, load_matrix(p_first, i_k, 0, K, N, PANEL, BLOCK_N), BLOCK_N)
+                b_z *= tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
             else:
-                # elements i_k ... of the row: registers cannot be indexed, so all are compared; where, not a product,
-                # because a NaN elsewhere in the row must stay elsewhere until it is multiplied
-                m_pick = o_k[:, None] == tl.arange(0, BLOCK_N)[None, :]
-                b_z = tl.sum(tl.where(m_pick, b_x, 0.0), axis=1)[None, :]
+                b_z = elements(b_row, i_k, BLOCK_N)
             b_y += multiply_row(b_z, load_matrix(p_second, 0, i_k, N, K, BLOCK_N, PANEL), PANEL)
     return b_y
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from orthokern._products import ieee_products
 from orthokern.triton_kernels._activation import tanh
-from orthokern.triton_kernels._scan import PANEL_WARPS, WIDE, load_matrix, look_up, multiply_row
+from orthokern.triton_kernels._scan import PANEL_WARPS, WIDE, elements, load_matrix, look_up, multiply_row, once
 
 # ------------------------------------------------------------------------------------------------------------ products
 
@@ -54,42 +54,37 @@ def resident(p_matrix, N: tl.constexpr, WAY: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def elements(b_x, i_n, BLOCK_N: tl.constexpr):
-    """Elements [i_n, i_n + WIDE) of the row b_x [1, BLOCK_N], [1, WIDE].
-
-    Registers cannot be indexed, so all are compared; where, not a product, because a NaN elsewhere must stay there.
-    """
-    m_pick = (i_n + tl.arange(0, WIDE))[:, None] == tl.arange(0, BLOCK_N)[None, :]
-    return tl.sum(tl.where(m_pick, b_x, 0.0), axis=1)[None, :]
-
-
-@triton.jit
 def product(b_x, b_matrix, p_matrix, N: tl.constexpr, WAY: tl.constexpr, BLOCK_N: tl.constexpr):
     """The row b_x [1, BLOCK_N] times the transpose of a matrix [N, N]."""
+    b_row = once(b_x)
     if WAY == "rows":
-        b_y = multiply_row(b_x, b_matrix, BLOCK_N)
+        b_y = multiply_row(b_row, b_matrix, BLOCK_N)
     else:
         b_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
         for i_n in range(0, N, WIDE):
-            b_y += multiply_row(elements(b_x, i_n, BLOCK_N), load_matrix(p_matrix, 0, i_n, N, N, BLOCK_N, WIDE), WIDE)
+            b_y += multiply_row(elements(b_row, i_n, BLOCK_N), load_matrix(p_matrix, 0, i_n, N, N, BLOCK_N, WIDE), WIDE)
     return b_y
 
 
 @triton.jit
 def two_products(b_x, b_y, b_first, b_second, p_first, p_second, SAME: tl.constexpr, N: tl.constexpr,
                  WAY: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """(first x, second y) as ``product`` has them; SAME: y is x, whose elements are then picked once."""
+    """(first x, second y) as ``product`` has them; SAME: y is x, which is then handed out once."""
+    b_row_x = once(b_x)
+    b_row_y = b_row_x
+    if not SAME:
+        b_row_y = once(b_y)
     if WAY == "rows":
-        b_to_x = multiply_row(b_x, b_first, BLOCK_N)
-        b_to_y = multiply_row(b_y, b_second, BLOCK_N)
+        b_to_x = multiply_row(b_row_x, b_first, BLOCK_N)
+        b_to_y = multiply_row(b_row_y, b_second, BLOCK_N)
     else:
         b_to_x = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
         b_to_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
         for i_n in range(0, N, WIDE):
-            b_few_x = elements(b_x, i_n, BLOCK_N)
+            b_few_x = elements(b_row_x, i_n, BLOCK_N)
             b_few_y = b_few_x
             if not SAME:
-                b_few_y = elements(b_y, i_n, BLOCK_N)
+                b_few_y = elements(b_row_y, i_n, BLOCK_N)
             b_to_x += multiply_row(b_few_x, load_matrix(p_first, 0, i_n, N, N, BLOCK_N, WIDE), WIDE)
             b_to_y += multiply_row(b_few_y, load_matrix(p_second, 0, i_n, N, N, BLOCK_N, WIDE), WIDE)
     return b_to_x, b_to_y

@@ -30,6 +30,7 @@ class Resources:
     registers: int  # a thread
     spills: int  # bytes stored and loaded, a thread
     shared: int  # bytes, a program
+    ptx: str = dataclasses.field(repr=False)  # the code that the assembler was given
 
 
 def ptxas(capability: int) -> str:
@@ -77,4 +78,4 @@ def resources(kernel: Any, arguments: dict[str, Any], capability: int, num_warps
     used = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert used and spilled, f"ptxas says something new:\n{said}"
-    return Resources(int(used[1]), int(spilled[1]) + int(spilled[2]), compiled.metadata.shared)
+    return Resources(int(used[1]), int(spilled[1]) + int(spilled[2]), compiled.metadata.shared, compiled.asm["ptx"])
