@@ -15,11 +15,11 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kLargestGroup = 16;  // sequences of a resident block
 
-// Warps of the resident kernel: 16 rows each. Two maps of 12 warps do not fit into the registers.
+// Padded N of the resident kernel that serves n, in units of 16; 0 for none.
 template <bool kFactored>
-int resident_warps(int64_t n) {
-  for (int warps : {2, 4, 8, 12})
-    if (n <= 16 * warps && (!kFactored || warps <= 8)) return warps;
+int resident_columns(int64_t n) {
+  for (int columns : {2, 4, 8, 10, 12})
+    if (n <= 16 * columns && columns != (kFactored ? 12 : 10)) return columns;
   return 0;
 }
 
@@ -36,21 +36,22 @@ void with_value(int value, F f) {
   (void)((value == kValues && (f(std::integral_constant<int, kValues>()), true)) || ...);
 }
 
+// Call f with the ResidentShape of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the registers, and 8 with 20 do.
 template <bool kFactored, class F>
-void with_resident_kernel(bool backward, int warps, int group, F f) {
+void with_resident_shape(bool backward, int columns, int group, F f) {
   with_direction(backward, [&](auto direction) {
     auto choose = [&](auto c) {
       constexpr bool kBackward = decltype(direction)::value;
-      constexpr int C = decltype(c)::value;
+      constexpr int C = decltype(c)::value, kWarps = kFactored && C > 8 ? 8 : C;
       if (group == 1)
-        f(resident_scan_kernel<kFactored, kBackward, C, 1>);
+        f(ResidentShape<kFactored, kBackward, kWarps, C, false>());
       else
-        f(resident_scan_kernel<kFactored, kBackward, C, 2>);
+        f(ResidentShape<kFactored, kBackward, kWarps, C, true>());
     };
     if constexpr (kFactored)
-      with_value<2, 4, 8>(warps, choose);
+      with_value<2, 4, 8, 10>(columns, choose);
     else
-      with_value<2, 4, 8, 12>(warps, choose);
+      with_value<2, 4, 8, 12>(columns, choose);
   });
 }
 template <bool kFactored, class F>
@@ -61,29 +62,25 @@ void with_cluster_kernel(bool backward, int group, F f) {
 }
 
 template <bool kFactored>
-int64_t resident_bytes(bool backward, int warps, int group, bool tokens) {
-  return backward ? ResidentMemory<kFactored, true>(16 * warps, group, 32 * warps, tokens).total
-                  : ResidentMemory<kFactored, false>(16 * warps, group, 32 * warps, tokens).total;
-}
-
-template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
-  const int warps = resident_warps<kFactored>(a.N);
-  if (!warps) return false;
+  const int columns = resident_columns<kFactored>(a.N);
   // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of one.
   // Where one wave of blocks is not enough, all waves are full.
   const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
-  int64_t group = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
-  if (group > 1) group = (group + 1) / 2 * 2;
-  while (group > 1 && resident_bytes<kFactored>(backward, warps, static_cast<int>(group), a.tokens) > static_cast<int64_t>(limits.shared_per_block))
-    group = group > 2 ? group - 2 : 1;
+  const int64_t wanted = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
+  bool fits = false;
+  for (int64_t group = wanted; group > 0 && !fits; group--)
+    with_resident_shape<kFactored>(backward, columns, static_cast<int>(group), [&](auto shape) {
+      using Shape = decltype(shape);
+      plan.group = static_cast<int>(divide_up(group, Shape::kSequences)) * Shape::kSequences;
+      plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
+      plan.sums_rows = plan.blocks * Shape::kSequences;
+      plan.shared_bytes = ResidentMemory<Shape>(plan.group, a.tokens).total;
+      fits = plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
+    });
   plan.path = static_cast<int>(ScanPath::kResident);
-  plan.group = static_cast<int>(group);
-  plan.blocks = static_cast<int>(divide_up(a.sequences, group));
   plan.norm_columns = plan.blocks;
-  plan.sums_rows = plan.blocks * (group == 1 ? 1 : 2);
-  plan.shared_bytes = resident_bytes<kFactored>(backward, warps, plan.group, a.tokens);
-  return plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
+  return fits;
 }
 
 template <bool kFactored>
@@ -200,10 +197,11 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
   }
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
-    const int warps = resident_warps<kFactored>(a.N);
-    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
-                    static_cast<size_t>(plan.shared_bytes)};
-    with_resident_kernel<kFactored>(backward, warps, plan.group, [&](auto kernel) { launch(kernel, at, a, plan.group); });
+    with_resident_shape<kFactored>(backward, resident_columns<kFactored>(a.N), plan.group, [&](auto shape) {
+      using Shape = decltype(shape);
+      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Shape::kThreads), stream, static_cast<size_t>(plan.shared_bytes)};
+      launch(resident_scan_kernel<Shape>, at, a, plan.group);
+    });
   } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
     if (kFactored) {
       pack_chunks(a.map1, 1, a.K, a.K, a.N, plan.chunks1, plan, a.packed1, stream);
