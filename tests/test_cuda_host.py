@@ -359,7 +359,7 @@ def test_cayley_by_series_and_by_elimination(cuda: Any, workspaces: list[Tensor]
 
 
 def test_cayley_of_a_large_gradient(cuda: Any) -> None:
-    """In one block also of low rank, as a gradient may well be: with pivots of 1 x 1, |X| = 1e6 would leave three digits."""
+    """In one block also of low rank, as gradients may be: with pivots of 1 x 1, |X| = 1e6 would leave three digits."""
     for shape in ((2, 40, 40), (2, 41, 41), (2, 40, 30), (2, 70, 70), (2, 130, 65)):
         m, g = bases(shape, torch.float64)
         low_rank = torch.randn(2, shape[-2], 2, dtype=torch.float64) @ torch.randn(2, 2, shape[-1], dtype=torch.float64)
@@ -402,7 +402,7 @@ def test_cayley_with_a_number_is_the_same(cuda: Any) -> None:
 @orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_cayley_of_several_sizes(cuda: Any, dtype: torch.dtype, order: str) -> None:
-    """Square and thin, in one block and by tiles, some by a series, with rates of any kind: the bits of single calls."""
+    """Square and thin, in a block and by tiles, some by a series, with rates of any kind: the bits of single calls."""
     shapes = [
         (33, 33),
         (130, 130),

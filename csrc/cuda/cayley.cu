@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_finis
 
 template <class T>
 struct Pivots {
-  T row[2][kTile], column[2][kTile];  // of a pair
+  T row[2][kTile], column[2][kTile];  // Q D_pj and D_ip of a pair
 };
 
 // Note [Pivots of two] on a matrix of up to kTile, of which the thread has the elements (4 (thread / 16) + r, 4 (thread % 16) + c), in place: X
@@ -352,37 +352,42 @@ struct Pivots {
 template <class T>
 __device__ __forceinline__ void invert(T (&d)[4][4], int order, bool plain) {
   ORTHOKERN_SHARED(Pivots<T>, pivots, [2]);  // taken in turns, so that one barrier a pair is enough
-  const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+  const int thread = threadIdx.x, row = thread / 16 * 4, column = thread % 16 * 4;
   const T one = plain ? T(0) : T(1);
   for (int first = 0; first < order; first += 4) {
 #pragma unroll
     for (int half = 0; half < 4; half += 2) {  // the pair first + half, first + half + 1; both halves are written out, so that d stays in registers
-      const int p = first + half;
-      if (p >= order) break;
+      if (first + half >= order) break;
       Pivots<T>& s = pivots[half / 2];
+      const auto own = [&](int c) { return column == first && c / 2 == half / 2; };  // a column of the pivot's
+      if (column == first)
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (row == first) s.row[0][column + e] = d[half][e], s.row[1][column + e] = d[half + 1][e];
-        if (column == first) s.column[0][row + e] = d[e][half], s.column[1][row + e] = d[e][half + 1];
+        for (int r = 0; r < 4; r++) s.column[0][row + r] = d[r][half], s.column[1][row + r] = d[r][half + 1];
+      if (thread / 32 == first / 8) {  // the warp with the pivot's rows; P comes from the thread that has it
+        const int lane = first / 4 * 17 % 32;
+        const T e00 = __shfl_sync(~0u, d[half][half], lane), e01 = __shfl_sync(~0u, d[half][half + 1], lane);
+        const T e10 = __shfl_sync(~0u, d[half + 1][half], lane), e11 = __shfl_sync(~0u, d[half + 1][half + 1], lane);
+        if (row == first) {
+          const T p00 = e00 + one, p11 = e11 + one, over = T(1) / (p00 * p11 - e01 * e10);
+          const T q00 = p11 * over, q01 = -e01 * over, q10 = -e10 * over, q11 = p00 * over;
+#pragma unroll
+          for (int c = 0; c < 4; c++) {
+            const T above = own(c) ? T(c == half) : d[half][c], below = own(c) ? T(c != half) : d[half + 1][c];
+            const T s0 = q00 * above + q01 * below, s1 = q10 * above + q11 * below;
+            s.row[0][column + c] = s0, s.row[1][column + c] = s1;
+            const bool second = own(c) && !plain;
+            d[half][c] = second ? -e00 * s0 - e01 * s1 : s0, d[half + 1][c] = second ? -e10 * s0 - e11 * s1 : s1;
+          }
+        }
       }
       __syncthreads();
       if (row >= order || column >= order) continue;
-      const T p00 = s.row[0][p] + one, p01 = s.row[0][p + 1], p10 = s.row[1][p], p11 = s.row[1][p + 1] + one;
-      const T over = T(1) / (p00 * p11 - p01 * p10);
-      const T q00 = p11 * over, q01 = -p01 * over, q10 = -p10 * over, q11 = p00 * over;
-      const Quad<T> above = quad(s.row[0] + column), below = quad(s.row[1] + column);
-      const Quad<T> left = quad(s.column[0] + row), right = quad(s.column[1] + row);
+      const Quad<T> s0 = quad(s.row[0] + column), s1 = quad(s.row[1] + column), left = quad(s.column[0] + row), right = quad(s.column[1] + row);
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        const bool own = column == first && c / 2 == half / 2;  // a column of the pivot's
-        const T r0 = own ? T(c == half) : above.v[c], r1 = own ? T(c != half) : below.v[c];
-        const T s0 = q00 * r0 + q01 * r1, s1 = q10 * r0 + q11 * r1;
+      for (int r = 0; r < 4; r++)
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-          if (row == first && r / 2 == half / 2 && (plain || !own)) d[r][c] = r == half ? s0 : s1;
-          else d[r][c] = (own ? T(0) : d[r][c]) - left.v[r] * s0 - right.v[r] * s1;
-        }
-      }
+        for (int c = 0; c < 4; c++)
+          if (row != first || r / 2 != half / 2) d[r][c] = (own(c) ? T(0) : d[r][c]) - left.v[r] * s0.v[c] - right.v[r] * s1.v[c];
     }
   }
 }
