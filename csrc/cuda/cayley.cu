@@ -1,6 +1,6 @@
-// The Cayley step, batched over matrices of any shapes. There are two ways, and the shape alone decides (`alone`):
+// The Cayley step, batched over matrices of any shapes. There are two ways, and the shape alone decides (`way_of`):
 //
-//     one block     K up to 64, and all of it in shared memory: one launch, one block per matrix. The section at the end.
+//     one block     K up to 64, and all of it in shared memory: one launch, a block for each matrix.
 //     tiles         everything else: tiled products, 64 x 64 results a block, so that even a single matrix is spread over many
 //                   multiprocessors; the decisions between kernels are made on the device. The matrices of a launch lie along blockIdx.z.
 //
