@@ -291,7 +291,7 @@ def test_eager_loop(benchmark: Any, bench: Bench, size: Size) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.sizes([{"N": 64}, {"N": 128}, {"N": 256}, {"N": 500}, {"N": 1000}], quick=[{"N": 16}])
+@pytest.mark.sizes([{"N": 32}, {"N": 64}, {"N": 128}, {"N": 256}, {"N": 500}, {"N": 1000}], quick=[{"N": 16}])
 def test_cayley(benchmark: Any, bench: Bench, size: Size) -> None:
     """Two matrices: torch.linalg.solve's form of the step over ours."""
     N = size["N"]

@@ -614,6 +614,7 @@ def test_tf32_of_the_process_changes_no_bit(backend: str) -> None:
 
 
 SHAPES = [(1, 1), (5, 3), (33, 33), (64, 64), (65, 64), (130, 7), (3, 9, 9), (2, 128, 128), (2, 300, 300), (2, 300, 10)]
+SHAPES += [(2, 300, 70)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
@@ -634,7 +635,7 @@ def test_cayley_of_several_sizes(dtype: torch.dtype) -> None:
     """Square and thin, more sizes than one launch holds: the bits of single calls."""
     need("cayley", "cuda", dtype, N=300, K=300)
     steps: list[Any] = []
-    for index, (n, k) in enumerate([*SHAPES[:6], (300, 300), (300, 10), *((i, i) for i in range(2, 22))]):
+    for index, (n, k) in enumerate([*SHAPES[:6], (300, 300), (300, 10), (300, 70), *((i, i) for i in range(2, 22))]):
         shape = (1 + index % 3, n, k)
         m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype).cuda()
         rate = (1e-5, 3.0, torch.rand(shape[0], device="cuda"), torch.tensor(0.01))[index % 4]
@@ -869,7 +870,7 @@ for n in (2, 66, 1030):
                 y.sum().backward()
 """,
     "cayley": """
-for n, k in ((1, 1), (33, 33), (130, 130), (130, 7), (66, 65), (200, 70)):
+for n, k in ((1, 1), (33, 33), (64, 64), (130, 130), (130, 7), (66, 65), (200, 70)):
     for rate in (1e-5, 1e-2, 3.0):
         f.cayley(basis(n, k).detach(), torch.randn(n, k, device="cuda"), rate, backend=backend)
     f.cayley(torch.stack([basis(n, k).detach()] * 3), torch.randn(3, n, k, device="cuda"), 1e-2, backend=backend)
