@@ -125,8 +125,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
 def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
     """`cayley` of several (m [..., N, K], g, lr), of one dtype and device and of any shapes, by the same kernels.
 
-    Bit for bit the same as one at a time. One launch takes all that fit a block each; of the others, square and thin ones
-    take as many as the largest of them does.
+    Bit for bit the same as one at a time. One launch takes all that fit a block each; of the others, the square ones
+    take as many as the largest of them does, and the thin ones likewise.
     """
     first = steps[0][0]
     alive: list[Tensor | None] = []  # until the kernels are on the stream
