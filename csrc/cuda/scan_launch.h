@@ -167,7 +167,7 @@ inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_str
          static_cast<int>(rows), static_cast<int>(columns), chunks, plan.cluster, packed);
 }
 
-template <bool kFactored, bool kBackward>
+template <bool kFactored, bool kBackward, int kPrecision>
 void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
   float* state[2] = {a.work, a.work + a.sequences * a.N};
   float* const y = a.work + 2 * a.sequences * a.N;
@@ -180,14 +180,15 @@ void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
     const StepIndex index{to.base, static_cast<int>(i), 1};
     StepProduct product{a.map2, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N, N};
     if (kFactored) {
-      to(step_product_kernel<kBackward>, first, dim3(kStepThreads), a, StepProduct{a.map1, 1, a.K, from, y, a.scale, K, N}, index);
+      to(step_product_kernel<kBackward, kPrecision>, first, dim3(kStepThreads), a, StepProduct{a.map1, 1, a.K, from, y, a.scale, K, N}, index);
       product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = K;
     }
-    to(step_product_kernel<kBackward>, last, dim3(kStepThreads), a, product, index);
+    to(step_product_kernel<kBackward, kPrecision>, last, dim3(kStepThreads), a, product, index);
   };
   step(OntoStream{stream}, 0);  // from another state than those that follow
   const int64_t length = std::min(a.chunk, a.T);
-  run_step_loop({a.device, stream, 2 * kFactored + kBackward, plan.graph_steps, base, 1, length}, step);
+  const int kind = 8 * kPrecision + 2 * kFactored + kBackward;  // gru_scan has 4 to 7
+  run_step_loop({a.device, stream, kind, plan.graph_steps, base, 1, length}, step);
 }
 
 template <bool kFactored>
@@ -215,7 +216,10 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
                     plan.cluster};
     with_cluster_kernel<kFactored>(backward, plan.group, [&](auto kernel) { launch(kernel, at, a, plan); });
   } else {
-    with_direction(backward, [&](auto direction) { run_steps<kFactored, decltype(direction)::value>(a, plan, stream); });
+    with_direction(backward, [&](auto direction) {
+      with_value<kIeee, kThreeTf32, kTf32, kBfloat16>(
+          a.precision, [&](auto precision) { run_steps<kFactored, decltype(direction)::value, decltype(precision)::value>(a, plan, stream); });
+    });
   }
 }
 

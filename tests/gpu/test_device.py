@@ -559,14 +559,24 @@ def test_another_device_than_the_current_for_the_other_ops(backend: str) -> None
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("precision", ["3xtf32", "tf32", "bf16"])
-def test_lower_precision_is_as_bad_as_it_says_and_no_worse(op: str, precision: str, backend: str) -> None:
+def test_lower_precision_is_as_bad_as_it_says_and_no_worse(
+    op: str, precision: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need(op, backend, N=64, K=64)
     problem = scan_problem(op, B=20, T=20, N=64)
     expected = run_scan(problem, "reference")["hs"]
-    hs = run_scan(on(problem.to(torch.float32), "cuda"), backend, precision=precision)["hs"].cpu().double()
-    error = float((hs - expected).norm() / expected.norm())
     # the unit roundoff of the factors, with room for some steps of a near-isometry; 3xtf32 nearly reaches float32
-    assert error < {"3xtf32": 1e-5, "tf32": 2e-2, "bf16": 2e-1}[precision]
+    bound = {"3xtf32": 1e-5, "tf32": 2e-2, "bf16": 2e-1}[precision]
+
+    def error() -> float:
+        hs = run_scan(on(problem.to(torch.float32), "cuda"), backend, precision=precision)["hs"].cpu().double()
+        return float((hs - expected).norm() / expected.norm())
+
+    assert error() < bound
+    if backend == "cuda":  # single steps are what has tensor cores there
+        monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2})
+        assert error() < bound
+        assert precision == "3xtf32" or error() > bound / 1000
 
 
 @pytest.mark.parametrize("op", OPS)
