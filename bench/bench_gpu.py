@@ -102,7 +102,7 @@ class Problem:
         return check(f"{self.op}, {self.activation}", [hs.cpu()], [exact.cpu()], TOLERANCE)
 
 
-@pytest.mark.sizes(LONG, quick=QUICK)
+@pytest.mark.sizes([LONG[0], {"N": 160, "T": 10000}, *LONG[1:]], quick=QUICK)
 @pytest.mark.parametrize("activation", ["tanh", "identity"])
 def test_factored_scan(benchmark: Any, bench: Bench, size: Size, activation: str) -> None:
     """Forward and backward at T = 10000, milliseconds; both GPU backends."""
@@ -131,18 +131,19 @@ def test_factored_scan(benchmark: Any, bench: Bench, size: Size, activation: str
 def test_factored_scan_of_single_steps(
     benchmark: Any, bench: Bench, size: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path for any size, forward and backward: in CUDA graphs, and kernel by kernel."""
+    """The path for any size, forward and backward: in CUDA graphs, kernel by kernel, and on tensor cores."""
     problem = Problem("factored_scan", activation="tanh", **size)
     if not _native_cuda.AVAILABLE:
         pytest.skip(_native_cuda.REASON)
 
-    def step(**wishes: int) -> tuple[Tensor, ...]:
+    def step(precision: str = "ieee", **wishes: int) -> tuple[Tensor, ...]:
         monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2, **wishes})
-        return problem.step(backend="cuda")
+        return problem.step(backend="cuda", precision=precision)
 
     for one, other in zip(step(), step(graph_steps=0), strict=True):
         assert torch.equal(one, other)
-    calls = {"in graphs": step, "kernel by kernel": functools.partial(step, graph_steps=0)}
+    calls: dict[str, Any] = {"in graphs": step, "kernel by kernel": functools.partial(step, graph_steps=0)}
+    calls |= {f"in graphs, {name}": functools.partial(step, name) for name in ("3xtf32", "tf32", "bf16")}
     times = milliseconds(calls, bench.rounds(ROUNDS))
     benchmark.pedantic(lambda: (step(), torch.cuda.synchronize()), rounds=2)
     for name, found in times.items():
@@ -290,7 +291,7 @@ def test_eager_loop(benchmark: Any, bench: Bench, size: Size) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.sizes([{"N": 64}, {"N": 128}, {"N": 256}, {"N": 500}, {"N": 1000}], quick=[{"N": 16}])
+@pytest.mark.sizes([{"N": 32}, {"N": 64}, {"N": 128}, {"N": 256}, {"N": 500}, {"N": 1000}], quick=[{"N": 16}])
 def test_cayley(benchmark: Any, bench: Bench, size: Size) -> None:
     """Two matrices: torch.linalg.solve's form of the step over ours."""
     N = size["N"]

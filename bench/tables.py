@@ -263,7 +263,10 @@ def small_ops(results: Results) -> list[Table]:
     return found
 
 
-KNOWN = ("scan", "loops", "modules", "copy", "memory", "activations", "readout", "scaling", "accuracy", "table5")
+KNOWN = (
+    "scan", "loops", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling", "accuracy",
+    "table5",
+)  # fmt: skip
 
 
 def others(results: Results) -> list[Table]:
@@ -488,7 +491,7 @@ def support() -> str:
 def sections(results: Results, shown: str) -> dict[str, str]:
     """The README's sections. `shown` is the results file's path as the README gives it."""
     makers: dict[str, tuple[Callable[[Results], list[Table]], ...]] = {
-        "speed": (scan, loops, copy_task, memory, small_ops, others),
+        "speed": (scan, loops, copy_task, memory, small_ops, diagnosed, others),
         "table5": (table5,),
         "accuracy": (accuracy,),
     }

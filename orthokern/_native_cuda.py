@@ -36,6 +36,7 @@ except ImportError as error:
 AVAILABLE = _native is not None
 
 _DTYPES = {torch.float32: 0, torch.float64: 1}
+_PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
 _ACTIVATIONS = {"identity": 0, "tanh": 1, "relu": 2, "prelu": 3, "leaky_relu": 3, "modrelu": 4, "oplu": 5}
 
 
@@ -125,7 +126,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
 def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
     """`cayley` of several (m [..., N, K], g, lr), of one dtype and device and of any shapes, by the same kernels.
 
-    Bit for bit the same as one at a time, with as many launches as the largest takes.
+    Bit for bit the same as one at a time. One launch takes all that fit a block each; of the others, square and thin
+    ones take as many as the largest of them does.
     """
     first = steps[0][0]
     alive: list[Tensor | None] = []  # until the kernels are on the stream
@@ -181,11 +183,13 @@ def _asked_of_planner() -> dict[str, int]:
 
 @dataclasses.dataclass
 class _Map:
-    """W = U diag(s) V^T by u, v [N, K] and s [K], or W [N, N] itself in u's place without s and v."""
+    """W = U diag(s) V^T by u, v [N, K] and s [K], or W [N, N] itself in u's place without s and v; and the least
+    precision that its products in the recurrence may have."""
 
     u: Tensor
     s: Tensor | None = None
     v: Tensor | None = None
+    precision: str = "ieee"
 
     @property
     def op(self) -> str:
@@ -244,6 +248,7 @@ class _Scan:
             "N": n,
             "K": 0 if map.s is None else map.s.shape[0],
             "sequences": batch if sequences is None else sequences,
+            "precision": _PRECISIONS[map.precision],
             "activation": _ACTIVATIONS[activation],
             "act_param_stride": int(act_param is not None and act_param.numel() > 1),
             "backward": int(backward),
@@ -361,7 +366,7 @@ def _scan_inputs(
         return _ready(tensor, dtype, device, name)
 
     factored = map.s is not None
-    ready_map = _Map(ready(map.u, "u" if factored else "w"), ready(map.s, "s"), ready(map.v, "v"))
+    ready_map = _Map(ready(map.u, "u" if factored else "w"), ready(map.s, "s"), ready(map.v, "v"), map.precision)
     ids = x is not None and not x.is_floating_point()
     x = ready(x, "x", torch.int64 if ids else dtype)
     return ready_map, ready(h0, "h0"), x, ready(weight, "weight"), ready(bias, "bias"), ready(act_param, "act_param")
@@ -627,9 +632,19 @@ def factored_scan_fwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
     return _scan_fwd(
-        _Map(u, s, v), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
+        _Map(u, s, v, precision),
+        x,
+        h0,
+        weight,
+        bias,
+        act_param,
+        activation,
+        checkpoint_every,
+        algorithm,
+        lengths,
+        message_clip,
     )
 
 
@@ -655,10 +670,10 @@ def factored_scan_bwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
     grad_x, m, grad_h0, *others = _scan_bwd(
-        _Map(u, s, v), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
-        need_params, algorithm, lengths, message_clip,
+        _Map(u, s, v, precision), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every,
+        need_x, need_params, algorithm, lengths, message_clip,
     )  # fmt: skip
     if not need_params:
         return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
@@ -683,9 +698,19 @@ def dense_scan_fwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where single steps are launched."""
     return _scan_fwd(
-        _Map(w), x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
+        _Map(w, precision=precision),
+        x,
+        h0,
+        weight,
+        bias,
+        act_param,
+        activation,
+        checkpoint_every,
+        algorithm,
+        lengths,
+        message_clip,
     )
 
 
@@ -709,10 +734,10 @@ def dense_scan_bwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.dense_scan`. Every precision is served by IEEE products."""
+    """See :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where single steps are launched."""
     return _scan_bwd(
-        _Map(w), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x,
-        need_params, algorithm, lengths, message_clip,
+        _Map(w, precision=precision), grad_hs, states, pre, x, h0, weight, bias, act_param, activation,
+        checkpoint_every, need_x, need_params, algorithm, lengths, message_clip,
     )  # fmt: skip
 
 

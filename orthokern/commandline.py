@@ -212,3 +212,36 @@ class Parser(argparse.ArgumentParser):
             value = settings[lacking.setting]
             shown = "none" if value is None or value is False else f"{value:g}" if isinstance(value, float) else value
             raise InputError(f"{action.option_strings[0]}: for {wanted}; here {lacking.option} is {shown}")
+
+    def check_recorded(self, settings: Mapping[str, Any]) -> None:
+        """Refuses settings, read from a file, that the command line would not have taken.
+
+        Args:
+            settings: by name; those that are no option, and None, are passed over.
+
+        Raises:
+            InputError: names setting and value.
+        """
+        for action in self._actions:
+            value = settings.get(action.dest)
+            if value is None or action.type is device:  # the device may be another machine's
+                continue
+            if action.nargs == 0:
+                fine = isinstance(value, bool)
+            elif isinstance(value, bool) or not isinstance(value, str | int | float):
+                fine = False
+            else:
+                fine = _taken(action, value)
+            if not fine:
+                raise InputError(f"{action.dest} is {value!r}, which {action.option_strings[0]} does not take")
+
+
+def _taken(action: argparse.Action, value: str | int | float) -> bool:
+    """Whether an option with a value takes this one, and as something of its kind: 5 is not "5"."""
+    if not callable(action.type):
+        return isinstance(value, str)
+    try:
+        parsed = action.type(str(value))
+    except (argparse.ArgumentTypeError, InputError, ValueError):
+        return False
+    return isinstance(value, str) == isinstance(parsed, str | os.PathLike)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import random
 import struct
 from collections.abc import Iterator
@@ -22,6 +23,34 @@ trace_rules.get_torch_obj_rule_map()
 # The same examples on every run and machine; a failure prints how to repeat it.
 hypothesis.settings.register_profile("orthokern", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("orthokern")
+
+
+MAX_WORKERS = 8  # each takes some 700 MB, and the longest file sets the time from here on
+FIRST = ("test_triton_kernels.py", "test_bench_smoke.py")  # few tests, but long ones: not what a worker should end with
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The plain `pytest` shares its files out over the cores, where pytest-xdist is installed: a test seldom fills two.
+
+    Left alone are `-n`, a choice of files (a worker takes seconds to start), what wants the terminal, and a machine
+    with a GPU, which all workers would share.
+    """
+    option = config.option
+    chosen = getattr(option, "numprocesses", 0) is not None or "PYTEST_XDIST_WORKER" in os.environ
+    alone = option.usepdb or option.capture == "no" or option.collectonly or torch.cuda.is_available()
+    if chosen or alone or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, MAX_WORKERS)
+    if workers > 1:
+        option.numprocesses, option.dist = workers, "loadfile"  # files whole: fixtures that compile belong to one
+        option.loadscopereorder = False  # it would begin with the files of many tests, not with those of long ones
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores // workers))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 @pytest.fixture(autouse=True)

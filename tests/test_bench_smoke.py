@@ -25,7 +25,9 @@ pytestmark = pytest.mark.skipif(not TABLES.exists(), reason="not a source tree w
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     # One thread: on a machine that is busy with other tests, two that wait for each other take many times as long.
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    # Nothing of the pytest around it: in a worker of pytest-xdist benchmarks are switched off.
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**ours, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 

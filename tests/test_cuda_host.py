@@ -276,7 +276,9 @@ def test_gradcheck_of_the_activation_kernels(cuda: Any) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- cayley
 
-SHAPES = [(1, 1), (2, 2), (5, 3), (33, 33), (65, 64), (130, 7), (17, 1), (3, 9, 9), (2, 3, 12, 5), (66, 65)]
+# one block for each matrix, then by tiles, but that (65, 64) fits a block in float32 only
+SHAPES = [(1, 1), (2, 2), (5, 3), (7, 7), (17, 1), (31, 31), (33, 33), (50, 7), (64, 64), (130, 7), (3, 9, 9)]
+SHAPES += [(2, 3, 12, 5), (65, 64), (65, 65), (66, 65), (120, 63)]
 
 
 def bases(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -306,6 +308,32 @@ def test_cayley_parity(cuda: Any, dtype: torch.dtype, shape: tuple[int, ...]) ->
         assert torch.equal(actual, torch.ops.orthokern.cayley(strided(m), strided(g), lr, "cuda"))
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "launches"),
+    [
+        (64, 64, torch.float32, 1),
+        (64, 64, torch.float64, 1),
+        (65, 65, torch.float32, 7),
+        (113, 63, torch.float32, 1),
+        (114, 63, torch.float32, 7),
+        (96, 40, torch.float64, 1),
+        (97, 40, torch.float64, 7),
+        (3000, 2, torch.float64, 7),
+    ],
+    ids=str,
+)
+def test_cayley_in_one_launch_where_a_block_holds_the_matrix(
+    cuda: Any, workspaces: list[Tensor], n: int, k: int, dtype: torch.dtype, launches: int
+) -> None:
+    """Square up to 64, thin as far as 94 KB of shared memory go; no workspace then."""
+    cuda.set_chip(major=8, minor=9, shared_per_block=99 << 10)
+    m, g = bases((n, k), dtype)
+    cuda.kernels_run()
+    torch.ops.orthokern.cayley(m, g, torch.tensor(0.1), "cuda")
+    assert cuda.kernels_run() == launches
+    assert bool(workspaces[-1].numel()) == (launches > 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_cayley_by_series_and_by_elimination(cuda: Any, workspaces: list[Tensor], dtype: torch.dtype) -> None:
     """From N = 129 on small steps end with the series, moderate ones with elimination, large ones with its other form.
@@ -331,13 +359,15 @@ def test_cayley_by_series_and_by_elimination(cuda: Any, workspaces: list[Tensor]
 
 
 def test_cayley_of_a_large_gradient(cuda: Any) -> None:
-    for shape in ((2, 40, 40), (2, 40, 30)):
-        m = torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0]
+    """In one block also of low rank, as gradients may be: with pivots of 1 x 1, |X| = 1e6 would leave three digits."""
+    for shape in ((2, 40, 40), (2, 41, 41), (2, 40, 30), (2, 70, 70), (2, 130, 65)):
+        m, g = bases(shape, torch.float64)
+        low_rank = torch.randn(2, shape[-2], 2, dtype=torch.float64) @ torch.randn(2, 2, shape[-1], dtype=torch.float64)
+        eye = torch.eye(shape[-1], dtype=torch.float64)
         for scale in (1e2, 1e4, 1e6):
-            g = scale * torch.randn(shape, dtype=torch.float64)
-            new = torch.ops.orthokern.cayley(m, g, torch.tensor(1.0), "cuda")
-            eye = torch.eye(shape[-1], dtype=torch.float64)
-            assert (new.mT @ new - eye).abs().max() < 1e-9 * scale**0.5
+            for gradient in (g, low_rank) if shape[-2] == shape[-1] <= 64 else (g,):
+                new = torch.ops.orthokern.cayley(m, scale * gradient, torch.tensor(1.0), "cuda")
+                assert (new.mT @ new - eye).abs().max() < 1e-9 * scale**0.5
 
 
 def test_cayley_keeps_thin_bases_orthonormal(cuda: Any) -> None:
@@ -351,6 +381,18 @@ def test_cayley_keeps_thin_bases_orthonormal(cuda: Any) -> None:
     assert float((m.mT @ m - torch.eye(6)).norm()) < 1.5 * start
 
 
+@pytest.mark.parametrize("shape", [(33, 33), (40, 6), (66, 66)], ids=str)
+def test_cayley_drifts_as_little_as_the_reference(cuda: Any, shape: tuple[int, int]) -> None:
+    """Small steps that go on in one direction: what a step adds to M^T M - I must not add up."""
+    m, g = bases(shape, torch.float32)
+    ours, plain, eye = m, m, torch.eye(shape[1], dtype=torch.float64)
+    for _ in range(60):
+        ours = torch.ops.orthokern.cayley(ours, g, torch.tensor(3e-3), "cuda")
+        plain = torch.ops.orthokern.cayley(plain, g, torch.tensor(3e-3), "reference")
+    drift, allowed = (float((x.double().mT @ x.double() - eye).norm()) for x in (ours, plain))
+    assert drift < 1.5 * allowed
+
+
 def test_cayley_with_a_number_is_the_same(cuda: Any) -> None:
     m, g = bases((3, 8, 5), torch.float32)
     one = _native_cuda.cayley(m, g, 0.25)
@@ -360,11 +402,11 @@ def test_cayley_with_a_number_is_the_same(cuda: Any) -> None:
 @orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_cayley_of_several_sizes(cuda: Any, dtype: torch.dtype, order: str) -> None:
-    """Square and thin, small and large, some by a series, with rates of any kind: the bits of single calls."""
+    """Square and thin, in a block and by tiles, some by a series, with rates of any kind: the bits of single calls."""
     shapes = [
         (33, 33),
         (130, 130),
-        (65, 64),
+        (70, 66),
         (1, 1),
         (3, 9, 9),
         (130, 7),
@@ -383,9 +425,10 @@ def test_cayley_of_several_sizes(cuda: Any, dtype: torch.dtype, order: str) -> N
     for shape, step in zip(shapes, steps, strict=True):
         alone.append(_native_cuda.cayley(*step))
         launches[shape] = cuda.kernels_run()
+    assert {shape for shape in shapes if launches[shape] == 1} == {(33, 33), (1, 1), (3, 9, 9), (130, 7), (17, 1)}
     together = _native_cuda.cayley_of_many(steps)
-    # as many as the largest square and the largest thin size take
-    assert cuda.kernels_run() == launches[130, 130] + launches[65, 64]
+    # one for all that fit a block, and as many as the largest square and the largest thin size take
+    assert cuda.kernels_run() == 1 + launches[130, 130] + launches[70, 66]
     for shape, one, other in zip(shapes, together, alone, strict=True):
         assert torch.equal(one, other), shape
     if order == "forward":
@@ -395,7 +438,10 @@ def test_cayley_of_several_sizes(cuda: Any, dtype: torch.dtype, order: str) -> N
 
 def test_cayley_of_more_sizes_than_one_launch_holds(cuda: Any) -> None:
     steps = [(*bases((1 + index % 3, n, k), torch.float32), 0.1) for index, (n, k) in enumerate(MANY)]
-    for one, step in zip(_native_cuda.cayley_of_many(steps), steps, strict=True):
+    cuda.kernels_run()
+    together = _native_cuda.cayley_of_many(steps)
+    assert cuda.kernels_run() == 3
+    for one, step in zip(together, steps, strict=True):
         assert torch.equal(one, _native_cuda.cayley(*step))
 
 
@@ -431,8 +477,9 @@ def test_an_optimizer_moves_bases_of_all_sizes_in_one_call(cuda: Any, monkeypatc
 
 def test_cayley_of_nan_is_nan(cuda: Any) -> None:
     """A non-finite gradient must not look like a series that has converged."""
-    for shape in ((2, 130, 130), (2, 20, 20), (2, 20, 4)):
-        m, g = bases(shape, torch.float32)
-        g[0, 3, 2] = NAN
-        stepped = _native_cuda.cayley(m, g, 1e-5)
-        assert stepped[0].isnan().any() and not stepped[1].isnan().any()
+    for shape in ((2, 130, 130), (2, 70, 66), (2, 20, 20), (2, 21, 21), (2, 20, 4)):
+        for bad in (NAN, float("inf")):
+            m, g = bases(shape, torch.float32)
+            g[0, 3, 2] = bad
+            stepped = _native_cuda.cayley(m, g, 1e-5)
+            assert stepped[0].isnan().any() and not stepped[1].isnan().any(), shape

@@ -231,6 +231,33 @@ def test_resume_refuses_a_truncated_checkpoint(tmp_path: Path, capsys: pytest.Ca
     assert len(records(folder)) == 6  # and nothing was touched
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("lr", "fast", "lr is 'fast', which --lr does not take"),
+        ("hidden", "16", "hidden is '16', which --hidden does not take"),
+        ("T", [4], r"T is \[4\], which --T does not take"),
+        ("batch", 0, "batch is 0, which --batch does not take"),
+        ("plots", "yes", "plots is 'yes', which --no-plots does not take"),
+        ("nonlinearity", "tan", "nonlinearity is 'tan', which --nonlinearity does not take"),
+        ("seed", True, "seed is True, which --seed does not take"),
+    ],
+)
+def test_resume_refuses_an_edited_configuration(
+    name: str, value: object, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run(*SMALL, "--iterations", 2, "--out", folder) == 0
+    config = json.loads((folder / "config.json").read_text())
+    assert name in config["settings"]
+    config["settings"][name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert run("--resume", folder, "--iterations", 4) == 2
+    assert re.fullmatch(rf"error: {re.escape(str(folder))}/config\.json: {told}\n", capsys.readouterr().err)
+    assert len(records(folder)) == 2
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 BAD = {

@@ -44,8 +44,8 @@ struct DeviceLimits {
 
 #ifndef ORTHOKERN_CUDA_HOST
 
-// Static shared memory: ORTHOKERN_SHARED(float, tile, [32][33]);
-#define ORTHOKERN_SHARED(type, name, extents) __shared__ type name extents
+// Static shared memory, 16-byte aligned: ORTHOKERN_SHARED(float, tile, [32][33]);
+#define ORTHOKERN_SHARED(type, name, extents) __shared__ __align__(16) type name extents
 
 // The block's dynamic shared memory, 128-byte aligned.
 template <class T>

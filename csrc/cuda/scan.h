@@ -27,6 +27,15 @@ enum class ScanPath {
   kSteps = 2,     // a kernel for every product (scan_steps.h)
 };
 
+// The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. The steps path alone has others
+// than IEEE: on tensor cores, sums in float32. The other paths hold on to IEEE, which is never less.
+enum ScanPrecision {
+  kIeee = 0,
+  kThreeTf32 = 1,  // each factor as the sum of two TF32 numbers, three of their four products
+  kTf32 = 2,
+  kBfloat16 = 3,
+};
+
 // How a scan is carried out. Made by plan_scan from sizes and the device, without looking at any data.
 struct ScanPlan {
   int path;
@@ -49,6 +58,7 @@ struct ScanArgs {
   int64_t chunk, sequences;
   int64_t time;          // the step that t = 0 is to `lengths`: the tensors may be a part of the whole time
   float clip;            // backward: delta_t is clipped to [-clip, clip] (infinity: not at all) before anything is done with it
+  int precision;         // enum ScanPrecision
   int activation;        // enum Activation
   int act_param_stride;  // 0: one parameter, 1: one for each unit
 

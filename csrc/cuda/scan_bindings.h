@@ -17,6 +17,7 @@ inline ScanArgs scan_args(const pybind11::dict& d) {
   a.T = number(d, "T"), a.B = number(d, "B"), a.N = number(d, "N"), a.K = number(d, "K"), a.D = number(d, "D");
   a.chunk = number(d, "chunk"), a.sequences = number(d, "sequences"), a.time = number(d, "time");
   a.clip = d.contains("message_clip") ? d["message_clip"].cast<float>() : std::numeric_limits<float>::infinity();
+  a.precision = static_cast<int>(number(d, "precision"));
   a.activation = static_cast<int>(number(d, "activation"));
   a.act_param_stride = static_cast<int>(number(d, "act_param_stride"));
   a.x = address<float>(d, "x");

@@ -15,11 +15,11 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kLargestGroup = 16;  // sequences of a resident block
 
-// Warps of the resident kernel: 16 rows each. Two maps of 12 warps do not fit into the registers.
+// Padded N of the resident kernel that serves n, in units of 16; 0 for none.
 template <bool kFactored>
-int resident_warps(int64_t n) {
-  for (int warps : {2, 4, 8, 12})
-    if (n <= 16 * warps && (!kFactored || warps <= 8)) return warps;
+int resident_columns(int64_t n) {
+  for (int columns : {2, 4, 8, 10, 12})
+    if (n <= 16 * columns && columns != (kFactored ? 12 : 10)) return columns;
   return 0;
 }
 
@@ -36,21 +36,22 @@ void with_value(int value, F f) {
   (void)((value == kValues && (f(std::integral_constant<int, kValues>()), true)) || ...);
 }
 
+// Call f with the ResidentShape of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the registers, and 8 with 20 do.
 template <bool kFactored, class F>
-void with_resident_kernel(bool backward, int warps, int group, F f) {
+void with_resident_shape(bool backward, int columns, int group, F f) {
   with_direction(backward, [&](auto direction) {
     auto choose = [&](auto c) {
       constexpr bool kBackward = decltype(direction)::value;
-      constexpr int C = decltype(c)::value;
+      constexpr int C = decltype(c)::value, kWarps = kFactored && C > 8 ? 8 : C;
       if (group == 1)
-        f(resident_scan_kernel<kFactored, kBackward, C, 1>);
+        f(ResidentShape<kFactored, kBackward, kWarps, C, false>());
       else
-        f(resident_scan_kernel<kFactored, kBackward, C, 2>);
+        f(ResidentShape<kFactored, kBackward, kWarps, C, true>());
     };
     if constexpr (kFactored)
-      with_value<2, 4, 8>(warps, choose);
+      with_value<2, 4, 8, 10>(columns, choose);
     else
-      with_value<2, 4, 8, 12>(warps, choose);
+      with_value<2, 4, 8, 12>(columns, choose);
   });
 }
 template <bool kFactored, class F>
@@ -61,29 +62,25 @@ void with_cluster_kernel(bool backward, int group, F f) {
 }
 
 template <bool kFactored>
-int64_t resident_bytes(bool backward, int warps, int group, bool tokens) {
-  return backward ? ResidentMemory<kFactored, true>(16 * warps, group, 32 * warps, tokens).total
-                  : ResidentMemory<kFactored, false>(16 * warps, group, 32 * warps, tokens).total;
-}
-
-template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
-  const int warps = resident_warps<kFactored>(a.N);
-  if (!warps) return false;
+  const int columns = resident_columns<kFactored>(a.N);
   // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of one.
   // Where one wave of blocks is not enough, all waves are full.
   const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
-  int64_t group = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
-  if (group > 1) group = (group + 1) / 2 * 2;
-  while (group > 1 && resident_bytes<kFactored>(backward, warps, static_cast<int>(group), a.tokens) > static_cast<int64_t>(limits.shared_per_block))
-    group = group > 2 ? group - 2 : 1;
+  const int64_t wanted = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
+  bool fits = false;
+  for (int64_t group = wanted; group > 0 && !fits; group--)
+    with_resident_shape<kFactored>(backward, columns, static_cast<int>(group), [&](auto shape) {
+      using Shape = decltype(shape);
+      plan.group = static_cast<int>(divide_up(group, Shape::kSequences)) * Shape::kSequences;
+      plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
+      plan.sums_rows = plan.blocks * Shape::kSequences;
+      plan.shared_bytes = ResidentMemory<Shape>(plan.group, a.tokens).total;
+      fits = plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
+    });
   plan.path = static_cast<int>(ScanPath::kResident);
-  plan.group = static_cast<int>(group);
-  plan.blocks = static_cast<int>(divide_up(a.sequences, group));
   plan.norm_columns = plan.blocks;
-  plan.sums_rows = plan.blocks * (group == 1 ? 1 : 2);
-  plan.shared_bytes = resident_bytes<kFactored>(backward, warps, plan.group, a.tokens);
-  return plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
+  return fits;
 }
 
 template <bool kFactored>
@@ -167,7 +164,7 @@ inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_str
          static_cast<int>(rows), static_cast<int>(columns), chunks, plan.cluster, packed);
 }
 
-template <bool kFactored, bool kBackward>
+template <bool kFactored, bool kBackward, int kPrecision>
 void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
   float* state[2] = {a.work, a.work + a.sequences * a.N};
   float* const y = a.work + 2 * a.sequences * a.N;
@@ -180,14 +177,15 @@ void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
     const StepIndex index{to.base, static_cast<int>(i), 1};
     StepProduct product{a.map2, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N, N};
     if (kFactored) {
-      to(step_product_kernel<kBackward>, first, dim3(kStepThreads), a, StepProduct{a.map1, 1, a.K, from, y, a.scale, K, N}, index);
+      to(step_product_kernel<kBackward, kPrecision>, first, dim3(kStepThreads), a, StepProduct{a.map1, 1, a.K, from, y, a.scale, K, N}, index);
       product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = K;
     }
-    to(step_product_kernel<kBackward>, last, dim3(kStepThreads), a, product, index);
+    to(step_product_kernel<kBackward, kPrecision>, last, dim3(kStepThreads), a, product, index);
   };
   step(OntoStream{stream}, 0);  // from another state than those that follow
   const int64_t length = std::min(a.chunk, a.T);
-  run_step_loop({a.device, stream, 2 * kFactored + kBackward, plan.graph_steps, base, 1, length}, step);
+  const int kind = 8 * kPrecision + 2 * kFactored + kBackward;  // gru_scan has 4 to 7
+  run_step_loop({a.device, stream, kind, plan.graph_steps, base, 1, length}, step);
 }
 
 template <bool kFactored>
@@ -200,10 +198,11 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
   }
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
-    const int warps = resident_warps<kFactored>(a.N);
-    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
-                    static_cast<size_t>(plan.shared_bytes)};
-    with_resident_kernel<kFactored>(backward, warps, plan.group, [&](auto kernel) { launch(kernel, at, a, plan.group); });
+    with_resident_shape<kFactored>(backward, resident_columns<kFactored>(a.N), plan.group, [&](auto shape) {
+      using Shape = decltype(shape);
+      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Shape::kThreads), stream, static_cast<size_t>(plan.shared_bytes)};
+      launch(resident_scan_kernel<Shape>, at, a, plan.group);
+    });
   } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
     if (kFactored) {
       pack_chunks(a.map1, 1, a.K, a.K, a.N, plan.chunks1, plan, a.packed1, stream);
@@ -215,7 +214,10 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
                     plan.cluster};
     with_cluster_kernel<kFactored>(backward, plan.group, [&](auto kernel) { launch(kernel, at, a, plan); });
   } else {
-    with_direction(backward, [&](auto direction) { run_steps<kFactored, decltype(direction)::value>(a, plan, stream); });
+    with_direction(backward, [&](auto direction) {
+      with_value<kIeee, kThreeTf32, kTf32, kBfloat16>(
+          a.precision, [&](auto precision) { run_steps<kFactored, decltype(direction)::value, decltype(precision)::value>(a, plan, stream); });
+    });
   }
 }
 

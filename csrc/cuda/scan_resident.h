@@ -1,18 +1,24 @@
 // The scan for small N: one block owns sequences for all of their steps, and meets no other block.
 //
-//   registers      the maps: warp w has 16 rows of each, lane (w, l) the tile of 8 rows [16 w + 8 (l / 16), ...) and C columns
+//   registers      the maps: warp w has 16 rows of each, lane l of it the tile of 8 rows 16 w + 2 i + l / 16 and C columns;
+//                  factored and N above 128 (a wide shape): 20 rows, and a tile of 5 rows 20 w + 4 i + l / 8 and 20 columns
 //   shared memory  the states and, factored, y = s * (V^T h); rings of the inputs of the next kAhead steps, filled by cp.async;
 //                  backward: squares of the last steps, to be summed 16 steps at a time
 //   memory         x_t (or a row of the table) and, backward, h_t or a_t in; h_t (a_t) or delta_t out
 //
-// A step is one or two products. In each, a thread loads its C elements of the state (one conflict-free read of 16 bytes for every four),
-// multiplies them into 8 sums, and the 16 lanes of a tile's rows exchange sums until each row is complete in one lane (reduce_scatter),
-// which ends the step for that row. Then the block meets at a barrier: two a step, or one for a dense map, whose state alternates between
-// two places. kSequences = 2 sequences at a time fill the lanes that one sequence leaves idle at the end, and hide each other's latency.
+// A step is one or two products. In each, a thread loads its elements of the state (one conflict-free read of 16 bytes for every four),
+// multiplies them into 8 or 5 sums, and the 16 or 8 lanes of a tile exchange sums until each row is complete in one lane
+// (reduce_scatter), which ends the step for that row. Then the block meets at a barrier: two a step, or one for a dense map, whose state
+// alternates between two places. Two sequences at a time fill the lanes that one sequence leaves idle at the end, and hide each other's
+// latency; a wide shape has no registers for them.
 //
-// C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 / (32 C).
-// A product of N x N is N^2 / 128 clocks of fused multiply-adds; the loads of the state and the exchanges take half of that each, on other
-// units. What comes on top is latency: about 33 clocks of loads, 120 of exchanges and 45 of the barrier (docs/cuda-scans.md).
+// C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 / (32 C). 10 warps
+// would have 168 for 160 weights and all else, as a multiprocessor gives registers to warps by fours; 8 warps have 255 for the same maps,
+// 200 weights a thread. Fewer lanes for longer rows leave 5 sums and 6 exchanges, not 10 and 11, for twice the reads of the state.
+//
+// A product of N x N is N^2 / 128 clocks of fused multiply-adds; the loads of the state and the exchanges take half of that each (wide: 0.8
+// and a quarter), on other units. What comes on top is latency: about 33 clocks of loads, 120 of exchanges (wide: 90) and 45 of the barrier
+// (docs/cuda-scans.md).
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -25,75 +31,113 @@ constexpr int kIdRing = 32;     // token ids are fetched another kAhead + 1 step
 constexpr int kNormSteps = 16;  // steps whose squares are summed together
 static_assert(kIdRing > 2 * kAhead + 1, "a token id would be overwritten before it is used");
 
-template <bool kFactored, bool kBackward>
+// How maps of 16 C x 16 C lie in the threads of kWarps warps. kMany: a block has several sequences.
+template <bool factored, bool backward, int warps, int C, bool many>
+struct ResidentShape {
+  static constexpr bool kFactored = factored, kBackward = backward, kMany = many, kWide = C > warps;
+  static constexpr int kWarps = warps, kThreads = 32 * warps, kPadded = 16 * C;
+  static constexpr int kLanes = kWide ? 8 : 16, kTiles = 32 / kLanes;                    // of a tile, in a warp
+  static constexpr int kRows = kPadded / (warps * kTiles), kColumns = kPadded / kLanes;  // of a lane's tile
+  static constexpr int kSequences = many && !kWide ? 2 : 1;                              // at a time
+  static_assert(C % 2 == 0 && kRows * warps * kTiles == kPadded, "a lane reads its columns in pairs, a warp has whole tiles");
+  static_assert(kRows * kSequences <= kLanes, "a lane ends the step of at most one row of one sequence");
+  static_assert((factored ? 2 : 1) * kRows * kColumns + 50 <= 65536 / kThreads, "the maps and all else do not fit into the registers");
+};
+
+template <class Shape>
 struct ResidentMemory {  // the block's shared memory, in bytes
   int64_t first, steps, ids, state, y, inputs, gates, squares, total;
-  __host__ __device__ ResidentMemory(int padded, int group, int threads, bool tokens) {
+  __host__ __device__ ResidentMemory(int group, bool tokens) {
     int64_t end = 0;
     auto take = [&](int64_t bytes) {
       const int64_t begin = end;
       end += (bytes + 15) / 16 * 16;
       return begin;
     };
-    const int64_t vectors = static_cast<int64_t>(group) * padded * sizeof(float);
+    const int64_t vectors = static_cast<int64_t>(group) * Shape::kPadded * sizeof(float);
     first = take(group * sizeof(int64_t));
     steps = take(2 * group * sizeof(int));
     ids = take(tokens ? group * kIdRing * sizeof(int64_t) : 0);
-    state = take((kFactored ? 1 : 2) * vectors);
-    y = take(kFactored ? vectors : 0);
+    state = take((Shape::kFactored ? 1 : 2) * vectors);
+    y = take(Shape::kFactored ? vectors : 0);
     inputs = take(kAhead * vectors);
-    gates = take(kBackward ? kAhead * vectors : 0);
-    squares = take(kBackward ? 2 * kNormSteps * threads * sizeof(float) : 0);
+    gates = take(Shape::kBackward ? kAhead * vectors : 0);
+    squares = take(Shape::kBackward ? 2 * kNormSteps * Shape::kThreads * sizeof(float) : 0);
     total = end;
   }
 };
 
-// Columns of a lane's tile: element j is column vector * (16 (j / vector) + lane) + j % vector, so that lanes read neighbouring places.
-template <int C>
+// Columns of a lane's tile: element j is column vector * (kLanes (j / vector) + lane) + j % vector, so that lanes read neighbouring places.
+template <int kColumns, int kLanes = 16>
 struct TileColumns {
-  static constexpr int kVector = C % 4 ? 2 : 4;
-  static __device__ __forceinline__ int column(int j, int lane) { return kVector * (16 * (j / kVector) + lane) + j % kVector; }
-  static __device__ __forceinline__ void load(float (&to)[C], const float* from, int lane) {
-#pragma unroll
-    for (int q = 0; q < C / kVector; q++) {
-      const float* place = from + kVector * (16 * q + lane);
-      if constexpr (kVector == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(place);
-        to[4 * q] = four.x, to[4 * q + 1] = four.y, to[4 * q + 2] = four.z, to[4 * q + 3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(place);
-        to[2 * q] = two.x, to[2 * q + 1] = two.y;
-      }
+  static constexpr int kVector = kColumns % 4 ? 2 : 4;
+  static __device__ __forceinline__ int column(int j, int lane) { return kVector * (kLanes * (j / kVector) + lane) + j % kVector; }
+  // Elements kVector q and the next ones, `to` being the place of the first.
+  static __device__ __forceinline__ void load(float* to, int q, const float* from, int lane) {
+    const float* place = from + kVector * (kLanes * q + lane);
+    if constexpr (kVector == 4) {
+      const float4 four = *reinterpret_cast<const float4*>(place);
+      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+      const float2 two = *reinterpret_cast<const float2*>(place);
+      to[0] = two.x, to[1] = two.y;
     }
+  }
+  static __device__ __forceinline__ void load(float (&to)[kColumns], const float* from, int lane) {
+#pragma unroll
+    for (int q = 0; q < kColumns / kVector; q++) load(to + kVector * q, q, from, lane);
   }
 };
 
-// sums[8 g + i] = row i of the tile times vector g, summed over the 16 lanes of the row; left as reduce_scatter does.
-template <int C, int kSequences>
-__device__ __forceinline__ void tile_product(float (&sums)[8 * kSequences], const float (&weights)[8][C], const float* vectors, int padded,
-                                             int lane) {
-#pragma unroll
-  for (int g = 0; g < kSequences; g++) {
-    float x[C];
-    TileColumns<C>::load(x, vectors + g * padded, lane);
-#pragma unroll
-    for (int i = 0; i < 8; i++) sums[8 * g + i] = weights[i][0] * x[0];
-#pragma unroll
-    for (int j = 1; j < C; j++)
-#pragma unroll
-      for (int i = 0; i < 8; i++) sums[8 * g + i] = fmaf(weights[i][j], x[j], sums[8 * g + i]);
-  }
-  reduce_scatter<16>(sums, lane);
-}
+// A lane's tile of one map, in registers.
+template <class Shape>
+struct MapTile {
+  using Columns = TileColumns<Shape::kColumns, Shape::kLanes>;
+  static constexpr int kRows = Shape::kRows, kColumns = Shape::kColumns, kVector = Columns::kVector;
+  float weights[kRows][kColumns];
 
-template <bool kFactored, bool kBackward, int C, int kSequences>
-__global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs a, const int group_size) {
-  static_assert(C % 2 == 0 && C <= 16, "a lane reads its columns in pairs, 16 warps have 128 registers a thread");
-  static_assert(kSequences == 1 || kSequences == 2, "16 lanes end the step of 8 rows of at most two sequences");
-  constexpr int kPadded = 16 * C, kThreads = 32 * C;
-  const int group = kSequences == 1 ? 1 : group_size;  // one sequence at a time means one in all: its loops and indices vanish
+  // weight(i, j): row i, column j of the tile.
+  template <class Weight>
+  __device__ __forceinline__ void fill(Weight weight) {
+#pragma unroll
+    for (int q = 0; q < kColumns / kVector; q++) {
+#pragma unroll
+      for (int i = 0; i < kRows; i++) {
+#pragma unroll
+        for (int e = 0; e < kVector; e++) weights[i][kVector * q + e] = weight(i, kVector * q + e);
+        __syncwarp();  // the compiler keeps loads on their side of it: all addresses at once would not fit into the registers
+      }
+    }
+  }
+  // sums[kRows g + i] = row i times vector g, summed over the lanes of the tile; left as reduce_scatter does.
+  __device__ __forceinline__ void product(float (&sums)[kRows * Shape::kSequences], const float* vectors, int lane) const {
+#pragma unroll
+    for (int g = 0; g < Shape::kSequences; g++)
+#pragma unroll
+      for (int q = 0; q < kColumns / kVector; q++) {
+        float x[kVector];
+        Columns::load(x, q, vectors + g * Shape::kPadded, lane);
+#pragma unroll
+        for (int e = 0; e < kVector; e++)
+#pragma unroll
+          for (int i = 0; i < kRows; i++) {
+            const float weight = weights[i][kVector * q + e];
+            float& sum = sums[kRows * g + i];
+            sum = q + e == 0 ? weight * x[e] : fmaf(weight, x[e], sum);
+          }
+      }
+    reduce_scatter<Shape::kLanes>(sums, lane);
+  }
+};
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const ScanArgs a, const int group_size) {
+  constexpr bool kFactored = Shape::kFactored, kBackward = Shape::kBackward, kMany = Shape::kMany;
+  constexpr int kPadded = Shape::kPadded, kThreads = Shape::kThreads, kLanes = Shape::kLanes, kTiles = Shape::kTiles;
+  constexpr int kRows = Shape::kRows, kSequences = Shape::kSequences;
+  const int group = kMany ? group_size : 1;  // of one sequence, loops and indices vanish
   unsigned char* const memory = dynamic_shared<unsigned char>();
-  const ResidentMemory<kFactored, kBackward> at(kPadded, group, kThreads, a.tokens != nullptr);
+  const ResidentMemory<Shape> at(group, a.tokens != nullptr);
   int64_t* const first = reinterpret_cast<int64_t*>(memory + at.first);  // [group]
   int* const begins = reinterpret_cast<int*>(memory + at.steps);         // [group]
   int* const ends = begins + group;                                      // [group]
@@ -104,12 +148,14 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   float* const gates = reinterpret_cast<float*>(memory + at.gates);      // [kAhead][group][kPadded]
   float* const squares = reinterpret_cast<float*>(memory + at.squares);  // [2][kNormSteps][kThreads]
 
-  const int thread = threadIdx.x, lane = thread % 16, tile = thread / 16;
-  // what this lane holds after a product: one row of one sequence; with one sequence, two lanes hold the same and the first one counts
-  const int held = kSequences == 1 ? lane / 2 : lane;
-  const int row = 8 * tile + held % 8, own = held / 8;
-  const int partner = kSequences == 1 ? 2 : 1;  // distance of the lane that holds the other unit of the pair
-  const bool counts = kSequences == 2 || lane % 2 == 0;
+  const int thread = threadIdx.x, lane = thread % kLanes, tile = thread % 32 / kLanes;
+  // what this lane holds after a product: one row of one sequence. A warp's tiles take turns at its rows, so that the other unit of a pair
+  // is in the next tile, kLanes away.
+  bool counts;
+  const int index = scattered_index<kLanes, kRows * kSequences>(lane, counts);
+  const int held = kSequences == 1 ? index : index % kRows, own = kSequences == 1 ? 0 : index / kRows;
+  auto row_of = [&](int i) { return kTiles * (kRows * (thread / 32) + i) + tile; };
+  const int row = row_of(held);
   const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
   const bool second = row % 2;
   const bool unit = counts && row < N, unit_y = counts && row < K;
@@ -132,25 +178,24 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
     if (kFactored) y[i] = 0;
   }
 
-  float weights1[8][kFactored ? C : 1], weights2[8][C];
-#pragma unroll
-  for (int i = 0; i < 8; i++)
-#pragma unroll
-    for (int j = 0; j < C; j++) {
-      const int r = 8 * tile + i, c = TileColumns<C>::column(j, lane);
-      if constexpr (kFactored) {
-        weights1[i][j] = r < K && c < N ? a.map1[static_cast<int64_t>(c) * K + r] : 0.f;
-        weights2[i][j] = r < N && c < K ? a.map2[static_cast<int64_t>(r) * K + c] : 0.f;
-      } else {
-        weights2[i][j] = r < N && c < N ? a.map2[static_cast<int64_t>(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
-      }
-    }
+  MapTile<Shape> map1, map2;
+  using Columns = typename MapTile<Shape>::Columns;
+  if constexpr (kFactored)
+    map1.fill([&](int i, int j) {
+      const int r = row_of(i), c = Columns::column(j, lane);
+      return r < K && c < N ? a.map1[c * K + r] : 0.f;
+    });
+  map2.fill([&](int i, int j) {
+    const int r = row_of(i), c = Columns::column(j, lane);
+    if constexpr (kFactored) return r < N && c < K ? a.map2[r * K + c] : 0.f;
+    return r < N && c < N ? a.map2[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
+  });
   const float scale = kFactored && row < K ? a.scale[row] : 0.f;
   const float parameter = row < N ? parameter_of(a, row) : 0.f;
   RunningSum total{0, 0};
-  const int64_t sums_at = (static_cast<int64_t>(blockIdx.x) * kSequences + own) * N + row;
+  auto sums_at = [&](int unit_row) { return (static_cast<int64_t>(blockIdx.x) * kSequences + own) * N + unit_row; };
   const int64_t sums_size = static_cast<int64_t>(gridDim.x) * kSequences * N;
-  if (kBackward && a.sums && unit) total = {a.sums[sums_at], a.sums[sums_size + sums_at]};
+  if (kBackward && a.sums && unit) total = {a.sums[sums_at(row)], a.sums[sums_size + sums_at(row)]};
   __syncthreads();
 
   // The inputs of step i of sequence g, into the place where this thread reads them. `offset`: of the unit in step i.
@@ -185,8 +230,8 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
     if constexpr (kFactored) {
 #pragma unroll 1
       for (int g0 = 0; g0 < group; g0 += kSequences) {
-        float sums[8 * kSequences];
-        tile_product<C, kSequences>(sums, weights1, from + g0 * kPadded, kPadded, lane);
+        float sums[kRows * kSequences];
+        map1.product(sums, from + g0 * kPadded, lane);
         if (unit_y) y[(g0 + own) * kPadded + row] = sums[0] * scale;
       }
       __syncthreads();
@@ -194,21 +239,21 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
     float square = 0;
 #pragma unroll 1
     for (int g0 = 0; g0 < group; g0 += kSequences) {
-      float sums[8 * kSequences];
-      tile_product<C, kSequences>(sums, weights2, (kFactored ? y : from) + g0 * kPadded, kPadded, lane);
+      float sums[kRows * kSequences];
+      map2.product(sums, (kFactored ? y : from) + g0 * kPadded, lane);
       const int g = g0 + own;
-      const int begin = !kBackward ? 0 : kSequences == 1 ? only_begin : begins[g], end = kSequences == 1 ? only_end : ends[g];
+      const int begin = !kBackward ? 0 : kMany ? begins[g] : only_begin, end = kMany ? ends[g] : only_end;
       const bool live = unit && i >= begin && i < end;
       const int place = ((i % kAhead) * group + g) * kPadded + row;
-      const int64_t offset = (kSequences == 1 ? only_first : first[g] + row) + moved;
+      const int64_t offset = (kMany ? first[g] + row : only_first) + moved;
       const float before = sums[0] + (live ? inputs[place] : 0.f);
       float after;
       if constexpr (kBackward) {
         const float gate = live && a.gate ? gates[place] : 0.f;
         float other = 0, other_gate = 0;
         if (a.activation == kOplu) {
-          other = __shfl_xor_sync(kAllLanes, before, partner);
-          other_gate = __shfl_xor_sync(kAllLanes, gate, partner);
+          other = __shfl_xor_sync(kAllLanes, before, kLanes);
+          other_gate = __shfl_xor_sync(kAllLanes, gate, kLanes);
         }
         after = clip_message(activate_grad(a.activation, before, gate, other, other_gate, second, parameter), a.clip);
         if (live) {
@@ -216,7 +261,7 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
           if (a.sums) total.add(parameter_grad(a.activation, before, gate));
         }
       } else {
-        const float other = a.activation == kOplu ? __shfl_xor_sync(kAllLanes, before, partner) : 0.f;
+        const float other = a.activation == kOplu ? __shfl_xor_sync(kAllLanes, before, kLanes) : 0.f;
         after = activate(a.activation, before, other, second, parameter);
       }
       if (live) {  // before a sequence begins its state is zero and stays so
@@ -238,10 +283,10 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
     if (kBackward && a.norms && (i % kNormSteps == kNormSteps - 1 || i + 1 == length)) {
       // the other half of the squares is written meanwhile, and this one again after many barriers
 #pragma unroll 1
-      for (int j = thread / 32; j <= i % kNormSteps; j += C) {
+      for (int j = thread / 32; j <= i % kNormSteps; j += Shape::kWarps) {
         float sum = 0;
 #pragma unroll
-        for (int k = 0; k < C; k++) sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
+        for (int k = 0; k < Shape::kWarps; k++) sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
         sum = warp_sum(sum);
         const int64_t t = a.T - 1 - (range.begin + i - i % kNormSteps + j);
         if (thread % 32 == 0) a.norms[t * gridDim.x + blockIdx.x] = sum;
@@ -257,7 +302,11 @@ __global__ void __launch_bounds__(32 * C, 1) resident_scan_kernel(const ScanArgs
   if (a.end && unit)
     for (int g = own; g < group; g += kSequences)
       if (q0 + g < a.sequences) a.end[(q0 + g) * N + row] = ends[g] == a.chunk ? from[g * kPadded + row] : 0.f;
-  if (kBackward && a.sums && unit) a.sums[sums_at] = total.sum, a.sums[sums_size + sums_at] = total.error;
+  if (kBackward && a.sums) {
+    // the row by a way that the compiler does not see through: the place from above would take registers, or a spill, during the loop
+    const int64_t place = sums_at(__shfl_sync(kAllLanes, row, thread % 32));
+    if (unit) a.sums[place] = total.sum, a.sums[sums_size + place] = total.error;
+  }
 }
 
 }  // namespace cuda

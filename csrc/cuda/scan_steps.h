@@ -3,7 +3,8 @@
 // gap between two kernels (about a microsecond): the path for what the others cannot hold, and for sizes at which a product fills the GPU.
 //
 // A block computes a tile of kTile rows by kTile sequences, a thread 2 rows by 2 sequences of it; map and vectors pass through shared
-// memory kTile columns at a time, the next ones on their way in registers. All tiles lie along x of the grid, those of the same sequences one
+// memory kTile columns at a time, the next ones on their way in registers. The sums are the FMA units' or, where a precision below IEEE is
+// allowed, the tensor cores': then a warp has 16 rows by 8 sequences, and its lanes get what they would have had anyway. All tiles lie along x of the grid, those of the same sequences one
 // after the other: y ends at 65535 tiles, which are no more than 2 million sequences, and chunks of time have more.
 #pragma once
 
@@ -19,6 +20,10 @@ namespace orthokern {
 namespace cuda {
 
 constexpr int kTile = 32, kTilePitch = kTile + 1, kStepThreads = 256;
+// Rows of the operands' tiles begin at 16 aligned bytes, and are so many banks apart that the lanes' reads do not meet in one.
+constexpr int kFromPitch = kTile + 4;
+template <int kPrecision>
+constexpr int kMapPitch = kPrecision == kIeee ? kTile + 4 : kTile + 8;
 static_assert(kTile * kTile == 4 * kStepThreads, "a thread has 2 x 2 elements of a tile, and loads 4 of each operand");
 
 // Blocks that cover `rows` by `sequences`. Throws Error for more than a grid holds.
@@ -47,10 +52,82 @@ struct StepProduct {
   int rows, columns;
 };
 
-template <bool kBackward>
+// A thread's part of a tile: rows row, row + 1 (a pair of oplu) by sequences sequence, sequence + 1.
+struct StepPart {
+  int row, sequence;
+};
+template <int kPrecision>
+__device__ __forceinline__ StepPart step_part(int thread) {
+  if constexpr (kPrecision == kIeee) return {thread % 16 * 2, thread / 16 * 2};
+  const int lane = thread % 32, warp = thread / 32;
+  return {warp % 2 * 16 + lane / 4 * 2, warp / 2 * 8 + lane % 4 * 2};
+}
+
+// sums[2 m + n] += the kTile columns of row + m of the map, [column][row], times those of sequence + n of the vectors, [sequence][column].
+//
+// The tensor cores' operands (ptx.h) have rows i and i + 8 in a lane. Here row i of an operand is row 2 i of the warp's 16 and row i + 8 is
+// row 2 i + 1, so that a lane ends up with a pair of neighbours.
+template <int kPrecision>
+__device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitch<kPrecision>], const float (&from)[kTile][kFromPitch],
+                                              const StepPart part, float (&sums)[4]) {
+  auto two_rows = [&](int column) { return *reinterpret_cast<const float2*>(&map[column][part.row]); };
+  if constexpr (kPrecision == kIeee) {
+#pragma unroll
+    for (int c = 0; c < kTile; c += 4) {
+      const float4 x = *reinterpret_cast<const float4*>(&from[part.sequence][c]), y = *reinterpret_cast<const float4*>(&from[part.sequence + 1][c]);
+      const float first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const float2 w = two_rows(c + k);
+        sums[0] = fmaf(w.x, first[k], sums[0]), sums[1] = fmaf(w.x, second[k], sums[1]);
+        sums[2] = fmaf(w.y, first[k], sums[2]), sums[3] = fmaf(w.y, second[k], sums[3]);
+      }
+    }
+    return;
+  }
+  const int lane = threadIdx.x % 32, t = lane % 4;
+  const float* const column_of = &from[part.sequence - 2 * t + lane / 4][0];  // the sequence whose vector this lane brings
+  if constexpr (kPrecision == kBfloat16) {
+#pragma unroll
+    for (int c = 0; c < kTile; c += 16) {
+      uint32_t a[4], b[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int k = c + 8 * half + 2 * t;
+        const float2 w = two_rows(k), next = two_rows(k + 1);
+        a[2 * half] = to_bf16x2(w.x, next.x), a[2 * half + 1] = to_bf16x2(w.y, next.y);
+        b[half] = to_bf16x2(column_of[k], column_of[k + 1]);
+      }
+      mma_bf16(sums, a, b);
+    }
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < kTile; c += 8) {
+    const float2 w0 = two_rows(c + t), w4 = two_rows(c + t + 4);
+    const float w[4] = {w0.x, w0.y, w4.x, w4.y}, x[2] = {column_of[c + t], column_of[c + t + 4]};
+    uint32_t a[4], b[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = to_tf32(w[i]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) b[i] = to_tf32(x[i]);
+    if constexpr (kPrecision == kThreeTf32) {  // what rounding took, first: the small terms
+      uint32_t a_rest[4], b_rest[2];
+#pragma unroll
+      for (int i = 0; i < 4; i++) a_rest[i] = to_tf32(w[i] - __uint_as_float(a[i]));
+#pragma unroll
+      for (int i = 0; i < 2; i++) b_rest[i] = to_tf32(x[i] - __uint_as_float(b[i]));
+      mma_tf32(sums, a_rest, b);
+      mma_tf32(sums, a, b_rest);
+    }
+    mma_tf32(sums, a, b);
+  }
+}
+
+template <bool kBackward, int kPrecision>
 __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanArgs a, const StepProduct p, const StepIndex index) {
-  ORTHOKERN_SHARED(float, map_tile, [kTile][kTilePitch]);   // [column][row]
-  ORTHOKERN_SHARED(float, from_tile, [kTile][kTilePitch]);  // [column][sequence]
+  ORTHOKERN_SHARED(float, map_tile, [kTile][kMapPitch<kPrecision>]);  // [column][row]
+  ORTHOKERN_SHARED(float, from_tile, [kTile][kFromPitch]);            // [sequence][column]
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
   const StepTile tile = step_tile(p.rows);
   const int i = index.at();  // without lengths, the product does not wait for it
@@ -85,37 +162,32 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
       next_from[k] = q < a.sequences && c0 + fast < p.columns ? p.from[q * p.columns + c0 + fast] : 0.f;
     }
   };
-  float sums[2][2] = {};  // [row][sequence]
-  const int r = thread % 16 * 2, s = thread / 16 * 2;
+  float sums[4] = {};  // [row][sequence]
+  const StepPart part = step_part<kPrecision>(thread);
   load(0);
   for (int c0 = 0; c0 < p.columns; c0 += kTile) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       const int fast = thread % kTile, slow = thread / kTile + k * (kStepThreads / kTile);
       map_tile[along_rows ? slow : fast][along_rows ? fast : slow] = next_map[k];
-      from_tile[fast][slow] = next_from[k];
+      from_tile[slow][fast] = next_from[k];
     }
     __syncthreads();
     if (c0 + kTile < p.columns) load(c0 + kTile);
-#pragma unroll
-    for (int c = 0; c < kTile; c++)
-#pragma unroll
-      for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int n = 0; n < 2; n++) sums[m][n] = fmaf(map_tile[c][r + m], from_tile[c][s + n], sums[m][n]);
+    multiply_tile<kPrecision>(map_tile, from_tile, part, sums);
     __syncthreads();
   }
 
   float square = 0;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
-    const int64_t q = q0 + s + n;
-    const int row = row0 + r;
+    const int64_t q = q0 + part.sequence + n;
+    const int row = row0 + part.row;
     if (q >= a.sequences || row >= p.rows) continue;
     if (p.scale) {
 #pragma unroll
       for (int m = 0; m < 2; m++)
-        if (row + m < p.rows) p.to[q * p.rows + row + m] = sums[m][n] * p.scale[row + m];
+        if (row + m < p.rows) p.to[q * p.rows + row + m] = sums[2 * m + n] * p.scale[row + m];
       continue;
     }
     const Sequence where = sequence<kBackward>(a, q);
@@ -134,7 +206,7 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
       before[m] = 0;
       if (row + m >= p.rows) continue;
       const float input = !a.tokens ? a.x[offset + row + m] : id >= 0 && id < a.D ? a.table[id * a.N + row + m] : NAN;
-      before[m] = sums[m][n] + input;
+      before[m] = sums[2 * m + n] + input;
       if (kBackward && a.gate) gate[m] = a.gate[offset + row + m];
     }
 #pragma unroll

@@ -51,29 +51,49 @@ struct RunningSum {
   }
 };
 
-// Sum v[i] over groups of kLanes lanes, for every i. The sums end up spread over the lanes: what is left in v[0 ... m) of a lane are the
-// sums of the m indices from lane * kValues / kLanes on (m = max(1, kValues / kLanes); with fewer values than lanes, neighbours hold the
-// same one). Halving the values while halving the distance takes kValues - 1 exchanges, one butterfly for each value would take
-// kValues * log2(kLanes). The order of the sum does not depend on kValues.
+// Sum v[i] over groups of kLanes lanes, for every i. The sums end up spread over the lanes: with at least as many values as lanes, a power
+// of two of them, what is left in v[0 ... m) of a lane are the sums of the m = kValues / kLanes indices from lane * m on; with fewer,
+// v[0] is the sum of index scattered_index. Halving the values while halving the distance takes kValues - 1 exchanges, and one more for
+// each odd number on the way, of which the middle one stays in both halves; one butterfly for each value would take
+// kValues * log2(kLanes). The order of a sum does not depend on kValues.
 template <int kLanes, int kValues>
 __device__ __forceinline__ void reduce_scatter(float (&v)[kValues], int lane) {
   int count = kValues;
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-    if (count > 1) {
-      count /= 2;
-      const bool upper = (lane & mask) != 0;
+    const int half = (count + 1) / 2;
+    const bool upper = (lane & mask) != 0;
 #pragma unroll
-      for (int i = 0; i < kValues / 2; i++) {
-        if (i >= count) continue;
-        const float kept = upper ? v[i + count] : v[i];
-        const float sent = upper ? v[i] : v[i + count];
+    for (int i = 0; i < (kValues + 1) / 2; i++) {
+      if (i >= half) continue;
+      if (i + half < count) {
+        const float kept = upper ? v[i + half] : v[i];
+        const float sent = upper ? v[i] : v[i + half];
         v[i] = kept + __shfl_xor_sync(kAllLanes, sent, mask);
+      } else {
+        v[i] += __shfl_xor_sync(kAllLanes, v[i], mask);
       }
-    } else {
-      v[0] += __shfl_xor_sync(kAllLanes, v[0], mask);
     }
+    count = half;
   }
+}
+// Which of kValues <= kLanes sums reduce_scatter leaves in v[0] of this lane. Several lanes may hold the same one, and `first` is true in
+// one of them.
+template <int kLanes, int kValues>
+__device__ __forceinline__ int scattered_index(int lane, bool& first) {
+  static_assert(kValues <= kLanes, "a lane would hold several sums");
+  int index = 0, before = kLanes / 2;  // halvings of the values in front of this one: by 1, 2, 4, ...
+  first = true;
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2, before /= 2) {
+    const int count = (kValues + before - 1) / before, half = (count + 1) / 2;
+    if (!(lane & mask)) continue;
+    if (index + half < count)
+      index += half;
+    else
+      first = false;
+  }
+  return index;
 }
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

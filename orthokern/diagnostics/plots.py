@@ -887,6 +887,7 @@ def compare_dynamics(
         if logarithmic:
             axis.set_yscale("log")
         axis.set_xlabel("sequences seen")
+        axis.locator_params(axis="x", nbins=4)  # numbers of six digits, side by side
     axes[0].legend(loc="best", fontsize=8)
     return figure
 

@@ -184,6 +184,16 @@ def _copy_run(T: int, margin: str, iterations: int) -> Run:
     )
 
 
+def _copy_defaults(T: int, margin: str) -> Run:
+    return Run(
+        name=f"copy-{T}-margin-{margin}-defaults",
+        task="copy",
+        options=("--T", str(T), "--margin", margin, "--iterations", "1000"),
+        quick=("--T", str(T // 10), "--iterations", "300"),
+        labels={"T": "--T", "margin": margin},
+    )
+
+
 def _soft(panel: str, name: str, T: int, strength: str, *options: str) -> Run:
     return Run(
         name=f"soft-{name}-{strength}",
@@ -247,6 +257,13 @@ EXPERIMENTS = (
         "figure1", "Accuracy on the copy task", f"{PAPER}, Figure 1",
         tuple(_copy_run(T, margin, most) for T, most in COPY_LENGTHS.items() for margin in COPY_MARGINS),
         (SOLVED, RECALL), figure="curves", quantity="accuracy", panel="T", legend=("margin",), epochs=False,
+    ),
+    Experiment(
+        "figure1-defaults", "Accuracy on the copy task with the task's defaults", f"{PAPER}, the setting of Figure 1",
+        tuple(_copy_defaults(T, margin) for T in COPY_LENGTHS for margin in COPY_MARGINS),
+        (SOLVED, RECALL), figure="curves", quantity="accuracy", panel="T", legend=("margin",), epochs=False,
+        note="What `python -m orthokern.tasks.copy` does unless told otherwise, at the margins of Figure 1. An epoch "
+        "is 100 iterations; a run ends when it is solved.",
     ),
     Experiment(
         "figure2", "Gradient norms through time, copy task, T = {T}", f"{PAPER}, Figure 2",

@@ -232,6 +232,15 @@ def _enough_memory(settings: Settings) -> Iterator[None]:
         raise InputError(f"out of memory on {settings['device']}: {what} could not be allocated{advice}") from None
 
 
+@contextlib.contextmanager
+def _told_of(file: Path) -> Iterator[None]:
+    """Bad input that stands in a file."""
+    try:
+        yield
+    except InputError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
 def _run(
     name: str,
     parser: Parser,
@@ -258,6 +267,9 @@ def _run(
         stored.pop("profile", None)  # asked for once
 
     def settle() -> Settings:
+        if stored is not None:
+            with _told_of(folder / "config.json"):
+                parser.check_recorded({name: value for name, value in stored.items() if name not in given})
         settings = complete(resolve(given, defaults, presets, stored))
         parser.check_all_play(given, settings)
         return settings

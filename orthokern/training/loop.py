@@ -643,7 +643,9 @@ def _finish(state: _Run, seconds: float) -> str:
             state.progress.line(f"warning: {state.run.result} not written: {error.strerror or error}")
         if not test:
             return ""
-        told = ", ".join(f"{name} {value:.4g}" for name, value in test.items())
+        # A share in per cent, as evaluations tell it.
+        each = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
+        told = ", ".join(each)
         return f"; on the test data with the parameters of iteration {tested}: {told}"
 
     return distributed.on_first(finish)

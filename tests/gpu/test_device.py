@@ -84,7 +84,17 @@ def check(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any
         )
 
 
-SIZES = [(1, 1, 1), (3, 7, 33), (50, 5, 64), (5, 20, 128), (3, 4, 130), (200, 3, 96), (3, 3, 250), (50, 3, 500)]
+SIZES = [
+    (1, 1, 1),
+    (3, 7, 33),
+    (50, 5, 64),
+    (5, 20, 128),
+    (3, 4, 130),
+    (200, 20, 160),
+    (200, 3, 96),
+    (3, 3, 250),
+    (50, 3, 500),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
@@ -110,7 +120,7 @@ def test_scan_parity_at_1000_units(op: str, backend: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", NAMES)
 def test_the_path_of_single_steps(op: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """csrc/cuda/scan_steps.h, which only N above 1024 takes by itself on this GPU, and other GPUs above 128 or 192."""
+    """csrc/cuda/scan_steps.h, which only N above 1024 takes by itself on this GPU, and other GPUs above 160 or 192."""
     need(op, "cuda", N=34, K=34)
     monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2})
     for inputs, B, T, N in (("dense", 5, 7, 34), ("tokens", 70, 9, 130), ("features", 33, 4, 66)):
@@ -559,14 +569,24 @@ def test_another_device_than_the_current_for_the_other_ops(backend: str) -> None
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("precision", ["3xtf32", "tf32", "bf16"])
-def test_lower_precision_is_as_bad_as_it_says_and_no_worse(op: str, precision: str, backend: str) -> None:
+def test_lower_precision_is_as_bad_as_it_says_and_no_worse(
+    op: str, precision: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need(op, backend, N=64, K=64)
     problem = scan_problem(op, B=20, T=20, N=64)
     expected = run_scan(problem, "reference")["hs"]
-    hs = run_scan(on(problem.to(torch.float32), "cuda"), backend, precision=precision)["hs"].cpu().double()
-    error = float((hs - expected).norm() / expected.norm())
     # the unit roundoff of the factors, with room for some steps of a near-isometry; 3xtf32 nearly reaches float32
-    assert error < {"3xtf32": 1e-5, "tf32": 2e-2, "bf16": 2e-1}[precision]
+    bound = {"3xtf32": 1e-5, "tf32": 2e-2, "bf16": 2e-1}[precision]
+
+    def error() -> float:
+        hs = run_scan(on(problem.to(torch.float32), "cuda"), backend, precision=precision)["hs"].cpu().double()
+        return float((hs - expected).norm() / expected.norm())
+
+    assert error() < bound
+    if backend == "cuda":  # single steps are what has tensor cores there
+        monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2})
+        assert error() < bound
+        assert precision == "3xtf32" or error() > bound / 1000
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -604,6 +624,7 @@ def test_tf32_of_the_process_changes_no_bit(backend: str) -> None:
 
 
 SHAPES = [(1, 1), (5, 3), (33, 33), (64, 64), (65, 64), (130, 7), (3, 9, 9), (2, 128, 128), (2, 300, 300), (2, 300, 10)]
+SHAPES += [(2, 300, 70)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
@@ -624,7 +645,7 @@ def test_cayley_of_several_sizes(dtype: torch.dtype) -> None:
     """Square and thin, more sizes than one launch holds: the bits of single calls."""
     need("cayley", "cuda", dtype, N=300, K=300)
     steps: list[Any] = []
-    for index, (n, k) in enumerate([*SHAPES[:6], (300, 300), (300, 10), *((i, i) for i in range(2, 22))]):
+    for index, (n, k) in enumerate([*SHAPES[:6], (300, 300), (300, 10), (300, 70), *((i, i) for i in range(2, 22))]):
         shape = (1 + index % 3, n, k)
         m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype).cuda()
         rate = (1e-5, 3.0, torch.rand(shape[0], device="cuda"), torch.tensor(0.01))[index % 4]
@@ -859,7 +880,7 @@ for n in (2, 66, 1030):
                 y.sum().backward()
 """,
     "cayley": """
-for n, k in ((1, 1), (33, 33), (130, 130), (130, 7), (66, 65), (200, 70)):
+for n, k in ((1, 1), (33, 33), (64, 64), (130, 130), (130, 7), (66, 65), (200, 70)):
     for rate in (1e-5, 1e-2, 3.0):
         f.cayley(basis(n, k).detach(), torch.randn(n, k, device="cuda"), rate, backend=backend)
     f.cayley(torch.stack([basis(n, k).detach()] * 3), torch.randn(3, n, k, device="cuda"), 1e-2, backend=backend)
