@@ -10,24 +10,29 @@ from harness import BATCH, Bench, Size, child
 SIZES = [{"N": 128, "T": 10020}]
 QUICK = [{"N": 32, "T": 200}]
 BAR = 1.3
-CASES = [(op, inputs, "tanh") for op in ("factored_scan", "dense_scan") for inputs in ("tokens", "features")]
-# These keep their pre-activations for the backward: half as much again, and more than the bar.
-CASES += [("factored_scan", "tokens", "prelu"), ("dense_scan", "tokens", "prelu"), ("factored_scan", "tokens", "oplu")]
+CASES = [(op, inputs, "tanh", 0) for op in ("factored_scan", "dense_scan") for inputs in ("tokens", "features")]
+# These keep their pre-activations for the backward: half as much again, and more than the bar. Not so with checkpoints.
+CASES += [(op, "tokens", "prelu", 0) for op in ("factored_scan", "dense_scan")]
+CASES += [("factored_scan", "tokens", "oplu", 0)]
+CASES += [("factored_scan", "tokens", activation, 100) for activation in ("prelu", "oplu")]
 
 
-@pytest.mark.parametrize(("op", "inputs", "activation"), CASES)
+@pytest.mark.parametrize(("op", "inputs", "activation", "every"), CASES)
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_peak(benchmark: Any, bench: Bench, size: Size, op: str, inputs: str, activation: str) -> None:
+def test_peak(benchmark: Any, bench: Bench, size: Size, op: str, inputs: str, activation: str, every: int) -> None:
     """Loss on all states (linear readout, cross-entropy), gradients of everything, the features' included."""
-    if bench.quick and (op, inputs, activation) not in (CASES[0], CASES[4]):
+    if bench.quick and (op, inputs, activation, every) not in (CASES[0], CASES[4]):
         pytest.skip("two processes are enough for a quick run")
     benchmark.group = "processes of their own"
     sizes = ["--T", str(size["T"]), "--N", str(size["N"])]
-    arguments = ["memory", "--op", op, "--inputs", inputs, "--activation", activation, *sizes]
+    kept = ["--checkpoint-every", str(every)]
+    arguments = ["memory", "--op", op, "--inputs", inputs, "--activation", activation, *kept, *sizes]
     found = benchmark.pedantic(child, args=tuple(arguments), rounds=1)
     bench.record(
         "memory",
-        f"{op}, {inputs}" + ("" if activation == "tanh" else f", {activation}"),
+        f"{op}, {inputs}"
+        + ("" if activation == "tanh" else f", {activation}")
+        + (f", checkpoint_every={every}" if every else ""),
         {**size, "B": BATCH},
         "peak over states and adjoints",
         found.pop("ratio"),

@@ -64,8 +64,8 @@ def start_again() -> int:
     return status("VmRSS") or peak()
 
 
-def memory(op: str, inputs: str, activation: str, T: int, N: int) -> dict[str, Any]:
-    """Peak of forward and backward above what was there before: parameters and the input itself."""
+def memory(op: str, inputs: str, activation: str, T: int, N: int, every: int) -> dict[str, Any]:
+    """Peak of forward and backward, every `every`-th state kept (0: all), above parameters and the input itself."""
     generator = torch.Generator().manual_seed(0)
     u, s, v = factors(N, generator)
     matrices = [u, s, v] if op == "factored_scan" else [(u * s) @ v.mT]
@@ -88,7 +88,8 @@ def memory(op: str, inputs: str, activation: str, T: int, N: int) -> dict[str, A
         slope = cast.pop() if activation == "prelu" else None
         *scanned, w, r = cast
         scan = getattr(functional, op)
-        states = scan(x, *scanned, weight=w, activation=activation, act_param=slope, backend=backend)
+        keep = {"checkpoint_every": every, "backend": backend}
+        states = scan(x, *scanned, weight=w, activation=activation, act_param=slope, **keep)
         return functional.linear_cross_entropy(states, r, None, targets, backend=backend)
 
     def step(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--op", choices=("factored_scan", "dense_scan"), default="factored_scan")
     parser.add_argument("--inputs", choices=("tokens", "features"), default="tokens")
     parser.add_argument("--activation", choices=("tanh", "prelu", "oplu"), default="tanh")
+    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="K", help="keep every K-th state only")
     parser.add_argument("--T", type=int, required=True)
     parser.add_argument("--N", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -155,7 +157,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     if given.what == "memory":
-        found = memory(given.op, given.inputs, given.activation, given.T, given.N)
+        found = memory(given.op, given.inputs, given.activation, given.T, given.N, given.checkpoint_every)
     else:
         found = copy(given.T, given.N)
     print(json.dumps(found))

@@ -1,0 +1,58 @@
+"""Errors of the CUDA scan's precisions by T, on the host harness: the table of docs/cuda-scans.md.
+
+    python docs/scripts/precision_errors.py
+
+Takes two or three minutes, and a C++ compiler. The harness rounds factors as tensor cores are specified to and adds in
+float32 one after the other; a device may add in another order.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from cuda_host import build  # noqa: E402
+from helpers import run_scan, scan_problem  # noqa: E402
+
+from orthokern import _native_cuda  # noqa: E402
+from orthokern.functional import PRECISIONS  # noqa: E402
+
+N, B, LENGTHS = 64, 4, (10, 100, 1000)
+SINGLE_STEPS = 2  # the path that has other products than IEEE
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def orthogonal() -> torch.Tensor:
+        return torch.linalg.qr(torch.randn(N, N, dtype=torch.float64, generator=generator))[0]
+
+    u, v = orthogonal(), orthogonal()
+    s = 1 + 0.001 * (2 * torch.rand(N, dtype=torch.float64, generator=generator) - 1)
+    print("| | T | " + " | ".join(PRECISIONS) + " |")
+    for activation in ("identity", "tanh"):
+        for T in LENGTHS:
+            problem = scan_problem("factored_scan", B=B, T=T, N=N, activation=activation, inputs="tokens")
+            problem.matrices = (u, s, v)
+            exact = run_scan(problem, "reference")
+            cells = []
+            for precision in PRECISIONS:
+                found = run_scan(problem.to(torch.float32), "cuda", precision=precision, algorithm="sequential")
+                errors = (float((found[k].double() - exact[k]).norm() / exact[k].norm()) for k in ("hs", "grad_u"))
+                cells.append(" / ".join(f"{error:.1e}" for error in errors))
+            print(f"| {activation} | {T} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        build.use(build.load(Path(folder)), patch)
+        patch.setattr(_native_cuda, "_wishes", {"path": SINGLE_STEPS})
+        main()
