@@ -88,8 +88,8 @@ def memory(op: str, inputs: str, activation: str, T: int, N: int, every: int) ->
         slope = cast.pop() if activation == "prelu" else None
         *scanned, w, r = cast
         scan = getattr(functional, op)
-        keep = {"checkpoint_every": every, "backend": backend}
-        states = scan(x, *scanned, weight=w, activation=activation, act_param=slope, **keep)
+        options = {"activation": activation, "act_param": slope, "checkpoint_every": every}
+        states = scan(x, *scanned, weight=w, backend=backend, **options)
         return functional.linear_cross_entropy(states, r, None, targets, backend=backend)
 
     def step(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

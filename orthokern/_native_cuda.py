@@ -633,18 +633,9 @@ def factored_scan_fwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
+    map = _Map(u, s, v, precision)
     return _scan_fwd(
-        _Map(u, s, v, precision),
-        x,
-        h0,
-        weight,
-        bias,
-        act_param,
-        activation,
-        checkpoint_every,
-        algorithm,
-        lengths,
-        message_clip,
+        map, x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
     )
 
 
@@ -671,9 +662,10 @@ def factored_scan_bwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
+    map = _Map(u, s, v, precision)
     grad_x, m, grad_h0, *others = _scan_bwd(
-        _Map(u, s, v, precision), grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every,
-        need_x, need_params, algorithm, lengths, message_clip,
+        map, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
+        algorithm, lengths, message_clip,
     )  # fmt: skip
     if not need_params:
         return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
@@ -699,18 +691,9 @@ def dense_scan_fwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where single steps are launched."""
+    map = _Map(w, precision=precision)
     return _scan_fwd(
-        _Map(w, precision=precision),
-        x,
-        h0,
-        weight,
-        bias,
-        act_param,
-        activation,
-        checkpoint_every,
-        algorithm,
-        lengths,
-        message_clip,
+        map, x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
     )
 
 
@@ -735,9 +718,10 @@ def dense_scan_bwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where single steps are launched."""
+    map = _Map(w, precision=precision)
     return _scan_bwd(
-        _Map(w, precision=precision), grad_hs, states, pre, x, h0, weight, bias, act_param, activation,
-        checkpoint_every, need_x, need_params, algorithm, lengths, message_clip,
+        map, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
+        algorithm, lengths, message_clip,
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@
 namespace orthokern {
 namespace cuda {
 
+constexpr int kTilePitch = kTile + 1;  // of the tiles' rows: neighbouring rows one bank apart
+
 enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 
 // Where the columns of a product come from: `count` of them from `from` + b * pitch on, and `per_step` further with each step before the graph's.

@@ -19,7 +19,7 @@
 namespace orthokern {
 namespace cuda {
 
-constexpr int kTile = 32, kTilePitch = kTile + 1, kStepThreads = 256;
+constexpr int kTile = 32, kStepThreads = 256;
 // Rows of the operands' tiles begin at 16 aligned bytes, and are so many banks apart that the lanes' reads do not meet in one.
 constexpr int kFromPitch = kTile + 4;
 template <int kPrecision>

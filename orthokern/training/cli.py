@@ -232,15 +232,6 @@ def _enough_memory(settings: Settings) -> Iterator[None]:
         raise InputError(f"out of memory on {settings['device']}: {what} could not be allocated{advice}") from None
 
 
-@contextlib.contextmanager
-def _told_of(file: Path) -> Iterator[None]:
-    """Bad input that stands in a file."""
-    try:
-        yield
-    except InputError as error:
-        raise CheckpointError(f"{file}: {error}") from None
-
-
 def _run(
     name: str,
     parser: Parser,
@@ -268,8 +259,10 @@ def _run(
 
     def settle() -> Settings:
         if stored is not None:
-            with _told_of(folder / "config.json"):
+            try:
                 parser.check_recorded({name: value for name, value in stored.items() if name not in given})
+            except InputError as error:
+                raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
         settings = complete(resolve(given, defaults, presets, stored))
         parser.check_all_play(given, settings)
         return settings
