@@ -319,6 +319,11 @@ def test_cayley_parity(cuda: Any, dtype: torch.dtype, shape: tuple[int, ...]) ->
         (96, 40, torch.float64, 1),
         (97, 40, torch.float64, 7),
         (3000, 2, torch.float64, 7),
+        # less than 48 KB of dynamic shared memory, but more than that with the static part
+        (500, 10, torch.float32, 1),
+        (64, 50, torch.float32, 1),
+        (128, 16, torch.float64, 1),
+        (50, 32, torch.float64, 1),
     ],
     ids=str,
 )
