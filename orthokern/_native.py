@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products
 
 _C: Any
@@ -38,8 +39,6 @@ if AVAILABLE and _ISA and _ISA not in _C.isas():
     REASON = f"ORTHOKERN_ISA={_ISA} is not among the instruction sets built and usable here: {', '.join(_C.isas())}"
 
 _DTYPES = {torch.float32: 0, torch.float64: 1}
-_ACTIVATIONS = {"identity": 0, "tanh": 1, "relu": 2, "prelu": 3, "leaky_relu": 3, "modrelu": 4, "oplu": 5}
-_NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
 
 
 def build_info() -> dict[str, Any]:
@@ -117,7 +116,7 @@ def _scan_inputs(
         "N": n,
         "K": maps["v"].shape[1] if "v" in maps else 0,
         "D": 0 if weight is None else weight.shape[1],
-        "activation": _ACTIVATIONS[activation],
+        "activation": ACTIVATIONS[activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }
     inputs = {
@@ -149,7 +148,7 @@ def _scan_fwd(
     hs = _new(t, b, n, dtype=dtype)
     every = checkpoint_every
     ckpt = _new(-(-t // every), b, n, dtype=dtype) if every else None
-    pre = _new(t, b, n, dtype=dtype) if activation in _NEEDS_PRE and not every else None
+    pre = _new(t, b, n, dtype=dtype) if ACTIVATIONS[activation].needs_input and not every else None
     _call(function, dtype, {**sizes, "checkpoint_every": every}, {**inputs, "hs": hs, "ckpt": ckpt, "pre": pre})
     return hs, hs.new_empty(0) if ckpt is None else ckpt, hs.new_empty(0) if pre is None else pre
 
@@ -191,7 +190,7 @@ def _scan_bwd(
         "grad_act_param": like(act_param, need_params),
         "grad_norm": _new(sizes["T"], dtype=dtype),
     }
-    needs_pre = activation in _NEEDS_PRE and not checkpoint_every
+    needs_pre = ACTIVATIONS[activation].needs_input and not checkpoint_every
     saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre if needs_pre else None}
     options = {"checkpoint_every": checkpoint_every, "message_clip": message_clip}
     _call(function, dtype, {**sizes, **options}, {**inputs, **saved, **results})
@@ -420,7 +419,7 @@ def _activation_sizes(x: Tensor, act_param: Tensor | None, activation: str) -> d
     return {
         "rows": x.numel() // n if n else 0,
         "N": n,
-        "activation": _ACTIVATIONS[activation],
+        "activation": ACTIVATIONS[activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }
 
