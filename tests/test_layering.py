@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "_C", "_products", "_autocast"},
+    {"_version", "errors", "_C", "_activations", "_products", "_autocast"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
     {"dispatch", "commandline"},
     {"ops"},
@@ -43,9 +43,9 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # it is there to check.
 LEAF_IMPORTS = {
     "reference": set(),
-    "cpu": {"errors", "_version", "_C", "_products"},
-    "cuda": {"errors", "_version", "_C", "_products"},
-    "triton_kernels": {"errors", "_products"},
+    "cpu": {"errors", "_version", "_C", "_activations", "_products"},
+    "cuda": {"errors", "_version", "_C", "_activations", "_products"},
+    "triton_kernels": {"errors", "_activations", "_products"},
 }
 
 FOLDERS = {"orthokern": ROOT / "orthokern", "orthokern.triton_kernels": ROOT / "triton_kernels"}

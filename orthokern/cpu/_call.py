@@ -31,7 +31,6 @@ if AVAILABLE and _ISA and _ISA not in _C.isas():
     REASON = f"ORTHOKERN_ISA={_ISA} is not among the instruction sets built and usable here: {', '.join(_C.isas())}"
 
 _DTYPES = {torch.float32: 0, torch.float64: 1}
-ACTIVATIONS = {"identity": 0, "tanh": 1, "relu": 2, "prelu": 3, "leaky_relu": 3, "modrelu": 4, "oplu": 5}
 
 
 def build_info() -> dict[str, Any]:

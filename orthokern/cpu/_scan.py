@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.cpu._call import ACTIVATIONS, call, new
+from orthokern._activations import ACTIVATIONS
+from orthokern.cpu._call import, call, new
 
-_NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
 
 
 def _scan_inputs(
@@ -29,7 +29,7 @@ def _scan_inputs(
         "N": n,
         "K": maps["v"].shape[1] if "v" in maps else 0,
         "D": 0 if weight is None else weight.shape[1],
-        "activation": ACTIVATIONS[activation],
+        "activation": ACTIVATIONS[activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }
     inputs = {
@@ -61,7 +61,7 @@ def scan_fwd(
     hs = new(t, b, n, dtype=dtype)
     every = checkpoint_every
     ckpt = new(-(-t // every), b, n, dtype=dtype) if every else None
-    pre = new(t, b, n, dtype=dtype) if activation in _NEEDS_PRE and not every else None
+    pre = new(t, b, n, dtype=dtype) if ACTIVATIONS[activation].needs_input and not every else None
     call(name, dtype, {**sizes, "checkpoint_every": every}, {**inputs, "hs": hs, "ckpt": ckpt, "pre": pre})
     return hs, hs.new_empty(0) if ckpt is None else ckpt, hs.new_empty(0) if pre is None else pre
 
@@ -103,7 +103,7 @@ def scan_bwd(
         "grad_act_param": like(act_param, need_params),
         "grad_norm": new(sizes["T"], dtype=dtype),
     }
-    needs_pre = activation in _NEEDS_PRE and not checkpoint_every
+    needs_pre = ACTIVATIONS[activation].needs_input and not checkpoint_every
     saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre if needs_pre else None}
     options = {"checkpoint_every": checkpoint_every, "message_clip": message_clip}
     call(name, dtype, {**sizes, **options}, {**inputs, **saved, **results})

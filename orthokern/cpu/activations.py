@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.cpu._call import ACTIVATIONS, call, new
+from orthokern._activations import ACTIVATIONS
+from orthokern.cpu._call import, call, new
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
@@ -30,6 +31,6 @@ def _sizes(x: Tensor, act_param: Tensor | None, activation: str) -> dict[str, in
     return {
         "rows": x.numel() // n if n else 0,
         "N": n,
-        "activation": ACTIVATIONS[activation],
+        "activation": ACTIVATIONS[activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }

@@ -26,7 +26,6 @@ except ImportError as error:
 AVAILABLE = kernels is not None
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
-ACTIVATIONS = {"identity": 0, "tanh": 1, "relu": 2, "prelu": 3, "leaky_relu": 3, "modrelu": 4, "oplu": 5}
 # Steers the native planners: path, cluster, group, shared_chunks, graph_steps (ScanWish and GruWish), for the tests.
 wishes: dict[str, int] = {}
 

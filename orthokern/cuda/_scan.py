@@ -11,11 +11,11 @@ from torch import Tensor
 
 from orthokern._products import ieee_products
 from orthokern.cuda import _call as native
-from orthokern.cuda._call import ACTIVATIONS
+from orthokern._activations import ACTIVATIONS
+from orthokern.cuda._call import
 from orthokern.cuda._sums import Sums
 
 _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
-_NEEDS_PRE = ("prelu", "leaky_relu", "oplu")
 # Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of
 # steps, last one first, however the states came about: so recomputing them changes no bit.
 _WINDOW_ELEMENTS = 1 << 23
@@ -94,7 +94,7 @@ class Scan:
             "K": 0 if map.s is None else map.s.shape[0],
             "sequences": batch if sequences is None else sequences,
             "precision": _PRECISIONS[map.precision],
-            "activation": ACTIVATIONS[activation],
+            "activation": ACTIVATIONS[activation].number,
             "act_param_stride": int(act_param is not None and act_param.numel() > 1),
             "backward": int(backward),
         }
@@ -233,7 +233,7 @@ def scan_fwd(
     steps, (batch, n) = x.shape[0], h0.shape
     e, table = _input_of(ready_x, weight, bias)
     hs, empty = h0.new_empty(steps, batch, n), h0.new_empty(0)
-    pre = h0.new_empty(steps, batch, n) if activation in _NEEDS_PRE and not checkpoint_every else empty
+    pre = h0.new_empty(steps, batch, n) if ACTIVATIONS[activation].needs_input and not checkpoint_every else empty
     inputs: dict[str, Tensor | None] = {"x": e} if table is None else {"tokens": ready_x}
     chunk = chunk_length(map, steps, batch, activation, algorithm, message_clip)
     if chunk:
@@ -305,7 +305,7 @@ def scan_bwd(
     room = steps if keep_delta else min(every + window, steps)
     delta = new(room, batch, n)
     before = new(min(every + window, steps) + 1, batch, n) if checkpoint_every else empty
-    pre_segment = new(every, batch, n) if checkpoint_every and activation in _NEEDS_PRE else empty
+    pre_segment = new(every, batch, n) if checkpoint_every and ACTIVATIONS[activation].needs_input else empty
     carry = None  # delta of the step after the segment
     high = steps  # steps from here on are in the sums
 
@@ -325,12 +325,12 @@ def scan_bwd(
             part = x[start:stop]
             if table is None:
                 e = _input_of(part, weight, bias)[0]
-            gate = pre_segment[:length] if activation in _NEEDS_PRE else None
+            gate = pre_segment[:length] if ACTIVATIONS[activation].needs_input else None
             inputs = {"x": e} if table is None else {"tokens": part}
             # not `segment`'s last row where a waiting step has it already: the same state, the same bits
             forward.run(length, {**inputs, "start": before[0], "out": segment, "pre": gate}, table, time=start)
         else:
-            segment, gate = states, pre if activation in _NEEDS_PRE else None
+            segment, gate = states, pre if ACTIVATIONS[activation].needs_input else None
         if gate is None and activation != "identity":
             gate = segment
         place = delta[start - low : stop - low]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from orthokern.cuda import _call as native
-from orthokern.cuda._call import ACTIVATIONS, DTYPES
+from orthokern._activations import ACTIVATIONS
+from orthokern.cuda._call import, DTYPES
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
@@ -38,7 +39,7 @@ def _inputs(x: Tensor, act_param: Tensor | None, activation: str) -> tuple[dict[
         "rows": x.numel() // n if n else 0,
         "N": n,
         "dtype": DTYPES[x.dtype],
-        "activation": ACTIVATIONS[activation],
+        "activation": ACTIVATIONS[activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }
     return sizes, {"x": x, "act_param": native.ready(act_param, x.dtype, x.device, "act_param")}
