@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_products", "_autocast"},
     {"reference", "_native", "_native_cuda", "triton_kernels"},  # the leaves
-    {"dispatch", "commandline"},
+    {"dispatch", "commandline", "_files", "_state"},
     {"ops"},
     {"functional"},
     {"init", "penalties", "optim", "data"},
