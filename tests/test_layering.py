@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_activations", "_products", "_autocast"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
-    {"dispatch", "commandline"},
+    {"dispatch", "commandline", "_files", "_state"},
     {"ops"},
     {"functional"},
     {"init", "penalties", "optim", "data"},

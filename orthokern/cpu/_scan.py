@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern.cpu._call import, call, new
-
+from orthokern.cpu._call import call, new
 
 
 def _scan_inputs(

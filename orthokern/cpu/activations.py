@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern.cpu._call import, call, new
+from orthokern.cpu._call import call, new
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:

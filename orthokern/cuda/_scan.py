@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products
 from orthokern.cuda import _call as native
-from orthokern._activations import ACTIVATIONS
-from orthokern.cuda._call import
 from orthokern.cuda._sums import Sums
 
 _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}

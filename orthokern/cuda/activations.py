@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.cuda import _call as native
 from orthokern._activations import ACTIVATIONS
-from orthokern.cuda._call import, DTYPES
+from orthokern.cuda import _call as native
+from orthokern.cuda._call import DTYPES
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
