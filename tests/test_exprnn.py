@@ -152,7 +152,11 @@ def test_how_a_step_is_taken_changes_no_number(kind: Kind, optimizer: str, clear
     def train(how: str) -> nn.Module:
         torch.manual_seed(0)
         rnn = kind(3, 6, dtype=F64, rebase_every=every)
-        options: dict[str, Any] = {"lr": 1e-2, "fused": optimizer == "fused", "eps": 1e-2}  # so that rounding stays small
+        options: dict[str, Any] = {
+            "lr": 1e-2,
+            "fused": optimizer == "fused",
+            "eps": 1e-2,
+        }
         if optimizer == "combined":
             taken: torch.optim.Optimizer = optimizer_for(rnn, lr=1e-2, euclidean=torch.optim.Adam, eps=1e-2)
         else:

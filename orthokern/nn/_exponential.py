@@ -122,6 +122,7 @@ class _Exponential(_Recurrent):
             base.copy_(functional.skew_exp(skew_from(parameter.double())))
             nn.init.zeros_(parameter)
 
+    @_autocast.keeps_dtype
     def _orthogonal(self, suffix: str) -> Tensor:
         """P [N,N] of one recurrence, differentiable."""
         parameter = self._tensor(f"skew_{suffix}")

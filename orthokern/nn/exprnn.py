@@ -27,8 +27,8 @@ class ExpRNN(_Exponential):
         rebase_every: K at least 1: move the base after every K-th step of the optimizer that trains A (any torch
             optimizer). None never does: W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
-        optimizer_state: what a move does to the state of the optimizers that train A: "transport" takes first moments to
-            the new chart exactly and leaves second moments as they are; "reset" drops the state; "keep", as the
+        optimizer_state: what a move does to the state of the optimizers that train A: "transport" takes first moments
+            to the new chart exactly and leaves second moments as they are; "reset" drops the state; "keep", as the
             released code, does nothing.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
