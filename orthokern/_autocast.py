@@ -29,8 +29,8 @@ def is_on(kind: str) -> bool:
 
 def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a function that returns tensors with autocast off, and so the backward of what autograd records in it,
-    wherever that is run. torch.compile traces through; the backward that it makes inside autocast rounds the products
-    that are torch's own (not those of this package's ops), one that it makes outside does not.
+    wherever that is run. torch.compile traces through; a backward of its making that runs inside autocast rounds the
+    products that are torch's own (not those of this package's ops): run it outside, as torch recommends.
 
     The backward: autograd evaluates each node in the thread state of the call to backward() and restores that state
     afterwards, so a hook that runs before a node and turns autocast off does so for that node alone.

@@ -65,17 +65,14 @@ def test_export_with_any_number_of_steps(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])
 def test_compile(kind: str) -> None:
-    """In one graph, with the gradients of an ordinary call; and the results inside autocast."""
+    """In one graph, with the gradients of an ordinary call."""
     module, x = made(kind), torch.randn(6, 2, D)
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     expected = gradients_of(module, lambda: module(x)[0].square().sum())
-    for backward in (False, True):
-        found = gradients_of(module, lambda: compiled(x)[0].square().sum(), backward=backward)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(compiled(x)[0], module(x)[0], rtol=1e-5, atol=1e-6)
+    found = gradients_of(module, lambda: compiled(x)[0].square().sum())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def gradients_of(
