@@ -297,7 +297,8 @@ class _Recurrent(nn.Module):
             "message_clip": self.message_clip,
             "activation": self.nonlinearity,
             "act_param": self._act_param(suffix),
-            "checkpoint_every": self.checkpoint_every,
+            # the number of checkpoints, ceil(T / k), would bind an exported program to a T above k
+            "checkpoint_every": 0 if torch.compiler.is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
         }
@@ -741,6 +742,7 @@ class FactorizedRNN(_Recurrent):
         """
         return self.spectrum(layer, reverse).detach().abs()
 
+    @_autocast.keeps_dtype
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """W = U diag(s) V^T [N,N] of one recurrence (without the gain), composed for inspection; differentiable.
         Forward forms it only with apply="composed"."""
@@ -769,6 +771,7 @@ class FactorizedRNN(_Recurrent):
     def _spectrum(self, suffix: str) -> Tensor:
         return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
 
+    @_autocast.keeps_dtype
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
         s = self._gained(self._spectrum(suffix))

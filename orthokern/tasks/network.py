@@ -167,7 +167,7 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bo
         "--rebase-every",
         type=integer(1),
         metavar="K",
-        help="exprnn, nnrnn: every K forwards the exponential starts anew from where it has come (default: never)",
+        help="exprnn, nnrnn: after every K-th step the exponential starts anew from where it has come (default: never)",
     )
     group.add_argument(
         "--project-every",
