@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, file_name, integer, one_of, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
@@ -147,7 +147,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.music", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", metavar="DIR", help="folder with the piano rolls (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the piano rolls (needed)")
     group.add_argument(
         "--collection", type=one_of("collection", COLLECTIONS), metavar="NAME",
         help=f"{', '.join(COLLECTIONS)} (default nottingham)",
