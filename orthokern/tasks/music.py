@@ -27,6 +27,7 @@ from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
 from orthokern.tasks.recurrent import add_epochs, count_epochs, digest, stream_seed
 from orthokern.training import cli
@@ -82,6 +83,7 @@ class MusicTask(GruTask):
     unit = "time step"
 
     def __init__(self, settings: Settings) -> None:
+        check_gru(settings, steps=settings["window"])
         super().__init__(settings)
         self.data = load_music(settings["data"], settings["collection"])
         self.data_digest = digest(self.data.train.notes, self.data.train.offsets)

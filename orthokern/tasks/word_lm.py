@@ -25,6 +25,7 @@ from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.memory import check_gru
 from orthokern.tasks.recurrent import add_epochs, count_epochs, digest
 from orthokern.training import cli
 
@@ -91,6 +92,7 @@ class WordLm(GruTask):
             N=settings["hidden"], C=words,
         )  # fmt: skip
         self.streams = stream_rows(self.data.train, settings["batch"]).to(self.device)  # [L, B]
+        check_gru(settings, steps=min(settings["window"], len(self.streams) - 1))
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings["window"])
         self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
         self.position = 0  # windows read
