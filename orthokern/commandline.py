@@ -6,15 +6,35 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
 
-from orthokern.errors import InputError, nearest, unknown_name
+from orthokern.errors import BackendUnavailable, InputError, nearest, unknown_name
 
-__all__ = ["LARGEST", "MAX_THREADS", "Needs", "Parser", "Settings", "device", "integer", "one_of", "real", "say"]
+__all__ = [
+    "EXIT_BAD_INPUT",
+    "EXIT_INTERRUPTED",
+    "LARGEST",
+    "MAX_THREADS",
+    "Needs",
+    "Parser",
+    "Settings",
+    "command",
+    "device",
+    "file_name",
+    "integer",
+    "one_line",
+    "one_of",
+    "path",
+    "printable",
+    "real",
+    "say",
+    "write",
+]
 
 Settings = dict[str, Any]
 
@@ -24,17 +44,118 @@ LARGEST = 1e30
 MAX_THREADS = 1024  # torch takes any number, and crashes where the system doesn't
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints lines at once, to standard output unless `stream` is given. That nobody can read them is no error: a
-    reader that has seen enough (`... | head`) or was stopped by the same Ctrl-C (`... | tee`), a log on a full disk."""
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+def write(text: str, stream: TextIO | None = None) -> None:
+    """Writes text at once, to standard output unless `stream` is given.
+
+    A character that the stream's encoding lacks is written as its escape. That nobody can read the text is no error: a
+    stream that was closed before the process began, a reader that has seen enough (`... | head`) or was stopped by the
+    same Ctrl-C (`... | tee`), a log on a full disk.
+    """
     stream = sys.stdout if stream is None else stream
-    with contextlib.suppress(OSError):
-        print(text, file=stream)
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a closed file
+            try:
+                stream.write(text)
+            except UnicodeEncodeError as error:
+                stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
     for each in (sys.stdout, stream):
+        if each is None:
+            continue
         try:
             each.flush()
-        except OSError:  # what is left in the buffer must not fail at the interpreter's end either
-            os.dup2(os.open(os.devnull, os.O_WRONLY), each.fileno())
+        except (OSError, ValueError):  # what is left in the buffer must not fail at the interpreter's end either
+            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, each.fileno())
+                os.close(null)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints lines as `write` does."""
+    write(text + "\n", stream)
+
+
+def printable(text: str) -> str:
+    """The text with the escapes of what cannot be shown: control characters, and bytes of a file name that are no text
+    in the file system's encoding."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+# Of an error line: the longest value that is shown whole (few paths are longer), and the longest line.
+_LONGEST_VALUE, _LONGEST_LINE = 160, 2000
+
+
+def _cut(text: str, longest: int) -> str:
+    """Beginning and end of a text that is longer than that."""
+    return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 4 :]}"
+
+
+def one_line(text: str, arguments: Sequence[str] | None = None) -> str:
+    """An error as one line of bounded length, whatever the values that it repeats.
+
+    Args:
+        text: of the error.
+        arguments: the command line that it may repeat; by default the process's.
+    """
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        value = argument.partition("=")[2] if argument.startswith("-") and "=" in argument else argument
+        for shown in {value, repr(value)[1:-1], " ".join(value.split())}:
+            if len(shown) > _LONGEST_VALUE:
+                text = text.replace(shown, _cut(shown, _LONGEST_VALUE))
+    text = re.sub(rf"\S{{{_LONGEST_VALUE + 1},}}", lambda found: _cut(found[0], _LONGEST_VALUE), printable(text))
+    return _cut(text, _LONGEST_LINE)
+
+
+# ---- the main function -----------------------------------------------------------------------------------------------
+
+
+def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> int:
+    """The main function of a command: what a user can cause ends in one line on standard error.
+
+    Args:
+        body: does the work and returns the exit code.
+        arguments: the command line, as `one_line` takes it.
+
+    Returns:
+        The exit code of `body`; EXIT_BAD_INPUT for an InputError, a BackendUnavailable or an OSError;
+        EXIT_INTERRUPTED for a KeyboardInterrupt.
+    """
+    _open_streams()
+    try:
+        return body()
+    except (InputError, BackendUnavailable) as error:
+        text = str(error)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        text = reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
+    except KeyboardInterrupt:
+        say("interrupted", sys.stderr)
+        return EXIT_INTERRUPTED
+    say(f"error: {one_line(text, arguments)}", sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _open_streams() -> None:
+    """Opens the null device for each of the three standard streams that was closed when the process began (`>&-`):
+    without it the next file that is opened gets the stream's number, and with it what the stream is meant for."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        stream = getattr(sys, name)
+        if stream is None or stream.closed:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))
 
 
 # ---- values of options -----------------------------------------------------------------------------------------------
@@ -121,6 +242,24 @@ def device(text: str) -> str:
     return text
 
 
+def file_name(text: str) -> str:
+    """An argparse type: a name that the file system can be asked for."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        fine = False
+    else:
+        fine = "\0" not in text
+    if not fine:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
+    return text
+
+
+def path(text: str) -> Path:
+    """An argparse type: `file_name`, as a Path."""
+    return Path(file_name(text))
+
+
 # ---- the parser ------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +313,10 @@ class Parser(argparse.ArgumentParser):
         self.needs: dict[str, tuple[tuple[Needs, ...], ...]] = {}
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(" ".join(re.sub(r"^argument ", "", message).split()))
+        raise InputError(re.sub(r"^argument ", "", message))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        write(message, file)
 
     def parse(self, arguments: list[str] | None) -> Settings:
         """The options that were given, by name.
@@ -182,6 +324,14 @@ class Parser(argparse.ArgumentParser):
         Raises:
             InputError: an unknown option or a value that isn't accepted.
         """
+        arguments = sys.argv[1:] if arguments is None else arguments
+        for word in arguments:
+            if word == "--":
+                break
+            option, _, value = word.partition("=")
+            # argparse would drop the value, as what ends the options, and take the option for one without a value.
+            if value == "--" and option in self._option_string_actions:
+                raise InputError(f"{option}: '--' is not a value that an option takes")
         known, unknown = self.parse_known_args(arguments)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]

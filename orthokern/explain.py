@@ -16,7 +16,7 @@ import torch
 
 import orthokern
 from orthokern import dispatch, ops
-from orthokern.commandline import Parser, integer, say
+from orthokern.commandline import Parser, command, integer, say
 from orthokern.errors import InputError, unknown_name
 
 # Sizes of a call, of which a SUPPORT table may limit some: batch, time, hidden units, rank, features or ids, classes.
@@ -97,8 +97,7 @@ class _CallableModule(types.ModuleType):
 sys.modules[__name__].__class__ = _CallableModule
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the text; returns the exit status, 0, or 2 for an argument that means nothing."""
+def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.explain", description=__doc__.split("\n")[0])
     parser.add_argument("--op", help="tell which backend serves a call of this op")
     for letter in LETTERS:
@@ -110,16 +109,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", help="what it asks for (auto)")
     parser.add_argument("--algorithm", help="what it asks for (auto)")
     parser.add_argument("--features", type=_names, help="optional arguments that it uses: lengths,message_clip")
-    try:
-        given = parser.parse(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the text; returns the exit status, 0, or 2 for an argument that means nothing."""
+
+    def body() -> int:
+        given = _parser().parse(argv)
         if given and "op" not in given:
             raise InputError(f"--{next(iter(given))} tells of a call: give --op too, one of {', '.join(ops.NAMES)}")
-        text = explain(given.pop("op", None), **given)
-    except InputError as error:
-        say(f"error: {error}", sys.stderr)
-        return 2
-    say(text)
-    return 0
+        say(explain(given.pop("op", None), **given))
+        return 0
+
+    return command(body, argv)
 
 
 if __name__ == "__main__":

@@ -462,7 +462,7 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("copy", "--model lstm --forget-bias 2", "unknown option --forget-bias"),
         ("char_lm", "--data {ptb} --bptt 9 --length 5", "--length: for runs without --bptt; here --bptt is 9"),
         ("pixel_mnist", "--data {mnist} --permutation-seed 1", "--permutation-seed: for --permuted; here --permuted"),
-        ("adding", f"--batch {2**53}", "a tensor of more than 2^63 bytes could not be allocated; lower --T"),
+        ("adding", f"--batch {2**53}", "GiB: lower --T (1000) or --batch (9007199254740992)"),
     ],
 )
 def test_bad_input(

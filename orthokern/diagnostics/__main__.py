@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from orthokern._files import make_folder, remove_folders
-from orthokern.commandline import Parser, Settings, one_of, real, say
+from orthokern.commandline import Parser, Settings, command, one_of, path, real, say
 from orthokern.diagnostics import comparison, plots
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError, unknown_name
 
-EXIT_OK, EXIT_BAD_INPUT = 0, 2
+EXIT_OK = 0
 
 FIGURES = ("curves", "gradients", "spectrum", "states", "angles", "stability")
 _QUANTITIES = ("loss", "accuracy")  # drawn unless others are asked for, with what was measured on held-out data
@@ -61,7 +61,7 @@ def _names(text: str) -> list[str]:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.diagnostics", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run")
     group = parser.add_argument_group("what to draw")
     group.add_argument(
         "--figure", type=one_of("figure", (*FIGURES, "all", "none")), metavar="NAME",
@@ -92,20 +92,20 @@ def _parser() -> Parser:
     )  # fmt: skip
     group = parser.add_argument_group("where to")
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for pictures (default: the run's; for several: comparison/)"
+        "--out", type=path, metavar="DIR", help="folder for pictures (default: the run's; for several: comparison/)"
     )
-    group.add_argument("--table", type=Path, metavar="FILE", help="also write the table to FILE, as Markdown")
+    group.add_argument("--table", type=path, metavar="FILE", help="also write the table to FILE, as Markdown")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    try:
+
+    def body() -> int:
         _run(_parser().parse(arguments))
-    except InputError as error:
-        say(f"error: {error}", sys.stderr)
-        return EXIT_BAD_INPUT
-    return EXIT_OK
+        return EXIT_OK
+
+    return command(body, arguments)
 
 
 def _run(given: Settings) -> None:
@@ -166,7 +166,7 @@ def _write(path: Path, action: Callable[[], Any]) -> Any:
 def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -> list[Path]:
     """One run's plot, under the name that the task gave it."""
     (run,) = runs
-    records, title = run.records, f"{run.task}, {run.name}"
+    records, title = run.records, comparison.caption(f"{run.task}, {run.name}")
     last = any("last_grad_norm_through_time" in record for record in records)
     gradients = "last_grad_norm_through_time" if last else "grad_norm_through_time"
     spectrum, angles = _of_recurrence(given)

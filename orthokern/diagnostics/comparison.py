@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from orthokern.commandline import printable
 from orthokern.diagnostics.runs import RunRecord
 from orthokern.errors import unknown_name
 
 __all__ = [
     "best_held_out",
+    "caption",
     "check_settings",
     "differing_settings",
     "labels",
@@ -52,6 +54,12 @@ def differing_settings(runs: Sequence[RunRecord], *, technical: bool = True) -> 
     return [name for name in ordered if len(values[name]) > 1 and (technical or name not in _TECHNICAL)]
 
 
+def caption(text: str) -> str:
+    """Text from outside, as a picture can show it: what cannot be shown as its escape, and no dollar sign taken for
+    the beginning of a formula."""
+    return printable(text).replace("$", "\\$")
+
+
 def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[str]:
     """A short name for each run, as "T 200, margin 0.1".
 
@@ -68,13 +76,13 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
     """
     if names is not None:
         check_settings("legend", runs, names)
-        return [", ".join(_told(run, name) for name in names) or run.name for run in runs]
+        return [", ".join(_told(run, name) for name in names) or caption(run.name) for run in runs]
     names = telling_settings(runs)
     several_tasks = len({run.task for run in runs}) > 1
     texts = [", ".join([*([run.task] if several_tasks else []), *(_told(run, name) for name in names)]) for run in runs]
     places = [run.name if [other.name for other in runs].count(run.name) == 1 else str(run.path) for run in runs]
     return [
-        text if text and texts.count(text) == 1 else f"{text} {place}".strip()
+        caption(text if text and texts.count(text) == 1 else f"{text} {place}".strip())
         for text, place in zip(texts, places, strict=True)
     ]
 
@@ -108,7 +116,7 @@ def setting_text(run: RunRecord, name: str) -> str:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else printable(str(value))
 
 
 def _told(run: RunRecord, name: str) -> str:
@@ -177,7 +185,7 @@ def _markdown(columns: dict[str, list[str]]) -> str:
     rows = len(next(iter(columns.values())))
     lines += [[] for _ in range(rows)]
     for name, cells in columns.items():
-        cells = [cell.replace("|", "\\|") for cell in cells]
+        name, *cells = [printable(cell).replace("|", "\\|") for cell in (name, *cells)]
         right = all(_numeric(cell) for cell in cells)
         width = max(3, *(len(text) for text in (name, *cells)))
         lines[0].append(name.rjust(width) if right else name.ljust(width))

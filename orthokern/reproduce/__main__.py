@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from orthokern.commandline import MAX_THREADS, Parser, Settings, device, integer
+from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, Settings, command, device, integer, path, say
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
-from orthokern.training.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
 PAPERS = (vorontsov, oinit, nnrnn, kanai)
 EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
@@ -55,9 +54,9 @@ def _parser() -> Parser:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
     parser.add_argument("--quick", action="store_true", help="scaled down: minutes on two cores, the same trend")
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb, music (default data)"
+        "--data", type=path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb, music (default data)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where runs and tables go (default runs/reproduce)")
+    parser.add_argument("--out", type=path, metavar="DIR", help="where runs and tables go (default runs/reproduce)")
     parser.add_argument("--only", metavar="TEXT", help="train only the runs that have TEXT in their names")
     parser.add_argument("--epochs", type=integer(1), metavar="N", help="train for N epochs, whatever the paper did")
     parser.add_argument("--iterations", type=integer(1), metavar="N", help="the same for tasks without a data set")
@@ -117,42 +116,43 @@ def _chosen(experiment: Experiment, only: str | None) -> list[Run]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    try:
-        given = _parser().parse(arguments)
-        name = given["experiment"]
-        if name not in EXPERIMENTS and name not in STUDIES:
-            raise unknown_name("experiment", name, (*EXPERIMENTS, *STUDIES))
-        if name in STUDIES:
-            files = STUDIES[name].make(given, sys.stdout)
-            print(files[0].read_text())
-            print("written: " + ", ".join(str(file) for file in files))
-            return 0
-        experiment = EXPERIMENTS[name]
-        plan = _plan(experiment, given)
-        runs = _chosen(experiment, given.get("only"))
-        failed: dict[str, str] = {}
+
+    def body() -> int:
         try:
-            if not given.get("report"):
-                failed = train_all(plan, runs, sys.stdout)
-        finally:
-            files = report(experiment, plan)
-        print(files[0].read_text())
-        print("written: " + ", ".join(str(file) for file in files))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except BrokenPipeError:  # whoever read the table has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _run(_parser().parse(arguments))
+        except KeyboardInterrupt:
+            say("interrupted; the runs are saved: give the same command again", sys.stderr)
+            return EXIT_INTERRUPTED
+
+    return command(body, arguments)
+
+
+def _run(given: Settings) -> int:
+    name = given["experiment"]
+    if name not in EXPERIMENTS and name not in STUDIES:
+        raise unknown_name("experiment", name, (*EXPERIMENTS, *STUDIES))
+    if name in STUDIES:
+        _show(STUDIES[name].make(given, sys.stdout))
         return 0
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted; the runs are saved: give the same command again", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    experiment = EXPERIMENTS[name]
+    plan = _plan(experiment, given)
+    runs = _chosen(experiment, given.get("only"))
+    failed: dict[str, str] = {}
+    try:
+        if not given.get("report"):
+            failed = train_all(plan, runs, sys.stdout)
+    finally:
+        files = report(experiment, plan)
+    _show(files)
     for run, line in failed.items():
-        print(f"{run}: {line}", file=sys.stderr)
+        say(f"{run}: {line}", sys.stderr)
     return 3 if failed else 0
+
+
+def _show(files: Sequence[Path]) -> None:
+    """Prints a report's table, the first of its files, and names all."""
+    say(files[0].read_text(encoding="utf-8"))
+    say("written: " + ", ".join(str(file) for file in files))
 
 
 if __name__ == "__main__":

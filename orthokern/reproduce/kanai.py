@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings
+from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
 from orthokern.reproduce.spec import Experiment, Measure, Run
@@ -223,7 +223,7 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
                 values.clear()
             projection.counts = dict.fromkeys(projection.counts, 0)
         if (i + 1) % 50 == 0:
-            print(f"iteration {i + 1} of {warm_up + iterations}", file=stream)
+            say(f"iteration {i + 1} of {warm_up + iterations}", stream)
     if projection.counts["projections"] == 0:
         raise InputError(
             f"gru-table3: no singular value rose above {projection.limit:g} in {iterations} iterations from "

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from orthokern.commandline import Settings
+from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.init import glorot_uniform_, learned_orthogonal_
 from orthokern.reproduce.runner import Plan, default_threads
@@ -124,7 +124,7 @@ def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     for sample in SAMPLES:
         for guard in (False, True):
             rows.append(_measure(sample, guard, quick))
-            print(f"{rows[-1]['law']}, n = {sample.side}, {rows[-1]['rule']}: {rows[-1]['seconds']:.1f} s", file=stream)
+            say(f"{rows[-1]['law']}, n = {sample.side}, {rows[-1]['rule']}: {rows[-1]['seconds']:.1f} s", stream)
     headings: tuple[str, ...] = (
         "law",
         "n",

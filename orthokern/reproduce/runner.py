@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from orthokern._files import RECORDS_LIMIT, count, number, open_regular, parse_json, read_object
+from orthokern.commandline import say, write
 from orthokern.errors import InputError
 from orthokern.reproduce.spec import Run, each_once
 from orthokern.training.cli import EXIT_BAD_INPUT
@@ -123,11 +124,11 @@ class _Board:
 
     def say(self, text: str) -> None:
         self.clear()
-        print(text, file=self.stream, flush=True)
+        say(text, self.stream)
 
     def clear(self) -> None:
         if self.shown:
-            print("\r\033[K", end="", file=self.stream)
+            write("\r\033[K", self.stream)
             self.shown = False
 
     def status(self, done: int, children: dict[str, _Child]) -> None:
@@ -139,10 +140,10 @@ class _Board:
         line = f"{done} of {self.total} {self.what} done; " + "; ".join(parts)
         if self.terminal:
             columns = os.get_terminal_size(self.stream.fileno()).columns
-            print("\r\033[K" + line[: columns - 1], end="", file=self.stream, flush=True)
+            write("\r\033[K" + line[: columns - 1], self.stream)
             self.shown = True
         else:
-            print(line, file=self.stream, flush=True)
+            say(line, self.stream)
 
 
 class _Child:

@@ -18,6 +18,7 @@ from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, add_short_evaluations, out_of_reach
+from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import OF_OTHERS, add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
 from orthokern.tasks.recurrent import STARTS, DrawnTask, start_normal, start_recurrence
@@ -169,6 +170,7 @@ class Adding(DrawnTask):
 
     def __init__(self, settings: Settings) -> None:
         data = AddingTask(settings["T"], target=settings["target"], positions=settings["positions"])
+        check_recurrent(settings, 2, 1, steps=data.length, features=2, evaluated=self.evaluation_batch(settings))
         super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
 

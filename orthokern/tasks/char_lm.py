@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, file_name, integer, one_of, real
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
+from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options, penalty
 from orthokern.tasks.recurrent import STARTS, RecurrentTask, count_epochs, digest, start_recurrence, stream_seed
@@ -231,6 +232,7 @@ class CharLm(CharTask):
     """Penn Treebank characters by sentence for the training loop; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: Settings) -> None:
+        check_recurrent(settings, len(ALPHABET), len(ALPHABET))
         super().__init__(settings, classes=len(ALPHABET))
         data = load_ptb(settings["data"], max_length=settings["length"], released_targets=settings["released_targets"])
         self.parts = {"validation": data.validation, "test": data.test}
@@ -282,7 +284,9 @@ class CharStream(CharTask):
     """
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, classes=len(STREAM_ALPHABET))
+        characters = len(STREAM_ALPHABET)
+        check_recurrent(settings, characters, characters)
+        super().__init__(settings, classes=characters)
         if current_shard().world > 1:
             raise InputError(f"--bptt in {current_shard().world} processes: its state is carried in one, run it in one")
         data = load_ptb_stream(settings["data"])
@@ -290,6 +294,7 @@ class CharStream(CharTask):
         rows = {"train": settings["batch"], "validation": STREAM_ROWS, "test": STREAM_ROWS}
         self.parts = {part: stream_rows(getattr(data, part), count).to(self.device) for part, count in rows.items()}
         self.time_steps = min(settings["bptt"], len(self.parts["train"]) - 1)
+        check_recurrent(settings, characters, characters, steps=self.time_steps, evaluated=STREAM_ROWS)
         self.pieces = -(-(len(self.parts["train"]) - 1) // settings["bptt"])
         self.iterations_per_epoch = count_epochs(settings, self.pieces)
         self.position = 0  # of the next piece in the epoch
@@ -372,7 +377,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.char_lm", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", metavar="DIR", help="folder with the three text files (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (needed)")
     group.add_argument(
         "--length", type=integer(4), metavar="N", help="leave out sentences of more than N characters (default 75)"
     )

@@ -37,6 +37,7 @@ from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
+from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
 from orthokern.tasks.recurrent import DrawnTask
@@ -146,7 +147,7 @@ class CopyModel(nn.Module):
         super().__init__()
         self.data = data
         hidden = settings["hidden"]
-        inputs, classes = data.num_ids if settings["input"] == "onehot" else 1, data.num_classes
+        inputs, classes = _inputs(data, settings), data.num_classes
         self.marker = settings["marker"] if settings["input"] == "scalar" else None
         self.embed = settings["model"] == "lstm" and self.marker is None  # torch's takes no token ids
         self.rnn = build_recurrence(inputs, settings, bias=False)
@@ -188,6 +189,11 @@ class CopyModel(nn.Module):
         return self.readout.loss(states, targets), {"wrong": wrong}
 
 
+def _inputs(data: CopyTask, settings: Settings) -> int:
+    """Input features of the recurrence, or token ids."""
+    return data.num_ids if settings["input"] == "onehot" else 1
+
+
 class CopyExperiment(DrawnTask):
     """The copy task for the training loop; settings as DEFAULTS, complete."""
 
@@ -198,6 +204,8 @@ class CopyExperiment(DrawnTask):
 
     def __init__(self, settings: Settings) -> None:
         self.data = CopyTask(settings["T"], layout=settings["layout"])
+        inputs = _inputs(self.data, settings)
+        check_recurrent(settings, inputs, self.data.num_classes, bias=False, steps=self.data.length)
         super().__init__(self.data, settings, classes=self.data.num_classes)
         self.goal = settings["goal"] / 100.0
         self.build(CopyModel(self.data, settings))

@@ -20,6 +20,7 @@ from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.digits import DigitsTask, add_digit_options
+from orthokern.tasks.memory import Part, check, model_parts
 from orthokern.tasks.optimization import (
     DESCENT_NEEDS,
     NORMS,
@@ -81,6 +82,27 @@ PRESET_HELP = {
 }
 
 
+def _sides(settings: Settings) -> list[int]:
+    """Numbers of units, from the input's to the output's."""
+    return [PIXELS, *[settings["hidden"]] * settings["layers"], CLASSES]
+
+
+def _check_memory(settings: Settings, rows: int = 0) -> None:
+    """Refuses a network that does not fit.
+
+    Args:
+        settings: as DEFAULTS, complete.
+        rows: images of a batch; 0 where they are not known yet.
+
+    Raises:
+        InputError: as `orthokern.tasks.memory.check`.
+    """
+    n, layers = settings["hidden"], settings["layers"]
+    parameters = (PIXELS + 1) * n + (layers - 1) * (n + 1) * n + (n + 1) * CLASSES
+    states = Part("the layers' outputs", torch.get_default_dtype().itemsize * rows * layers * n, ("batch", "hidden"))
+    check(settings, [*model_parts(parameters, settings, ("hidden", "layers")), states])
+
+
 class DeepNetwork(nn.Module):
     """Layers of tanh units, and a linear readout.
 
@@ -90,7 +112,7 @@ class DeepNetwork(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        sides = [PIXELS, *[settings["hidden"]] * settings["layers"], CLASSES]
+        sides = _sides(settings)
         self.layers = nn.ModuleList(nn.Linear(sides[i], sides[i + 1]) for i in range(len(sides) - 1))
         with torch.no_grad():
             for layer in self.layers:
@@ -129,6 +151,7 @@ class DeepMnist(DigitsTask):
     model: DeepNetwork
 
     def __init__(self, settings: Settings) -> None:
+        _check_memory(settings)
         self.settings = settings
         self.device = torch.device(settings["device"])
         self.rows = current_shard().rows(settings["batch"])  # of a joint batch, this process's
@@ -142,6 +165,7 @@ class DeepMnist(DigitsTask):
             for part in (data.train, data.validation, data.test)
         )
         self.begin_epochs()
+        _check_memory(settings, settings["batch"] // current_shard().world)
         self.model = DeepNetwork(settings)
         self.penalty = OrthogonalPenalty(settings["penalty"], squared=settings["penalty_norm"] == "squared")
         self.optimizer = self._optimizer()

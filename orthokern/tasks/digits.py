@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.commandline import Settings, integer, real
+from orthokern.commandline import Settings, file_name, integer, real
 from orthokern.errors import InputError
 from orthokern.tasks.recurrent import count_epochs, digest, epoch_order
 from orthokern.training import Task
@@ -109,7 +109,7 @@ class DigitsTask(Task):
 
 def add_digit_options(group: argparse._ArgumentGroup) -> None:
     """--data, --validation and --goal."""
-    group.add_argument("--data", metavar="DIR", help="folder with the four MNIST files (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the four MNIST files (needed)")
     group.add_argument(
         "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
     )

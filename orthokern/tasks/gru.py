@@ -19,6 +19,7 @@ from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
+from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import DESCENT_NEEDS
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
@@ -209,6 +210,7 @@ class GruTask(Task):
         """Args: settings: complete."""
         if current_shard().world > 1:
             raise InputError(f"{self.name} carries states from batch to batch in one process; run it without torchrun")
+        check_gru(settings)
         self.settings = settings
         self.device = torch.device(settings["device"])
         self.time_steps = settings["window"]

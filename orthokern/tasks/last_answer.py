@@ -14,6 +14,7 @@ from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
+from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
 from orthokern.tasks.recurrent import STARTS, DrawnTask, start_normal, start_recurrence
@@ -113,6 +114,14 @@ class LastAnswer(DrawnTask):
     iterations_per_epoch = None
 
     def __init__(self, data: TemporalOrderTask | RandomPermutationTask, settings: Settings) -> None:
+        check_recurrent(
+            settings,
+            data.num_features,
+            data.num_classes,
+            steps=data.length,
+            features=data.num_features,
+            evaluated=self.evaluation_batch(settings),
+        )
         super().__init__(data, settings, classes=data.num_classes)
         self.goal = settings["goal"] / 100.0
         self.build(LastAnswerModel(data.num_features, data.num_classes, settings))

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, file_name, integer, one_of, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
 from orthokern.tasks.recurrent import add_epochs, count_epochs, digest, stream_seed
 from orthokern.training import cli
@@ -82,6 +83,7 @@ class MusicTask(GruTask):
     unit = "time step"
 
     def __init__(self, settings: Settings) -> None:
+        check_gru(settings, steps=settings["window"])
         super().__init__(settings)
         self.data = load_music(settings["data"], settings["collection"])
         self.data_digest = digest(self.data.train.notes, self.data.train.offsets)
@@ -147,7 +149,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.music", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", metavar="DIR", help="folder with the piano rolls (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the piano rolls (needed)")
     group.add_argument(
         "--collection", type=one_of("collection", COLLECTIONS), metavar="NAME",
         help=f"{', '.join(COLLECTIONS)} (default nottingham)",

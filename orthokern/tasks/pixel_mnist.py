@@ -19,6 +19,7 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.digits import DigitsTask, add_digit_options
+from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
 from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_normal, start_recurrence
@@ -193,6 +194,7 @@ class PixelMnist(DigitsTask, RecurrentTask):
     baseline = math.log(10.0)
 
     def __init__(self, settings: Settings) -> None:
+        check_recurrent(settings, 1, 10)
         super().__init__(settings, classes=10)
         self.time_steps = (28 // settings["pool"]) ** 2
         data = load_mnist(settings["data"], validation=settings["validation"])
@@ -204,6 +206,8 @@ class PixelMnist(DigitsTask, RecurrentTask):
             mean, deviation = pixel_statistics(self.train_set[0].T.cpu())
             self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
         self.begin_epochs()
+        evaluated = min(self.EVALUATION_BATCH, len(self.validation_set[1]))
+        check_recurrent(settings, 1, 10, steps=self.time_steps, evaluated=evaluated)
         self.build(PixelModel(settings))
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

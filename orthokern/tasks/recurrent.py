@@ -296,6 +296,11 @@ class DrawnTask(RecurrentTask):
         self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
         self._buffers = data.buffers(settings["batch"], self.device)
 
+    @classmethod
+    def evaluation_batch(cls, settings: Settings) -> int:
+        """Sequences that an evaluation reads at once."""
+        return min(cls.EVALUATION_BATCH, settings["eval_sequences"])
+
     def next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = self._buffers
         self.drawn.fill(inputs, targets, self.generator)
@@ -313,7 +318,7 @@ class DrawnTask(RecurrentTask):
         """On "eval_sequences" fresh sequences: their mean "loss", and "accuracy" (a fraction). Fewer, where the rest of
         them can change nothing that matters: see `settled`."""
         count = self.settings["eval_sequences"]
-        size = min(self.EVALUATION_BATCH, count)
+        size = self.evaluation_batch(self.settings)
         loss, right, done = 0.0, 0.0, 0
         for inputs, targets in self.held_out(iteration, size):
             taken = min(size, count - done)

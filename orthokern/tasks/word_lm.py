@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern.commandline import Parser, Settings, integer, real
+from orthokern.commandline import Parser, Settings, file_name, integer, real
 from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.memory import check_gru
 from orthokern.tasks.recurrent import add_epochs, count_epochs, digest
 from orthokern.training import cli
 
@@ -91,6 +92,7 @@ class WordLm(GruTask):
             N=settings["hidden"], C=words,
         )  # fmt: skip
         self.streams = stream_rows(self.data.train, settings["batch"]).to(self.device)  # [L, B]
+        check_gru(settings, steps=min(settings["window"], len(self.streams) - 1))
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings["window"])
         self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
         self.position = 0  # windows read
@@ -185,7 +187,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.word_lm", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", metavar="DIR", help="folder with the three text files (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (needed)")
     group.add_argument(
         "--vocabulary", type=integer(2), metavar="N", help="words that the training text may have (default 10000)"
     )

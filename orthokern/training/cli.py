@@ -5,12 +5,25 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from orthokern.commandline import MAX_THREADS, Needs, Parser, Settings, device, integer, one_of, real, say
+from orthokern.commandline import (
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    MAX_THREADS,
+    Needs,
+    Parser,
+    Settings,
+    command,
+    device,
+    integer,
+    one_of,
+    path,
+    real,
+    say,
+)
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
@@ -20,10 +33,9 @@ from orthokern.training.loop import FREE_SETTINGS, LoopSettings, train
 from orthokern.training.rundir import RunFolder
 from orthokern.training.task import Task
 
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
-
 __all__ = [
+    "EXIT_BAD_INPUT",
+    "EXIT_INTERRUPTED",
     "RUN_DEFAULTS",
     "Parser",
     "Settings",
@@ -72,9 +84,9 @@ def add_run_options(parser: Parser, defaults: Mapping[str, Any], *, backend: boo
     group.add_argument(
         "--threads", type=integer(1, MAX_THREADS), metavar="N", help="CPU threads (default: as many as torch chooses)"
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")
+    group.add_argument("--out", type=path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")
     group.add_argument(
-        "--resume", type=Path, nargs="?", const=None, metavar="DIR",
+        "--resume", type=path, nargs="?", const=None, metavar="DIR",
         help="go on with the run in DIR (or in --out), with its settings, exactly as if it had never stopped",
     )  # fmt: skip
     group.add_argument(
@@ -184,20 +196,24 @@ def run(
             interrupted.
     """
     started = time.perf_counter()
-    try:
-        given = parser.parse(arguments)
-        timeout: float = given.get("process_timeout") or defaults["process_timeout"]
-        with distributed.processes(timeout) as shard:
-            return _run(name, parser, given, defaults, presets, complete, build, started, shard)
-    except (InputError, BackendUnavailable) as error:
-        if distributed.speaks(error):
-            say(f"error: {error}", sys.stderr)
-        return EXIT_BAD_INPUT
-    except distributed.EndedElsewhere:
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
-        say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
-        return EXIT_INTERRUPTED
+
+    def body() -> int:
+        try:
+            given = parser.parse(arguments)
+            timeout: float = given.get("process_timeout") or defaults["process_timeout"]
+            with distributed.processes(timeout) as shard:
+                return _run(name, parser, given, defaults, presets, complete, build, started, shard)
+        except (InputError, BackendUnavailable) as error:
+            if distributed.speaks(error):
+                raise
+            return EXIT_BAD_INPUT
+        except distributed.EndedElsewhere:
+            return EXIT_BAD_INPUT
+        except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
+            say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
+            return EXIT_INTERRUPTED
+
+    return command(body, arguments)
 
 
 # what a run's memory grows with

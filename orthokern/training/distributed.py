@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from orthokern.commandline import one_line, write
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.training.progress import Progress
 
@@ -197,7 +198,7 @@ def _leave_alone(shard: Shard, watch: _Watch, error: BaseException, timeout: flo
     if isinstance(error, KeyboardInterrupt):
         _end(f"rank {shard.rank}: stopped at once, nothing saved since the last checkpoint", 130)
     if isinstance(error, (InputError, BackendUnavailable)):
-        _end(f"error: rank {shard.rank}: {error}", EXIT_LOST)
+        _end(f"error: rank {shard.rank}: {one_line(str(error))}", EXIT_LOST)
     if isinstance(error, RuntimeError):
         watch.join(1.0)  # if the reason is a lost process, the thread ends this one before the wait is over
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
@@ -208,11 +209,7 @@ def _leave_alone(shard: Shard, watch: _Watch, error: BaseException, timeout: flo
 
 def _end(line: str, code: int) -> NoReturn:
     """Ends the process without clean-up, which would wait for ranks that may be gone."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        if line:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+    write(line + "\n" if line else "", sys.stderr)
     os._exit(code)
 
 

@@ -5,6 +5,8 @@ import sys
 import time
 from typing import TextIO
 
+from orthokern.commandline import write
+
 
 class Progress:
     """Shows how far a run is.
@@ -63,9 +65,4 @@ class Progress:
             self._drawn = False
 
     def _write(self, text: str) -> None:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except (OSError, ValueError):
-            # A closed pipe, a full disk under the log, or a terminal's odd encoding must not end the training.
-            pass
+        write(text, self.stream)

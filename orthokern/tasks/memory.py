@@ -1,0 +1,200 @@
+"""The memory that a run needs at least, computed from its sizes before anything is read, drawn or allocated.
+
+Every number here is a lower bound: a run that is refused could not have been trained on this machine. A run that is not
+refused may still end with torch's own error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from orthokern.commandline import Settings
+from orthokern.errors import InputError
+from orthokern.training.distributed import current_shard
+
+__all__ = ["Part", "check", "check_gru", "check_recurrent", "gru_size", "machine_memory", "model_parts", "network_size"]
+
+# What the states of a batch grow with, where a task has it.
+_OF_STATES = ("T", "bptt", "window", "batch", "layers", "hidden")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the things that are in memory at the same time.
+
+    Attributes:
+        what: its name in an error.
+        size: bytes.
+        options: settings that make it smaller when they are lowered; those that a task has not, or that are None, are
+            passed over.
+    """
+
+    what: str
+    size: int
+    options: tuple[str, ...]
+
+
+def machine_memory(device: str) -> int | None:
+    """Bytes of memory of a device, all programs together: of a GPU its own; of the CPU the main memory and what can be
+    swapped out, within the limit of a control group. None where the system does not tell."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        return int(torch.cuda.get_device_properties(place).total_memory)
+    try:
+        fields = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB$", Path("/proc/meminfo").read_text("ascii"), re.M))
+        limits = [1024 * (int(fields["MemTotal"]) + int(fields.get("SwapTotal", 0)))]
+    except (OSError, ValueError, KeyError):
+        try:
+            limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        except (AttributeError, OSError, ValueError):
+            return None
+    swap = _number(Path("/sys/fs/cgroup/memory.swap.max"))
+    limit = _number(Path("/sys/fs/cgroup/memory.max"))
+    if limit is not None and swap is not None:
+        limits.append(limit + swap)
+    return min(limits)
+
+
+def _number(file: Path) -> int | None:
+    """What a control group's file holds; None for "max", and where there is no such file."""
+    try:
+        return int(file.read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def check(settings: Settings, parts: Iterable[Part]) -> None:
+    """Refuses what the device cannot hold.
+
+    Args:
+        settings: with "device".
+        parts: all of them in memory at once.
+
+    Raises:
+        InputError: names the largest part and the options to lower.
+    """
+    parts = list(parts)
+    needed, there = sum(part.size for part in parts), machine_memory(settings["device"])
+    if there is None or needed <= there:
+        return
+    largest = max(parts, key=lambda part: part.size)
+    lower = [f"--{name.replace('_', '-')} ({settings[name]})" for name in largest.options if settings.get(name)]
+    raise InputError(
+        f"out of memory on {settings['device']}: at least {_gib(needed)} would be allocated, there are {_gib(there)}; "
+        f"the largest part is {largest.what}, {_gib(largest.size)}: lower {' or '.join(lower)}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.4g} GiB"
+
+
+# ---- sizes of networks -----------------------------------------------------------------------------------------------
+
+
+def network_size(inputs: int, settings: Settings, *, bias: bool = True) -> tuple[int, int, int]:
+    """Numbers of elements of what `orthokern.tasks.network.build_recurrence` makes of the same arguments.
+
+    Returns:
+        All parameters; those of them that move along geodesics; buffers.
+    """
+    n, k, model = settings["hidden"], settings["rank"] or settings["hidden"], settings["model"]
+    if model in ("lstm", "peephole-lstm"):
+        peepholes = 3 * n if model == "peephole-lstm" else 0
+        return 4 * n * (inputs + n + (2 if bias else 0)) + peepholes, 0, 0
+    outside = n * inputs + (n if settings["learned_h0"] else 0)
+    outside += {"modrelu": n, "prelu": 1}.get(settings["nonlinearity"], 0)
+    if model == "rnn":
+        return outside + n * n + (2 * n if bias else 0), 0, 0
+    outside += n if bias else 0
+    if model == "factorized":
+        return outside + 2 * n * k + k, 2 * n * k, 0
+    if model == "exprnn":
+        return outside + n * n, 0, n * n
+    return outside + n * n + n + (n * n if settings["triangle"] else 0), 0, n * n
+
+
+def gru_size(settings: Settings) -> int:
+    """Number of parameters of what `orthokern.tasks.gru.build_gru` makes for as many inputs as hidden units."""
+    return int(6 * settings["layers"] * settings["hidden"] ** 2)
+
+
+def model_parts(
+    parameters: int, settings: Settings, options: tuple[str, ...], *, bases: int = 0, buffers: int = 0
+) -> list[Part]:
+    """Parameters, gradients and the optimizer's state, in the default dtype.
+
+    Args:
+        parameters: their number of elements, bases included.
+        settings: with "optimizer"; "momentum" and, for bases, "geodesic".
+        options: as in Part.
+        bases: elements that geodesic steps move.
+        buffers: elements of the model that are not trained.
+    """
+    size = torch.get_default_dtype().itemsize
+    copies = {"adam": 2, "rmsprop": 1, "sgd": 1 if settings["momentum"] else 0}[settings["optimizer"]]
+    state = copies * (parameters - bases) + (bases if bases and settings["geodesic"] == "rmsprop" else 0)
+    return [
+        Part("the model", size * (parameters + buffers), options),
+        Part("the gradients", size * parameters, options),
+        Part("the optimizer's state", size * state, options),
+    ]
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def check_recurrent(
+    settings: Settings,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool = True,
+    steps: int = 0,
+    features: int = 0,
+    evaluated: int = 0,
+) -> None:
+    """`check` for a recurrence and a linear readout.
+
+    Args:
+        settings: of a task with a network's and an optimizer's options.
+        inputs, bias: as in `build_recurrence`.
+        outputs: of the readout.
+        steps: time steps of a batch; 0 where they are not known yet.
+        features: floating-point numbers of a batch's inputs per sequence and step.
+        evaluated: sequences of a batch of an evaluation, which keeps no gradients.
+
+    Raises:
+        InputError: as `check`.
+    """
+    parameters, bases, buffers = network_size(inputs, settings, bias=bias)
+    parameters += (settings["hidden"] + 1) * outputs
+    model = model_parts(parameters, settings, ("rank", "hidden"), bases=bases, buffers=buffers)
+    rows, size = settings["batch"] // current_shard().world, torch.get_default_dtype().itemsize
+    numbers = steps * rows * (2 * settings["hidden"] + features)
+    check(settings, [*model, Part("the states of a batch with their gradients", size * numbers, _OF_STATES)])
+    numbers = steps * evaluated * (settings["hidden"] + features)
+    options = ("T", "bptt", "eval_sequences", "hidden")
+    check(settings, [*model, Part("the states of an evaluation's batch", size * numbers, options)])
+
+
+def check_gru(settings: Settings, *, steps: int = 0) -> None:
+    """`check` for a stack of GRU layers; what stands around it is not counted.
+
+    Args:
+        settings: of a task with a GRU's options.
+        steps: as in `check_recurrent`.
+
+    Raises:
+        InputError: as `check`.
+    """
+    size = torch.get_default_dtype().itemsize
+    numbers = 2 * settings["layers"] * steps * settings["batch"] * settings["hidden"]
+    states = Part("the states of a batch with their gradients", size * numbers, _OF_STATES)
+    check(settings, [*model_parts(gru_size(settings), settings, ("layers", "hidden")), states])

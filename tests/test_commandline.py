@@ -1,0 +1,402 @@
+"""What every command owes its user, whatever the task: one line for bad input, no traceback, bounded lines, work that
+is done though nobody can read of it. The tables are made from the commands' own options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+import pytest
+import torch
+
+from orthokern import commandline
+from orthokern.commandline import Parser, one_line, write
+from orthokern.errors import InputError
+from orthokern.tasks import memory
+from orthokern.tasks.network import MODELS
+
+TASKS = (
+    "adding", "char_lm", "copy", "deep_mnist", "music", "pixel_mnist", "random_permutation", "temporal_order",
+    "word_lm",
+)  # fmt: skip
+COMMANDS = {name: f"orthokern.tasks.{name}" for name in TASKS} | {
+    "diagnostics": "orthokern.diagnostics.__main__",
+    "explain": "orthokern.explain",
+    "reproduce": "orthokern.reproduce.__main__",
+}
+LONGEST = 2000  # characters of an error line
+
+
+def module(name: str) -> ModuleType:
+    importlib.import_module(COMMANDS[name])
+    return sys.modules[COMMANDS[name]]
+
+
+def parser(name: str) -> Parser:
+    made = module(name)._parser()
+    assert isinstance(made, Parser)
+    return made
+
+
+def main(name: str, *arguments: object) -> int:
+    """The exit code, also of --help."""
+    try:
+        return int(module(name).main([str(argument) for argument in arguments]))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def options(name: str) -> Iterator[argparse.Action]:
+    return (action for action in parser(name)._actions if action.option_strings and action.dest != "help")
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of an error, and nothing else."""
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("error: ") and told.err.count("\n") == 1, told
+    assert len(told.err) <= LONGEST + len("error: ...\n") and told.err[:-1].isprintable()
+    return told.err
+
+
+def test_every_task_is_in_the_table() -> None:
+    tasks = Path(commandline.__file__).parent / "tasks"
+    assert {path.stem for path in tasks.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()} == set(TASKS)
+
+
+# ---- values of options ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_two_dashes_are_no_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse would take `--option=--` for the option without a value, or for an empty list."""
+    for action in options(name):
+        for option in action.option_strings:
+            assert main(name, f"{option}=--") == 2
+            assert option in refused(capsys)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_values_that_no_option_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option with a type, and text of any kind: too long, of several lines, not encodable, of nothing."""
+    values = ["x" * 10_000, "y " * 5_000, "1" * 10_000, "a\nb\r\x1b[31m", "\ud800", "\udce9\0"]
+    made, needed = parser(name), ["name"] if name in ("diagnostics", "reproduce") else []
+    for action in options(name):
+        if action.nargs == 0 or action.type is None:
+            continue
+        for value in values:
+            try:
+                made.parse([f"{action.option_strings[0]}={value}", *needed])
+            except InputError as error:
+                text = one_line(str(error), [f"{action.option_strings[0]}={value}"])
+                assert action.option_strings[0] in text and text.isprintable() and len(text) <= 1000, text
+            else:  # a name, of a file or of what a run's records hold
+                assert action.type in (commandline.path, commandline.file_name) or name != "copy"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_argument_makes_an_error_long(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("--" + "q" * 10_000, "q" * 10_000, "--q=" + "z " * 5_000, "q\nr", "\udce9"):
+        assert main(name, text) == 2
+        assert len(refused(capsys)) < 1000
+
+
+def test_an_error_line_keeps_what_is_short() -> None:
+    text = "--out /a/folder: 'x' is not y; accepted: " + ", ".join(f"name{i}" for i in range(100))
+    assert one_line(text, ["--out", "/a/folder"]) == text
+    path = "/" + "/".join(["folder"] * 20)
+    assert one_line(f"{path}: no such file", [path]) == f"{path}: no such file"
+    cut = one_line(f"{path * 3}: no such file", [])
+    assert cut.startswith("/folder/folder") and cut.endswith("folder: no such file") and "..." in cut and len(cut) < 200
+
+
+FOLDER_OPTIONS = [
+    (name, action.option_strings[0])
+    for name in COMMANDS
+    for action in options(name)
+    if action.type in (commandline.path, commandline.file_name)
+]
+
+
+def test_every_folder_is_an_option_of_names() -> None:
+    for name in COMMANDS:
+        for action in parser(name)._actions:
+            if action.metavar in ("DIR", "FILE", "RUN"):
+                assert action.type in (commandline.path, commandline.file_name), (name, action.dest)
+
+
+@pytest.mark.parametrize("name, option", FOLDER_OPTIONS)
+@pytest.mark.parametrize("value", ["n" * 300, "n/" * 3000, "\udce9" * 300], ids=["name", "path", "bytes"])
+def test_names_beyond_the_file_systems_limit(
+    name: str, option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    small: list[object] = ["--hidden", 4, "--iterations", 1, "--T", 10, "--no-plots", "--seed", 1]
+    if name in ("music", "word_lm", "char_lm", "pixel_mnist", "deep_mnist"):
+        small[4:6] = [] if option == "--data" else ["--data", tmp_path]
+    elif name == "diagnostics":
+        small = [run_folder(tmp_path / "run"), "--figure", "none" if option == "--table" else "curves"]
+    elif name == "reproduce":
+        small = ["table1", "--report", *([] if option == "--data" else ["--data", tmp_path])]
+    code = main(name, *small, option, value)
+    told = capsys.readouterr()
+    assert code == 2 and told.err.startswith("error: ") and told.err.count("\n") == 1 and len(told.err) < 1000
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "comparison").exists()
+
+
+def test_a_run_whose_name_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than beyond the limit: a command's positional folders too."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("n" * 300, "n/" * 3000, "nothing"):
+        assert main("diagnostics", name) == 2
+
+
+# ---- streams that cannot be written --------------------------------------------------------------
+
+
+def full() -> TextIO:
+    return open("/dev/full", "w", encoding="utf-8")
+
+
+def closed() -> TextIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+def encoded(encoding: str) -> Callable[[], TextIO]:
+    return lambda: io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
+
+
+STREAMS: dict[str, Callable[[], TextIO | None]] = {
+    "none": lambda: None, "closed": closed, "full": full, "ascii": encoded("ascii"), "latin-1": encoded("latin-1"),
+}  # fmt: skip
+PAIRS = list(itertools.product(STREAMS, STREAMS))
+
+
+def with_streams(monkeypatch: pytest.MonkeyPatch, out: str, err: str, *arguments: object) -> tuple[int, str]:
+    """Exit code, and what a reader of standard output finds, where it can be read."""
+    with monkeypatch.context() as patch:
+        streams = STREAMS[out](), STREAMS[err]()
+        patch.setattr("sys.stdout", streams[0])
+        patch.setattr("sys.stderr", streams[1])
+        code = main(*arguments)  # type: ignore[arg-type]
+        for stream in streams:
+            if stream is not None and not stream.closed:
+                stream.flush()  # as at the interpreter's end
+        raw = getattr(streams[0], "buffer", None)
+        text = raw.getvalue().decode(streams[0].encoding) if isinstance(raw, io.BytesIO) and streams[0] else ""
+    return code, text
+
+
+def run_folder(path: Path, **settings: Any) -> Path:
+    """What `diagnostics` takes for a run."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"task": "copy", "settings": {"T": 9, **settings}}))
+    records = [{"iteration": i, "loss": 1.0 / i, "seconds": 1.0} for i in (1, 2, 3)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_and_errors_on_any_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for out, err in zip(STREAMS, STREAMS, strict=True):
+        code, text = with_streams(monkeypatch, out, err, name, "--help")
+        assert code == 0 and ("usage: " in text) == (out in ("ascii", "latin-1"))
+        assert with_streams(monkeypatch, out, err, name, "--ünknown")[0] == 2
+
+
+@pytest.mark.parametrize("out, err", PAIRS)
+def test_work_is_done_where_nobody_reads(out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "rün"
+    small = ["--T", 5, "--hidden", 4, "--batch", 2, "--iterations", 1, "--eval-sequences", 2, "--no-plots"]
+    code, text = with_streams(monkeypatch, out, err, "copy", *small, "--threads", 1, "--out", folder)
+    assert code == 0 and (folder / "result.json").exists()
+    if text:  # progress has a letter that ASCII lacks, and the folder one of the two
+        assert "s per time step" in text and ("\\xfcn" in text) == (out == "ascii")
+    code, _ = with_streams(
+        monkeypatch, out, err, "diagnostics", folder, "--figure", "none", "--table", tmp_path / "t.md"
+    )
+    assert code == 0 and "rün" in (tmp_path / "t.md").read_text(encoding="utf-8")
+    assert with_streams(monkeypatch, out, err, "explain")[0] == 0
+    assert with_streams(monkeypatch, out, err, "reproduce", "table1", "--report", "--out", tmp_path / "tables")[0] == 0
+    assert (tmp_path / "tables" / "full" / "table1.md").exists()
+
+
+def test_a_stream_is_written_though_the_other_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", full())
+    err = io.StringIO()
+    write("told\n", err)
+    assert err.getvalue() == "told\n"
+
+
+def test_names_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder's name in another encoding, or with control characters or a formula: in tables and pictures as its
+    escape."""
+    pytest.importorskip("matplotlib")
+    runs = [run_folder(tmp_path / name, T=i) for i, name in enumerate(("r\udce9", "a\nb\x1b[1m", "$\\q$"))]
+    for run in runs:
+        assert main("diagnostics", run) == 0 and (run / "learning.png").exists()
+    out = tmp_path / "out"
+    assert main("diagnostics", *runs, "--out", out, "--table", out / "table.md") == 2  # the folder is made later
+    out.mkdir()
+    assert main("diagnostics", *runs, "--out", out, "--table", out / "table.md", "--legend", "seed,T") == 2
+    assert main("diagnostics", *runs, "--out", out, "--table", out / "table.md") == 0
+    table = (out / "table.md").read_text(encoding="utf-8")
+    assert len(table.splitlines()) == 5 and "r\\udce9" in table and "a\\nb\\x1b[1m" in table and any(out.glob("*.png"))
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+# In one process each, as importing torch takes seconds: what only an interpreter of its own shows.
+_SCRIPT = """
+import sys, runpy
+codes = []
+for words in {commands!r}:
+    sys.argv = words
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        codes.append(ended.code or 0)
+open({told!r}, "w").write(repr(codes))
+"""
+
+
+@pytest.mark.parametrize("redirection", ["LC_ALL=C", ">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
+def test_an_interpreter_of_its_own(redirection: str, tmp_path: Path) -> None:
+    small = "--T 5 --hidden 4 --batch 2 --iterations 1 --eval-sequences 2 --no-plots --threads 1".split()
+    copy, folder = "orthokern.tasks.copy", tmp_path / "rün"
+    commands = [
+        [copy, "--help"],
+        [copy, "--ünknown"],
+        [copy, *small, "--out", str(folder)],
+        ["orthokern.diagnostics", str(folder), "--figure", "none"],
+    ]
+    if redirection == "LC_ALL=C":  # where these bytes are no text
+        commands = [[os.fsencode(word).decode("ascii", "surrogateescape") for word in words] for words in commands]
+    script = _SCRIPT.format(commands=commands, told=str(tmp_path / "codes"))
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    environment = {**os.environ, "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    if redirection == "LC_ALL=C":
+        environment |= {"LC_ALL": "C"}
+        redirection = f">{tmp_path / 'out'} 2>{tmp_path / 'err'}"
+    line = f"exec {sys.executable} {tmp_path / 'script.py'} {redirection}"
+    done = subprocess.run(["sh", "-c", line], env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0 and (tmp_path / "codes").read_text() == "[0, 2, 0, 0]"
+    assert len((folder / "metrics.jsonl").read_bytes().splitlines()) == 1  # nothing else was written into it
+    if (tmp_path / "err").exists():
+        assert "Traceback" not in (tmp_path / "err").read_text(errors="replace")
+        assert "usage: " in (tmp_path / "out").read_text(errors="replace")
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def complete(name: str, **settings: Any) -> dict[str, Any]:
+    made = module(name)
+    chosen = {**made.DEFAULTS, "data": None if name in ("adding", "copy") else "nowhere", "device": "cpu", **settings}
+    return dict(made.complete({"backend": "auto", **chosen}) if hasattr(made, "complete") else chosen)
+
+
+NETWORKS = [
+    {"model": model, **more}
+    for model in MODELS
+    for more in (
+        {"nonlinearity": "tanh"}, {"nonlinearity": "prelu", "learned_h0": True}, {"nonlinearity": "modrelu", "rank": 3},
+        {"triangle": False},
+    )
+    if not ((model != "nnrnn" and "triangle" in more) or (model.endswith("lstm") and "learned_h0" in more))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: "-".join(map(str, network.values())))
+def test_sizes_are_those_of_the_modules(network: dict[str, Any], bias: bool) -> None:
+    from orthokern.optim import split_parameters
+    from orthokern.tasks.network import NETWORK_DEFAULTS, build_recurrence
+    from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer
+
+    init = "cayley" if network["model"] in ("exprnn", "nnrnn") else "orthogonal"
+    for hidden, optimizer, geodesic in ((7, "adam", "sgd"), (4, "sgd", "rmsprop"), (5, "rmsprop", "sgd")):
+        settings = {**NETWORK_DEFAULTS, **OPTIMIZER_DEFAULTS, "device": "cpu", "backend": "auto", "hidden": hidden}
+        settings |= {"init": init, "optimizer": optimizer, "geodesic": geodesic, **network}
+        rnn, readout = build_recurrence(3, settings, bias=bias), torch.nn.Linear(hidden, 2)
+        parameters, bases, buffers = memory.network_size(3, settings, bias=bias)
+        assert parameters == sum(p.numel() for p in rnn.parameters())
+        assert bases == sum(p.numel() for p in split_parameters(rnn)["geodesic"])
+        assert buffers == sum(b.numel() for b in rnn.buffers())
+        stepped = build_optimizer(rnn, readout, settings)
+        for p in (*rnn.parameters(), *readout.parameters()):
+            p.grad = torch.zeros_like(p)
+        stepped.step()
+        kept = [value for state in stepped.state.values() for value in state.values()]
+        kept_bytes = sum(v.nbytes for v in kept if isinstance(v, torch.Tensor) and v.dim() > 0)
+        parts = memory.model_parts(parameters + 2 * hidden + 2, settings, (), bases=bases, buffers=buffers)
+        assert parts[2].size == kept_bytes, (network, optimizer, geodesic)
+
+
+def test_sizes_of_gru_layers_and_of_the_deep_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orthokern.tasks import deep_mnist, gru
+
+    told: list[memory.Part] = []
+    monkeypatch.setattr(deep_mnist, "check", lambda settings, parts: told.extend(parts))
+    for layers, hidden in ((1, 3), (2, 5), (4, 6)):
+        settings = complete("word_lm", layers=layers, hidden=hidden)
+        assert memory.gru_size(settings) == sum(p.numel() for p in gru.build_gru(hidden, settings).parameters())
+        settings = complete("deep_mnist", layers=layers, hidden=hidden, init="normal")
+        told.clear()
+        deep_mnist._check_memory(settings)
+        assert told[0].size == 4 * sum(p.numel() for p in deep_mnist.DeepNetwork(settings).parameters())
+
+
+def too_large() -> Iterator[tuple[str, list[str], str]]:
+    """Every task's every size, far beyond any machine, and the option that the error must name."""
+    for name in TASKS:
+        data = ["--data", "nowhere"] if "data" in module(name).DEFAULTS else []
+        for option in ("hidden", "T", "window", "batch", "layers"):
+            drawn = not data or name == "music"
+            if option in module(name).DEFAULTS and (drawn or option == "hidden" or name + option == "deep_mnistlayers"):
+                for model in MODELS if option == "hidden" and "rank" in module(name).DEFAULTS else ("",):
+                    init = {"exprnn": "cayley", "nnrnn": "cayley", "": ""}.get(model, "orthogonal")
+                    chosen = ["--model", model, "--init", init] if model else []
+                    yield name, [*data, *chosen, f"--{option}", str(10**12)], f"--{option}"
+
+
+@pytest.mark.parametrize("name, words, option", list(too_large()))
+def test_what_cannot_fit_is_refused_before_anything_is_made(
+    name: str, words: list[str], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for maker in ("empty", "zeros", "randn", "rand"):
+        monkeypatch.setattr(torch, maker, None)  # whatever is made is an error of another kind
+    assert main(name, *words) == 2
+    told = refused(capsys)
+    assert "out of memory on cpu: at least " in told and f"{option} ({10**12})" in told, told
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A byte decides, and the largest part is the one that is named."""
+    settings = {"device": "cpu", "batch": 3, "hidden": None, "T": 5}
+    parts = [memory.Part("one", 100, ("hidden", "T")), memory.Part("two", 200, ("hidden", "batch"))]
+    monkeypatch.setattr(memory, "machine_memory", lambda device: 300)
+    memory.check(settings, parts)
+    monkeypatch.setattr(memory, "machine_memory", lambda device: 299)
+    with pytest.raises(InputError, match=r"largest part is two, .* GiB: lower --batch \(3\)$"):
+        memory.check(settings, parts)
+    monkeypatch.setattr(memory, "machine_memory", lambda device: None)
+    memory.check(settings, parts)
+
+
+def test_the_machines_memory() -> None:
+    assert 2**28 < (memory.machine_memory("cpu") or 0) < 2**50
