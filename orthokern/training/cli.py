@@ -241,10 +241,10 @@ def _check_device(recorded: Any) -> None:
         raise InputError(f"device: {error}") from None
 
 
-def _may_be_none(parser: Parser, name: str, recorded: Settings) -> bool:
+def _may_be_none(parser: Parser, name: str, settings: Settings) -> bool:
     """Whether a recorded setting whose default is something may be None."""
     if name == "epochs":  # --iterations takes its place
-        return recorded.get("iterations") is not None
+        return settings.get("iterations") is not None
     convert = next((action.type for action in parser._actions if action.dest == name and action.nargs != 0), None)
     try:
         return callable(convert) and convert("none") is None
@@ -286,7 +286,7 @@ def _run(
                     _check_device(recorded["device"])
                 for name, value in recorded.items():
                     usual = [defaults.get(name), *(preset[name] for preset in presets.values() if name in preset)]
-                    if value is None and None not in usual and not _may_be_none(parser, name, recorded):
+                    if value is None and None not in usual and not _may_be_none(parser, name, {**stored, **given}):
                         raise InputError(f"{name} is null, which --{name.replace('_', '-')} does not take")
             except InputError as error:
                 raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
