@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern import init as init_
+from orthokern._state import check_real, check_tensor
 from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
@@ -337,6 +338,10 @@ class GruTask(Task):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["state"] is not None:
+            check_tensor("state", state["state"], self.zero_state(self.settings["batch"]).cpu())
+        if state["initial_loss"] is not None:
+            check_real("initial_loss", state["initial_loss"])
         self.state = None if state["state"] is None else state["state"].to(self.device)
         self.initial_loss, self.worst_loss = state["initial_loss"], state["worst_loss"]
         if self.projection is not None and state["projection"] is not None:
