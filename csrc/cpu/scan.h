@@ -552,7 +552,7 @@ template <class T>
 bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->args = &args;
   plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N), plan->K = static_cast<int>(args.K);
-  plan->factored = args.s != nullptr;
+  plan->factored = args.scale != nullptr;
   plan->D = static_cast<int>(args.D);
   const bool features = args.weight && !args.tokens;
   plan->bias_column = features && args.bias;
@@ -561,7 +561,7 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->clip = static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf());
   if (!share_rows(plan)) return false;
   const int N = plan->N, K = plan->K, D = plan->D;
-  const T *u = static_cast<const T*>(args.u), *s = static_cast<const T*>(args.s), *v = static_cast<const T*>(args.v);
+  const T *u = static_cast<const T*>(args.second), *s = static_cast<const T*>(args.scale), *v = static_cast<const T*>(args.first);
   const T *weight = static_cast<const T*>(args.weight), *bias = static_cast<const T*>(args.bias);
 
   const bool aligned = N % kLanes<T> == 0;

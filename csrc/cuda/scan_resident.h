@@ -183,12 +183,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const
   if constexpr (kFactored)
     map1.fill([&](int i, int j) {
       const int r = row_of(i), c = Columns::column(j, lane);
-      return r < K && c < N ? a.map1[c * K + r] : 0.f;
+      return r < K && c < N ? a.first[c * K + r] : 0.f;
     });
   map2.fill([&](int i, int j) {
     const int r = row_of(i), c = Columns::column(j, lane);
-    if constexpr (kFactored) return r < N && c < K ? a.map2[r * K + c] : 0.f;
-    return r < N && c < N ? a.map2[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
+    if constexpr (kFactored) return r < N && c < K ? a.second[r * K + c] : 0.f;
+    return r < N && c < N ? a.second[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
   });
   const float scale = kFactored && row < K ? a.scale[row] : 0.f;
   const float parameter = row < N ? parameter_of(a, row) : 0.f;
