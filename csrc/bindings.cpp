@@ -34,7 +34,7 @@ ScanArgs scan_args(const py::dict& d) {
   ScanArgs a{};
   a.B = number(d, "B"), a.T = number(d, "T"), a.N = number(d, "N"), a.K = number(d, "K"), a.D = number(d, "D");
   a.dtype = static_cast<int>(number(d, "dtype"));
-  a.activation = static_cast<int>(number(d, "activation"));
+  a.activation = activation_number(d);
   a.threads = static_cast<int>(number(d, "threads"));
   a.checkpoint_every = number(d, "checkpoint_every");
   a.message_clip = d.contains("message_clip") ? d["message_clip"].cast<double>() : 0.0;
@@ -71,7 +71,7 @@ GruArgs gru_args(const py::dict& d) {
 ActivationArgs activation_args(const py::dict& d) {
   ActivationArgs a{};
   a.rows = number(d, "rows"), a.N = number(d, "N");
-  a.dtype = static_cast<int>(number(d, "dtype")), a.activation = static_cast<int>(number(d, "activation"));
+  a.dtype = static_cast<int>(number(d, "dtype")), a.activation = activation_number(d);
   a.threads = static_cast<int>(number(d, "threads"));
   a.x = address<void>(d, "x");
   a.act_param = address<void>(d, "act_param"), a.act_param_size = number(d, "act_param_size");
@@ -129,6 +129,18 @@ PYBIND11_MODULE(_C, m) {
   m.def("select_isa", [](const std::string& name) { return cpu_select(name.empty() ? nullptr : name.c_str()); },
         "Choose among isas() (\"\": the best). False if it is not there.");
   m.def("thread_pool", [] { return std::string(parallel_pool()); }, "Where the threads come from.");
+
+  m.def(
+      "activations",
+      [] {
+        const char* const reads[] = {"nothing", "output", "input"};  // in the order of act::Reads
+        py::dict rows;
+#define ORTHOKERN_ROW(A) rows[py::int_(int{act::A::number})] = py::make_tuple(reads[act::A::reads], bool{act::A::has_parameter}, bool{act::A::pairs});
+        ORTHOKERN_ACTIVATIONS(ORTHOKERN_ROW)
+#undef ORTHOKERN_ROW
+        return rows;
+      },
+      "The activations of the kernels: number -> (what backward reads, whether it has a parameter, whether it works on pairs).");
 
   py::class_<Buffer>(m, "Buffer", py::buffer_protocol(), "Uninitialised memory from the pool of large results.")
       .def(py::init<size_t>(), py::arg("bytes"))

@@ -22,7 +22,7 @@ void run(void (*launcher)(const Args&), const Args& args) {
 inline ActivationArgs activation_args(const pybind11::dict& d) {
   ActivationArgs a{};
   a.rows = number(d, "rows"), a.N = number(d, "N");
-  a.dtype = static_cast<int>(number(d, "dtype")), a.activation = static_cast<int>(number(d, "activation"));
+  a.dtype = static_cast<int>(number(d, "dtype")), a.activation = activation_number(d);
   a.device = static_cast<int>(number(d, "device")), a.stream = address<void>(d, "stream");
   a.x = address<void>(d, "x");
   a.act_param = address<void>(d, "act_param"), a.act_param_size = number(d, "act_param_size");

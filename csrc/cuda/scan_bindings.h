@@ -18,7 +18,7 @@ inline ScanArgs scan_args(const pybind11::dict& d) {
   a.chunk = number(d, "chunk"), a.sequences = number(d, "sequences"), a.time = number(d, "time");
   a.clip = d.contains("message_clip") ? d["message_clip"].cast<float>() : std::numeric_limits<float>::infinity();
   a.precision = static_cast<int>(number(d, "precision"));
-  a.activation = static_cast<int>(number(d, "activation"));
+  a.activation = activation_number(d);
   a.act_param_stride = static_cast<int>(number(d, "act_param_stride"));
   a.x = address<float>(d, "x");
   a.tokens = address<int64_t>(d, "tokens"), a.table = address<float>(d, "table");
