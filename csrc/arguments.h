@@ -6,10 +6,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
 
+#include "common/activations.h"
 #include "common/fields.h"
 
 namespace orthokern {
@@ -66,6 +68,8 @@ class Arguments {
     } else {
       field = value.cast<T>();
     }
+    if constexpr (std::is_same_v<T, int>)  // the kernels rely on it to be in their list
+      if (name == "activation" && !visit_activation(field, [](auto) {})) throw std::invalid_argument("unknown activation " + std::to_string(field));
   }
   template <class T>
   void read(const std::string& name, std::vector<T>& structs);

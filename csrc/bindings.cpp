@@ -53,6 +53,18 @@ PYBIND11_MODULE(_C, m) {
         "Choose among isas() (\"\": the best). False if it is not there.");
   m.def("thread_pool", [] { return std::string(parallel_pool()); }, "Where the threads come from.");
 
+  m.def(
+      "activations",
+      [] {
+        const char* const reads[] = {"nothing", "output", "input"};  // in the order of act::Reads
+        py::dict rows;
+#define ORTHOKERN_ROW(A) rows[py::int_(int{act::A::number})] = py::make_tuple(reads[act::A::reads], bool{act::A::has_parameter}, bool{act::A::pairs});
+        ORTHOKERN_ACTIVATIONS(ORTHOKERN_ROW)
+#undef ORTHOKERN_ROW
+        return rows;
+      },
+      "The activations of the kernels: number -> (what backward reads, whether it has a parameter, whether it works on pairs).");
+
   py::class_<Buffer>(m, "Buffer", py::buffer_protocol(), "Uninitialised memory from the pool of large results.")
       .def(py::init<size_t>(), py::arg("bytes"))
       .def_buffer([](Buffer& b) { return py::buffer_info(static_cast<uint8_t*>(b.memory()), static_cast<py::ssize_t>(b.bytes())); });

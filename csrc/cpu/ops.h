@@ -15,7 +15,7 @@ enum Dtype { kFloat32 = 0, kFloat64 = 1 };
 struct ScanArgs {
   int64_t B, T, N, K, D;
   int dtype;
-  int activation;            // enum Activation
+  int activation;            // a number of common/activations.h
   int threads;
   int64_t checkpoint_every;  // 0: every state is kept
   double message_clip;       // backward: bound of |delta_t|, 0: none

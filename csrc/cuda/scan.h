@@ -67,7 +67,7 @@ struct ScanArgs {
   int64_t time;          // the step that t = 0 is to `lengths`: the tensors may be a part of the whole time
   float clip;            // backward: delta_t is clipped to [-clip, clip] (infinity: not at all) before anything is done with it
   int precision;         // enum ScanPrecision
-  int activation;        // enum Activation
+  int activation;        // a number of common/activations.h
   int act_param_stride;  // 0: one parameter, 1: one for each unit
 
   const float* x;         // [T, B, N]: e forward, the gradient of hs backward; null with tokens
