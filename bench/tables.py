@@ -348,9 +348,7 @@ def speed_summary(results: Results) -> list[Table]:
         return []
     header = ["of orthokern.nn, and its peer", *("N={}, T={}, B={}".format(*size) for size in columns)]
     title = "Speed-up of forward and backward: time of torch's module divided by ours"
-    better = (
-        "Higher is better; below 1x, ours is slower. In parentheses: µs per step, theirs / ours. –: not measured."
-    )
+    better = "Higher is better; below 1x, ours is slower. In parentheses: µs per step, theirs / ours. –: not measured."
     return [Table(title, better, header, cells)]
 
 

@@ -1,4 +1,4 @@
-"""The Markdown files: lines of at most 120 columns, and relative links that resolve, anchors included."""
+"""The Markdown files: lines of at most 120 columns, links that resolve, and tables whose rows have all their cells."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ def test_the_readme_is_short() -> None:
 def test_relative_links_resolve() -> None:
     broken = [f"{path.relative_to(ROOT)}: {target}" for path in documents() for target in unresolved(path)]
     assert not broken, "\n".join(broken)
+
+
+def ragged(text: str) -> list[str]:
+    """The first lines of tables that have no rows, or rows of different numbers of cells."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", text + "\n", flags=re.MULTILINE):
+        rows = re.sub(r"`[^`\n]*`", "code", table).splitlines()
+        widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+        if len(rows) < 3 or len(widths) > 1:
+            found.append(rows[0])
+    return found
+
+
+def test_tables_are_complete() -> None:
+    broken = [f"{path.relative_to(ROOT)}: {first}" for path in documents() for first in ragged(path.read_text())]
+    assert not broken, "\n".join(broken)
+    assert ragged("| a | b |\n| --- | --- |\n| 1 |\n\n| c |\n| --- |\n") == ["| a | b |", "| c |"]
 
 
 def test_every_document_is_in_an_index() -> None:
