@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import Bench, Size, check, child, median
 
-from orthokern import _native
+from orthokern.cpu import factored_scan
 from orthokern.tasks import copy as copy_task
 from orthokern.training import train
 from orthokern.training.loop import LoopSettings
@@ -108,8 +108,8 @@ def test_parts_of_an_iteration(benchmark: Any, bench: Bench, size: Size, tmp_pat
         train(task, run, settings, progress=Progress(settings.iterations, stream=io.StringIO()))
 
     clocks = [
-        clocked(_native, "factored_scan_fwd", into("scan forward")),
-        clocked(_native, "factored_scan_bwd", into("scan backward")),
+        clocked(factored_scan, "factored_scan_fwd", into("scan forward")),
+        clocked(factored_scan, "factored_scan_bwd", into("scan backward")),
         clocked(task.model.readout, "loss", into("readout and loss")),
         clocked(task.optimizer, "step", into("optimizer")),
     ]

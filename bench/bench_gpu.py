@@ -26,7 +26,7 @@ from harness import BATCH, ROOT, Bench, Size, check, factors
 from torch import Tensor
 
 import orthokern.nn
-from orthokern import _native_cuda, functional
+from orthokern import cuda, functional
 from orthokern.data import CopyTask
 from orthokern.optim import optimizer_for
 
@@ -133,11 +133,11 @@ def test_factored_scan_of_single_steps(
 ) -> None:
     """The path for any size, forward and backward: in CUDA graphs, kernel by kernel, and on tensor cores."""
     problem = Problem("factored_scan", activation="tanh", **size)
-    if not _native_cuda.AVAILABLE:
-        pytest.skip(_native_cuda.REASON)
+    if not cuda.AVAILABLE:
+        pytest.skip(cuda.REASON)
 
     def step(precision: str = "ieee", **wishes: int) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(_native_cuda, "_wishes", {"path": 2, **wishes})
+        monkeypatch.setattr(cuda._call, "wishes", {"path": 2, **wishes})
         return problem.step(backend="cuda", precision=precision)
 
     for one, other in zip(step(), step(graph_steps=0), strict=True):

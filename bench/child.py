@@ -25,7 +25,7 @@ import torch
 from harness import BATCH, check, factors
 from torch import Tensor
 
-from orthokern import _native, functional
+from orthokern import cpu, functional
 
 FEATURES, CLASSES = 10, 9
 TOLERANCE = 1e-5
@@ -52,7 +52,7 @@ def peak() -> int:
 def start_again() -> int:
     """Give back what waits, forget the peak so far if the system lets us, and return the resident size in bytes."""
     gc.collect()
-    _native.empty_cache()
+    cpu.empty_cache()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):  # not glibc

@@ -12,7 +12,7 @@ import tables
 import torch
 from harness import ROOT, Bench, write_results
 
-from orthokern import _native
+from orthokern import cpu
 
 RESULTS = ROOT / "bench" / "results"
 
@@ -54,11 +54,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """The session's Bench. Cases that need it measure native kernels: without them there is nothing to measure."""
-    if not _native.AVAILABLE:
-        pytest.skip(_native.REASON)
+    if not cpu.AVAILABLE:
+        pytest.skip(cpu.REASON)
     torch.manual_seed(0)
     yield request.config.stash[_BENCH]
-    _native.empty_cache()
+    cpu.empty_cache()
 
 
 @pytest.fixture

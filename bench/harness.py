@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import orthokern
-from orthokern import _native, init
+from orthokern import cpu, init
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 50  # of every case that does not vary it: the paper's batch
@@ -381,7 +381,7 @@ def source_digest() -> str:
 
 def conditions() -> dict[str, Any]:
     """What the numbers depend on. No host name, no path: the file is published."""
-    native = _native.build_info()
+    native = cpu.build_info()
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "machine": {

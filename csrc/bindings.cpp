@@ -1,7 +1,7 @@
 // orthokern._C: the table of contents of the native kernels.
 //
 // Every function takes addresses as integers and sizes, and no torch type: one build serves every torch version. The only caller is
-// orthokern/_native.py, which has checked dtype, shape, contiguity and device. The GIL is released while a kernel runs.
+// orthokern/cpu/_call.py, which has checked dtype, contiguity and device. The GIL is released while a kernel runs.
 #include <pybind11/pybind11.h>
 
 #include <new>
@@ -114,7 +114,7 @@ SpectralArgs spectral_args(const py::dict& d) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Native kernels of orthokern. Called through orthokern._native only.";
+  m.doc() = "Native kernels of orthokern. Called through orthokern.cpu._call only.";
 
   m.def("build_info", [] { return std::string(ORTHOKERN_BUILD_INFO); }, "How this module was built, as JSON.");
   m.def("isa", [] { return std::string(cpu_kernels().isa); }, "The instruction set whose kernels run.");
@@ -161,7 +161,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("wide_product", [](const py::dict& d) { run(cpu_kernels().wide_product, spectral_args(d)); });
   m.def("subtract_product", [](const py::dict& d) { run(cpu_kernels().subtract_product, spectral_args(d)); });
 #ifdef ORTHOKERN_HAVE_CUDA
-  py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels. Called through orthokern._native_cuda only.");
+  py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels. Called through orthokern.cuda._call only.");
   cuda::bind(cuda);
 #endif
 }

@@ -41,9 +41,9 @@ _LAZY = ("data", "diagnostics", "explain", "functional", "init", "nn", "optim", 
 
 def empty_cache() -> None:
     """Give the memory back that waits for the next large result on the CPU (``csrc/buffer.h`` says why it is kept)."""
-    from orthokern import _native
+    from orthokern import cpu
 
-    _native.empty_cache()
+    cpu.empty_cache()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,9 @@
 """Pick the backend that serves an op, and say why.
 
-A backend is a leaf: for every op it serves it has functions of the same names and signatures as the reference. The ops
-register their SUPPORT tables here (data: devices, dtypes, limits, or a reason why there is no kernel); ``resolve``
-compares a call with them. An explicit backend never falls back to another; only "auto" chooses.
+A backend is a leaf: a package with a module for every op that it serves (``orthokern/cpu/<op>.py``), whose functions
+have the names and signatures of the reference. The ops register their SUPPORT tables here (data: devices, dtypes,
+limits, or a reason why there is no kernel); ``resolve`` compares a call with them. An explicit backend never falls back
+to another; only "auto" chooses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from orthokern.errors import BackendUnavailable, unknown_name
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
+_LEAVES = {name: f"orthokern.{name}" for name in BACKENDS} | {"triton": "orthokern.triton_kernels"}
 AUTO_ORDER = ("cuda", "triton", "cpu", "reference")
 ENVIRONMENT_VARIABLE = "ORTHOKERN_BACKEND"
 
@@ -130,23 +132,9 @@ def plain_reference(backend: str | None) -> bool:
     return requested(backend) == "reference" and not torch.compiler.is_compiling()
 
 
-def native() -> Any | None:
-    """The module of the native CPU and CUDA leaves, or None in a source tree without it. Never raises."""
-    try:
-        return importlib.import_module("orthokern._native")
-    except ImportError:
-        return None
-
-
 def leaf(op: str, backend: str) -> Any:
-    """The namespace that holds ``<op>_fwd``, ``<op>_bwd`` of a backend. ImportError when it has none."""
-    if backend == "cpu":
-        return importlib.import_module("orthokern._native")
-    if backend == "triton":
-        return importlib.import_module(f"orthokern.triton_kernels.{op}")
-    if backend == "cuda":
-        return importlib.import_module("orthokern._native_cuda")
-    return importlib.import_module(f"orthokern.reference.{op}")
+    """The module with the functions of one op of a backend. ImportError when it has none."""
+    return importlib.import_module(f"{_LEAVES[backend]}.{op}")
 
 
 def no_device() -> str | None:
@@ -176,16 +164,10 @@ def absence(op: str, backend: str) -> str | None:
     row = _tables[op][backend]
     if row.missing is not None:
         return row.missing
-    if backend == "cpu":
-        module = native()
-        if module is None:
-            return "the native module is not part of this installation"
-        if not module.AVAILABLE:
-            return str(module.REASON)
-    if backend == "cuda":
-        module = leaf(op, "cuda")
-        if not module.AVAILABLE:
-            return str(module.REASON)
+    if backend in ("cpu", "cuda"):
+        package = importlib.import_module(_LEAVES[backend])
+        if not package.AVAILABLE:
+            return str(package.REASON)
     if backend in ("triton", "cuda") and (why := no_device()) is not None:
         return why
     if backend == "triton" and importlib.util.find_spec("triton") is None:
@@ -340,14 +322,11 @@ def explain_call(
 def explain() -> str:
     """Text for people: the native module, the devices, and every registered op with its backends and reasons."""
     lines = [f"PyTorch {torch.__version__}"]
-    module = native()
-    if module is None:
-        lines.append("native module: not part of this installation")
-    else:
-        lines.append(f"native module: {'available' if module.AVAILABLE else f'not available: {module.REASON}'}")
-        for key, value in module.build_info().items():
-            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            lines.append(f"  {key}: {text}")
+    cpu = importlib.import_module(_LEAVES["cpu"])
+    lines.append(f"native module: {'available' if cpu.AVAILABLE else f'not available: {cpu.REASON}'}")
+    for key, value in cpu.build_info().items():
+        text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        lines.append(f"  {key}: {text}")
     lines.append(f"devices: cpu ({torch.get_num_threads()} threads)")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

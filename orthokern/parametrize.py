@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import functional
+from orthokern import _autocast, functional
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal
@@ -92,6 +92,7 @@ def _exponential(name: str, x: Tensor) -> Tensor:
 class Exponential(_Trivialized):
     """Orthogonal W = B exp(A) [N,N] by orthokern.functional.skew_exp (Lezcano-Casado and Martinez-Rubio 2019)."""
 
+    @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
         """x [N,N] -> W [N,N]; the strictly lower triangle of x counts."""
         return self.base @ _exponential("Exponential", x)
@@ -101,6 +102,7 @@ class Cayley(_Trivialized):
     """Orthogonal W = B (I - A/2)^-1 (I + A/2) [N,N]: the Cayley map as torch and geotorch have it, with the derivative
     of exp(A) at A = 0. Angles of pi are out of its reach from B."""
 
+    @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
         """x [N,N] -> W [N,N]; the strictly lower triangle of x counts."""
         lower = x.tril(-1)
@@ -125,6 +127,7 @@ class Householder(nn.Module):
         self.shape, self.wide = (n, k), k > n
         self.register_buffer("signs", torch.ones(min(n, k), dtype=weight.dtype, device=weight.device))
 
+    @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
         """x [N,K] -> W [N,K]; for K <= N the lower trapezoid of x counts, column by column, whatever its length."""
         q = self._columns(x.mT) if self.wide else self._columns(x)
@@ -186,6 +189,7 @@ class FactorizedSpectrum(nn.Module):
         self.left = Householder(weight.new_empty(n, self.rank))
         self.right = Householder(weight.new_empty(m, self.rank))
 
+    @_autocast.keeps_dtype
     def forward(self, left: Tensor, p: Tensor, right: Tensor) -> Tensor:
         """left [N,K], p [K], right [M,K] -> W [N,M]."""
         s = functional.spectrum(p, self.margin, self.spectrum_map)
@@ -234,6 +238,7 @@ class SchurForm(nn.Module):
         self.mask = mask
         self.register_buffer("base", torch.eye(n, dtype=weight.dtype, device=weight.device))
 
+    @_autocast.keeps_dtype
     def forward(self, x: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor) -> Tensor:
         """x [N,N], gamma [ceil(N/2)], theta [floor(N/2)], triangle [N,N] -> W [N,N]."""
         p = self.base @ _exponential("SchurForm", x)

@@ -338,7 +338,7 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         if isinstance(part, HasSpectra):
             values.extend((s - 1).square().sum() for s in part.spectra())
         elif isinstance(part, HasRecurrentMatrices):
-            values.extend((torch.linalg.svdvals(w) - 1).square().sum() for w in part.recurrent_matrices())
+            values.extend((_svdvals(w) - 1).square().sum() for w in part.recurrent_matrices())
     return _total(values, module, "recurrence; accepted: an RNN or a FactorizedRNN")
 
 
@@ -367,6 +367,11 @@ def _smaller_gram_distance(w: Tensor) -> Tensor:
     n, m = w.shape
     gram = w.mT @ w if n >= m else w @ w.mT
     return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
+
+
+@_autocast.keeps_dtype
+def _svdvals(w: Tensor) -> Tensor:
+    return torch.linalg.svdvals(w)
 
 
 def _gram_distance(w: Tensor) -> Tensor:

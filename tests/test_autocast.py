@@ -11,7 +11,8 @@ import torch
 from helpers import FloatProducts, GruProblem, products_are_ieee, scan_problem
 from torch import Tensor
 
-from orthokern import _native, functional
+from orthokern import cpu, functional
+from orthokern.cpu import factored_scan, gru_scan, linear_cross_entropy
 from orthokern.init import learned_orthogonal_
 from orthokern.nn import GRU, FactorizedRNN
 from orthokern.optim import GeodesicSGD, SpectralNormProjection
@@ -142,19 +143,19 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
         assert products.seen
 
 
-@pytest.mark.skipif(not _native.AVAILABLE, reason=_native.REASON)
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 def test_products_beside_the_kernels_are_ieee(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "_LARGE_READOUT", 0)
+    monkeypatch.setattr(linear_cross_entropy, "_LARGE_READOUT", 0)
     with FloatProducts() as products:
         problem = scan_problem("factored_scan", B=B, T=T, N=N, inputs="features").to(torch.float32)
-        hs, _, pre = _native.factored_scan_fwd(*problem.inputs(), activation="tanh")
-        _native.factored_scan_bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
+        hs, _, pre = factored_scan.factored_scan_fwd(*problem.inputs(), activation="tanh")
+        factored_scan.factored_scan_bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
         for variant in ("kanai", "torch"):
             gru = GruProblem.random(variant, T, B, N).map(Tensor.float)
-            saved = _native.gru_scan_fwd(*gru.inputs(), variant=variant)
-            _native.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
+            saved = gru_scan.gru_scan_fwd(*gru.inputs(), variant=variant)
+            gru_scan.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
         target = torch.randint(0, C, (T,))
-        _native.linear_cross_entropy_fwd(torch.randn(T, N), torch.randn(C, N), torch.randn(C), target)
+        linear_cross_entropy.linear_cross_entropy_fwd(torch.randn(T, N), torch.randn(C, N), torch.randn(C), target)
     assert products.seen >= {"mm", "addmm", "addmm_"}
 
 

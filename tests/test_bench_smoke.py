@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orthokern import _native
+from orthokern import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "bench" / "tables.py"
@@ -34,8 +34,8 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results file of a quick run of everything."""
-    if not _native.AVAILABLE:
-        pytest.skip(_native.REASON)
+    if not cpu.AVAILABLE:
+        pytest.skip(cpu.REASON)
     pytest.importorskip("pytest_benchmark")
     folder = tmp_path_factory.mktemp("results")
     command = ["-m", "pytest", "bench", "--benchmark-only", "--quick", "-p", "no:cacheprovider", "-q"]

@@ -17,7 +17,7 @@ from cuda_host import build
 from helpers import GruProblem, ScanProblem, assert_same_bits, run_scan, scan_problem
 from torch import Tensor
 
-from orthokern import _native_cuda
+from orthokern.cuda import _call, dense_scan, gru_scan
 from orthokern.errors import InputError
 
 KINDS = ("factored_scan", "dense_scan", "kanai", "torch")
@@ -55,7 +55,7 @@ def harness(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The harness, without a graph; afterwards nothing is left of what a test made, and no error."""
     torch.set_num_threads(1)
     build.use(module, monkeypatch)
-    monkeypatch.setattr(_native_cuda, "_wishes", {})
+    monkeypatch.setattr(_call, "wishes", {})
     module.clear_graphs()
     module.api_calls()
     yield module
@@ -71,7 +71,7 @@ def harness(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def streams(harness: Any, monkeypatch: pytest.MonkeyPatch) -> Streams:
     there = Streams(harness)
-    monkeypatch.setattr(_native_cuda, "_native", there)
+    monkeypatch.setattr(_call, "kernels", there)
     return there
 
 
@@ -86,7 +86,7 @@ def problem_of(kind: str, T: int = STEPS, B: int = 3, N: int = 9, seed: int = 0,
 def run(problem: Any, graph_steps: int = BLOCK, **options: Any) -> dict[str, Tensor]:
     """Forward and backward, step by step; kernel by kernel where graph_steps is 0."""
     scan = isinstance(problem, ScanProblem)
-    _native_cuda._wishes = {"path": 2 if scan else 1, "graph_steps": graph_steps}
+    _call.wishes = {"path": 2 if scan else 1, "graph_steps": graph_steps}
     return run_scan(problem, "cuda", **options) if scan else problem.run("cuda", **options)
 
 
@@ -157,13 +157,13 @@ def held_results(problem: Any, kept: list[Any]) -> dict[str, Tensor]:
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Holds the tensors of every native call, as torch's memory pools do for work that is under way."""
     alive: list[Any] = []
-    true_call = _native_cuda._call
+    true_call = _call.call
 
     def call(name: str, device: Any, sizes: Any, tensors: Any) -> None:
         alive.append(dict(tensors))
         true_call(name, device, sizes, tensors)
 
-    monkeypatch.setattr(_native_cuda, "_call", call)
+    monkeypatch.setattr(_call, "call", call)
     return alive
 
 
@@ -224,7 +224,7 @@ def test_threads(harness: Any, streams: Streams) -> None:
         except BaseException as error:
             failures.append(error)
 
-    _native_cuda._wishes = {"path": 2, "graph_steps": BLOCK}
+    _call.wishes = {"path": 2, "graph_steps": BLOCK}
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(problems))]
     for thread in threads:
         thread.start()
@@ -293,11 +293,11 @@ def test_graphs_can_be_turned_off(harness: Any, monkeypatch: pytest.MonkeyPatch)
     scan, gru = problem_of("dense_scan", 134, B=1, N=2), problem_of("torch", 134, B=1, N=2)
     for setting, used in (("0", False), ("1", True)):
         monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", setting)
-        _native_cuda._wishes = {"path": 2}
-        _native_cuda.dense_scan_fwd(*scan.inputs(), activation="tanh")
+        _call.wishes = {"path": 2}
+        dense_scan.dense_scan_fwd(*scan.inputs(), activation="tanh")
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
-        _native_cuda._wishes = {"path": 1}
-        _native_cuda.gru_scan_fwd(*gru.inputs(), variant="torch")
+        _call.wishes = {"path": 1}
+        gru_scan.gru_scan_fwd(*gru.inputs(), variant="torch")
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
     monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", "off")
     with pytest.raises(InputError, match="ORTHOKERN_CUDA_GRAPHS is 'off'; accepted: 1 .* or 0"):

@@ -15,7 +15,8 @@ from cuda_host import build
 from helpers import SHORT, assert_matches_reference, strided
 from torch import Tensor
 
-from orthokern import _native_cuda, functional, optim
+from orthokern import functional, optim
+from orthokern.cuda import _call, cayley
 from orthokern.ops.activations import NAMES, PARAMETER
 
 DTYPES = (torch.float32, torch.float64)
@@ -46,7 +47,7 @@ def workspaces() -> list[Tensor]:
 def cuda(module: Any, monkeypatch: pytest.MonkeyPatch, workspaces: list[Tensor]) -> Iterator[Any]:
     """The backend "cuda", on CPU tensors. Its workspaces begin as NaN, and nothing may be written behind their end."""
     build.use(module, monkeypatch)
-    true_workspace, guarded = _native_cuda._workspace, []
+    true_workspace, guarded = _call.workspace, []
 
     def workspace(*args: Any) -> Tensor:
         size = true_workspace(*args).numel()
@@ -55,7 +56,7 @@ def cuda(module: Any, monkeypatch: pytest.MonkeyPatch, workspaces: list[Tensor])
         workspaces.append(memory[:size])
         return memory[:size]
 
-    monkeypatch.setattr(_native_cuda, "_workspace", workspace)
+    monkeypatch.setattr(_call, "workspace", workspace)
     yield module
     assert all(bool((behind == 0xFF).all()) for behind in guarded), "a write behind the end of a workspace"
 
@@ -319,6 +320,11 @@ def test_cayley_parity(cuda: Any, dtype: torch.dtype, shape: tuple[int, ...]) ->
         (96, 40, torch.float64, 1),
         (97, 40, torch.float64, 7),
         (3000, 2, torch.float64, 7),
+        # less than 48 KB of dynamic shared memory, but more than that with the static part
+        (500, 10, torch.float32, 1),
+        (64, 50, torch.float32, 1),
+        (128, 16, torch.float64, 1),
+        (50, 32, torch.float64, 1),
     ],
     ids=str,
 )
@@ -395,8 +401,8 @@ def test_cayley_drifts_as_little_as_the_reference(cuda: Any, shape: tuple[int, i
 
 def test_cayley_with_a_number_is_the_same(cuda: Any) -> None:
     m, g = bases((3, 8, 5), torch.float32)
-    one = _native_cuda.cayley(m, g, 0.25)
-    assert torch.equal(one, _native_cuda.cayley(m, g, torch.full((3,), 0.25)))
+    one = cayley.cayley(m, g, 0.25)
+    assert torch.equal(one, cayley.cayley(m, g, torch.full((3,), 0.25)))
 
 
 @orders
@@ -423,26 +429,26 @@ def test_cayley_of_several_sizes(cuda: Any, dtype: torch.dtype, order: str) -> N
     cuda.kernels_run()
     alone, launches = [], {}
     for shape, step in zip(shapes, steps, strict=True):
-        alone.append(_native_cuda.cayley(*step))
+        alone.append(cayley.cayley(*step))
         launches[shape] = cuda.kernels_run()
     assert {shape for shape in shapes if launches[shape] == 1} == {(33, 33), (1, 1), (3, 9, 9), (130, 7), (17, 1)}
-    together = _native_cuda.cayley_of_many(steps)
+    together = cayley.cayley_of_many(steps)
     # one for all that fit a block, and as many as the largest square and the largest thin size take
     assert cuda.kernels_run() == 1 + launches[130, 130] + launches[70, 66]
     for shape, one, other in zip(shapes, together, alone, strict=True):
         assert torch.equal(one, other), shape
     if order == "forward":
         with pytest.raises(ValueError, match="g is torch.float"):
-            _native_cuda.cayley_of_many([steps[0], (steps[1][0], steps[1][1].to(torch.float16), 0.1)])
+            cayley.cayley_of_many([steps[0], (steps[1][0], steps[1][1].to(torch.float16), 0.1)])
 
 
 def test_cayley_of_more_sizes_than_one_launch_holds(cuda: Any) -> None:
     steps = [(*bases((1 + index % 3, n, k), torch.float32), 0.1) for index, (n, k) in enumerate(MANY)]
     cuda.kernels_run()
-    together = _native_cuda.cayley_of_many(steps)
+    together = cayley.cayley_of_many(steps)
     assert cuda.kernels_run() == 3
     for one, step in zip(together, steps, strict=True):
-        assert torch.equal(one, _native_cuda.cayley(*step))
+        assert torch.equal(one, cayley.cayley(*step))
 
 
 MANY = [(n, k) for n in range(1, 20) for k in {n, (n + 1) // 2}]  # 19 square sizes, 18 thin ones; 16 to a launch
@@ -450,13 +456,13 @@ MANY = [(n, k) for n in range(1, 20) for k in {n, (n + 1) // 2}]  # 19 square si
 
 def test_an_optimizer_moves_bases_of_all_sizes_in_one_call(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    true_many = _native_cuda.cayley_of_many
+    true_many = cayley.cayley_of_many
 
     def counting(steps: Any) -> list[Tensor]:
         calls.append(len(steps))
         return true_many(steps)
 
-    monkeypatch.setattr(_native_cuda, "cayley_of_many", counting)
+    monkeypatch.setattr(cayley, "cayley_of_many", counting)
     shapes = [(9, 9), (12, 5), (9, 9), (66, 66), (2, 9, 9)]
     for kind, options in ((optim.GeodesicSGD, {}), (optim.GeodesicRMSprop, {"max_grad_norm": 1.0})):
         start = [bases(shape, torch.float32) for shape in shapes]
@@ -481,5 +487,5 @@ def test_cayley_of_nan_is_nan(cuda: Any) -> None:
         for bad in (NAN, float("inf")):
             m, g = bases(shape, torch.float32)
             g[0, 3, 2] = bad
-            stepped = _native_cuda.cayley(m, g, 1e-5)
+            stepped = cayley.cayley(m, g, 1e-5)
             assert stepped[0].isnan().any() and not stepped[1].isnan().any(), shape

@@ -30,7 +30,8 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import _native, _native_cuda
+from orthokern import cpu, cuda, dispatch
+from orthokern.cuda import _call, _scan, gru_scan
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -72,7 +73,7 @@ def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def wish(monkeypatch: pytest.MonkeyPatch) -> Any:
     def choose(path: str | dict[str, int]) -> None:
-        monkeypatch.setattr(_native_cuda, "_wishes", PATHS[path] if isinstance(path, str) else path)
+        monkeypatch.setattr(_call, "wishes", PATHS[path] if isinstance(path, str) else path)
 
     return choose
 
@@ -127,7 +128,7 @@ def test_forward_of_one_backward_of_the_other(op: str, activation: str) -> None:
     """What a forward saves is the same whoever ran it, with checkpoints and without."""
     problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
     expected, plain = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "reference")
-    others = ("reference", "cpu") if _native.AVAILABLE else ("reference",)
+    others = ("reference", "cpu") if cpu.AVAILABLE else ("reference",)
     for other, every in itertools.product(others, (0, 3)):
         for fwd, bwd in (("cuda", other), (other, "cuda")):
             actual = run_scan(problem.to(torch.float32), fwd, bwd_backend=bwd, checkpoint_every=every)
@@ -244,7 +245,7 @@ def test_parity_of_factored_maps_above_128_units(activation: str, wish: Any) -> 
 
 def test_bits_of_factored_maps_above_128_units(wish: Any, harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No bit depends on how many sequences a block has, on the order of its threads, or on checkpoints."""
-    monkeypatch.setattr(_native_cuda, "_WINDOW_ELEMENTS", 4 * 140 * 3)  # windows of 3 steps
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 4 * 140 * 3)  # windows of 3 steps
     problem = scan_problem("factored_scan", B=4, T=7, N=140, activation="prelu", inputs="tokens").to(torch.float32)
     results = []
     for (order, schedule), group, every in zip(build.ORDERS.items(), (1, 3, 3), (0, 0, 2), strict=True):
@@ -261,7 +262,7 @@ def test_bits_of_factored_maps_above_128_units(wish: Any, harness: Any, monkeypa
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("inputs", KINDS)
 def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native_cuda, "_WINDOW_ELEMENTS", 5 * 17 * 6)  # windows of 5 or 6 steps
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 5 * 17 * 6)  # windows of 5 or 6 steps
     for op in OPS:
         problem = scan_problem(
             op, B=5, T=23, N=18 if activation == "oplu" else 17, activation=activation, inputs=inputs
@@ -299,7 +300,7 @@ def test_auto_takes_chunks_of_a_long_sequence() -> None:
 
 def test_chunk_length_comes_from_sizes_alone() -> None:
     def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto", clip: float = 0) -> int:
-        return _native_cuda._chunk_length(_native_cuda._Map(torch.empty(N, N)), T, B, activation, algorithm, clip)
+        return _scan.chunk_length(_scan.Map(torch.empty(N, N)), T, B, activation, algorithm, clip)
 
     assert length(10_000, 50, 128) == 100
     assert length(1_000_000, 50, 128) == 128
@@ -316,9 +317,8 @@ def test_chunk_length_comes_from_sizes_alone() -> None:
 def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, wish: Any) -> None:
     wish(path)
     problem = scan_problem(op, B=5, T=12, N=20, inputs="tokens", D=6).to(torch.float32)
-    forward = getattr(
-        _native_cuda, f"{op}_fwd"
-    )  # the op checks the ids of CPU tensors, and nobody those of CUDA tensors
+    # the op checks the ids of CPU tensors, and nobody those of CUDA tensors
+    forward = getattr(dispatch.leaf(op, "cuda"), f"{op}_fwd")
     expected = forward(*problem.inputs(), activation="tanh")[0]
     problem.x[3, 1], problem.x[10, 4] = 6, -1
     actual = forward(*problem.inputs(), activation="tanh")[0]
@@ -326,7 +326,7 @@ def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, w
     good[3:, 1] = good[10:, 4] = False
     assert torch.equal(actual[good], expected[good])
     assert bool(actual[~good].isnan().all())
-    getattr(_native_cuda, f"{op}_bwd")(
+    getattr(dispatch.leaf(op, "cuda"), f"{op}_bwd")(
         problem.grad_hs, actual, torch.empty(0), *problem.inputs(), activation="tanh"
     )  # reads and writes nothing out of bounds
 
@@ -354,7 +354,7 @@ def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, wis
 def test_padding_plays_no_part(op: str, path: str, wish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its contents, not the checkpoints: the same bits, and zeros there."""
     wish(path)
-    monkeypatch.setattr(_native_cuda, "_WINDOW_ELEMENTS", 5 * 18 * 6)  # windows of 6 steps
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 5 * 18 * 6)  # windows of 6 steps
     B, T, inputs = 5, 11, KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]
     activation = {"dense": "tanh", "features": "prelu", "tokens": "oplu"}[inputs]
     problem = scan_problem(op, B=B, T=T, N=18, activation=activation, inputs=inputs, D=70, gap=-1.0).to(torch.float32)
@@ -394,7 +394,8 @@ def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, wis
     wish(path)
     problem = scan_problem(op, B=5, T=4, N=17, activation="identity", inputs="tokens").to(torch.float32)
     wrong = torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1, 2])
-    fwd, bwd = (getattr(_native_cuda, f"{op}_{direction}") for direction in ("fwd", "bwd"))  # the ops check the CPU's
+    leaf = dispatch.leaf(op, "cuda")  # the ops check the CPU's
+    fwd, bwd = (getattr(leaf, f"{op}_{direction}") for direction in ("fwd", "bwd"))
     for options in ({}, {"checkpoint_every": 3}, {"algorithm": "chunked"}):
         results = []
         for lengths in (wrong, wrong.clamp(0, 4)):
@@ -536,8 +537,8 @@ def test_gru_padding_plays_no_part(variant: str, path: str, wish: Any) -> None:
     results = []
     for given in (torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1, 2]), torch.tensor([0, T, T, 0, 2])):
         options: dict[str, Any] = {"variant": variant, "lengths": given}  # the ops check the lengths of CPU tensors
-        saved = _native_cuda.gru_scan_fwd(problem.x, problem.w, problem.h0, problem.bias, **options)
-        grads = _native_cuda.gru_scan_bwd(problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, **options)
+        saved = gru_scan.gru_scan_fwd(problem.x, problem.w, problem.h0, problem.bias, **options)
+        grads = gru_scan.gru_scan_bwd(problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, **options)
         results.append((*saved, *grads))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -551,7 +552,7 @@ def test_gru_with_the_reference_and_without_parameters() -> None:
             for name, tensor in problem.run(one, other).items():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
         saved = (expected[name] for name in ("hs", "gates", "pre"))
-        some = _native_cuda.gru_scan_bwd(
+        some = gru_scan.gru_scan_bwd(
             problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, variant=variant, need_params=False
         )
         for name, tensor in zip(problem.NAMES[3:], some, strict=True):
@@ -582,13 +583,13 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
         for op, N in itertools.product(OPS, (9, 12)):
             for inputs in ("features", "tokens"):
                 problem = scan_problem(op, B=3, T=4, N=N, inputs=inputs).to(torch.float32)
-                fwd, bwd = (getattr(_native_cuda, f"{op}_{direction}") for direction in ("fwd", "bwd"))
+                fwd, bwd = (getattr(dispatch.leaf(op, "cuda"), f"{op}_{direction}") for direction in ("fwd", "bwd"))
                 hs, _, pre = fwd(*problem.inputs(), activation="tanh")
                 bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
         for variant in VARIANTS:
             gru = GruProblem.random(variant, 4, 3, 9).map(Tensor.float)
-            saved = _native_cuda.gru_scan_fwd(*gru.inputs(), variant=variant)
-            _native_cuda.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
+            saved = gru_scan.gru_scan_fwd(*gru.inputs(), variant=variant)
+            gru_scan.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
     assert products.seen >= {"mm", "addmm", "addmm_"}
     with pytest.raises(AssertionError, match="mm would be TF32"), FloatProducts():  # and one without a guard is seen
         torch.ones(2, 2) @ torch.ones(2, 2)
@@ -614,14 +615,14 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
 
             return call
 
-    monkeypatch.setattr(_native_cuda, "_native", There())
+    monkeypatch.setattr(_call, "kernels", There())
     for op in OPS:
         run(scan_problem(op, B=3, T=5, N=9, activation="identity").to(torch.float32), algorithm="chunked")
         ragged = torch.tensor([1, 2, 5])
         for path in ("resident", "cluster-1", "steps"):
-            monkeypatch.setattr(_native_cuda, "_wishes", PATHS[path])
+            monkeypatch.setattr(_call, "wishes", PATHS[path])
             run(scan_problem(op, B=3, T=5, N=9).to(torch.float32), lengths=ragged)
-        monkeypatch.setattr(_native_cuda, "_wishes", {})
+        monkeypatch.setattr(_call, "wishes", {})
     GruProblem.random("kanai", 3, 2, 9).map(Tensor.float).run("cuda", lengths=torch.tensor([1, 3]))
     x, slope = torch.randn(4, 6), torch.tensor([0.3])
     torch.ops.orthokern.activation_fwd(x, slope, "prelu", "cuda")
@@ -645,10 +646,10 @@ def plan(
     op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
 ) -> dict[str, int]:
     rank = N if K is None else K
-    map = _native_cuda._Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
+    map = _scan.Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
     if op == "dense_scan":
-        map = _native_cuda._Map(torch.empty(N, N))
-    return _native_cuda._Scan(
+        map = _scan.Map(torch.empty(N, N))
+    return _scan.Scan(
         map, backward=backward, batch=B, activation="tanh", act_param=None, tokens=tokens
     ).plan  # fmt: skip
 
@@ -710,7 +711,7 @@ def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp
     csrc = Path(__file__).resolve().parents[1] / "csrc"
     nvcc = build.nvcc()
     if nvcc is None:
-        assert not _native_cuda.AVAILABLE, "the build had an nvcc that is not here now: set CUDACXX to it"
+        assert not cuda.AVAILABLE, "the build had an nvcc that is not here now: set CUDACXX to it"
         pytest.skip("nvcc not found")
     command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{csrc}", "-c"]
     done = subprocess.run(

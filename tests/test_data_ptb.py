@@ -224,11 +224,12 @@ def test_missing_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="nowhere does not exist"):
         load_ptb(tmp_path / "nowhere")
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, flags: int) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(InputError, match="^cannot read .*ptb.train.txt: permission denied; expected: a file that"):
+    (tmp_path / "ptb.test.txt").write_bytes((tmp_path / "ptb.train.txt").read_bytes())
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(InputError, match="ptb.train.txt cannot be read: permission denied; expected: a file that"):
         load_ptb(tmp_path)
 
 

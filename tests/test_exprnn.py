@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 from orthokern import InputError
 from orthokern.errors import OutOfRange
@@ -104,60 +109,133 @@ def test_a_move_of_the_base_moves_nothing_else() -> None:
 
 
 def test_when_the_base_moves() -> None:
+    """After every second step of an optimizer that trains A, never in a forward."""
     rnn = make(rebase_every=2, project_every=2)
     x = torch.randn(3, 2, 3, dtype=F64)
     turn(rnn)
+    optimizer = torch.optim.SGD([rnn.skew_l0], lr=1e-2)
+    other = torch.optim.SGD([rnn.bias_l0, rnn.weight_ih_l0], lr=1e-2)
     base = rnn.base_l0.clone()
-    rnn(x)
-    with torch.no_grad():
-        rnn(x)
-    rnn.eval()
-    rnn(x)
-    rnn.train()
-    rnn(x)
-    assert torch.equal(rnn.base_l0, base)  # two uses: the next one moves
-    loss_of(rnn, x).backward()
-    moved = rnn.base_l0.clone()
-    assert not torch.equal(moved, base) and rnn.get_extra_state() == {"uses": 1, "rebases": 1}
-    rnn(x)
-    rnn(x)  # due, but a gradient waits to be used
-    assert torch.equal(rnn.base_l0, moved)
-    turn(rnn)  # a step
-    rnn.base_l0.mul_(1 + 1e-4)
-    rnn(x)
-    assert rnn.get_extra_state() == {"uses": 1, "rebases": 2}
+    for step in range(4):
+        for _ in range(3):
+            loss_of(rnn, x).backward()
+        other.step()
+        if step == 3:
+            rnn.base_l0.mul_(1 + 1e-4)
+        before = rnn.base_l0.clone()
+        optimizer.step()
+        assert torch.equal(rnn.base_l0, before) == (step % 2 == 0)
+        assert bool(rnn.skew_l0.any()) == (step % 2 == 0)
+        assert rnn.get_extra_state() == {"uses": (step + 1) % 2, "rebases": (step + 1) // 2}
+    assert not torch.equal(rnn.base_l0, base)
     assert float((rnn.base_l0.mT @ rnn.base_l0 - torch.eye(6)).abs().max()) < 1e-14  # projected: the second move
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("clear", ["before the forward", "before the backward", "after the step", "to zeros"])
-@pytest.mark.parametrize(("kind", "fused"), [(ExpRNN, False), (NonNormalRNN, False), (ExpRNN, True)])
-def test_the_base_moves_wherever_gradients_are_cleared(
-    kind: type[ExpRNN] | type[NonNormalRNN], fused: bool, clear: str, batches: int, every: int
-) -> None:
-    """Never between the backward passes of one step, and at the first forward of every step that is due."""
-    rnn = kind(3, 6, rebase_every=every)
-    optimizer, x = torch.optim.Adam(rnn.parameters(), lr=1e-3, fused=fused), torch.randn(4, 2, 3)
-    if fused:  # its steps leave no trace on the parameters
-        rnn.track_optimizer(optimizer)
-    moves = []
-    for _ in range(4):
-        for batch in range(batches):
-            if clear in ("before the forward", "to zeros") and batch == 0:
-                optimizer.zero_grad(set_to_none=clear != "to zeros")
-            before = rnn.get_extra_state()["rebases"]
-            loss = loss_of(rnn, x)
-            moves.append(rnn.get_extra_state()["rebases"] - before)
-            if clear == "before the backward" and batch == 0:
-                optimizer.zero_grad()
-            loss.backward()
+KINDS = [ExpRNN, NonNormalRNN]
+Kind = type[ExpRNN] | type[NonNormalRNN]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clear", "every"),
+    [
+        ("adam", "before the forward", 1),
+        ("adam", "before the backward", 2),
+        ("combined", "after the step", 2),
+        ("fused", "to zeros", 1),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_a_step_is_taken_changes_no_number(kind: Kind, optimizer: str, clear: str, every: int) -> None:
+    """Gradients summed over parts of a batch, forwards that are run again (both modes of torch.utils.checkpoint), or
+    forwards that nothing is made of: the same parameters as by one forward a step, and the base moves at the same."""
+
+    def train(how: str) -> nn.Module:
+        torch.manual_seed(0)
+        rnn = kind(3, 6, dtype=F64, rebase_every=every)
+        options: dict[str, Any] = {
+            "lr": 1e-2,
+            "fused": optimizer == "fused",
+            "eps": 1e-2,
+        }
+        if optimizer == "combined":
+            taken: torch.optim.Optimizer = optimizer_for(rnn, lr=1e-2, euclidean=torch.optim.Adam, eps=1e-2)
+        else:
+            taken = torch.optim.Adam(rnn.parameters(), **options)
+        x, h0 = torch.randn(4, 6, 3, dtype=F64), torch.randn(1, 6, 6, dtype=F64)
+
+        def forward(data: Tensor, state: Tensor) -> Tensor:
+            if how in ("recomputed", "recomputed, reentrant"):
+                data.requires_grad_()
+                output: Tensor = checkpoint(rnn, data, state, use_reentrant="reentrant" in how)[0]
+            else:
+                output = rnn(data, state)[0]
+            return output.square().sum()
+
+        for step in range(5):
+            if clear in ("before the forward", "to zeros"):
+                taken.zero_grad(set_to_none=clear != "to zeros")
+            if how == "looked at":
+                forward(x, h0)
+            parts = [(x[:, i : i + 2], h0[:, i : i + 2]) for i in (0, 2, 4)] if how == "in parts" else [(x, h0)]
+            for index, (data, state) in enumerate(parts):
+                loss = forward(data, state)
+                if clear == "before the backward" and index == 0:
+                    taken.zero_grad()
+                loss.backward()
+            taken.step()
+            assert rnn.get_extra_state()["rebases"] == (step + 1) // every
+            if clear == "after the step":
+                taken.zero_grad()
+        return rnn
+
+    expected = train("at once")
+    for how in ("recomputed", "recomputed, reentrant", "in parts", "looked at"):
+        found = train(how)
+        for (name, a), b in zip(expected.state_dict().items(), found.state_dict().values(), strict=True):
+            if isinstance(a, Tensor):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=f"{how}: {name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_serves_all_moves(kind: Kind) -> None:
+    """One graph serves all steps, before and after moves."""
+    torch.manual_seed(0)
+    rnn = kind(3, 6, rebase_every=2)
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    run = torch.compile(rnn, backend=graphs, fullgraph=True)
+    taken, x = torch.optim.SGD(rnn.parameters(), lr=1e-2), torch.randn(4, 2, 3)
+    for _ in range(8):
+        taken.zero_grad()
+        run(x)[0].square().sum().backward()
+        taken.step()
+    assert graphs.frame_count == 1 and rnn.get_extra_state() == {"uses": 0, "rebases": 4}
+
+
+def test_copies_move_on_their_own() -> None:
+    """Of module and optimizer together, with their state; and what is gone is forgotten."""
+    rnn = make(rebase_every=2)
+    taken, x = torch.optim.Adam(rnn.parameters(), lr=1e-2), torch.randn(3, 2, 3, dtype=F64)
+
+    def step(module: ExpRNN, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        loss_of(module, x).backward()
         optimizer.step()
-        if clear == "after the step":
-            optimizer.zero_grad()
-    due = every if batches == 1 else 1  # in steps
-    expected = [int(step > 0 and step % due == 0 and batch == 0) for step in range(4) for batch in range(batches)]
-    assert moves == expected
+
+    step(rnn, taken)
+    copied, its = copy.deepcopy((rnn, taken))
+    for _ in range(5):
+        step(copied, its)
+    assert rnn.get_extra_state() == {"uses": 1, "rebases": 0}
+    assert copied.get_extra_state() == {"uses": 0, "rebases": 3}
+    for _ in range(5):
+        step(rnn, taken)
+    for one, other in zip(rnn.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(one, other)
+    gone = weakref.ref(copied)
+    del copied, its
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("size", [0.05, 0.5, 2.0])

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from orthokern import dispatch
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "_C", "_products", "_autocast"},
-    {"reference", "_native", "_native_cuda", "triton_kernels"},  # the leaves
-    {"dispatch", "commandline"},
+    {"_version", "errors", "_C", "_activations", "_products", "_autocast"},
+    {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
+    {"dispatch", "commandline", "_files", "_state"},
     {"ops"},
     {"functional"},
     {"init", "penalties", "optim", "data"},
@@ -41,9 +43,9 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # it is there to check.
 LEAF_IMPORTS = {
     "reference": set(),
-    "_native": {"errors", "_version", "_C", "_products"},
-    "_native_cuda": {"errors", "_version", "_C", "_products"},
-    "triton_kernels": {"errors", "_products"},
+    "cpu": {"errors", "_version", "_C", "_activations", "_products"},
+    "cuda": {"errors", "_version", "_C", "_activations", "_products"},
+    "triton_kernels": {"errors", "_activations", "_products"},
 }
 
 FOLDERS = {"orthokern": ROOT / "orthokern", "orthokern.triton_kernels": ROOT / "triton_kernels"}
@@ -158,7 +160,7 @@ def test_imports_point_downwards(module: str) -> None:
         ("orthokern.dispatch", "def f():\n    import orthokern.ops.cayley", "orthokern.ops.cayley"),
         ("orthokern.optim.geodesic", "from orthokern.nn.rnn import RNN", "orthokern.nn.rnn"),
         ("orthokern.reference.cayley", "from orthokern import errors", "orthokern.errors"),
-        ("orthokern._native", "from orthokern.reference import cayley", "orthokern.reference.cayley"),
+        ("orthokern.cpu.cayley", "from orthokern.reference import cayley", "orthokern.reference.cayley"),
         ("orthokern.triton_kernels.cayley", "import orthokern.reference", "orthokern.reference"),
         ("orthokern.errors", "importlib.import_module(f'orthokern.{name}')", "orthokern"),
         ("orthokern.training.loop", "from orthokern import __version__", "orthokern"),
@@ -177,10 +179,10 @@ def test_type_checking_imports_do_not_count() -> None:
 
 OPS = sorted(path.stem for path in (ROOT / "orthokern" / "ops").glob("*.py") if not path.name.startswith("_"))
 FILES = {
-    "reference": "orthokern/reference/{}.py",
-    "cpu": "csrc/cpu/{}.cpp",
-    "triton": "triton_kernels/{}.py",
-    "cuda": "csrc/cuda/{}.cu",
+    "reference": ["orthokern/reference/{}.py"],
+    "cpu": ["orthokern/cpu/{}.py", "csrc/cpu/{}.cpp"],
+    "triton": ["triton_kernels/{}.py"],
+    "cuda": ["orthokern/cuda/{}.py", "csrc/cuda/{}.cu"],
 }
 
 
@@ -192,25 +194,30 @@ def test_the_ops_are_known() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_has_its_file_or_its_reason(op: str, backend: str) -> None:
     support = importlib.import_module(f"orthokern.ops.{op}").SUPPORT[backend]
-    file = FILES[backend].format(op)
-    if support.missing is None:
-        assert (ROOT / file).exists(), f"SUPPORT of {op} has a {backend} backend, but there is no {file}"
-    else:
-        assert len(support.missing) > 5, f"SUPPORT of {op} gives no reason for having no {backend} backend"
-        assert not (ROOT / file).exists(), f"{file} exists, but SUPPORT of {op} says: {support.missing}"
+    for file in [pattern.format(op) for pattern in FILES[backend]]:
+        if support.missing is None:
+            assert (ROOT / file).exists(), f"SUPPORT of {op} has a {backend} backend, but there is no {file}"
+        else:
+            assert len(support.missing) > 5, f"SUPPORT of {op} gives no reason for having no {backend} backend"
+            assert not (ROOT / file).exists(), f"{file} exists, but SUPPORT of {op} says: {support.missing}"
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton", "cuda"])
 def test_a_backend_has_no_file_without_an_op(backend: str) -> None:
-    folder, _, pattern = FILES[backend].rpartition("/")
+    folder, _, pattern = FILES[backend][0].rpartition("/")
     stems = {path.stem for path in (ROOT / folder).glob(pattern.format("*")) if not path.name.startswith("_")}
     assert stems <= set(OPS)
 
 
+@pytest.mark.parametrize("leaf", ["cpu", "cuda"])
+def test_one_module_of_a_leaf_passes_addresses(leaf: str) -> None:
+    passing = {path.name for path in (ROOT / "orthokern" / leaf).glob("*.py") if "data_ptr" in path.read_text()}
+    assert passing == {"_call.py"}
+
+
 def functions(op: str, backend: str) -> dict[str, inspect.Signature]:
     """The functions that a leaf exports for an op, without the types."""
-    leaves = {"reference": f"orthokern.reference.{op}", "cpu": "orthokern._native", "cuda": "orthokern._native_cuda"}
-    module = importlib.import_module(leaves[backend])
+    module = dispatch.leaf(op, backend)
     stem = op.removesuffix("s")  # activations exports activation_fwd
     names = [f"{stem}_fwd", f"{stem}_bwd", op]
     found = {name: getattr(module, name) for name in names if inspect.isfunction(getattr(module, name, None))}

@@ -136,7 +136,7 @@ def test_roles_penalties_and_moves() -> None:
         optimizer.step()
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
-    assert rnn.get_extra_state()["rebases"] == 19
+    assert rnn.get_extra_state()["rebases"] == 20
 
 
 def test_errors() -> None:

@@ -28,7 +28,8 @@ from helpers import (
     with_poisoned_padding,
 )
 
-from orthokern import _native, dispatch
+from orthokern import dispatch
+from orthokern.cpu import linear_cross_entropy
 from orthokern.ops.activations import NAMES, PARAMETER
 
 OPS = ("factored_scan", "dense_scan")
@@ -548,8 +549,8 @@ def test_extreme_logits(op: str, backend: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_readouts_that_no_cache_holds(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """They go through torch's products, here in chunks of 50 rows."""
-    monkeypatch.setattr(_native, "_LARGE_READOUT", 0)
-    monkeypatch.setattr(_native, "_LOGITS", 1)
+    monkeypatch.setattr(linear_cross_entropy, "_LARGE_READOUT", 0)
+    monkeypatch.setattr(linear_cross_entropy, "_LOGITS", 1)
     for R, N, C in ((150, 33, 130), (1, 1, 1), (65, 7, 10)):
         test_linear_cross_entropy_parity("linear_cross_entropy", "cpu", dtype, R, N, C)
     test_extreme_logits("linear_cross_entropy", "cpu")

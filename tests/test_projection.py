@@ -35,9 +35,9 @@ def with_spectrum(s: Tensor, rows: int, seed: int) -> Tensor:
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the CPU's own kernels, and with what serves a GPU and a machine without them."""
     if request.param == "torch":
-        monkeypatch.setattr(module._native, "AVAILABLE", False)
-    elif not module._native.AVAILABLE:
-        pytest.skip(module._native.REASON)
+        monkeypatch.setattr(module.cpu, "AVAILABLE", False)
+    elif not module.cpu.AVAILABLE:
+        pytest.skip(module.cpu.REASON)
 
 
 SPECTRA = {

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from orthokern import _native
+from orthokern import cpu
+from orthokern.cpu import spectral
 
-pytestmark = pytest.mark.skipif(not _native.AVAILABLE, reason=_native.REASON)
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 
 DTYPES = (torch.float32, torch.float64)
 # Around the widths of vectors, panels (32 or fewer) and chunks (256, 512), and the smallest.
@@ -30,10 +31,10 @@ def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype, scale: float)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gram(shape: tuple[int, int], dtype: torch.dtype) -> None:
     w = torch.randn(shape, dtype=dtype)
-    gram, exact = _native.gram(w), w.double().mT @ w.double()
+    gram, exact = spectral.gram(w), w.double().mT @ w.double()
     assert torch.equal(gram, gram.mT)
     assert_near(gram, exact, dtype, scale=shape[0] ** 0.5 * float(exact.abs().max()))
-    assert torch.equal(_native.gram(w.mT.contiguous().mT), gram), "of a transposed view"
+    assert torch.equal(spectral.gram(w.mT.contiguous().mT), gram), "of a transposed view"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,26 +48,26 @@ def test_is_definite(size: int, dtype: torch.dtype) -> None:
     upper = torch.where(torch.ones(size, size).triu(1).bool(), a, torch.nan)  # nothing else is to be read
     for part, expected in ((1.001, True), (0.999, False)):
         diagonal = (largest * part - exact.diagonal()).to(dtype)
-        assert _native.is_definite(a, diagonal) is expected
-        assert _native.is_definite(upper, diagonal) is expected
+        assert spectral.is_definite(a, diagonal) is expected
+        assert spectral.is_definite(upper, diagonal) is expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_single_bad_pivot_is_seen_wherever_it_stands(dtype: torch.dtype) -> None:
     size = 70
     a, ones = torch.zeros(size, size, dtype=dtype), torch.ones(size, dtype=dtype)
-    assert _native.is_definite(a, ones)
+    assert spectral.is_definite(a, ones)
     for at in (0, 1, 15, 31, 32, 63, 64, 69):
         for value in (0.0, -1e-30, torch.nan, torch.inf):
             diagonal = ones.clone()
             diagonal[at] = value
-            assert not _native.is_definite(a, diagonal), (at, value)
+            assert not spectral.is_definite(a, diagonal), (at, value)
     for row, column in ((0, 1), (3, 40), (33, 69)):  # its determinant is negative
         b = a.clone()
         b[row, column] = b[column, row] = 1.001
-        assert not _native.is_definite(b, ones)
+        assert not spectral.is_definite(b, ones)
         b[row, column] = b[column, row] = torch.nan
-        assert not _native.is_definite(b, ones)
+        assert not spectral.is_definite(b, ones)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,13 +76,13 @@ def test_passes(shape: tuple[int, int], dtype: torch.dtype) -> None:
     w, other = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
     for b in (None, other):
         exact = float(torch.linalg.matrix_norm(w.double() - (0 if b is None else b.double())))
-        assert _native.distance(w, b) == pytest.approx(exact, rel=shape[1] * torch.finfo(dtype).eps)
+        assert spectral.distance(w, b) == pytest.approx(exact, rel=shape[1] * torch.finfo(dtype).eps)
     for columns in (1, 4, 9):
         v = torch.randn(shape[1], columns, dtype=torch.float64)
-        image = _native.wide_product(w, v)
+        image = spectral.wide_product(w, v)
         assert_near(image, w.double() @ v, torch.float64, scale=shape[1] * float(v.abs().max()))
         before = w.clone()
-        rest = _native.subtract_product(w, image, v)
+        rest = spectral.subtract_product(w, image, v)
         assert rest.dtype == dtype and torch.equal(w, before)
         exact = w.double() - image @ v.mT
         assert_near(rest, exact, dtype, scale=float(exact.abs().max()))
@@ -93,6 +94,6 @@ def test_the_bits_depend_on_no_number_of_threads() -> None:
     found = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
-        found.append((_native.gram(w), _native.distance(w), _native.is_definite(a, a.diagonal())))
+        found.append((spectral.gram(w), spectral.distance(w), spectral.is_definite(a, a.diagonal())))
     for gram, distance, definite in found[1:]:
         assert torch.equal(gram, found[0][0]) and (distance, definite) == found[0][1:]

@@ -585,6 +585,9 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not JSON"):
         RunFolder.open(tmp_path, "regression")
     (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        RunFolder.open(tmp_path, "regression")
+    (tmp_path / "config.json").write_text('{"task": 1, "settings": {}}')
     with pytest.raises(CheckpointError, match="not the configuration"):
         RunFolder.open(tmp_path, "regression")
     (tmp_path / "config.json").write_text('{"task": "adding", "settings": {}}')

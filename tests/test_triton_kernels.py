@@ -31,6 +31,8 @@ if not OLDEST <= VERSION <= NEWEST:
     pytest.skip(why, allow_module_level=True)
 CAPABILITIES = [80, 90, 100] if VERSION > (3, 2) else [80, 90]  # the ptxas of Triton 3.2 is older than Blackwell
 
+from orthokern._activations import ACTIVATIONS  # noqa: E402
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "triton_leaf"))
 
@@ -130,8 +132,8 @@ def scan_arguments(
     from orthokern.triton_kernels import _scan
 
     plan = _scan.plan(N, K, 50, factored=op == "factored_scan", dtype=dtype, precision=precision)
-    has_param = activation in ("prelu", "leaky_relu", "modrelu")
-    from_hs, from_pre = activation in _scan.FROM_OUTPUT, activation in _scan.NEEDS_INPUT
+    row = ACTIVATIONS[activation]
+    has_param, from_hs, from_pre = row.parameter is not None, row.reads == "output", row.reads == "input"
     arguments: dict[str, Any] = {
         "p_second": dtype, "p_first": dtype, "p_scale": dtype, "p_param": dtype if has_param else None,
         "T": "i32", "B": "i32", "R": "i32", "CHUNK": "i32", "FIRST": "i32", "D": "i32", "N": N, "K": K,

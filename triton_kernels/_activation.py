@@ -73,6 +73,7 @@ def apply(b_a, b_param, ACTIVATION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N
     elif ACTIVATION == "oplu":
         b_h = swap_pairs(b_a, b_a, BLOCK_B, BLOCK_N)
     else:
+        tl.static_assert(ACTIVATION == "identity", "an activation without a formula")
         b_h = b_a
     return b_h
 
@@ -81,7 +82,7 @@ def apply(b_a, b_param, ACTIVATION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N
 def chain(b_grad, b_h, b_a, b_param, ACTIVATION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
     """phi'(a) times b_grad, and the gradient of the parameter before any sum (0.0 without one), [BLOCK_B, BLOCK_N].
 
-    b_h = phi(a) is read for tanh, relu and modrelu, b_a for prelu, leaky_relu and oplu.
+    Which of b_h = phi(a) and b_a a formula reads is its row's ``reads`` in ``orthokern/_activations.py``.
     """
     b_elementwise = 0.0
     if ACTIVATION == "tanh":
@@ -97,5 +98,6 @@ def chain(b_grad, b_h, b_a, b_param, ACTIVATION: tl.constexpr, BLOCK_B: tl.const
     elif ACTIVATION == "oplu":
         b_delta = swap_pairs(b_grad, b_a, BLOCK_B, BLOCK_N)
     else:
+        tl.static_assert(ACTIVATION == "identity", "an activation without a derivative")
         b_delta = b_grad
     return b_delta, b_elementwise

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products
 from orthokern.triton_kernels._inputs import features_term, token_gradient
 from orthokern.triton_kernels._scan import (
-    NEEDS_INPUT,
     TRITON_PRECISION,
     Map,
     backward_in_chunks,
@@ -81,7 +81,7 @@ def run_forward(
             kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=lengths
         )  # fmt: skip
     else:
-        keep_pre = activation in NEEDS_INPUT and not checkpoint_every
+        keep_pre = ACTIVATIONS[activation].needs_input and not checkpoint_every
         if keep_pre:
             pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
         launch_forward(
@@ -215,7 +215,7 @@ def run_backward(
     by_row = zeros(B, N) if act_param is not None and need_params else None
     # chunks depend on T, so to get the same bits all steps have to run again, from the first checkpoint
     source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
-    source.keep_pre = activation in NEEDS_INPUT
+    source.keep_pre = ACTIVATIONS[activation].needs_input
 
     empty = h0.new_empty(0)
     m = zeros(N, N) if need_params else empty

@@ -44,11 +44,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from orthokern._activations import ACTIVATIONS
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels.activations import parameter, parameter_kind
-
-NEEDS_INPUT = ("leaky_relu", "prelu", "oplu")  # their derivative cannot be computed from the output
-FROM_OUTPUT = ("tanh", "relu", "modrelu")  # their derivative is computed from the output
 
 # Columns of a matrix that lie side by side in memory and are shared out among 8 threads of a warp, 4 to each. With 8
 # warps a thread then holds 4 by 16 of 128 by 128 elements: few enough rows that adding up over threads is cheap, few
@@ -590,7 +588,8 @@ def launch_backward(
     """Run ``backward`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or None."""
     (R, N), K = carry.shape, map_.second.shape[1]
     way = plan(N, K, R, factored=map_.factored, dtype=carry.dtype, precision=precision)
-    from_hs, from_pre = activation in FROM_OUTPUT, activation in NEEDS_INPUT
+    reads = ACTIVATIONS[activation].reads
+    from_hs, from_pre = reads == "output", reads == "input"
     with torch.cuda.device_of(carry):
         kernel[(triton.cdiv(R, way.block_b),)](
             grad_hs, hs if from_hs else None, pre if from_pre else None,

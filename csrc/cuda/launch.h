@@ -35,6 +35,10 @@ struct Launch {
   int cluster = 1;          // blocks of a cluster, along x; above 8 only where max_active_clusters() says that one fits
 };
 
+// Without asking, the static and the dynamic shared memory of a block may together be no more than 48 KB. Only the compiler
+// knows the static part, so every launch with dynamic memory asks for it.
+inline bool asks_for_shared_memory(const Launch& at) { return at.shared_bytes > 0; }
+
 struct DeviceLimits {
   int major, minor;        // compute capability
   int multiprocessors;
@@ -90,7 +94,7 @@ template <class... Parameters>
 void prepare(void (*kernel)(Parameters...), const Launch& at, cudaLaunchConfig_t& config, cudaLaunchAttribute* attribute) {
   config = {};
   config.gridDim = at.grid, config.blockDim = at.block, config.dynamicSmemBytes = at.shared_bytes, config.stream = at.stream;
-  if (at.shared_bytes > (48 << 10))
+  if (asks_for_shared_memory(at))
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(at.shared_bytes)),
           "asking for shared memory");
   if (at.cluster > 1) {
@@ -159,7 +163,8 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... arguments) {
   if (!at.grid.x || !at.grid.y || !at.grid.z) return;
   std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);  // copied, as a launch does: it may run later
-  cuda_host::put(at.stream, {{at.grid, at.block, at.shared_bytes, at.cluster}, [=] { std::apply(kernel, values); }, cuda_host::device});
+  cuda_host::put(at.stream, {{at.grid, at.block, at.shared_bytes, at.cluster, asks_for_shared_memory(at)},
+                             [=] { std::apply(kernel, values); }, cuda_host::device});
 }
 
 template <class... Parameters>

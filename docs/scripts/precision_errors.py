@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from cuda_host import build  # noqa: E402
 from helpers import run_scan, scan_problem  # noqa: E402
 
-from orthokern import _native_cuda  # noqa: E402
+from orthokern.cuda import _call  # noqa: E402
 from orthokern.functional import PRECISIONS  # noqa: E402
 
 N, B, LENGTHS = 64, 4, (10, 100, 1000)
@@ -54,5 +54,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         build.use(build.load(Path(folder)), patch)
-        patch.setattr(_native_cuda, "_wishes", {"path": SINGLE_STEPS})
+        patch.setattr(_call, "wishes", {"path": SINGLE_STEPS})
         main()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orthokern._files import read_file, reason
 from orthokern.errors import InputError
 
 
@@ -16,7 +17,9 @@ def data_folder(folder: str | Path) -> Path:
     try:
         is_folder, exists = path.is_dir(), path.exists()
     except OSError as error:  # a parent that may not be searched
-        raise InputError(f"cannot read the data folder {path}: {_reason(error)}") from None
+        raise InputError(f"cannot read the data folder {path}: {reason(error)}") from None
+    except ValueError:  # a zero byte
+        raise InputError(f"{str(path)!r} is no name of a data folder") from None
     if not exists:
         raise InputError(f"the data folder {path} does not exist (looked for at {path.absolute()})")
     if not is_folder:
@@ -36,21 +39,11 @@ def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
     """
     for name in names:
         try:
-            return folder / name, read_bytes(folder / name)
+            return folder / name, read_file(folder / name)
         except FileNotFoundError:
             continue
     others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
     raise InputError(f"missing data file {names[0]}{others}; looked for in {folder.absolute()}")
-
-
-def read_bytes(path: Path) -> bytes:
-    """Content of a file; FileNotFoundError if there is none, InputError for any other reason not to read it."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {_reason(error)}; expected: a file that this user may read") from None
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,3 @@ def check_standard(path: Path, name: str, content: bytes, files: Mapping[str, St
         first = right.index(False) * quarter
         last = min(first + quarter, standard.size) - 1
         raise InputError(f"{path} is damaged: wrong checksum in bytes {first} to {last}; expected: {owner} {known}")
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or type(error).__name__).lower()

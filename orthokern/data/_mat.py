@@ -8,13 +8,14 @@ smallest type that holds them all; a cell array's values are matrices.
 
 from __future__ import annotations
 
+import math
 import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from orthokern._files import FILE_LIMIT, decoding, inflate, size_text
 from orthokern.errors import InputError
 
 __all__ = ["read_cells"]
@@ -23,6 +24,7 @@ _NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f
 _MATRIX, _COMPRESSED = 14, 15
 _CELL_CLASS, _NUMERIC_CLASSES = 1, range(6, 16)  # double, single, int8, ... uint64
 _COMPLEX = 0x0800
+_MOST_CELLS = 2**20  # of an array, and elements of the file
 
 
 class _DamagedError(Exception):
@@ -50,29 +52,40 @@ def read_cells(path: Path, content: bytes, names: tuple[str, ...]) -> dict[str, 
     if order is None or content[:6] != b"MATLAB":
         raise InputError(f"{path} is no MATLAB file: {len(content)} bytes that do not begin with its header")
     found: dict[str, list[np.ndarray]] = {}
-    try:
+    room = FILE_LIMIT  # for all that the file unpacks to
+    with decoding(path, "damaged or cut off", len(content)):
         for kind, element in _elements(content[128:], order):
             if kind == _COMPRESSED:
-                unpacked = next(_elements(zlib.decompress(element), order), None)
-                if unpacked is None:
-                    raise _DamagedError("a compressed element holds nothing")
-                kind, element = unpacked
+                kind, element = _unpacked(element, order, room)
+                room -= len(element)
             if kind == _MATRIX:
                 name, array_class, values = _matrix(element, order)
                 if name in names:
                     found[name] = _cells(path, name, array_class, values, order)
-    except (_DamagedError, zlib.error, struct.error, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is damaged or cut off ({len(content)} bytes): {error}") from None
     missing = [name for name in names if name not in found]
     if missing:
         raise InputError(f"{path} has no variable {missing[0]}; expected: the cell arrays {', '.join(names)}")
     return found
 
 
+def _unpacked(packed: bytes, order: str, room: int) -> tuple[int, bytes]:
+    """(type, content) of the one element that a compressed one holds, of at most `room` bytes."""
+    tag = inflate(packed, 8)
+    if len(tag) < 8:
+        raise _DamagedError("a compressed element holds nothing")
+    size = struct.unpack(order + "II", tag)[1]
+    if size > room:
+        raise _DamagedError(f"a compressed element promises {size} bytes; accepted: {size_text(FILE_LIMIT)} in all")
+    return next(_elements(inflate(packed, 8 + size + 8), order))  # it may be padded to a multiple of 8 bytes
+
+
 def _elements(data: bytes, order: str) -> Iterator[tuple[int, bytes]]:
     """(type, content) of the elements that follow one another in `data`."""
-    place = 0
+    place = found = 0
     while place < len(data):
+        found += 1
+        if found > _MOST_CELLS:
+            raise _DamagedError(f"more than {_MOST_CELLS} elements")
         if place + 8 > len(data):
             raise _DamagedError(f"{len(data) - place} bytes where a tag of 8 is expected")
         kind, size = struct.unpack_from(order + "II", data, place)
@@ -110,7 +123,7 @@ def _cells(
     dimensions, elements = values
     if array_class != _CELL_CLASS:
         raise InputError(f"{path}: {name} is no cell array; expected: a cell array of matrices")
-    if int(np.prod(dimensions)) != len(elements):
+    if math.prod(dimensions) != len(elements):
         raise _DamagedError(f"{name} holds {len(elements)} cells, not {dimensions}")
     cells = []
     for index, (_, element) in enumerate(elements):

@@ -12,7 +12,6 @@ of this form, of any number of images, are read as well.
 
 from __future__ import annotations
 
-import gzip
 import struct
 import zlib
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from orthokern._files import FILE_LIMIT, inflate, size_text
 from orthokern.data._checks import integer
 from orthokern.data._files import Standard, check_standard, data_folder, read_first
 from orthokern.errors import InputError
@@ -31,6 +31,7 @@ SIDE = 28
 PIXELS = SIDE * SIDE
 
 _IMAGES, _LABELS = 2051, 2049  # magic numbers
+_GZIP = b"\x1f\x8b"  # with which its files begin
 _KIND = {_IMAGES: "images", _LABELS: "labels"}
 
 # The content of the four standard files. There are several data sets of the same sizes.
@@ -158,14 +159,14 @@ def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
     """Path and content of one file: [n, 784] or [n] uint8."""
     ndim = magic & 255  # the last byte of the magic number
     spellings = [f"{stem}{mark}idx{ndim}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
-    path, content = read_first(folder, spellings)
-    content = _uncompressed(path, content)
+    path, stored = read_first(folder, spellings)
     header = 4 + 4 * ndim
+    content = _begin(path, stored, header)
     if len(content) < header:
         raise InputError(
             f"{path} is cut off: {len(content)} bytes; expected: a header of {header} bytes, then the data"
         )
-    found, *shape = struct.unpack(f">{1 + ndim}I", content[:header])
+    found, *shape = struct.unpack(f">{1 + ndim}I", content)
     if found != magic:
         what = f"holds {_KIND[found]} (magic number {found})" if found in _KIND else f"has magic number {found}"
         raise InputError(f"{path} {what}; expected: {_KIND[magic]} (magic number {magic})")
@@ -173,10 +174,17 @@ def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
         raise InputError(f"{path} holds images of {shape[1]} x {shape[2]} pixels; expected: {SIDE} x {SIDE}")
     items = shape[0]
     size = items * (PIXELS if magic == _IMAGES else 1)
+    if size > FILE_LIMIT:
+        raise InputError(f"{path} promises {items} {_KIND[magic]}; accepted: at most {size_text(FILE_LIMIT)} of them")
+    content = _begin(path, stored, header + size + 1)
     if items < 1 or len(content) != header + size:
         state = "is empty" if items < 1 else "is cut off" if len(content) < header + size else "is too long"
+        if stored[:2] != _GZIP:
+            length = f"{len(stored)} bytes"
+        else:  # no more of it is unpacked than tells that it is too long
+            length = f"{'at least ' if len(content) > header + size else ''}{len(content)} bytes"
         raise InputError(
-            f"{path} {state}: {len(content)} bytes for {items} {_KIND[magic]}; "
+            f"{path} {state}: {length} for {items} {_KIND[magic]}; "
             f"expected: {header + size if items else f'more than {header}'} bytes"
         )
     # its header tells of how many images a file is, so one of another length is no damaged copy
@@ -186,15 +194,16 @@ def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
     return path, data.view(items, PIXELS) if magic == _IMAGES else data
 
 
-def _uncompressed(path: Path, content: bytes) -> bytes:
-    if content[:2] != b"\x1f\x8b":
+def _begin(path: Path, stored: bytes, size: int) -> bytes:
+    """The first `size` bytes of a file's content, unpacked if gzip packed it."""
+    if stored[:2] != _GZIP:
         if path.suffix == ".gz":
             raise InputError(f"{path} is not compressed by gzip, as its name says; expected: the original file")
-        return content
+        return stored[:size]
     try:
-        return gzip.decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
+        return inflate(stored, size, gzip=True)
+    except (EOFError, zlib.error) as error:
         state = "cut off" if isinstance(error, EOFError) else "damaged"
         raise InputError(
-            f"{path} is {state}: gzip cannot decompress its {len(content)} bytes; expected: the original file"
+            f"{path} is {state}: gzip cannot decompress its {len(stored)} bytes; expected: the original file"
         ) from None

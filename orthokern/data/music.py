@@ -13,6 +13,7 @@ Two forms of the files are read, whichever is there, MATLAB's first:
 from __future__ import annotations
 
 import io
+import math
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orthokern._files import FILE_LIMIT, decoding, size_text
 from orthokern.data._checks import integer
 from orthokern.data._files import data_folder, read_first
 from orthokern.data._mat import read_cells
@@ -41,6 +43,7 @@ COLLECTIONS = {
     "piano-midi": ("Piano_midi", "piano_midi"),
 }
 SPLITS = ("train", "valid", "test")
+ARRAY_LIMIT = FILE_LIMIT // 8  # bytes of a .npz file's array, whose bits become bytes
 # Steps of each part, by which a file is known that stands in the place of another.
 _STEPS = {
     "nottingham": (176_561, 45_513, 44_463),
@@ -289,16 +292,12 @@ def _joined(path: Path, split: str, pieces: list[np.ndarray]) -> Rolls:
 
 def _from_npz(path: Path, content: bytes) -> tuple[Rolls, Rolls, Rolls]:
     wanted = [f"{split}_{part}" for split in SPLITS for part in ("bits", "lengths")]
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            names = list(file) if hasattr(file, "files") else []
-            missing = [name for name in wanted if name not in names]
-            arrays = {name: file[name] for name in wanted} if not missing else {}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise InputError(f"{path} is damaged or no .npz file ({len(content)} bytes): {reason}") from None
-    if missing:
-        raise InputError(f"{path} has no array {missing[0]}; expected: {', '.join(wanted)}")
+    with decoding(path, "damaged or no .npz file", len(content)), zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        missing = [name for name in wanted if f"{name}.npy" not in entries]
+        if missing:
+            raise InputError(f"{path} has no array {missing[0]}; expected: {', '.join(wanted)}")
+        arrays = {name: _array(path, archive, entries[f"{name}.npy"]) for name in wanted}
     parts = []
     for split in SPLITS:
         bits, lengths = arrays[f"{split}_bits"], arrays[f"{split}_lengths"]
@@ -308,13 +307,38 @@ def _from_npz(path: Path, content: bytes) -> tuple[Rolls, Rolls, Rolls]:
             )
         if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not len(lengths) or lengths.min() < 2:
             raise InputError(f"{path}: {split}_lengths must be integers of at least 2, for at least one piece")
-        if int(lengths.astype(np.int64).sum()) != len(bits):
+        # none is longer than all of them: their sum is then far from what int64 holds
+        total = int(lengths.max()) if lengths.max() > len(bits) else int(lengths.astype(np.int64).sum())
+        if total != len(bits):
             raise InputError(
-                f"{path}: {split}_lengths tell of {int(lengths.astype(np.int64).sum())} steps, {split}_bits has "
-                f"{len(bits)}; expected: the same"
+                f"{path}: {split}_lengths tell of {total} steps{' in one piece' if total == lengths.max() else ''}, "
+                f"{split}_bits has {len(bits)}; expected: the same"
             )
         parts.append(Rolls(torch.from_numpy(np.unpackbits(bits, axis=1)), _offsets(lengths)))
     return parts[0], parts[1], parts[2]
+
+
+def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    """One array of a .npz file; what its header promises is checked before any of it is read."""
+    name = f"{path}: {entry.filename.removesuffix('.npy')}"
+    if entry.flag_bits & 1:
+        raise InputError(f"{name} is encrypted; expected: an array as numpy.savez writes it")
+    if entry.file_size > ARRAY_LIMIT:
+        raise InputError(f"{name} unpacks to {size_text(entry.file_size)}; accepted: at most {size_text(ARRAY_LIMIT)}")
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise InputError(f"{name} has the .npy version {version}; accepted: 1.0 and 2.0")
+        read_header = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+        shape, columns_first, dtype = read_header(file)
+        if dtype.kind not in "biuf":
+            raise InputError(f"{name} is {dtype}; expected: integers")
+        data = file.read(entry.file_size)  # to its end, where its checksum is compared
+    if any(not isinstance(size, int) or size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
+        raise InputError(
+            f"{name} holds {len(data)} bytes for {dtype} {list(shape)}; expected: as many as its shape says"
+        )
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if columns_first else "C")
 
 
 def _offsets(lengths: np.ndarray) -> Tensor:

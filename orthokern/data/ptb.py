@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from orthokern._files import read_file
 from orthokern.data._checks import integer
-from orthokern.data._files import Standard, check_standard, data_folder, read_bytes, read_first
+from orthokern.data._files import Standard, check_standard, data_folder, read_first
 from orthokern.errors import InputError
 
 __all__ = ["ALPHABET", "Ptb", "SentenceBatch", "SentenceBatches", "Sentences", "decode", "load_ptb", "read_sentences"]
@@ -307,7 +308,7 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
     """
     path = Path(path)
     try:
-        content = read_bytes(path)
+        content = read_file(path)
     except FileNotFoundError:
         raise InputError(f"missing data file {path.name}; looked for in {path.parent.absolute()}") from None
     return _sentences(path, content, max_length, released_targets)

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orthokern.commandline import Parser, Settings, command, one_of, path, real, say
+from orthokern._files import make_folder, remove_folders
+from orthokern.commandline import Parser, Settings, command, one_of, path, printable, real, say
 from orthokern.diagnostics import comparison, plots
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError, unknown_name
@@ -117,18 +118,25 @@ def _run(given: Settings) -> None:
         if option in given:
             named = [given[option]] if option == "panel" else given[option]
             comparison.check_settings(f"--{option}", runs, named)
+    quantities = _quantities(runs, given) if figure in ("curves", "all") else []  # refuses unknown ones
     table = comparison.table(runs)
-    say(table.removesuffix("\n"))
-    if "table" in given:
-        _write(given["table"], lambda: given["table"].write_text(table, encoding="utf-8"))
-    if figure == "none":
-        return
     out = given.get("out", runs[0].path if len(runs) == 1 else Path("comparison"))
-    _write(out, lambda: out.mkdir(parents=True, exist_ok=True))
-    draw = _redraw if len(runs) == 1 and not given.keys() & {"quantity", "panel", "legend", "x"} else _compare
-    drawn = [path for name in FIGURES if figure in (name, "all") for path in draw(name, runs, given, out)]
+    made: list[Path] = []
+    if figure != "none":
+        made = _write(out, lambda: make_folder(out))
+    try:
+        if "table" in given:
+            _write(given["table"], lambda: given["table"].write_text(table, encoding="utf-8"))
+        say(table.removesuffix("\n"))
+        if figure == "none":
+            return
+        alone = len(runs) == 1 and not given.keys() & {"quantity", "panel", "legend", "x"}
+        draw = _redraw if alone else partial(_compare, quantities=quantities)
+        drawn = [path for name in FIGURES if figure in (name, "all") for path in draw(name, runs, given, out)]
+    finally:
+        remove_folders(made)  # but one that holds a picture
     if drawn:
-        say("\n".join(f"drawn: {path}" for path in drawn))
+        say("\n".join(f"drawn: {printable(str(file))}" for file in drawn))
     if not drawn:
         what = "anything to draw" if figure == "all" else f"what the figure {figure!r} shows"
         raise InputError(
@@ -201,7 +209,7 @@ def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) ->
     return [] if path is None else [path]
 
 
-def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -> list[Path]:
+def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path, quantities: Sequence[str]) -> list[Path]:
     """Pictures of several runs; for curves one per quantity."""
     common = {key: given[key] for key in ("legend", "x") if key in given}
     spectrum, angles = _of_recurrence(given)
@@ -210,7 +218,7 @@ def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -
             f"curves-{quantity}.png": plots.compare_curves(
                 runs, quantity, panel=given.get("panel"), baseline=given.get("baseline"), **common
             )
-            for quantity in _quantities(runs, given)
+            for quantity in quantities
         }
     elif name == "gradients":
         found = {"gradients.png": plots.compare_gradients(runs, **common)}

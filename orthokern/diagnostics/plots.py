@@ -21,7 +21,7 @@ import numpy as np
 
 from orthokern.diagnostics.comparison import check_settings, labels, setting_text, telling_settings
 from orthokern.diagnostics.gradients import profile_steps
-from orthokern.diagnostics.runs import RunRecord, number_at, series
+from orthokern.diagnostics.runs import RunRecord, number_at, numbers_at, series
 from orthokern.errors import InputError
 
 if TYPE_CHECKING:
@@ -164,10 +164,6 @@ class Profiles:
     in_steps: bool
 
 
-def _is_profile(value: Any) -> bool:
-    return isinstance(value, list) and value != [] and all(x is None or type(x) in (float, int) for x in value)
-
-
 def profiles(records: Records, key: str, length: int | None, columns: int = HEAT_MAP_COLUMNS) -> Profiles | None:
     """The lists that records hold under `key`, at most `columns` of them.
 
@@ -182,17 +178,18 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
         None if no record has such a list (of the length that T asks for, if it is given).
     """
     points = min(64, length) if length is not None else 0
-    rows = [r for r in records if _is_profile(r.get(key)) and (not points or len(r[key]) == points)]
+    found = [(r["iteration"], norms) for r in records if (norms := numbers_at(r, key)) is not None]
+    rows = [row for row in found if not points or len(row[1]) == points]
     if not rows:
         return None
     rows = [rows[i] for i in profile_steps(len(rows), max(2, columns))]
-    lists = [np.asarray([math.nan if x is None else x for x in row[key]], dtype=float) for row in rows]
+    lists = [np.asarray([math.nan if x is None else x for x in norms], dtype=float) for _, norms in rows]
     if length is not None:
         steps = np.asarray(profile_steps(length), dtype=float)
     else:
         steps = np.linspace(0.0, 1.0, FRACTIONS)
         lists = [np.interp(steps, np.linspace(0.0, 1.0, len(values)), values) for values in lists]
-    at = np.asarray([row["iteration"] for row in rows], dtype=float)
+    at = np.asarray([iteration for iteration, _ in rows], dtype=float)
     return Profiles(at, steps, np.stack(lists), length is not None)
 
 
@@ -414,21 +411,18 @@ def _from_zero(low: float, high: float) -> tuple[float, float]:
 
 def _angle_profiles(records: Records, key: str) -> Profiles | None:
     """Shares of the eigenvalues, in percent, by angle in radians."""
-    lists = [record[key] for record in records if isinstance(record.get(key), list) and record[key]]
-    bins = len(lists[-1]) if lists else 0
+    found = [(record["iteration"], shares) for record in records if (shares := numbers_at(record, key)) is not None]
+    bins = len(found[-1][1]) if found else 0
     rows = [
-        record
-        for record in records
-        if isinstance(record.get(key), list)
-        and len(record[key]) == bins
-        and None not in record[key]
-        and any(record[key])
+        (iteration, shares)
+        for iteration, shares in found
+        if len(shares) == bins and all(share is not None and share >= 0 for share in shares) and any(shares)
     ]
     if not rows:
         return None
     rows = [rows[i] for i in profile_steps(len(rows), HEAT_MAP_COLUMNS)]
-    counts = np.asarray([row[key] for row in rows], dtype=float)
-    at = np.asarray([row["iteration"] for row in rows], dtype=float)
+    counts = np.asarray([shares for _, shares in rows], dtype=float)
+    at = np.asarray([iteration for iteration, _ in rows], dtype=float)
     centres = (np.arange(bins) + 0.5) * (2 * math.pi / bins) - math.pi
     return Profiles(at, centres, 100 * counts / counts.sum(axis=1, keepdims=True), False)
 
@@ -662,13 +656,16 @@ def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None
         ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
         ("grad_norm_by_layer", "norm of the gradient for W"),
     )
-    taken = [r for r in records if all(isinstance(r.get(key), list) and r[key] for key, _ in panels)]
+    told = [(r["iteration"], [numbers_at(r, key) for key, _ in panels]) for r in records]
+    lengths = [len(lists[0]) for _, lists in told if lists[0] is not None]
+    layers = [lengths[-1]] * len(panels) if lengths else []
+    taken = [(at, lists) for at, lists in told if [len(values or []) for values in lists] == layers]
     if not taken:
         return None
     figure, axes = _figure(2, 1, (7.2, 6.0), title, sharex=True)
-    iterations = np.array([r["iteration"] for r in taken], dtype=float)
-    for axis, (key, label) in zip(axes[:, 0], panels, strict=True):
-        curves = np.array([r[key] for r in taken], dtype=float)  # [P, layers]
+    iterations = np.array([at for at, _ in taken], dtype=float)
+    for panel, (axis, (_, label)) in enumerate(zip(axes[:, 0], panels, strict=True)):
+        curves = np.array([lists[panel] for _, lists in taken], dtype=float)  # [P, layers], NaN for null
         curves = np.where(curves > 0, curves, math.nan)  # zero has no place on a logarithmic axis
         count = curves.shape[1]
         for index in range(count):

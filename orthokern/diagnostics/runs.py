@@ -3,20 +3,18 @@
 A run that is still going on can be read at any time: its last line may be half written, and is left out then.
 """
 
-import json
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
+from orthokern._files import count, json_lines, number, read_object
 from orthokern.diagnostics.gradients import profile_steps
 from orthokern.errors import InputError
 
-__all__ = ["RunRecord", "load_run", "number_at", "read_metrics"]
+__all__ = ["RunRecord", "load_run", "number_at", "numbers_at", "read_metrics"]
 
 Record = dict[str, Any]
 
@@ -53,17 +51,19 @@ class RunRecord:
         It is told by "time_steps" in records, configuration or settings, or by the ratio of the two times that a
         record holds, per iteration and per time step, and the number of batches that an iteration accumulates.
         """
-        told = {record["time_steps"] for record in self.records if _is_count(record.get("time_steps"))}
+        told = {steps for record in self.records if (steps := _time_steps(record)) is not None}
         if told:
             return told.pop() if len(told) == 1 else None
         for place in (self.config, self.settings):
-            if _is_count(place.get("time_steps")):
-                return int(place["time_steps"])
+            steps = _time_steps(place)
+            if steps is not None:
+                return steps
         for record in reversed(self.records):
             per_iteration, per_step = number_at(record, "ms_per_iteration"), number_at(record, "us_per_step")
             if per_iteration is not None and per_step:
                 batches = number_at(self.settings, "accumulate") or 1.0
-                return max(1, round(1e3 * per_iteration / per_step / batches))
+                ratio = number(1e3 * per_iteration / per_step / batches)
+                return None if ratio is None else count(max(1, round(ratio)))
         return None
 
     def profile_length(self, name: str) -> int | None:
@@ -78,7 +78,8 @@ class RunRecord:
         value = number_at(self.settings, "iterations_per_epoch")
         if value is None:
             last = next((record for record in reversed(self.records) if number_at(record, "epoch")), None)
-            value = None if last is None else max(1.0, round(last["iteration"] / last["epoch"]))
+            ratio = None if last is None else number(last["iteration"] / float(last["epoch"]))
+            value = None if ratio is None else max(1.0, round(ratio))
         return value if value is not None and value > 0 else None
 
     def series(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
@@ -109,8 +110,8 @@ class RunRecord:
                 if key in found:
                     continue
                 if isinstance(value, dict):
-                    found |= {f"{key}.{part}": None for part, number in value.items() if _is_number(number)}
-                elif key != "iteration" and _is_number(value):
+                    found |= {f"{key}.{part}": None for part, inner in value.items() if number(inner) is not None}
+                elif key != "iteration" and number(value) is not None:
                     found[key] = None
         return list(found)
 
@@ -135,7 +136,7 @@ def load_run(folder: Path | str) -> RunRecord:
         raise InputError(f"no such run folder: {path}")
     if not path.is_dir():
         raise InputError(f"{path} is a file; accepted: the folder of a run")
-    config = _read_object(path / "config.json")
+    config = _object(path / "config.json")
     if config is None:
         inside = sum(1 for _ in path.glob("*/config.json"))
         hint = f"; it holds {inside} run folder(s): give those, as {path}/*" if inside else ""
@@ -145,28 +146,39 @@ def load_run(folder: Path | str) -> RunRecord:
     records: list[Record] = []
     metrics = path / "metrics.jsonl"
     try:
-        for number, record in _lines(metrics, strict=True):
-            iteration = record.get("iteration")
-            if not isinstance(iteration, int):
-                raise InputError(f"{metrics} is damaged: line {number} has no iteration")
+        for line, (content, record) in enumerate(json_lines(metrics), start=1):
+            if record is None:
+                if not content.endswith(b"\n"):  # it is being written, or a kill cut it short
+                    break
+                raise InputError(f"{metrics} is damaged: line {line} is not a JSON object")
+            iteration = count(record.get("iteration"))
+            if iteration is None:
+                raise InputError(f"{metrics} is damaged: line {line} has no iteration")
             while records and records[-1]["iteration"] >= iteration:
                 records.pop()
             records.append(record)
     except FileNotFoundError:
         pass
-    except OSError as error:
-        raise InputError(f"{metrics} cannot be read: {error.strerror or error}") from None
-    result = _read_object(path / "result.json") or {}
+    result = _object(path / "result.json") or {}
     return RunRecord(path, config, config["settings"], config["task"], records, result)
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All whole records of a metrics file, in order, up to a line that is none; [] if there is no file.
+    """All whole records of a metrics file, in order, up to a line that is none; [] if there is no file. A record is a
+    JSON object whose "iteration" is an integer from 0.
 
     Raises:
-        OSError: the file can't be read.
+        InputError: the file can't be read.
     """
-    return [record for _, record in _lines(path, strict=False)] if path.is_file() else []
+    records: list[Record] = []
+    try:
+        for _, record in json_lines(path):
+            if record is None or count(record.get("iteration")) is None:
+                break
+            records.append(record)
+    except FileNotFoundError:
+        pass
+    return records
 
 
 def series(records: list[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
@@ -183,52 +195,33 @@ def series(records: list[Record], quantity: str) -> tuple[np.ndarray, np.ndarray
 
 
 def number_at(record: Record, quantity: str) -> float | None:
-    """The finite number of a record under "field" or "field.part", or None."""
+    """The number (`orthokern._files.number`) of a record under "field" or "field.part", or None."""
     value = record.get(quantity)
     if value is None and "." in quantity:
         name, part = quantity.split(".", 1)
         inner = record.get(name)
         value = inner.get(part) if isinstance(inner, dict) else None
-    return float(value) if _is_number(value) and math.isfinite(value) else None
+    return number(value)
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return type(value) in (float, int)  # what JSON knows: bool is no number
+def numbers_at(record: Record, name: str) -> list[float | None] | None:
+    """The list of numbers of a record under a field, None in it for null; None if there is no such list, if it is
+    empty, or if it holds anything else."""
+    values = record.get(name)
+    if not isinstance(values, list) or not values:
+        return None
+    found = [number(value) for value in values]
+    fine = all(each is not None or value is None for each, value in zip(found, values, strict=True))
+    return found if fine else None
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
+def _time_steps(place: dict[str, Any]) -> int | None:
+    return count(place.get("time_steps"), 1)
 
 
-def _read_object(file: Path) -> dict[str, Any] | None:
+def _object(file: Path) -> dict[str, Any] | None:
     """A JSON object from a file, or None if there is no file."""
     try:
-        content = json.loads(file.read_bytes())
+        return read_object(file)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise InputError(f"{file} is damaged: not JSON") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{file} is damaged: not a JSON object")
-    return content
-
-
-def _lines(path: Path, *, strict: bool) -> Iterator[tuple[int, Record]]:
-    """(line number from 1, record) for the lines of a metrics file, up to one that is no record.
-
-    With `strict` such a line is an error, unless it is the last one and without a line feed: then it is being written,
-    or a kill cut it short.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if not isinstance(record, dict):
-                if strict and line.endswith(b"\n"):
-                    raise InputError(f"{path} is damaged: line {number} is not a JSON object")
-                return
-            yield number, record

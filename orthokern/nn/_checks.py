@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
@@ -24,10 +25,24 @@ __all__ = [
     "number",
     "parameter_dtype",
     "positive_int",
+    "readable",
     "share",
 ]
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether looking at a tensor's numbers costs no wait and is possible: on a CPU, and not while a program is traced
+    or vmap runs it for many at once."""
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return False
+        tensor = functorch.get_unwrapped(tensor)
+    return not isinstance(tensor, FakeTensor)
 
 
 def positive_int(name: str, value: Any, minimum: int = 1) -> int:
@@ -166,6 +181,8 @@ def check_ids(ids: Tensor, size: int) -> None:
             ((ids >= 0) & (ids < size)).all(), f"input has token ids outside of [0, input_size = {size})"
         )
         return
+    if not readable(ids):
+        return
     low, high = (int(v) for v in ids.aminmax())
     if low < 0 or high >= size:
         raise InputError(f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {size})")
@@ -184,7 +201,7 @@ def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
 
 def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
     """Refuses a parameter [N,N] whose exponential P [N,N] is no number; on a CPU, where looking costs no wait."""
-    if p.device.type != "cpu" or torch.compiler.is_compiling() or bool(p.detach().isfinite().all()):
+    if not readable(p) or bool(p.detach().isfinite().all()):
         return
     bad = int((~parameter.detach().isfinite()).sum())
     if bad:

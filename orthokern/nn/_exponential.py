@@ -4,17 +4,16 @@ Note [Dynamic trivialisation]
     A is skew, from the strictly lower triangle of a parameter; B is an orthogonal base and no parameter. For a fixed B,
     any optimizer trains A as a plain parameter (Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints",
     with B = I). Far from A = 0 the exponential distorts: directions of A are stretched unequally, and |A| near pi has
-    directions that move P not at all. So every K uses the chart is taken anew around the point reached (Lezcano-Casado
+    directions that move P not at all. So every K steps the chart is taken anew around the point reached (Lezcano-Casado
     2019, "Trivializations for gradient-based optimization on manifolds"): B <- B exp(A), A <- 0, which moves P not at
     all. K = 1 is Riemannian gradient descent. Every M such moves, B is projected back to the orthogonal matrices.
 
-    A use is a forward that training differentiates through. The move comes at the beginning of one, so that a
-    derivative and the step that follows it are in one chart; it waits while a gradient that no step has used yet
-    (accumulation) is in the old one: while there is one, and the parameter is what it was at the last use. So it makes
-    no difference whether gradients are cleared before a forward, between it and its backward, or after the step. A
-    fused optimizer of torch changes parameters without a trace: tell `track_optimizer` of it, or clear before the
-    forward. A backward through an earlier use than the move raises torch's error about a tensor modified in place: two
-    forwards for one backward need an even K, or `rebase` called by hand.
+    The base moves right after a step of an optimizer that holds A, by a hook that torch runs after the steps of all
+    optimizers. A forward changes nothing, so it may run any number of times: for accumulated gradients, again in a
+    backward (torch.utils.checkpoint), compiled, exported or under vmap. All replicas of a data-parallel training take
+    the same steps, so their bases move at the same ones. What does not step as a torch.optim.Optimizer (a step captured
+    in a CUDA graph, a loop that changes parameters itself) moves no base: call `rebase` between such steps. A backward
+    through a forward from before the move raises torch's error about a tensor modified in place, as after any step.
 
 Note [Optimizer state at a move]
     Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
@@ -37,12 +36,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from orthokern import functional
+from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
-from orthokern.nn.rnn import _Layout, _Recurrent
+from orthokern.nn.rnn import _Recurrent
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
 
@@ -51,7 +51,9 @@ OPTIMIZER_STATES = ("transport", "reset", "keep")
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # of torch.optim: SGD, RMSprop, Adam and their kin
 FLATTEST = 0.1
 
-# module -> its optimizers, outside the module so that it can be copied and pickled
+# modules whose base moves by itself, and module -> its optimizers; outside the module so that it can be copied and
+# pickled
+_moving: weakref.WeakSet[_Exponential] = weakref.WeakSet()
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 
 
@@ -98,9 +100,9 @@ class _Exponential(_Recurrent):
         if optimizer_state not in OPTIMIZER_STATES:
             raise unknown_name("optimizer_state", optimizer_state, OPTIMIZER_STATES)
         self.optimizer_state = optimizer_state
-        self._uses = 0  # since the last move of the base
+        self._uses = 0  # steps of an optimizer since the last move of the base
         self._rebases = 0
-        self._used: dict[str, int] = {}  # suffix -> the version of its parameter at the last use
+        self._follow_steps()
 
     def _register_exponential(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
         n = self.hidden_size
@@ -120,6 +122,7 @@ class _Exponential(_Recurrent):
             base.copy_(functional.skew_exp(skew_from(parameter.double())))
             nn.init.zeros_(parameter)
 
+    @_autocast.keeps_dtype
     def _orthogonal(self, suffix: str) -> Tensor:
         """P [N,N] of one recurrence, differentiable."""
         parameter = self._tensor(f"skew_{suffix}")
@@ -167,21 +170,39 @@ class _Exponential(_Recurrent):
 
     # -- moves of the base
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._follow_steps()
+
+    def _follow_steps(self) -> None:
+        if self.rebase_every is not None:
+            _moving.add(self)
+
     def track_optimizer(self, optimizer: Optimizer) -> None:
-        """Let moves of the base reach this optimizer's state; `orthokern.optim.optimizer_for` calls it.
+        """Let moves of the base reach this optimizer's state before its first step, after which it is known anyway.
 
         Raises InputError if it does not train this module's skew parameters.
         """
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        if not any(parameter in held for parameter, _ in self._skews()):
+        if not self._held_by(optimizer):
             raise InputError(
                 "the optimizer holds none of this module's skew parameters; accepted: one that trains them"
             )
-        known = _optimizers.setdefault(self, weakref.WeakSet())
-        if optimizer not in known:
-            known.add(optimizer)
-            this = weakref.ref(self)
-            optimizer.register_step_post_hook(lambda *_: _stepped(this()))
+        for part in _parts(optimizer):
+            if self._held_by(part):
+                _optimizers.setdefault(self, weakref.WeakSet()).add(part)
+
+    def _held_by(self, optimizer: Optimizer) -> bool:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(parameter) in held for parameter, _ in self._skews())
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has taken a step: the base moves if that was the last of `rebase_every`."""
+        if self.rebase_every is None or not self._held_by(optimizer):
+            return
+        _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
+        self._uses += 1
+        if self._uses >= self.rebase_every:
+            self.rebase()
 
     def _skews(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, base) of every recurrence."""
@@ -189,11 +210,13 @@ class _Exponential(_Recurrent):
             yield self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")
 
     @torch.no_grad()
+    @_autocast.off()
     def rebase(self) -> None:
         """Take the chart anew around the present P of every recurrence: B <- B exp(A), A <- 0; P stays as it is.
 
-        Every `project_every`-th time the bases are projected to the nearest orthogonal matrices. The state of tracked
-        optimizers follows as `optimizer_state` says. Runs by itself every `rebase_every` uses.
+        Every `project_every`-th time the bases are projected to the nearest orthogonal matrices. The state of the
+        optimizers that train A follows as `optimizer_state` says. Runs by itself after every `rebase_every`-th step of
+        an optimizer that trains A. Call it between a step and the next forward: gradients are those of one chart.
         """
         self._rebases += 1
         self._uses = 0
@@ -215,29 +238,10 @@ class _Exponential(_Recurrent):
                 if isinstance(state.get(name), Tensor):
                     state[name].copy_(transported(state[name], parameter))
 
-    def _run(self, data: Tensor, hx: Tensor | None, layout: _Layout) -> tuple[Tensor, Tensor]:
-        if self.rebase_every is not None and self.training and torch.is_grad_enabled():
-            if self._uses >= self.rebase_every and not self._gradient_pending():
-                self.rebase()
-            self._uses += 1
-            self._used = self._versions()
-        return super()._run(data, hx, layout)
-
-    def _versions(self) -> dict[str, int]:
-        return {suffix: self._tensor(f"skew_{suffix}")._version for suffix in self._suffixes()}
-
-    def _gradient_pending(self) -> bool:
-        """Whether there is a gradient that no step has used. Looks at no number, for which a GPU would have to wait."""
-        versions = self._versions()
-        return any(
-            self._tensor(f"skew_{suffix}").grad is not None and self._used.get(suffix, version) == version
-            for suffix, version in versions.items()
-        )
-
     # -- state
 
     def get_extra_state(self) -> dict[str, int]:
-        """Uses since the last move of the base, and moves so far."""
+        """Steps since the last move of the base ("uses"), and moves so far."""
         return {"uses": self._uses, "rebases": self._rebases}
 
     def set_extra_state(self, state: Any) -> None:
@@ -259,10 +263,29 @@ class _Exponential(_Recurrent):
         return text
 
 
-def _stepped(module: _Exponential | None) -> None:
-    """Tells a module that an optimizer has used its gradients; fused ones leave the parameters' versions alone."""
-    if module is not None:
-        module._used = dict.fromkeys(module._used, -1)
+def _parts(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer; of one that shows the groups of its parts as its own (CombinedOptimizer), the parts."""
+    if "param_groups" in vars(optimizer):
+        return [optimizer]
+    parts: dict[str, Optimizer] = vars(optimizer).get("parts", {})
+    return list(parts.values())
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
+    # parts have stepped, and been here, on their own
+    if not _moving or _parts(optimizer) != [optimizer] or _capturing():
+        return
+    for module in list(_moving):
+        module._stepped(optimizer)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def _nearest_orthogonal(m: Tensor) -> Tensor:

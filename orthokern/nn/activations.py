@@ -9,10 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import functional
+from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern.errors import InputError
 from orthokern.nn._checks import check_backend, check_device, positive_int
 
 __all__ = ["OPLU", "ModReLU"]
+
+
+def draw_start(tensor: Tensor, parameter: Parameter, generator: torch.Generator | None = None) -> None:
+    """Fill the tensor of a learned parameter with its first values."""
+    if isinstance(parameter.start, tuple):
+        nn.init.uniform_(tensor, *parameter.start, generator=generator)
+    else:
+        nn.init.constant_(tensor, parameter.start)
 
 
 class ModReLU(nn.Module):
@@ -46,7 +55,9 @@ class ModReLU(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the bias from U(-0.01, 0.01)."""
-        nn.init.uniform_(self.bias, -0.01, 0.01, generator=generator)
+        learned = ACTIVATIONS["modrelu"].learned
+        assert learned is not None
+        draw_start(self.bias, learned, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N] float, of the bias's dtype -> [..., N]."""

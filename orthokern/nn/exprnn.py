@@ -24,17 +24,17 @@ class ExpRNN(_Exponential):
             in orthokern.nn.FactorizedRNN. The literature takes nonlinearity="modrelu".
         init: of A, and so of W: "henaff", "cayley" or "torus", as orthokern.init.skew_generator_ describes them;
             "orthogonal", W uniform on the rotations; "identity", A = 0.
-        rebase_every: K at least 1: move the base every K uses (forwards that training differentiates through). None
-            never does: W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
+        rebase_every: K at least 1: move the base after every K-th step of the optimizer that trains A (any torch
+            optimizer). None never does: W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
-        optimizer_state: what a move does to the state of optimizers that `track_optimizer` was told of
-            (orthokern.optim.optimizer_for tells it): "transport" takes first moments to the new chart exactly and
-            leaves second moments as they are; "reset" drops the state; "keep", as the released code, does nothing.
+        optimizer_state: what a move does to the state of the optimizers that train A: "transport" takes first moments
+            to the new chart exactly and leaves second moments as they are; "reset" drops the state; "keep", as the
+            released code, does nothing.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N], of which the
     strictly lower triangle counts; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for. Buffers: base_l0
-    [N,N]. The state_dict also has the counters of uses and moves.
+    [N,N]. The state_dict also has the counters of steps and moves.
 
     Raises InputError, one line, for a bad argument, and in forward for an A that is not finite or too large (on a CPU).
     """

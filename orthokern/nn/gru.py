@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import functional
+from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype
@@ -205,7 +205,7 @@ class GRU(_Recurrent):
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
         if x.is_floating_point():
-            e = nn.functional.linear(x, weight, bias)
+            e = _autocast.keeps_dtype(nn.functional.linear)(x, weight, bias)
         else:
             check_ids(x, self.input_size)
             e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from orthokern import _autocast
 from orthokern.errors import InputError, OutOfRange, unknown_name
-from orthokern.nn._checks import check_device, flag, parameter_dtype
+from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
 from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
 
@@ -26,6 +27,7 @@ def triangular_mask(n: int, mask: str, device: torch.device | str | None = None)
     return index.unsqueeze(1) > index
 
 
+@_autocast.keeps_dtype
 def schur_product(p: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor | None) -> Tensor:
     """V = P Theta P^T, with Theta's blocks applied to pairs of rows of P^T: O(N^2), and a product for the triangle.
 
@@ -179,7 +181,7 @@ class NonNormalRNN(_Exponential):
 
     def _composed(self, suffix: str) -> Tensor:
         gamma = self._tensor(f"gamma_{suffix}")
-        if gamma.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(gamma.isfinite().all()):
+        if readable(gamma) and not bool(gamma.isfinite().all()):
             bad = int((~gamma.isfinite()).sum())
             raise OutOfRange(
                 f"gamma_{suffix} holds {bad} NaN or infinite values of {len(gamma)}; accepted: finite moduli"

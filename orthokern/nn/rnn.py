@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
+from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import (
     check_backend,
@@ -32,10 +33,11 @@ from orthokern.nn._checks import (
     positive_int,
     share,
 )
+from orthokern.nn.activations import draw_start
 
 __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 
-NONLINEARITIES = ("identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu")
+NONLINEARITIES = tuple(ACTIVATIONS)
 APPLY = ("factored", "composed")
 
 # (x [T,B,D] or ids [T,B], h0 [B,N] or None, lengths [B] or None) -> states [T,B,N]
@@ -160,9 +162,10 @@ class _Recurrent(nn.Module):
         self.num_layers = positive_int("num_layers", num_layers)
         if nonlinearity not in NONLINEARITIES:
             raise unknown_name("nonlinearity", nonlinearity, list(NONLINEARITIES))
-        if nonlinearity == "oplu" and self.hidden_size % 2:
+        if ACTIVATIONS[nonlinearity].pairs and self.hidden_size % 2:
             raise InputError(
-                f"hidden_size must be even for nonlinearity 'oplu' (it works on pairs of units), got {hidden_size}"
+                f"hidden_size must be even for nonlinearity {nonlinearity!r} (it works on pairs of units), "
+                f"got {hidden_size}"
             )
         self.nonlinearity = nonlinearity
         self.bias = flag("bias", bias)
@@ -203,10 +206,10 @@ class _Recurrent(nn.Module):
 
     def _register_common(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
         """Parameters of one recurrence besides its weights: of the activation, and the initial state."""
-        if self.nonlinearity == "prelu":
-            self._register(f"slope_{suffix}", (1,), device, dtype)
-        elif self.nonlinearity == "modrelu":
-            self._register(f"modrelu_bias_{suffix}", (self.hidden_size,), device, dtype)
+        learned = ACTIVATIONS[self.nonlinearity].learned
+        if learned is not None:
+            size = self.hidden_size if learned.per_unit else 1
+            self._register(f"{learned.stem}_{suffix}", (size,), device, dtype)
         if self.learned_h0:
             self._register(f"h0_{suffix}", (self.hidden_size,), device, dtype)
 
@@ -224,10 +227,9 @@ class _Recurrent(nn.Module):
             nn.init.zeros_(self._tensor(f"bias_{suffix}"))
 
     def _reset_common(self, suffix: str, generator: torch.Generator | None) -> None:
-        if self.nonlinearity == "prelu":
-            nn.init.constant_(self._tensor(f"slope_{suffix}"), 0.25)
-        elif self.nonlinearity == "modrelu":
-            nn.init.uniform_(self._tensor(f"modrelu_bias_{suffix}"), -0.01, 0.01, generator=generator)
+        learned = ACTIVATIONS[self.nonlinearity].learned
+        if learned is not None:
+            draw_start(self._tensor(f"{learned.stem}_{suffix}"), learned, generator)
         if self.learned_h0:
             nn.init.zeros_(self._tensor(f"h0_{suffix}"))
 
@@ -236,14 +238,13 @@ class _Recurrent(nn.Module):
         return tensor
 
     def _act_param(self, suffix: str) -> Tensor | None:
-        if self.nonlinearity == "prelu":
-            return self._tensor(f"slope_{suffix}")
-        if self.nonlinearity == "leaky_relu":
+        parameter = ACTIVATIONS[self.nonlinearity].parameter
+        if parameter is None:
+            return None
+        if parameter.stem is None:
             # no buffer: torch's state_dicts have no such key, and without one it would not survive Module.to_empty
             return self._tensor("weight_ih_l0").new_full((1,), self.negative_slope)
-        if self.nonlinearity == "modrelu":
-            return self._tensor(f"modrelu_bias_{suffix}")
-        return None
+        return self._tensor(f"{parameter.stem}_{suffix}")
 
     def _suffix(self, layer: int, reverse: bool) -> str:
         """Name of one recurrence, checked; a negative layer counts from the last."""
@@ -296,7 +297,8 @@ class _Recurrent(nn.Module):
             "message_clip": self.message_clip,
             "activation": self.nonlinearity,
             "act_param": self._act_param(suffix),
-            "checkpoint_every": self.checkpoint_every,
+            # the number of checkpoints, ceil(T / k), would bind an exported program to a T above k
+            "checkpoint_every": 0 if torch.compiler.is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
         }
@@ -439,7 +441,8 @@ class _Recurrent(nn.Module):
             value = getattr(self, name)
             if value != default:
                 text += f", {name}={value!r}"
-        if self.nonlinearity == "leaky_relu":
+        row = ACTIVATIONS[self.nonlinearity]
+        if row.parameter is not None and row.learned is None:
             text += f", negative_slope={self.negative_slope}"
         return text
 
@@ -739,6 +742,7 @@ class FactorizedRNN(_Recurrent):
         """
         return self.spectrum(layer, reverse).detach().abs()
 
+    @_autocast.keeps_dtype
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """W = U diag(s) V^T [N,N] of one recurrence (without the gain), composed for inspection; differentiable.
         Forward forms it only with apply="composed"."""
@@ -767,6 +771,7 @@ class FactorizedRNN(_Recurrent):
     def _spectrum(self, suffix: str) -> Tensor:
         return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
 
+    @_autocast.keeps_dtype
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
         s = self._gained(self._spectrum(suffix))

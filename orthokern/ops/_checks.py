@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern._activations import ACTIVATIONS
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -82,9 +83,9 @@ def activation_name(name: object, argument: str = "activation") -> str:
 
 
 def activation_parameter(activation: str, act_param: Tensor | None, N: int, like_name: str, like: Tensor) -> None:
-    """act_param must be there exactly if the activation takes one, as [1] or [N]; oplu needs an even N."""
-    if activation == "oplu" and N % 2:
-        raise InputError(f"N is {N}: activation 'oplu' works on pairs and needs an even N")
+    """act_param must be there exactly if the activation takes one, as [1] or [N]; pairs need an even N."""
+    if ACTIVATIONS[activation].pairs and N % 2:
+        raise InputError(f"N is {N}: activation {activation!r} works on pairs and needs an even N")
     what = PARAMETER.get(activation)
     if what is None:
         if act_param is not None:

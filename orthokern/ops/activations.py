@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops._common import apart, dense, given, no_second_derivative
@@ -21,11 +22,9 @@ SUPPORT = {
 }
 dispatch.register("activations", SUPPORT)
 
-NAMES = ("identity", "tanh", "relu", "leaky_relu", "prelu", "modrelu", "oplu")
+NAMES = tuple(ACTIVATIONS)
 # what act_param is, for those that take one
-PARAMETER = {"leaky_relu": "slope", "prelu": "slope", "modrelu": "bias"}
-# their derivative cannot be computed from the output, so the scans keep the pre-activations for them
-NEEDS_INPUT = ("leaky_relu", "prelu", "oplu")
+PARAMETER = {name: row.parameter.name for name, row in ACTIVATIONS.items() if row.parameter is not None}
 
 
 @keeps_dtype

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
@@ -22,7 +23,6 @@ from orthokern.ops._common import (
     scan_features,
 )
 from orthokern.ops._register import custom_op
-from orthokern.ops.activations import NEEDS_INPUT
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
@@ -105,7 +105,7 @@ def factored_scan(
 
     Saved:
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
-        x; pre [T, B, N], the a_t, for prelu, leaky_relu and oplu without checkpoints; x if weight is given; all
+        x; pre [T, B, N], the a_t, for activations that need their input, without checkpoints; x if weight is given; all
         parameters, h0 and lengths; all zero on padding, but for the ckpt that enters right at a sequence's end. The
         backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
 
@@ -195,7 +195,7 @@ def _fwd_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, (B, N) = x.shape[0], h0.shape
     segments = (T + checkpoint_every - 1) // checkpoint_every if checkpoint_every else 0
-    keep_pre = activation in NEEDS_INPUT and not checkpoint_every
+    keep_pre = ACTIVATIONS[activation].needs_input and not checkpoint_every
     return (
         u.new_empty(T, B, N),
         u.new_empty(segments, B, N) if checkpoint_every else u.new_empty(0),

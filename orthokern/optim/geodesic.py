@@ -16,11 +16,13 @@ from orthokern._products import ieee_products
 from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
+from orthokern.optim._checks import check_new, check_rate
 
 __all__ = ["GeodesicRMSprop", "GeodesicSGD"]
 
 # A basis this far from orthonormal is not one that drifted, it never was one.
 _NOT_A_BASIS = 1e-2
+_MOST_CORRECTIONS = 6
 
 
 class GeodesicSGD(Optimizer):
@@ -42,6 +44,12 @@ class GeodesicSGD(Optimizer):
         to 3/4 e^2 and moves M by e/2, orthogonally to the manifold: the descent along it is untouched.
         docs/orthogonality-drift.md shows the curves.
 
+        A large step rounds more. With a = lr ||G||_F it adds at most 2 a eps to the error of a square basis and
+        (6 a + 2 a^2) eps to that of a thin one, whose 2K x 2K system has a condition of a^2 (two to three times what
+        was measured over gradients of all kinds for a from 1e-3 to 1e6). A step at whose end the sum of these since the
+        last measurement is above `drift_tolerance` measures too, and corrects until the error is below it. Training at
+        usual rates (a of 1e-3) never comes there. On a GPU, where a is not read, the steps alone count.
+
     Note [No wait for the GPU]
         For bases on a GPU, all in a group on the same one, a step reads nothing back: the norm and the clipping stay on
         the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
@@ -59,15 +67,15 @@ class GeodesicSGD(Optimizer):
         legacy: take the step of the code that was released with Vorontsov et al. 2017, to reproduce its runs. It
             puts A = G^T M - M^T G on the left of M, where it does not belong: M stays orthogonal, but the step is
             not a descent direction and the loss does as it likes. Square bases only. Wrong; never use it to train.
-        correct_every: steps between two measurements of the drift; 0: never measure.
+        correct_every: steps between two measurements of the drift at most (Note [Drift]); 0: never measure.
         drift_tolerance: max|M^T M - I| above which a basis is corrected. Meant for float32; a float64 run may want
             1e-14.
         backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda". A legacy step is plain torch.
 
-    Each group also holds `steps` (taken so far), `last_grad_norm` (joint norm before clipping, nan before the first
-    step; on a GPU a float64 tensor [], which float() waits for) and `last_drift` (at the last measurement, before
-    correction; nan before the first); they are part of the state_dict, as numbers, so a resumed run measures at the
-    same steps.
+    Each group also holds `steps` (taken so far), `growth` (Note [Drift]), `last_grad_norm` (joint norm before clipping,
+    nan before the first step; on a GPU a float64 tensor [], which float() waits for) and `last_drift` (at the last
+    measurement, before correction; nan before the first); they are part of the state_dict, as numbers, so a resumed run
+    measures at the same steps.
 
     Raises:
         InputError: for 16-bit or other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal,
@@ -112,6 +120,7 @@ class GeodesicSGD(Optimizer):
             "steps": 0,
             "last_grad_norm": math.nan,
             "last_drift": math.nan,
+            "growth": 0.0,
             **more,
         }
         if isinstance(params, Tensor):
@@ -123,6 +132,7 @@ class GeodesicSGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of bases; its checks are those of the constructor, and a refused group is not added."""
+        param_group = check_new(self.param_groups, param_group)
         super().add_param_group(param_group)
         try:
             _check_options(self.param_groups[-1])
@@ -163,6 +173,8 @@ class GeodesicSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for index, group in enumerate(self.param_groups):
+            check_rate(index, group)
         with _autocast.off(), ieee_products():
             work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
             for group, todo in zip(self.param_groups, work, strict=True):
@@ -184,15 +196,18 @@ class GeodesicSGD(Optimizer):
         given = []
         for bases, g in todo.batches:
             g, factor = self._direction(group, bases, g, shrink)
+            todo.moves(group, g, rate * factor)
             given.append((_stack(bases), g, rate * factor))
         moved = [_legacy_step(*one) for one in given] if group["legacy"] else cayley.steps(given, group["backend"])
         for (bases, _), m in zip(todo.batches, moved, strict=True):
-            if todo.measure:
+            if todo.measure or todo.growth > group["drift_tolerance"]:
                 m, drift = _correct(m, group["drift_tolerance"])
                 drifts.append(drift)
             _unstack(m, bases)
         if drifts:
-            group["last_drift"] = max(drifts)
+            group["last_drift"], group["growth"] = max(drifts), 0.0
+        elif todo.growth > 0.0:
+            group["growth"] = todo.growth
 
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
@@ -266,10 +281,12 @@ class _Work:
 
     batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step looks at
     the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] where a number would make the host wait.
+    growth: by how much the error may have grown since the last measurement, see Note [Drift].
     Raises InputError for a gradient that is not finite, see Note [No wait for the GPU].
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
+        self.growth: float = group.get("growth", 0.0)  # states of an earlier version lack it
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for p in group["params"]:
             if p.grad is not None:
@@ -292,6 +309,14 @@ class _Work:
         _refuse(group)
         # finite gradients whose squares overflow float32
         self.norm = math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in self.batches))
+
+    def moves(self, group: dict[str, Any], g: Tensor, rate: float | Tensor) -> None:
+        """Add what a step of the directions g [P,N,K] at this rate adds to `growth`; not where that would wait."""
+        if isinstance(self.norm, Tensor) or group["correct_every"] == 0:
+            return
+        size = abs(float(rate)) * float(torch.linalg.vector_norm(g))
+        thin = g.shape[-1] < g.shape[-2]
+        self.growth += torch.finfo(g.dtype).eps * (6.0 * size + 2.0 * size * size if thin else 2.0 * size)
 
 
 def _read_waits(device: torch.device) -> bool:
@@ -334,15 +359,25 @@ def _label(group: dict[str, Any], index: int) -> str:
 
 def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
     """Note [Drift]: bases [P,N,K] -> (bases, those above tolerance corrected; the largest error before that)."""
-    excess = m.mT @ m
-    excess.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    error = excess.abs().amax((-2, -1))
-    drift = float(error.max())
-    if not drift > tolerance:
-        return m, drift
-    # M (3/2 I - 1/2 M^T M), rounded against the small correction instead of against M
-    corrected = m - 0.5 * (m @ excess)
-    return torch.where((error > tolerance)[:, None, None], corrected, m), drift
+    first = math.nan
+    for _ in range(_MOST_CORRECTIONS):
+        excess = m.mT @ m
+        excess.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+        error = excess.abs().amax((-2, -1))
+        drift = float(error.max())
+        first = drift if math.isnan(first) else first
+        if not drift > tolerance:
+            return m, first
+        if drift * m.shape[-1] > 0.5:  # too far for the series
+            u, _, vh = torch.linalg.svd(m.double(), full_matrices=False)
+            corrected = (u @ vh).to(m.dtype)
+        else:
+            # M (3/2 I - 1/2 M^T M), rounded against the small correction instead of against M
+            corrected = m - 0.5 * (m @ excess)
+        m = torch.where((error > tolerance)[:, None, None], corrected, m)
+        if drift * drift < max(tolerance, torch.finfo(m.dtype).eps):
+            return m, first  # below it now, or as near as rounding lets it
+    return m, first
 
 
 def _legacy_step(m: Tensor, g: Tensor, rate: float | Tensor) -> Tensor:
@@ -363,6 +398,9 @@ def _check_options(group: dict[str, Any]) -> None:
             raise InputError(f"{name} must be finite and {'above' if strict else 'at least'} {low:g}, got {number:g}")
 
     requested(group["backend"])  # a wrong name shows here
+    for name in ("maximize", "legacy"):
+        if not isinstance(group[name], bool):
+            raise InputError(f"{name} must be True or False, got {group[name]!r}")
     finite("lr", 0.0)
     finite("drift_tolerance", 0.0)
     if group["max_grad_norm"] is not None:
@@ -383,6 +421,9 @@ def _check_rms(group: dict[str, Any]) -> None:
 def _check_bases(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):
         label = _label(group, index)
+        if p.layout is not torch.strided:
+            kind = str(p.layout).removeprefix("torch.")
+            raise InputError(f"{label} is a {kind} tensor; accepted: a strided (dense) one")
         if p.dtype not in (torch.float32, torch.float64):
             raise InputError(
                 f"{label} has dtype {p.dtype}, in which orthogonality is lost; accepted: torch.float32, torch.float64"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orthokern.errors import InputError
+from orthokern.optim._checks import check_new, check_rate
 from orthokern.optim.geodesic import GeodesicSGD
 
 __all__ = ["CombinedOptimizer", "optimizer_for", "split_parameters"]
@@ -110,6 +111,7 @@ class CombinedOptimizer(Optimizer):
         seen: dict[Tensor, str] = {}
         for name, part in parts.items():
             for group in part.param_groups:
+                check_new([], group)
                 for p in group["params"]:
                     if seen.setdefault(p, name) != name:
                         raise InputError(f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}")
@@ -150,14 +152,9 @@ class CombinedOptimizer(Optimizer):
         name = "geodesic" if role == "geodesic" else "euclidean"
         if name not in self.parts:
             raise InputError(f"no part {name!r} takes a group of role {role!r}; parts: {', '.join(self.parts)}")
-        held = {p for group in self.param_groups for p in group["params"]}
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)  # it may be an iterator
+        params = check_new(self.param_groups, param_group)["params"]
         if not params:
             raise InputError("the new group has no parameters; accepted: at least one")
-        for p in params:
-            if (p[1] if isinstance(p, tuple) else p) in held:
-                raise InputError("a parameter of the new group is already in the optimizer")
         groups = self.parts[name].param_groups
         named = "param_names" in param_group or any(isinstance(p, tuple) for p in params)
         if "param_names" in groups[0] and not named:  # torch wants names for all groups or for none
@@ -171,11 +168,16 @@ class CombinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every part, in order; the closure, if any, is called once, and its value returned."""
+        """One step of every part, in order; the closure, if any, is called once, and its value returned.
+
+        Raises InputError, before any part steps, for a learning rate that is not finite or below 0.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for index, group in enumerate(self.param_groups):  # before the first part changes anything
+            check_rate(index, group)
         for part in self.parts.values():
             part.step()
         return loss

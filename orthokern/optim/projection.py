@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from orthokern import _autocast, _native
+from orthokern import _autocast, cpu
 from orthokern._products import ieee_products
+from orthokern.cpu import spectral
 from orthokern.errors import InputError, unknown_name
 
 __all__ = ["SpectralNormProjection"]
@@ -379,10 +380,10 @@ class SpectralNormProjection:
     def _without(self, w: Tensor, v: Tensor) -> Tensor:
         """w [M, K] with the singular values in the directions v [K, s], float64, all too large, at the limit."""
         v = torch.linalg.qr(v)[0]
-        native = _native.AVAILABLE and w.is_cpu
-        u, sigma, vh = torch.linalg.svd(_native.wide_product(w, v) if native else w.double() @ v, full_matrices=False)
+        native = cpu.AVAILABLE and w.is_cpu
+        u, sigma, vh = torch.linalg.svd(spectral.wide_product(w, v) if native else w.double() @ v, full_matrices=False)
         taken = (u * (sigma - self.limit)) @ vh
-        return _native.subtract_product(w, taken, v) if native else torch.addmm(w.double(), taken, v.mT, alpha=-1)
+        return spectral.subtract_product(w, taken, v) if native else torch.addmm(w.double(), taken, v.mT, alpha=-1)
 
     def _certify(self, w: Tensor, older: _Certificate, tight: bool) -> tuple[_Certificate | None, Tensor]:
         """(a certificate by step 3 of Note [Work] for w [M, K], from an older one's directions and in its memory, or
@@ -451,16 +452,16 @@ def _filtered(gram: Tensor, v: Tensor, degree: int, level: float) -> Tensor:
 def _is_definite(a: Tensor, diagonal: Tensor) -> bool:
     """Whether a symmetric matrix [K, K] is positive definite, once it has been given another diagonal [K]. It may be
     changed."""
-    if _native.AVAILABLE and a.is_cpu:
-        return _native.is_definite(a, diagonal)
+    if cpu.AVAILABLE and a.is_cpu:
+        return spectral.is_definite(a, diagonal)
     a.diagonal().copy_(diagonal)
     return not int(torch.linalg.cholesky_ex(a)[1])
 
 
 def _norm(a: Tensor, b: Tensor | None = None) -> float:
     """Frobenius norm of a matrix [M, K], or of the difference of two, to a relative error of ``_relative``."""
-    if _native.AVAILABLE and a.is_cpu:
-        return _native.distance(a, b)
+    if cpu.AVAILABLE and a.is_cpu:
+        return spectral.distance(a, b)
     rows = torch.linalg.vector_norm(a if b is None else a - b, dim=1)
     return float(torch.linalg.vector_norm(rows, dtype=torch.float64))
 
@@ -472,8 +473,8 @@ def _relative(a: Tensor) -> float:
 
 def _gram(w: Tensor) -> Tensor:
     """W^T W [K, K] for W [M, K], in half of a product's operations, or three quarters where torch has to do it."""
-    if _native.AVAILABLE and w.is_cpu:
-        return _native.gram(w)
+    if cpu.AVAILABLE and w.is_cpu:
+        return spectral.gram(w)
     half = w.shape[1] // 2
     left, right = w[:, :half], w[:, half:]
     gram = w.new_empty(w.shape[1], w.shape[1])

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
-from orthokern.reproduce.oinit import Study, conditions
 from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.study import Study, conditions
 from orthokern.tasks import word_lm
 from orthokern.training.checkpoint import load_checkpoint, seed_all, write_atomically
 

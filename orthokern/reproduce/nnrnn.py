@@ -13,8 +13,8 @@ from torch import Tensor
 
 from orthokern.commandline import Settings
 from orthokern.diagnostics import FisherMemory, fisher_memory, transient_norms
-from orthokern.reproduce.oinit import Study
 from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.study import Study
 from orthokern.training.checkpoint import write_atomically
 
 __all__ = ["EXPERIMENTS", "STUDIES"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,57 +14,18 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from orthokern._version import __version__
 from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.init import glorot_uniform_, learned_orthogonal_
 from orthokern.reproduce.runner import Plan, default_threads
 from orthokern.reproduce.search import Search, find, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.study import Study, conditions
 from orthokern.training.checkpoint import write_atomically
 
-__all__ = ["EXPERIMENTS", "SEARCHES", "STUDIES", "Study", "conditions"]
+__all__ = ["EXPERIMENTS", "SEARCHES", "STUDIES"]
 
 PAPER = "Manchev and Spratling"
-
-
-@dataclass(frozen=True)
-class Study:
-    """What `python -m orthokern.reproduce NAME` makes, where it is no Experiment.
-
-    Attributes:
-        name: as on the command line.
-        title: one line.
-        source: where the published numbers stand.
-        options: those of the command line that it takes.
-        produce: the options given, the folder to write to and where to say how it stands -> the files written, a
-            Markdown file first.
-    """
-
-    name: str
-    title: str
-    source: str
-    options: tuple[str, ...]
-    produce: Callable[[Settings, Path, TextIO], list[Path]]
-
-    def make(self, given: Settings, stream: TextIO) -> list[Path]:
-        """Checks the options and produces.
-
-        Raises:
-            InputError: an option that says nothing here.
-        """
-        for option in given:
-            if option not in ("experiment", "quick", "out", *self.options):
-                raise InputError(f"--{option}: {self.name} does not take it")
-        folder = given.get("out", Path("runs") / "reproduce") / ("quick" if given.get("quick") else "full")
-        folder.mkdir(parents=True, exist_ok=True)
-        return self.produce(given, folder, stream)
-
-
-def conditions() -> str:
-    """A line on versions, machine and date."""
-    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return f"orthokern {__version__}, torch {torch.__version__}; {machine}; {time.strftime('%Y-%m-%d')}."
 
 
 # ---- the steps of learned orthogonality, section II-A ----------------------------------------------------------------

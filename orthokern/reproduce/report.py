@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from orthokern._files import count
 from orthokern._version import __version__
-from orthokern.diagnostics.runs import RunRecord, load_run
+from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
-from orthokern.reproduce.runner import Plan
+from orthokern.reproduce.runner import Plan, result_of
 from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, planned, trained_for
 from orthokern.training.checkpoint import write_atomically
 
@@ -24,17 +25,9 @@ __all__ = ["QUANTITIES", "report"]
 # ---- numbers of a run ------------------------------------------------------------------------------------------------
 
 
-def _result(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / "result.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _seconds_per_1000(record: RunRecord) -> float | None:
     """From the median iteration: the first few warm up, a checkpoint now and then is not the method's cost."""
-    times = [r["ms_per_iteration"] for r in record.records if isinstance(r.get("ms_per_iteration"), float)]
+    times = [ms for r in record.records if (ms := number_at(r, "ms_per_iteration")) is not None]
     return statistics.median(times) if len(times) > 5 else None  # ms per iteration are seconds per 1000
 
 
@@ -42,10 +35,10 @@ def _epochs_to_99(record: RunRecord) -> float | None:
     """Epochs of 100 batches until the accuracy of ten training batches running, which are fresh, was 99 %."""
     streak = 0
     for r in record.records:
-        streak = streak + 1 if isinstance(r.get("accuracy"), float) and r["accuracy"] >= 0.99 else 0
+        streak = streak + 1 if (number_at(r, "accuracy") or 0.0) >= 0.99 else 0
         if streak == 10:
             return float(r["iteration"]) / 100.0
-    held_out = [r for r in record.records if (r.get("held_out_accuracy") or 0.0) >= 0.99]
+    held_out = [r for r in record.records if (number_at(r, "held_out_accuracy") or 0.0) >= 0.99]
     return float(held_out[0]["iteration"]) / 100.0 if held_out else None
 
 
@@ -66,10 +59,11 @@ def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> fl
     if measure.quantity in QUANTITIES:
         value = QUANTITIES[measure.quantity](record)
     elif measure.quantity.startswith("test_"):
-        value = (result.get("test") or {}).get(measure.quantity.removeprefix("test_"))
+        tests = result.get("test")
+        value = number_at(tests, measure.quantity.removeprefix("test_")) if isinstance(tests, dict) else None
     else:
         name = measure.quantity.removeprefix("best_")
-        values = [r[f"held_out_{name}"] for r in record.records if isinstance(r.get(f"held_out_{name}"), (int, float))]
+        values = [x for r in record.records if (x := number_at(r, f"held_out_{name}")) is not None]
         value = (min if name in _LESS_IS_BETTER else max)(values) if values else None
     return None if value is None else float(value) * measure.scale
 
@@ -90,16 +84,19 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
     row["labels"] = _labels(run, {**intended, **record.settings})
     done = record.records[-1]["iteration"] if record.records else 0
     row["command"] = _command(run, plan, trained_for(record.settings, done, intended))
-    result = _result(folder)
+    result = result_of(folder)
     for measure in experiment.measures:
         row["ours"][measure.title] = _measured(measure, record, result)
     last = record.records[-1] if record.records else {}
     row["iterations"] = last.get("iteration", 0)
-    per_epoch = record.settings.get("iterations_per_epoch")
-    row["epochs"] = last.get("epoch", row["iterations"] / per_epoch if per_epoch else None)
-    row["seconds"] = last.get("seconds")
+    per_epoch = count(record.settings.get("iterations_per_epoch"), 1)
+    epoch = number_at(last, "epoch")
+    row["epochs"] = row["iterations"] / per_epoch if epoch is None and per_epoch else epoch
+    row["seconds"] = number_at(last, "seconds")
     row["settings"] = record.settings
-    processor, threads = record.config.get("machine", {}).get("processor", "unknown"), record.config.get("threads")
+    machine = record.config.get("machine")
+    processor = machine.get("processor", "unknown") if isinstance(machine, dict) else "unknown"
+    threads = record.config.get("threads")
     cpu = f"{processor}, {threads} thread{'' if threads == 1 else 's'}"
     row["machine"] = cpu if record.settings.get("device") == "cpu" else f"a GPU beside {processor}"
     if result.get("diverged"):

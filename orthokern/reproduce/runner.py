@@ -15,13 +15,14 @@ from typing import Any, TextIO
 
 import torch
 
+from orthokern._files import RECORDS_LIMIT, count, number, open_regular, parse_json, read_object
 from orthokern.commandline import say, write
 from orthokern.errors import InputError
 from orthokern.reproduce.spec import Run, each_once
 from orthokern.training.cli import EXIT_BAD_INPUT
 from orthokern.training.loop import EXIT_DIVERGED
 
-__all__ = ["Plan", "is_done", "train_all"]
+__all__ = ["Plan", "is_done", "result_of", "train_all"]
 
 POLL = 0.2  # seconds between two looks at the children
 
@@ -64,6 +65,14 @@ class Plan:
         return [sys.executable, "-m", f"orthokern.tasks.{run.task}", *options, where, str(folder)]
 
 
+def result_of(folder: Path) -> dict[str, Any]:
+    """What a run folder's result.json holds; {} if there is none, or none that can be read."""
+    try:
+        return read_object(folder / "result.json")
+    except (OSError, InputError):
+        return {}
+
+
 def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
     """Whether the run in a folder came to its end: its result.json says so, for at least as many epochs or iterations
     as are asked for.
@@ -72,31 +81,31 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
         folder: a run folder, or none yet.
         longer: as in Plan.
     """
+    result = result_of(folder)
     try:
-        result = json.loads((folder / "result.json").read_bytes())
-        settings = json.loads((folder / "config.json").read_bytes())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
+        settings = read_object(folder / "config.json").get("settings")
+    except (OSError, InputError):
         return False
-    if not isinstance(result, dict) or not isinstance(settings, dict):
+    if not result or not isinstance(settings, dict):
         return False
     if result.get("diverged") or result.get("reached"):
         return True
     # config.json keeps the length that a run began with; result.json tells how far it has come since.
-    target = settings.get("iterations") or 0
+    target = count(settings.get("iterations")) or 0
     for option, value in zip(longer[::2], longer[1::2], strict=True):
-        per_unit = 1 if option == "--iterations" else settings.get("iterations_per_epoch") or 0
+        per_unit = 1 if option == "--iterations" else count(settings.get("iterations_per_epoch")) or 0
         target = int(value) * per_unit or target
-    return bool(result.get("iteration", 0) >= target)
+    return (count(result.get("iteration")) or 0) >= target
 
 
 def _last_record(path: Path) -> dict[str, Any] | None:
     """The last whole record of a metrics.jsonl that somebody is writing, or None."""
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
+        file, size = open_regular(path, RECORDS_LIMIT)
+        with file:
             file.seek(max(0, size - 65536))
-            lines = file.read().split(b"\n")[:-1]
-        record = json.loads(lines[-1])
+            lines = file.read(65536).split(b"\n")[:-1]
+        record = parse_json(lines[-1])
     except (OSError, ValueError, IndexError):
         return None
     return record if isinstance(record, dict) else None
@@ -152,9 +161,9 @@ class _Child:
         record = _last_record(self.folder / "metrics.jsonl")
         if record is None:
             return "starting"
-        at = f"epoch {record['epoch']:.2f}" if "epoch" in record else f"iteration {record.get('iteration')}"
-        loss = record.get("loss")
-        return at + (f", loss {loss:.4g}" if isinstance(loss, float) else "")
+        epoch, loss = number(record.get("epoch")), number(record.get("loss"))
+        at = f"epoch {epoch:.2f}" if epoch is not None else f"iteration {count(record.get('iteration'))}"
+        return at + (f", loss {loss:.4g}" if loss is not None else "")
 
     def last_line(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()

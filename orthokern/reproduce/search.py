@@ -11,10 +11,11 @@ from typing import Any, TextIO
 
 import torch
 
+from orthokern._files import count, number, read_object
 from orthokern._version import __version__
-from orthokern.diagnostics.runs import read_metrics
+from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
-from orthokern.reproduce.runner import Plan, is_done, train_all
+from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, each_once, planned, trained_for
 from orthokern.training.checkpoint import write_atomically
 
@@ -95,7 +96,7 @@ def find(searches: Sequence[Search], plan: Plan, stream: TextIO) -> dict[str, st
         following = T + search.step
         return (
             search.run(following)
-            if _result(plan, run).get("reached") and following <= search.last(plan.quick)
+            if result_of(plan.run_folder(run)).get("reached") and following <= search.last(plan.quick)
             else None
         )
 
@@ -107,35 +108,30 @@ def _lengths(search: Search, quick: bool) -> range:
     return range(search.step, search.last(quick) + 1, search.step)
 
 
-def _result(plan: Plan, run: Run) -> dict[str, Any]:
-    try:
-        found = json.loads((plan.run_folder(run) / "result.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def look(search: Search, plan: Plan) -> Found:
     """How far a search is, from its run folders alone."""
     found = Found()
     for T in _lengths(search, plan.quick):
         run = search.run(T)
-        folder, result = plan.run_folder(run), _result(plan, run)
+        folder = plan.run_folder(run)
+        result = result_of(folder)
         try:
             config = _config(folder)
         except InputError:
             return found
-        done = int(result.get("iteration") or 0)
-        found.length = trained_for(config.get("settings", {}), done, planned(run, plan.quick))
-        found.machine = f"{config.get('machine', {}).get('processor', 'unknown')}, {config.get('threads')} thread(s)"
+        done = count(result.get("iteration")) or 0
+        settings, machine = config.get("settings"), config.get("machine")
+        found.length = trained_for(settings if isinstance(settings, dict) else {}, done, planned(run, plan.quick))
+        processor = machine.get("processor", "unknown") if isinstance(machine, dict) else "unknown"
+        found.machine = f"{processor}, {config.get('threads')} thread(s)"
         if result.get("reached"):
-            found.solved[T] = int(result["iteration"])
-            found.seconds += float(result["seconds"])
+            found.solved[T] = done
+            found.seconds += number(result.get("seconds")) or 0.0
             continue
-        records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-        accuracies = [r["held_out_accuracy"] for r in records if isinstance(r.get("held_out_accuracy"), float)]
-        iterations = int(records[-1]["iteration"]) if records else 0
-        found.seconds += float(records[-1]["seconds"]) if records else 0.0
+        records = read_metrics(folder / "metrics.jsonl")
+        accuracies = [x for r in records if (x := number_at(r, "held_out_accuracy")) is not None]
+        iterations = records[-1]["iteration"] if records else 0
+        found.seconds += (number_at(records[-1], "seconds") or 0.0) if records else 0.0
         best = f", {100 * max(accuracies):.1f} % right at best" if accuracies else ""
         found.complete = is_done(folder, plan.longer)
         found.failed = T
@@ -153,10 +149,9 @@ def _config(folder: Path) -> dict[str, Any]:
         InputError: there is no run.
     """
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        return read_object(folder / "config.json")
+    except FileNotFoundError:
         raise InputError(f"no run in {folder}") from None
-    return dict(config)
 
 
 def report_searches(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from orthokern._files import count
 from orthokern.commandline import Settings
 
 __all__ = ["Experiment", "Measure", "Run", "each_once", "planned", "trained_for"]
@@ -122,9 +123,10 @@ def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...
         done: iterations: more, where it went on further.
         plan: what `planned` says of it.
     """
-    if settings.get("epochs") is not None:
-        per_epoch = settings.get("iterations_per_epoch")
-        epochs = max(settings["epochs"], math.ceil(done / per_epoch) if per_epoch else 0)
+    wanted = count(settings.get("epochs"))
+    if wanted is not None:
+        per_epoch = count(settings.get("iterations_per_epoch"), 1)
+        epochs = max(wanted, math.ceil(done / per_epoch) if per_epoch else 0)
         return () if epochs == plan.get("epochs") else ("--epochs", str(epochs))
-    iterations = max(settings.get("iterations") or 0, done)
+    iterations = max(count(settings.get("iterations")) or 0, done)
     return () if iterations == plan.get("iterations") else ("--iterations", str(iterations))

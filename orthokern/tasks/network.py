@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from orthokern import dispatch, init
+from orthokern._activations import ACTIVATIONS
 from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
@@ -46,13 +47,17 @@ NETWORK_DEFAULTS: Settings = {
 }
 
 
+# Activations with a slope, learned or not, and those that work on pairs of units.
+SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
+ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
+
 # What an option must come with to play a part.
 OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
 OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
 OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))
 _NEEDS: dict[str, tuple[Needs, ...]] = {
     "nonlinearity": (OF_OTHERS,),
-    "slope": (Needs("nonlinearity", ("leaky_relu", "prelu")), OF_OTHERS),
+    "slope": (Needs("nonlinearity", SLOPED), OF_OTHERS),
     "gain": (OF_OTHERS,),
     "margin": (OF_FACTORIZED,),
     "spectrum_map": (OF_FACTORIZED, Needs("margin")),
@@ -162,7 +167,7 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bo
         "--rebase-every",
         type=integer(1),
         metavar="K",
-        help="exprnn, nnrnn: every K forwards the exponential starts anew from where it has come (default: never)",
+        help="exprnn, nnrnn: after every K-th step the exponential starts anew from where it has come (default: never)",
     )
     group.add_argument(
         "--project-every",
@@ -199,8 +204,9 @@ def check_network(settings: Settings) -> None:
     """
     if settings["rank"] is not None and settings["rank"] > settings["hidden"]:
         raise InputError(f"--rank {settings['rank']}: at most --hidden, which is {settings['hidden']}")
-    if settings["nonlinearity"] == "oplu" and settings["hidden"] % 2:
-        raise InputError(f"--hidden {settings['hidden']}: --nonlinearity oplu works on pairs, give an even number")
+    if settings["nonlinearity"] in ON_PAIRS and settings["hidden"] % 2:
+        name, hidden = settings["nonlinearity"], settings["hidden"]
+        raise InputError(f"--hidden {hidden}: --nonlinearity {name} works on pairs, give an even number")
     if settings["model"] == "factorized" and settings["init"] in init.UNCONSTRAINED and settings["margin"] is not None:
         raise InputError(
             f"--init {settings['init']} with --margin {settings['margin']:g}: a Glorot matrix has singular values "
@@ -315,9 +321,10 @@ def build_recurrence(inputs: int, settings: Settings, *, bias: bool = True) -> n
             init=settings["init"],
             **common,
         )
-    if settings["nonlinearity"] == "prelu" and settings["model"] not in LSTMS:
+    learned = ACTIVATIONS[settings["nonlinearity"]].learned
+    if settings["nonlinearity"] in SLOPED and learned is not None and settings["model"] not in LSTMS:
         with torch.no_grad():
-            rnn.get_parameter("slope_l0").fill_(settings["slope"])
+            rnn.get_parameter(f"{learned.stem}_l0").fill_(settings["slope"])
     return rnn.to(device)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import random
-import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from orthokern.errors import CheckpointError
+from orthokern._files import CHECKPOINT_LIMIT, decoding, open_regular
+from orthokern.errors import CheckpointError, InputError
 
 FORMAT = "orthokern.checkpoint"
 VERSION = 1
@@ -88,35 +88,32 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     write_atomically(path, checkpoint_bytes(payload))
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, limit: int = CHECKPOINT_LIMIT) -> dict[str, Any]:
     """Reads a checkpoint onto the CPU and checks that it is whole and ours.
 
     Args:
         path: the file.
+        limit: bytes that it may have. As its parts are not compressed, it takes no more memory than that.
 
     Returns:
         What `save_checkpoint` was given, and "format" and "version".
 
     Raises:
-        CheckpointError: no such file, truncated, damaged, not a checkpoint of orthokern, or of a newer version.
+        CheckpointError: no such file, too large, truncated, damaged, not a checkpoint of orthokern, or of a newer
+            version.
     """
-    if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"checkpoint {path} is damaged: wrong checksum in {damaged}")
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except zipfile.BadZipFile:
-        raise CheckpointError(
-            f"checkpoint {path} is truncated or no checkpoint ({path.stat().st_size} bytes)"
-        ) from None
-    except Exception as error:  # torch.load raises half a dozen types for a file of another kind
-        reason = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [""])[0])  # torch's are in colour
-        raise CheckpointError(f"checkpoint {path} cannot be read: {type(error).__name__}: {reason}") from None
+        file, size = open_regular(path, limit)
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {path}") from None
+    except InputError as error:
+        raise CheckpointError(f"no checkpoint: {error}") from None
+    with file:
+        with decoding(path, "truncated or no checkpoint", size, CheckpointError), zipfile.ZipFile(file) as archive:
+            _check_archive(path, archive, size)
+        file.seek(0)
+        with decoding(path, "no checkpoint that can be read", size, CheckpointError):
+            payload = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of an orthokern run")
     if payload.get("version") != VERSION:
@@ -124,6 +121,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"checkpoint {path} has format version {payload.get('version')}, this orthokern reads version {VERSION}"
         )
     return payload
+
+
+def _check_archive(path: Path, archive: zipfile.ZipFile, size: int) -> None:
+    """Refuses an archive that would unpack to more than it has, and one with a wrong checksum."""
+    for entry in archive.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise CheckpointError(f"checkpoint {path} is no checkpoint: {entry.filename!r} is compressed or encrypted")
+    if sum(entry.file_size for entry in archive.infolist()) > size:
+        raise CheckpointError(f"checkpoint {path} is damaged: its parts are larger than the file ({size} bytes)")
+    damaged = archive.testzip()
+    if damaged is not None:
+        raise CheckpointError(f"checkpoint {path} is damaged: wrong checksum in {damaged}")
 
 
 def seed_all(seed: int) -> None:

@@ -319,12 +319,15 @@ def _run(
         last_step_gradient=settings["last_step_gradient"],
         profile=settings["profile"],
     )
-    if shard.first:
-        say(f"{'resuming in' if resume else 'run folder'} {run_folder.path}")
+    where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}"
     try:
         with _enough_memory(settings):
-            outcome = train(task, run_folder, loop, resume=resume, started=started)
+            outcome = train(task, run_folder, loop, resume=resume, started=started, announce=lambda: say(where))
+    except (InputError, BackendUnavailable):
+        run_folder.discard()
+        raise
     except OSError as error:
+        run_folder.discard()
         told = InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}")
         raise distributed.same_scope(told, error) from None
     if shard.first:

@@ -2,10 +2,12 @@
 
 import copy
 import hashlib
+import io
 import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._state import check_integer, misfit, shown
 from orthokern.diagnostics import tap, thin_profile
-from orthokern.errors import CheckpointError, OutOfRange
+from orthokern.errors import CheckpointError, InputError, OutOfRange
 from orthokern.training import distributed
 from orthokern.training.checkpoint import (
     checkpoint_bytes,
@@ -26,10 +29,11 @@ from orthokern.training.checkpoint import (
     write_atomically,
 )
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import MetricsLog, plain, read_metrics
+from orthokern.training.metrics import HELD_OUT, MetricsLog, plain, read_metrics
 from orthokern.training.profiling import WARM_UP, Profiler, table
 from orthokern.training.progress import Progress
 from orthokern.training.rundir import RunFolder
+from orthokern.training.schema import check_model, check_payload, json_value
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
@@ -118,7 +122,12 @@ class _Run:
         """
 
         def open_file() -> None:
-            self.log = MetricsLog(self.run.metrics, keep=self.iteration if resume else None)
+            log = MetricsLog(self.run.metrics, keep=self.iteration if resume else None, lock=self.run.lock())
+            if log.held_out and self.evaluation is not None and log.held_out != self.evaluation.keys():
+                log.close()
+                error = misfit("evaluation", self.evaluation, f"the names in metrics.jsonl: {sorted(log.held_out)}")
+                raise CheckpointError(f"checkpoint {self.run.checkpoint} does not fit this run: {error}")
+            self.log = log
 
         distributed.on_first(open_file)
 
@@ -136,35 +145,69 @@ class _Run:
 
     def _read(self) -> dict[str, Any] | None:
         path = self.run.checkpoint
-        payload = load_checkpoint(path) if path.exists() else None
-        if payload is not None and payload.get("best") is not None and not self.run.best.exists():
-            raise CheckpointError(
-                f"no {self.run.best.name} beside checkpoint {path}, which knows of one; put it back, or start a new run"
-            )
+        if not path.exists():
+            return None
+        payload = load_checkpoint(path, self._size_limit())
+        if payload.get("best") is not None:
+            if not self.run.best.exists():
+                raise CheckpointError(
+                    f"no {self.run.best.name} beside checkpoint {path}, which knows of one; "
+                    "put it back, or start a new run"
+                )
+            self.read_best()
         return payload
+
+    def read_best(self) -> tuple[dict[str, Any], int]:
+        """The state of the model in best.pt, and its iteration.
+
+        Raises:
+            CheckpointError: best.pt is damaged, or not of this model.
+        """
+        if self._best_bytes is not None:  # a full disk
+            found = torch.load(io.BytesIO(self._best_bytes), map_location="cpu", weights_only=True)
+        else:
+            found = load_checkpoint(self.run.best, self._size_limit())
+        try:
+            check_model(found.get("model"), self.task)
+            return found["model"], check_integer("iteration", found.get("iteration"))
+        except InputError as error:
+            raise CheckpointError(f"checkpoint {self.run.best} does not fit this run: {error}") from None
+
+    def _size_limit(self) -> int:
+        """Bytes that a checkpoint of this run may have: much more than the model and what optimizers keep for it."""
+        tensors = [value for value in self.task.model.state_dict().values() if isinstance(value, Tensor)]
+        return 2**30 + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _take(self, payload: dict[str, Any]) -> None:
         path = self.run.checkpoint
-        lacking = self._payload([rng_state()]).keys() - payload.keys() - {"rng_of_other_ranks"}
+        fresh = self._payload([rng_state()])
+        lacking = fresh.keys() - payload.keys() - {"rng_of_other_ranks"}
         lacking -= {"data"}  # an older version's does as well
         if self.task.plateau is None:  # then too
             lacking -= {"plateau"}
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
         if payload["task"] != self.task.name:
-            raise CheckpointError(f"checkpoint {path} is of the task {payload['task']!r}, not of {self.task.name!r}")
+            raise CheckpointError(
+                f"checkpoint {path} is of the task {shown(payload['task'])}, not of {self.task.name!r}"
+            )
         settings = self.run.config["settings"]
-        for key, theirs in sorted(
-            payload["settings"].items()
-        ):  # an older version had fewer: it did as the defaults say
+        saved = payload["settings"]
+        if not isinstance(saved, dict) or not all(type(key) is str and json_value(saved[key]) for key in saved):
+            raise CheckpointError(f"checkpoint {path} does not fit this run: {misfit('settings', saved, 'a dict')}")
+        for key, theirs in sorted(saved.items()):  # an older version had fewer: it did as the defaults say
             ours = settings.get(key)
             if key not in FREE_SETTINGS and theirs != ours:
-                raise CheckpointError(f"checkpoint {path} was made with {key}={theirs}, this run has {key}={ours}")
-        if payload.get("data") not in (None, self.task.data_digest):
+                raise CheckpointError(
+                    f"checkpoint {path} was made with {key[:40]}={_told(theirs)}, this run has {key[:40]}={_told(ours)}"
+                )
+        data = payload.get("data")
+        if data is not None and (type(data) is not int or data != self.task.data_digest):
             raise CheckpointError(
                 f"checkpoint {path} was trained on other data than {settings.get('data')} holds; give their --data"
             )
         try:
+            check_payload(payload, fresh, self.task)
             self.task.model.load_state_dict(payload["model"])
             self.task.optimizer.load_state_dict(payload["optimizer"])
             if self.task.scheduler is not None:
@@ -174,7 +217,7 @@ class _Run:
             self.task.load_state_dict(payload["task_state"])
             self.iteration, self.earlier_seconds = int(payload["iteration"]), float(payload["seconds"])
             self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], self.iteration)
-        except (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
         self.saved_at = self.iteration
@@ -270,6 +313,10 @@ class _Run:
         except OSError as error:
             self.progress.line(f"warning: {self.run.best} not written: {error.strerror or error}; training goes on")
 
+    def has_best(self) -> bool:
+        """Whether the best state is on the disk, or waits for space there."""
+        return self._best_bytes is not None or self.run.best.exists()
+
     def write_best(self) -> None:
         """Writes best.pt, if the last attempt failed or there was none yet."""
         if self._best_bytes is not None:
@@ -309,6 +356,7 @@ def train(
     resume: bool = False,
     progress: Progress | None = None,
     started: float | None = None,
+    announce: Callable[[], None] | None = None,
 ) -> Outcome:
     """Trains until the goal is reached, all iterations are done, the loss is no number, or SIGINT or SIGTERM comes.
 
@@ -329,6 +377,8 @@ def train(
             fields.
         progress: where to show how far it is; by default standard output.
         started: `time.perf_counter()` at which the wall time begins to count; by default now.
+        announce: called on rank 0 once nothing can refuse the run any more: its state is restored, its files are open,
+            and its first iteration, if it has one, has had the memory that it needs.
 
     Returns:
         How the run ended; the caller prints the message.
@@ -352,7 +402,7 @@ def train(
     try:
         task.module = distributed.wrap(task.model)
         with StopRequest() as stop:
-            return _train(state, settings, stop, profiler)
+            return _train(state, settings, stop, profiler, announce if shard.first else None)
     except OutOfRange as error:
         if not state.moved:  # it was so before any step: the checkpoint's fault
             raise
@@ -364,7 +414,9 @@ def train(
             state.log.close()
 
 
-def _train(state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Profiler) -> Outcome:
+def _train(
+    state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Profiler, announce: Callable[[], None] | None
+) -> Outcome:
     task, progress = state.task, state.progress
     several = state.shard.world > 1
     first = state.iteration
@@ -377,6 +429,9 @@ def _train(state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Pro
         profiler.begin(state.iteration)
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
         step = _step(task, settings, diagnose, stop, profiler, check=several and state.iteration == first + 1)
+        if announce is not None:
+            announce()
+            announce = None
         metrics = step.metrics
         state.moved |= step.taken
         record: dict[str, Any] = {"iteration": state.iteration}
@@ -425,6 +480,8 @@ def _train(state: _Run, settings: LoopSettings, stop: StopRequest, profiler: Pro
             state.show_profile(profiler)
         stopped = step.stop if several else stop.signal
 
+    if announce is not None:
+        announce()
     if profiler.close():
         state.show_profile(profiler)
     elif settings.profile is not None and profiler.timed == 0:
@@ -577,7 +634,7 @@ def _diagnosis(state: _Run, profiles: list[Profiles]) -> dict[str, Any]:
 
 def _evaluate(state: _Run, wanted: bool) -> dict[str, float]:
     """Evaluates, lets the rates fall if they are to, keeps best.pt, and returns the numbers for the record, their names
-    beginning with "held_out_".
+    beginning with HELD_OUT.
 
     Args:
         state: of the run.
@@ -604,7 +661,7 @@ def _evaluate(state: _Run, wanted: bool) -> dict[str, float]:
     if math.isfinite(score) and (state.best is None or score > state.best["score"]):
         state.best = {"score": score, "iteration": state.iteration}
         state.save_best()
-    return {f"held_out_{name}": value for name, value in evaluation.items()}
+    return {f"{HELD_OUT}{name}": value for name, value in evaluation.items()}
 
 
 def _finish(state: _Run, seconds: float) -> str:
@@ -614,9 +671,9 @@ def _finish(state: _Run, seconds: float) -> str:
     def finish() -> str:
         last = copy.deepcopy(task.model.state_dict())
         tested = state.iteration
-        if state.best is not None and state.run.best.exists():
-            task.model.load_state_dict(load_checkpoint(state.run.best)["model"])
-            tested = state.best["iteration"]
+        if state.best is not None and state.has_best():
+            parameters, tested = state.read_best()
+            task.model.load_state_dict(parameters)
         task.model.eval()
         module, task.module = task.module, task.model
         try:
@@ -649,6 +706,12 @@ def _finish(state: _Run, seconds: float) -> str:
         return f"; on the test data with the parameters of iteration {tested}: {told}"
 
     return distributed.on_first(finish)
+
+
+def _told(value: Any) -> str:
+    """A setting's value, cut to what one line holds."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _parameters_are_finite(task: Task) -> bool:

@@ -1,70 +1,141 @@
 """metrics.jsonl: one JSON object per line and iteration, on the disk as soon as it is known."""
 
+import contextlib
 import fcntl
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
+from orthokern._files import count, json_lines
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError
 
-__all__ = ["TIMING_FIELDS", "MetricsLog", "plain", "read_metrics"]
+__all__ = ["TIMING_FIELDS", "Lock", "MetricsLog", "plain", "read_metrics"]
 
+HELD_OUT = "held_out_"  # begins the names of what an evaluation found
 # All other fields of a resumed run equal those of one that was never stopped, bit for bit.
 TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
+
+
+class Lock:
+    """The right to write in a run folder: a lock on its metrics.jsonl, until `release` or the end of the process. Two
+    processes that train in one folder would write over each other's records and checkpoints.
+
+    Args:
+        path: the file; created if missing.
+
+    Attributes:
+        descriptor: of the open file.
+        created: whether the file did not exist before.
+
+    Raises:
+        OSError: the file cannot be opened.
+        CheckpointError: it is no regular file, or another process has it locked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = -1
+        try:
+            while not self._take():
+                self.release()
+        except BlockingIOError:
+            self.release()
+            raise CheckpointError(
+                f"another process is training in the run folder {path.parent}; wait for its end, or stop it"
+            ) from None
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self) -> bool:
+        """Whether the lock is on the file that has the name now, and not on one that its owner has removed."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self.descriptor, self.created = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
+        except FileExistsError:
+            try:
+                self.descriptor, self.created = os.open(self.path, flags), False
+            except FileNotFoundError:
+                if self.path.is_symlink():  # to nowhere
+                    raise
+                return False
+        found = os.fstat(self.descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{self.path} cannot be written: it is no regular file")
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            return True
+        try:
+            return os.path.samestat(os.stat(self.path), found)
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def remove(self) -> None:
+        """Removes the file, if nothing was written to it, and releases the lock."""
+        with contextlib.suppress(OSError):
+            if self.descriptor >= 0 and os.fstat(self.descriptor).st_size == 0:
+                self.path.unlink()
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class MetricsLog:
     """Appends records to a file; a full disk delays them, and loses none while the process lives.
 
-    The file is locked until `close`, or the process's end: two processes that train in one folder would write over each
-    other's records and checkpoints.
+    The file is locked until `close`, or the process's end, see `Lock`.
 
     Args:
         path: the file; created if missing.
         keep: on resuming, the number of the last iteration whose records stay; later ones, and a line that a kill cut
             short, are removed, so that the file ends as that of an uninterrupted run. None: start an empty file.
+        lock: on the file, if the caller has it; the log closes it.
+
+    Attributes:
+        held_out: names of the numbers of the last evaluation among the records that stay.
 
     Raises:
         OSError: the file cannot be opened.
         CheckpointError: the file ends before iteration `keep`, or another process writes it.
+        InputError: the file cannot be read.
     """
 
-    def __init__(self, path: Path, keep: int | None = None) -> None:
+    def __init__(self, path: Path, keep: int | None = None, lock: Lock | None = None) -> None:
         self.path = path
+        self.held_out: set[str] = set()
         self._pending = b""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock = Lock(path) if lock is None else lock
+        self._descriptor = self._lock.descriptor
         try:
-            self._lock()
             self._good = self._end_of(keep) if keep is not None else 0
             os.ftruncate(self._descriptor, self._good)
         except BaseException:
             self.close()
             raise
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"another process is training in the run folder {self.path.parent}; wait for its end, or stop it"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-
     def _end_of(self, keep: int) -> int:
         """Size in bytes of the file up to the records of iteration `keep`."""
         good, last = 0, 0
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            try:
-                iteration = json.loads(line)["iteration"]
-            except (ValueError, KeyError, TypeError):
-                break
-            if not line.endswith(b"\n") or iteration > keep:
+        for line, record in json_lines(self.path):
+            iteration = None if record is None else count(record.get("iteration"))
+            if record is None or iteration is None or not line.endswith(b"\n") or iteration > keep:
                 break
             good, last = good + len(line), iteration
+            names = {name.removeprefix(HELD_OUT) for name in record if name.startswith(HELD_OUT)}
+            self.held_out = names or self.held_out
         if last < keep:
             raise CheckpointError(
                 f"{self.path} ends at iteration {last}, but the checkpoint beside it was taken at iteration {keep}"
@@ -109,7 +180,7 @@ class MetricsLog:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._lock.release()
 
 
 def plain(value: Any) -> Any:

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from orthokern._files import count, make_folder, read_object, remove_folders
 from orthokern._version import __version__
-from orthokern.diagnostics.runs import number_at, read_metrics
+from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError, InputError
 from orthokern.training.checkpoint import write_atomically
+from orthokern.training.metrics import Lock
+from orthokern.training.schema import json_value
 
 
 class RunFolder:
@@ -29,6 +32,13 @@ class RunFolder:
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
         self.config = config
+        self._lock: Lock | None = None
+        self._made: list[Path] = []  # folders that did not exist before, the innermost first
+        self._begun = False  # whether `create` may have written config.json
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the other ranks: without the lock, which is this process's."""
+        return {**self.__dict__, "_lock": None, "_made": []}
 
     @property
     def metrics(self) -> Path:
@@ -58,7 +68,7 @@ class RunFolder:
     def create(
         cls, path: Path | None, task: str, settings: dict[str, Any], facts: Mapping[str, Any] | None = None
     ) -> "RunFolder":
-        """Makes a new folder and writes config.json.
+        """Makes a new folder, locks it (see `Lock`) and writes config.json.
 
         Args:
             path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` under the working directory.
@@ -85,18 +95,72 @@ class RunFolder:
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+        run = cls(path, config)
         try:
             if own:
-                path = _new_folder(path)
-            elif path.is_dir() and any(path.iterdir()):
-                raise InputError(
-                    f"{what} is in use (not empty); give another one, or --resume to continue the run in it"
-                )
-            path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+                run._made_new()
+            else:
+                _check_empty(path, what)
+                run._made = make_folder(path)
+            run._lock = Lock(run.metrics)
+            # the one who had the lock may have come and gone since the folder was looked at
+            _check_empty(run.path, what)
+            run._begun = True
+            write_atomically(run.path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
         except OSError as error:
-            raise InputError(f"{what} cannot be written: {path}: {error.strerror or error}") from None
-        return cls(path, config)
+            run.discard()
+            raise InputError(f"{what} cannot be written: {run.path}: {error.strerror or error}") from None
+        except ValueError as error:
+            run.discard()
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{what} cannot be written: {str(path)!r} is no file name") from None
+        return run
+
+    def _made_new(self) -> None:
+        """Makes the folder, with a number behind its name if another run, of the same second, has it."""
+        above, wanted = make_folder(self.path.parent), self.path
+        self._made = above
+        copy = 1
+        while True:
+            try:
+                self.path.mkdir()  # not asked for first: of two processes, one makes it
+            except FileExistsError:
+                copy += 1
+                self.path = wanted.with_name(f"{wanted.name}-{copy}")
+            else:
+                self._made = [self.path, *above]
+                return
+
+    def lock(self) -> Lock:
+        """Hands over the right to write in the folder, which `create` and `open` took.
+
+        Raises:
+            OSError, CheckpointError: it was handed over before, and cannot be had again; see `Lock`.
+        """
+        lock, self._lock = self._lock, None
+        return Lock(self.metrics) if lock is None or lock.descriptor < 0 else lock
+
+    def discard(self) -> None:
+        """Takes back what `create` or `open` made for a run that was then refused, before its first iteration; what
+        others made stays, and so does a run that has begun or that another process has locked."""
+        lock, self._lock = self._lock, None
+        if self._begun:  # and its lock was handed over
+            try:
+                lock = Lock(self.metrics) if lock is None or lock.descriptor < 0 else lock
+            except (OSError, CheckpointError):
+                return
+            trained = os.fstat(lock.descriptor).st_size > 0 or self.checkpoint.exists() or self.best.exists()
+            if trained:
+                lock.release()
+                return
+            (self.path / "config.json").unlink(missing_ok=True)
+            lock.remove()
+        elif lock is not None:
+            if lock.created:
+                lock.remove()
+            lock.release()
+        remove_folders(self._made)
 
     @classmethod
     def open(cls, path: Path, task: str) -> "RunFolder":
@@ -109,33 +173,47 @@ class RunFolder:
         """
         file = path / "config.json"
         try:
-            config = json.loads(file.read_bytes())
+            config = read_object(file)
         except FileNotFoundError:
             raise CheckpointError(f"nothing to resume in {path}: no config.json there") from None
-        except OSError as error:
-            raise CheckpointError(f"nothing to resume in {path}: {error.strerror or error}") from None
-        except ValueError:
-            raise CheckpointError(f"{file} is damaged: not JSON") from None
-        if not isinstance(config, dict) or not isinstance(config.get("settings"), dict) or "task" not in config:
+        except InputError as error:
+            raise CheckpointError(f"nothing to resume in {path}: {error}") from None
+        settings = config.get("settings")
+        if not isinstance(settings, dict) or type(config.get("task")) is not str:
             raise CheckpointError(f"{file} is not the configuration of an orthokern run")
+        wrong = next((name for name, value in settings.items() if not json_value(value)), None)
+        if wrong is not None:
+            raise CheckpointError(f"{file} is damaged: the setting {wrong[:40]!r} has no value that a setting can have")
         if config["task"] != task:
-            raise CheckpointError(f"{path} holds a run of the task {config['task']!r}, not of {task!r}")
+            raise CheckpointError(f"{path} holds a run of the task {config['task'][:40]!r}, not of {task!r}")
         if not os.access(path, os.W_OK):
             raise InputError(f"cannot write the run folder {path}: permission denied")
         run = cls(path, config)
-        run._check_nothing_is_lost()
+        try:
+            run._lock = Lock(run.metrics)
+            run._check_nothing_is_lost()
+        except OSError as error:
+            raise InputError(f"{run.metrics} cannot be written: {error.strerror or error}") from None
+        except InputError:
+            run.discard()
+            raise
         return run
 
     def _check_nothing_is_lost(self) -> None:
         """Without a checkpoint a run begins again and writes over what is there: refused where that was trained."""
         if self.checkpoint.exists():
             return
-        found = next((f"{file.name} is there" for file in (self.best, self.result) if file.exists()), None)
-        every = self.config["settings"].get("checkpoint_every")
-        if found is None and every is not None and self.metrics.exists():
-            done = max((int(number_at(record, "iteration") or 0) for record in read_metrics(self.metrics)), default=0)
-            if done > every:  # the record of an iteration is written before its checkpoint
-                found = f"metrics.jsonl goes to iteration {done}, and a checkpoint was due every {every}"
+        every = count(self.config["settings"].get("checkpoint_every"), 1)
+        done = max((record["iteration"] for record in read_metrics(self.metrics)), default=0)
+        due = every is None or done > every  # the record of an iteration is written before its checkpoint
+        if due and self.best.exists():  # one of before the first checkpoint comes again with its iteration
+            found = "best.pt is there"
+        elif self.result.exists():
+            found = "result.json is there"
+        elif due and done:
+            found = f"metrics.jsonl goes to iteration {done}, and a checkpoint was due every {every}"
+        else:
+            found = None
         if found is not None:
             raise CheckpointError(
                 f"nothing to resume in {self.path}: no checkpoint.pt there, though {found}; "
@@ -143,18 +221,14 @@ class RunFolder:
             )
 
 
-def _new_folder(path: Path) -> Path:
-    """Makes the folder, with a number behind its name if another run, of the same second, has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    copy = 1
-    while True:
-        folder = path if copy == 1 else path.with_name(f"{path.name}-{copy}")
-        try:
-            folder.mkdir()  # not asked for first: of two processes, one makes it
-        except FileExistsError:
-            copy += 1
-        else:
-            return folder
+def _check_empty(path: Path, what: str) -> None:
+    """Refuses a folder that holds more than what a start leaves that was killed before config.json was there."""
+    if path.is_dir():
+        for file in path.iterdir():
+            if file.name != "config.json.tmp" and not (file.name == "metrics.jsonl" and file.lstat().st_size == 0):
+                raise InputError(
+                    f"{what} is in use (not empty); give another one, or --resume to continue the run in it"
+                )
 
 
 def _versions() -> dict[str, str]:

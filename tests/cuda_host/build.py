@@ -1,7 +1,7 @@
 """Build the host harness: the sources of csrc/cuda as plain C++, in one Python module that runs them on the CPU.
 
 ``load`` compiles what has changed, into a folder that pytest keeps between runs. ``use`` puts the module in the place
-of the native CUDA kernels, so that ``orthokern._native_cuda`` works on CPU tensors, and lets the ops reach it under the
+of the native CUDA kernels, so that ``orthokern.cuda`` works on CPU tensors, and lets the ops reach it under the
 backend name "cuda".
 """
 
@@ -85,13 +85,14 @@ def load(folder: Path) -> Any:
 
 def use(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the backend "cuda" be the harness, for CPU tensors, and everything else what it was."""
-    from orthokern import _native_cuda, dispatch
+    from orthokern import dispatch
+    from orthokern.cuda import _call
 
-    monkeypatch.setattr(_native_cuda, "_native", module)
-    monkeypatch.setattr(_native_cuda, "_DEVICE", "cpu")
+    monkeypatch.setattr(_call, "kernels", module)
+    monkeypatch.setattr(_call, "DEVICE", "cpu")
     true_resolve = dispatch.resolve
 
     def resolve(op: str, backend: str | None = None, **facts: Any) -> Any:
-        return _native_cuda if backend == "cuda" else true_resolve(op, backend, **facts)
+        return dispatch.leaf(op, "cuda") if backend == "cuda" else true_resolve(op, backend, **facts)
 
     monkeypatch.setattr(dispatch, "resolve", resolve)

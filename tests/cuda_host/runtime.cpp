@@ -73,6 +73,7 @@ void resume(size_t index) {
 
 // ----------------------------------------------------------------------------------------------------------- shared memory
 
+bool asked_for_shared_memory = false;  // by the launch that runs
 constexpr size_t kRedZone = 16 << 10, kAlign = 128;  // how far beyond its memory a kernel's write is noticed
 
 size_t padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -197,6 +198,8 @@ std::string refuse(const Shape& s) {
   else if (s.grid.y > chip.largest_grid_yz || s.grid.z > chip.largest_grid_yz)
     text << "invalid configuration: more than " << chip.largest_grid_yz << " blocks along y or z";
   else if (s.shared_bytes > chip.shared_per_block) text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the device has " << chip.shared_per_block;
+  else if (!s.asks_for_shared_memory && s.shared_bytes > chip.shared_by_default)
+    text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the launch did not ask for more than " << chip.shared_by_default;
   else if (s.cluster > 1 && chip.major < 9) text << "clusters need compute capability 9.0";
   else if (s.cluster < 1 || s.cluster > chip.largest_cluster) text << "invalid cluster of " << s.cluster << " blocks";
   else if (s.grid.x % static_cast<unsigned>(s.cluster)) text << "invalid configuration: " << s.grid.x << " blocks in clusters of " << s.cluster;
@@ -218,6 +221,7 @@ int max_active_clusters(const Shape& shape) {
 std::string run(const Shape& shape, void (*kernel)(void*), void* argument) {
   if (cluster) return "a kernel launched a kernel";
   error = refuse(shape);
+  asked_for_shared_memory = shape.asks_for_shared_memory;
   body = kernel, body_argument = argument;
   blockDim = shape.block, gridDim = shape.grid;
   const size_t across = shape.grid.x / static_cast<unsigned>(shape.cluster), count = across * shape.grid.y * shape.grid.z;
@@ -286,7 +290,16 @@ void* dynamic_shared_memory() { return inside(current->block->dynamic_memory); }
 
 void* static_shared(const void* site, size_t bytes) {
   std::vector<unsigned char>& memory = current->block->static_memory[site];
-  if (memory.empty()) make_memory(memory, bytes);
+  if (memory.empty()) {
+    Block& block = *current->block;
+    block.static_bytes += padded(bytes);
+    const size_t limit = asked_for_shared_memory ? chip.shared_per_block : chip.shared_by_default;
+    const size_t dynamic_bytes = block.dynamic_memory.size() - 2 * kRedZone - 2 * kAlign;
+    if (block.static_bytes + dynamic_bytes > limit)
+      fail("invalid value: " + std::to_string(dynamic_bytes) + " bytes of dynamic and " + std::to_string(block.static_bytes) +
+           " of static shared memory, the limit of this launch is " + std::to_string(limit));
+    make_memory(memory, bytes);
+  }
   return inside(memory);
 }
 

@@ -62,6 +62,7 @@ struct Chip {
   size_t shared_per_block = 227 << 10, shared_per_multiprocessor = 228 << 10;
   int largest_cluster = 16;
   unsigned largest_grid_yz = 65535;  // blocks along y, and along z
+  size_t shared_by_default = 48 << 10;  // of a block, static and dynamic, unless the launch asks for more
 };
 inline Chip chip;
 
@@ -75,8 +76,9 @@ void set_schedule(Order order, unsigned seed);
 
 struct Shape {
   dim3 grid, block;
-  size_t shared_bytes;
+  size_t shared_bytes;  // dynamic
   int cluster;
+  bool asks_for_shared_memory = false;  // the launch raised the limit on it; otherwise static and dynamic memory share 48 KB
 };
 int max_active_clusters(const Shape& shape);
 // Run every thread of a grid. Returns what went wrong, in one line, or nothing.
@@ -156,6 +158,7 @@ struct Block {
   int threads_left;
   std::vector<unsigned char> dynamic_memory;                       // with red zones around what the kernel may use
   std::map<const void*, std::vector<unsigned char>> static_memory;
+  size_t static_bytes = 0;
   Barrier barriers[16];
   std::map<std::pair<int, unsigned>, WarpOp> warp_ops;  // by warp and mask
   std::vector<Delivery> deliveries;                     // to this block

@@ -1,0 +1,296 @@
+// The square route of the Cayley step, 2 K >= N; cayley.cpp has the mathematics.
+#pragma once
+
+#include "cpu/cayley_routes.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+namespace {
+
+// What one matrix needs on the square route.
+template <class T>
+struct SquareWork {
+  Panels<T> x;     // [N, N]: P, then X, then Z
+  Panels<T> s;     // [N, N]: the panels of G, then S or the LU factors
+  T* inverses;     // [blocks][W][W]: of diagonal blocks
+  double* sums;    // [N]: squared norms of rows
+  int* swaps;      // [N]
+};
+// What one thread needs.
+template <class T>
+struct GroupWork {
+  T* m;      // panels of M or M^T, [N, group * W]
+  T* d;      // panels of D, the same
+  T* tile;   // [kMaxRows, W]
+};
+
+struct SquareShape {
+  int N, K;
+  int blocks;        // panels of N columns
+  int columns;       // panels of K columns
+  int rows;          // rows given to a panel
+  int group;         // panels of M that a thread takes through the cache at once
+  int lu_group;      // panels of an [N, N] matrix that share one pass over it: more than one where it outgrows the cache
+  ptrdiff_t stride;  // elements from a panel to the next
+};
+
+template <class T>
+SquareShape square_shape(int N, int K, int threads) {
+  constexpr int W = kWidth<T>;
+  SquareShape s;
+  s.N = N;
+  s.K = K;
+  s.blocks = ceil_div(N, W);
+  s.columns = ceil_div(K, W);
+  s.rows = panel_rows<T>(N);
+  s.stride = static_cast<ptrdiff_t>(s.rows) * W;
+  const int cached = static_cast<int>((512 << 10) / (s.stride * sizeof(T)));  // two such groups and what streams past: a share of L2
+  const int groups = max_of(ceil_div(s.blocks, max_of(cached, 1)), min_of(threads, s.columns));
+  s.group = ceil_div(s.blocks, groups);
+  s.lu_group = s.stride * sizeof(T) * s.blocks > (1200 << 10) ? max_of(1, 128 / W) : 1;
+  return s;
+}
+
+// x [N, N] = scale (x - x^T), block by block with its mirror.
+template <class T>
+void make_skew(const Panels<T>& x, int N, T scale, int threads) {
+  constexpr int L = kLanes<T>;
+  const int blocks = ceil_div(N, L);
+  share(threads, blocks, [&](int i) {
+    for (int j = i; j < blocks; j++) {
+      V<T> a[L], b[L];
+      load_transposed<T>(block_at(x, j, i), kWidth<T>, b);
+      load_block<T>(block_at(x, i, j), a);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; r++) a[r] = scale * (a[r] - b[r]);
+      store_block<T>(block_at(x, i, j), a);
+      if (j == i) continue;
+      load_transposed<T>(block_at(x, i, j), kWidth<T>, b);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; r++) b[r] = -b[r];
+      store_block<T>(block_at(x, j, i), b);
+    }
+  });
+}
+
+// Copies the blocks above the diagonal of s [N, N] below it.
+template <class T>
+void mirror(const Panels<T>& s, int N, int threads) {
+  constexpr int L = kLanes<T>;
+  const int blocks = ceil_div(N, L);
+  share(threads, blocks, [&](int i) {
+    for (int j = i + 1; j < blocks; j++) {
+      V<T> a[L];
+      load_transposed<T>(block_at(s, i, j), kWidth<T>, a);
+      store_block<T>(block_at(s, j, i), a);
+    }
+  });
+}
+
+template <class T>
+Norms norms(const Panels<T>& x, int N, double* sums, int threads) {
+  constexpr int L = kLanes<T>;
+  const int blocks = ceil_div(N, L);
+  share(threads, blocks, [&](int i) {
+    V<T> acc[L];
+#pragma GCC unroll 16
+    for (int r = 0; r < L; r++) acc[r] = V<T>{};
+    for (int j = 0; j < blocks; j++) {
+      const T* from = block_at(x, i, j);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; r++) {
+        const V<T> v = load(from + r * kWidth<T>);
+        acc[r] += v * v;
+      }
+    }
+    alignas(64) T rows[L * L];
+    for (int r = 0; r < L; r++) store(rows + r * L, acc[r]);
+    load_transposed<T>(rows, L, acc);
+    V<T> sum = acc[0];
+    for (int r = 1; r < L; r++) sum += acc[r];
+    for (int r = 0; r < L && i * L + r < N; r++) sums[i * L + r] = static_cast<double>(sum[r]);
+  });
+  double total = 0, largest = 0;
+  for (int r = 0; r < N; r++) {
+    total += sums[r];
+    if (sums[r] > largest) largest = sums[r];
+  }
+  return {square_root(total), square_root(largest)};
+}
+
+// s = x^2 for x [N, N]: the tiles of rows and panels that reach above the diagonal, then their mirror images. group: panels that share one
+// pass over x.
+template <class T>
+void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int threads) {
+  constexpr int W = kWidth<T>;
+  const int blocks = ceil_div(N, W), items = ceil_div(blocks, group);
+  share(threads, items, [&](int i) {
+    const int first = (items - 1 - i) * group, end = min_of(first + group, blocks);  // the longest panels first
+    const RowTiles split(min_of(end * W, N));
+    for (int j = 0, row = 0; j < split.tiles; row += split.count(j), j++) {
+      const int from = max_of(first, row / W);
+      product<T>(x, row, split.count(j), 0, N, x.from(from), end - from, min_of(W, N - (end - 1) * W), nullptr, T(1), s.from(from));
+    }
+  });
+  mirror<T>(s, N, threads);
+}
+
+// Chooses the form for x = X and prepares it. kSecond: x = Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the factors of I + X.
+template <class T>
+Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int threads) {
+  constexpr int W = kWidth<T>;
+  const int N = shape.N;
+  const double skew_limit = kSkewRemainder * Epsilon<T>::value;
+  const Norms x = norms<T>(w.x, N, w.sums, threads);
+  if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * Epsilon<T>::value) return kFirst;
+  // The least that S's norms can be, given X's: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If even these leave too much, S is not
+  // worth forming.
+  const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / square_root(square_root(N));
+  if (2 * least_row * least_norm * least_norm * least_norm <= skew_limit) {
+    square_skew<T>(w.x, N, shape.lu_group, w.s, threads);
+    const Norms s = norms<T>(w.s, N, w.sums, threads);
+    const double bound = square_root(s.frobenius);  // |X| <= |S|^(1/2)
+    const bool second = 2 * s.largest_row * bound <= skew_limit;
+    if (second || 2 * s.largest_row * bound * bound * bound <= skew_limit) {
+      share(threads, shape.blocks, [&](int p) {
+        T* z = w.x.at(0, p);
+        const T* square = w.s.at(0, p);
+        for (int i = 0; i < N * W; i += kLanes<T>) store(z + i, load(z + i) - load(square + i));
+      });
+      return second ? kSecond : kFourth;
+    }
+  }
+  share(threads, shape.blocks, [&](int p) {
+    memcpy(w.s.at(0, p), w.x.at(0, p), static_cast<size_t>(N) * W * sizeof(T));
+    for (int c = 0; c < W && p * W + c < N; c++) w.s.at(p * W + c, p)[c] = T(1);
+  });
+  const bool pivoting = !(x.frobenius <= kNoPivotNorm);  // also where it is not a number
+  *lu = {N, w.s, w.inverses, pivoting ? w.swaps : nullptr};
+  factor<T>(*lu, shape.lu_group, threads);
+  return x.frobenius > kLargeTurn * square_root(N) ? kLarge : kLu;
+}
+
+// out [rows, cols], rows K apart: s m + t d, for panels m and d.
+template <class T>
+void combine(T s, const Panels<T>& m, T t, const Panels<T>& d, int rows, int cols, T* out, ptrdiff_t K) {
+  constexpr int L = kLanes<T>;
+  constexpr int W = kWidth<T>;
+  for (int c = 0; c < cols; c += W) {
+    const T *a = m.at(0, c / W), *b = d.at(0, c / W);
+    T* to = out + c;
+    for (int r = 0; r < rows; r++, a += W, b += W, to += K) {
+      if (cols - c >= W) {
+        store(to, s * load(a) + t * load(b));
+        store(to + L, s * load(a + L) + t * load(b + L));
+      } else {
+        for (int j = 0; j < cols - c; j++) to[j] = s * a[j] + t * b[j];
+      }
+    }
+  }
+}
+
+// out [N, cols], rows K apart: m - 2 x . m for x [N, N] and panels m [N, cols]; scratch [kMaxRows, W].
+template <class T>
+void subtract_product(const Panels<T>& x, const Panels<T>& m, int N, int cols, T* scratch, T* out, ptrdiff_t K) {
+  constexpr int W = kWidth<T>;
+  const RowTiles split(N);
+  for (int i = 0, row = 0; i < split.tiles; row += split.count(i), i++) {
+    const int count = split.count(i);
+    const ProductTile<T> tile = product_tile_for_rows<T, 2, false>(count);
+    T* to = out + row * K;
+    int c = 0;
+    for (; c + W <= cols; c += W) tile(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), to + c, K);
+    if (c == cols) continue;
+    const int left = cols - c;
+    const ProductTile<T> rest = left <= kLanes<T> ? product_tile_for_rows<T, 1, false>(count) : tile;
+    rest(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), scratch, W);
+    for (int r = 0; r < count; r++)
+      for (int j = 0; j < left; j++) to[r * K + c + j] = scratch[r * W + j];
+  }
+}
+
+// Columns [col0, col0 + cols) of the step: m, out [N, K] row-major.
+template <class T>
+void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, const Lu<T>& lu, const GroupWork<T>& g, const T* m, int col0,
+                  int cols, T* out) {
+  constexpr int W = kWidth<T>;
+  const int N = shape.N, K = shape.K;
+  const int panels = ceil_div(cols, W), last = last_width<T>(cols);
+  Panels<T> mp = {g.m, shape.stride}, d = {g.d, shape.stride};
+  pack<T>(m, K, 0, N, col0, cols, mp);
+  if (form == kFirst || form == kSecond) return subtract_product<T>(w.x, mp, N, cols, g.tile, out + col0, K);
+  if (form == kLarge) pack<T>(m, K, 0, N, col0, cols, d);
+  else product<T>(w.x, 0, N, 0, N, mp, panels, last, nullptr, T(1), d);
+  if (form == kLu || form == kLarge) solve<T>(lu, d, panels, last);
+  if (form == kFourth) {
+    product<T>(w.s, 0, N, 0, N, d, panels, last, &d, T(1), mp);  // D = Z M + S Z M takes M's place,
+    pack<T>(m, K, 0, N, col0, cols, d);                          // and M that of Z M
+    const Panels<T> swap = mp;
+    mp = d;
+    d = swap;
+  }
+  if (form == kLarge) combine<T>(T(-1), mp, T(2), d, N, cols, out + col0, K);
+  else combine<T>(T(1), mp, T(-2), d, N, cols, out + col0, K);
+}
+
+// m, g, out [N, K].
+template <class T>
+void square_step(const SquareShape& shape, const SquareWork<T>& w, const Slot<SquareWork<T>, GroupWork<T>>* slots, const T* m, const T* g,
+                 double lr, T* out, int threads) {
+  constexpr int W = kWidth<T>;
+  const int N = shape.N, K = shape.K;
+  share(threads, ceil_div(N, kRowsPerItem), [&](int t) {
+    const int row = t * kRowsPerItem;
+    pack<T>(g, K, row, min_of(kRowsPerItem, N - row), 0, K, w.s);
+  });
+  // No product writes the rows that fill up the last block of a transpose.
+  for (int p = 0; p < shape.blocks; p++) memset(w.x.at(N, p), 0, static_cast<size_t>(shape.rows - N) * W * sizeof(T));
+  const int p_groups = ceil_div(shape.blocks, shape.group);
+  share(threads, min_of(threads, p_groups), [&](int t) {
+    for (int q = t; q < p_groups; q += threads) {
+      const int first = q * shape.group * W, cols = min_of(shape.group * W, N - first);
+      const Panels<T> mt = {slots[t].thread.m, shape.stride};
+      pack_transposed<T>(m, K, first, cols, K, mt);
+      product<T>(w.s, 0, N, 0, K, mt, ceil_div(cols, W), last_width<T>(cols), nullptr, T(1), w.x.from(q * shape.group));
+    }
+  });
+  make_skew<T>(w.x, N, static_cast<T>(lr / 2), threads);
+  Lu<T> lu = {};
+  const Form form = prepare<T>(shape, w, &lu, threads);
+  const int m_groups = ceil_div(shape.columns, shape.group);
+  share(threads, min_of(threads, m_groups), [&](int t) {
+    for (int q = t; q < m_groups; q += threads) {
+      const int first = q * shape.group * W;
+      finish_group<T>(shape, w, form, lu, slots[t].thread, m, first, min_of(shape.group * W, K - first), out);
+    }
+  });
+}
+
+template <class T>
+struct SquareRoute {
+  typedef SquareWork<T> Matrix;
+  typedef GroupWork<T> Thread;
+  SquareShape own, shared;
+  SquareRoute(int N, int K, int threads) : own(square_shape<T>(N, K, 1)), shared(square_shape<T>(N, K, threads)) {}
+  void take(Carver& from, Matrix* matrix) const {
+    constexpr int W = kWidth<T>;
+    const size_t whole = own.stride * own.blocks;
+    matrix->x = {from.take<T>(whole), own.stride};
+    matrix->s = {from.take<T>(whole), own.stride};
+    matrix->inverses = from.take<T>(static_cast<size_t>(own.blocks) * W * W);
+    matrix->sums = from.take<double>(own.N);
+    matrix->swaps = from.take<int>(own.N);
+  }
+  void take(Carver& from, Thread* thread) const {
+    thread->m = from.take<T>(own.stride * own.group);
+    thread->d = from.take<T>(own.stride * own.group);
+    thread->tile = from.take<T>(kMaxRows * kWidth<T>);
+  }
+  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out, int threads) const {
+    square_step<T>(threads > 1 ? shared : own, work, slots, m, g, lr, out, threads);
+  }
+};
+
+}  // namespace
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

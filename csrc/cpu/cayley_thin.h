@@ -1,0 +1,214 @@
+// The thin route of the Cayley step, 2 K < N; cayley.cpp has the mathematics.
+#pragma once
+
+#include "cpu/cayley_routes.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+namespace {
+
+constexpr int kThinRows = 256;  // rows that pass through the cache together
+constexpr int kThinParts = 32;  // at most so many partial Gram matrices
+
+struct ThinShape {
+  int N, K;
+  int columns;         // panels of K columns
+  int blocks;          // panels of 2 K columns
+  ptrdiff_t stride;    // of panels with K rows
+  ptrdiff_t stride2;   // of panels with 2 K rows
+  ptrdiff_t row_stride;  // of panels with kThinRows rows
+  int parts, part_rows;
+};
+
+// The three Gram matrices, each [K, K].
+template <class T>
+struct Grams {
+  Panels<T> gg, gm, mm;  // G^T G and M^T M: only their upper triangle; G^T M
+};
+
+template <class T>
+struct ThinMatrix {
+  T* grams;      // [parts][3][columns][stride]
+  Panels<T> y;   // [2 K, 2 K]: lr/2 Q^T P, then the LU factors of I + it
+  Panels<T> w;   // [2 K, K]
+  Panels<T> w2;  // [2 K, K]
+  int* swaps;    // [2 K]
+};
+template <class T>
+struct ThinThread {
+  T *m, *g, *d;  // panels [kThinRows, K]
+};
+
+template <class T>
+ORTHOKERN_INLINE T& element(const Panels<T>& a, int row, int col) {
+  return a.at(row, col / kWidth<T>)[col % kWidth<T>];
+}
+
+template <class T>
+Grams<T> grams_of(const ThinShape& s, T* grams, int part) {
+  const ptrdiff_t whole = s.stride * s.columns;
+  T* p = grams + part * 3 * whole;
+  return {{p, s.stride}, {p + whole, s.stride}, {p + 2 * whole, s.stride}};
+}
+
+// out [K, K] = (add ? out : 0) + a^T b for a, b [rows, K]; upper: nothing below the diagonal blocks.
+template <class T>
+void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, bool add, const Panels<T>& out) {
+  constexpr int W = kWidth<T>;
+  const int panels = ceil_div(K, W), last = last_width<T>(K);
+  for (int i = 0; i < panels; i++) {
+    const RowTiles split(min_of(W, K - i * W));
+    for (int j = 0, row = 0; j < split.tiles; row += split.count(j), j++)
+      for (int q = upper ? i : 0; q < panels; q++) {
+        T* to = out.at(i * W + row, q);
+        const bool narrow = q == panels - 1 && last <= kLanes<T>;
+        const int count = split.count(j);
+        const ProductTile<T> tile = narrow ? product_tile_for_rows<T, 1, true>(count) : product_tile_for_rows<T, 2, true>(count);
+        tile(a.at(0, i) + row, 0, b.at(0, q), rows, add ? to : nullptr, W, T(1), to, W);
+      }
+  }
+}
+
+// m, g, out [N, K].
+template <class T>
+void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots, const T* m, const T* g,
+               double lr, T* out, int threads) {
+  constexpr int W = kWidth<T>;
+  const int N = s.N, K = s.K;
+  share(threads, min_of(threads, s.parts), [&](int t) {
+    const ThinThread<T>& own = slots[t].thread;
+    const Panels<T> mp = {own.m, s.row_stride}, gp = {own.g, s.row_stride};
+    for (int part = t; part < s.parts; part += threads) {
+      const Grams<T> h = grams_of<T>(s, work.grams, part);
+      const int begin = part * s.part_rows, end = min_of(begin + s.part_rows, N);
+      for (int row = begin; row < end; row += kThinRows) {
+        const int rows = min_of(kThinRows, end - row);
+        pack<T>(m + static_cast<ptrdiff_t>(row) * K, K, 0, rows, 0, K, mp);
+        pack<T>(g + static_cast<ptrdiff_t>(row) * K, K, 0, rows, 0, K, gp);
+        gram<T>(gp, gp, rows, K, true, row > begin, h.gg);
+        gram<T>(gp, mp, rows, K, false, row > begin, h.gm);
+        gram<T>(mp, mp, rows, K, true, row > begin, h.mm);
+      }
+    }
+  });
+  const Grams<T> h = grams_of<T>(s, work.grams, 0);
+  const ptrdiff_t whole = 3 * s.stride * s.columns;
+  for (int part = 1; part < s.parts; part++)
+    for (ptrdiff_t i = 0; i < whole; i++) work.grams[i] += work.grams[part * whole + i];
+
+  // A power of two t that makes t G about as large as M: with P' = [t G, M] and Q' = [M, -t G], t A = P' Q'^T, the blocks of Q'^T P' are of
+  // one size and pivots are chosen among equals.
+  double gg = 0, mm = 0;
+  for (int i = 0; i < K; i++) {
+    gg += static_cast<double>(element<T>(h.gg, i, i));
+    mm += static_cast<double>(element<T>(h.mm, i, i));
+  }
+  double t = 1;
+  if (gg > 0 && mm > 0) {
+    while (t * t * gg > 2 * mm && t > 1e-30) t /= 2;
+    while (t * t * gg < mm / 2 && t < 1e30) t *= 2;
+  }
+  const double c = lr / 2 / t;
+  // W0 = Q'^T M and Y = c Q'^T P'.
+  double y_norm = 0, w_norm = 0;
+  for (int i = 0; i < K; i++)
+    for (int j = 0; j < K; j++) {
+      const T m_m = i <= j ? element<T>(h.mm, i, j) : element<T>(h.mm, j, i);
+      const T g_g = i <= j ? element<T>(h.gg, i, j) : element<T>(h.gg, j, i);
+      const T top = m_m, bottom = static_cast<T>(-t) * element<T>(h.gm, i, j);
+      element<T>(work.w, i, j) = top;
+      element<T>(work.w, K + i, j) = bottom;
+      const T y00 = static_cast<T>(c * t) * element<T>(h.gm, j, i), y01 = static_cast<T>(c) * top;
+      const T y10 = static_cast<T>(-c * t * t) * g_g, y11 = static_cast<T>(c) * bottom;
+      element<T>(work.y, i, j) = y00;
+      element<T>(work.y, i, K + j) = y01;
+      element<T>(work.y, K + i, j) = y10;
+      element<T>(work.y, K + i, K + j) = y11;
+      w_norm += static_cast<double>(top) * top + static_cast<double>(bottom) * bottom;
+      y_norm += static_cast<double>(y00) * y00 + static_cast<double>(y01) * y01;
+      y_norm += static_cast<double>(y10) * y10 + static_cast<double>(y11) * y11;
+    }
+  y_norm = square_root(y_norm);
+  // Bounds the second term of the series, relative to M.
+  const double first = 2 * __builtin_fabs(c) * square_root((t * t * gg + mm) * w_norm) * y_norm;
+  const int last = last_width<T>(K);
+  Panels<T> w = work.w;
+  bool large = false;
+  if (first <= kSymmetricRemainder * Epsilon<T>::value) {
+  } else if (first * y_norm <= kSkewRemainder * Epsilon<T>::value) {
+    product<T>(work.y, 0, 2 * K, 0, 2 * K, w, s.columns, last, &w, T(-1), work.w2);
+    w = work.w2;
+  } else {
+    large = y_norm > kLargeThinTurn * square_root(2.0 * K);
+    if (large)
+      for (int q = 0; q < s.columns; q++)
+        for (int i = 0; i < 2 * K; i++)
+          for (int j = 0; j < W; j++) w.at(i, q)[j] = i == K + q * W + j ? T(1) : T(0);
+    for (int i = 0; i < 2 * K; i++) element<T>(work.y, i, i) += T(1);
+    const Lu<T> lu = {2 * K, work.y, nullptr, work.swaps};
+    factor<T>(lu, 1, threads);
+    share(threads, min_of(threads, s.columns), [&](int task) {
+      for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W);
+    });
+  }
+  // D = c P' W = G (c t W's upper half) + M (c W's lower half), and M_new = M - 2 D; if large, D = P' W and M_new = 2 D - M.
+  const double scale = large ? 1 : c;
+  for (int q = 0; q < s.columns; q++)
+    for (int i = 0; i < 2 * K; i++)
+      for (int j = 0; j < W; j++) w.at(i, q)[j] *= static_cast<T>(i < K ? scale * t : scale);
+  const Panels<T> lower = {w.p + static_cast<ptrdiff_t>(K) * W, w.stride};
+  const int pieces = ceil_div(N, kThinRows);
+  share(threads, min_of(threads, pieces), [&](int task) {
+    const ThinThread<T>& own = slots[task].thread;
+    const Panels<T> mp = {own.m, s.row_stride}, gp = {own.g, s.row_stride}, d = {own.d, s.row_stride};
+    for (int piece = task; piece < pieces; piece += threads) {
+      const int rows = min_of(kThinRows, N - piece * kThinRows);
+      const ptrdiff_t offset = static_cast<ptrdiff_t>(piece) * kThinRows * K;
+      pack<T>(m + offset, K, 0, rows, 0, K, mp);
+      pack<T>(g + offset, K, 0, rows, 0, K, gp);
+      product<T>(gp, 0, rows, 0, K, w, s.columns, last, nullptr, T(1), d);
+      product<T>(mp, 0, rows, 0, K, lower, s.columns, last, &d, T(1), d);
+      combine<T>(large ? T(-1) : T(1), mp, large ? T(2) : T(-2), d, rows, K, out + offset, K);
+    }
+  });
+}
+
+template <class T>
+struct ThinRoute {
+  typedef ThinMatrix<T> Matrix;
+  typedef ThinThread<T> Thread;
+  ThinShape s;
+  ThinRoute(int N, int K, int) {
+    constexpr int W = kWidth<T>;
+    s.N = N;
+    s.K = K;
+    s.columns = ceil_div(K, W);
+    s.blocks = ceil_div(2 * K, W);
+    s.stride = static_cast<ptrdiff_t>(panel_rows<T>(K)) * W;
+    s.stride2 = static_cast<ptrdiff_t>(panel_rows<T>(2 * K)) * W;
+    s.row_stride = static_cast<ptrdiff_t>(panel_rows<T>(kThinRows)) * W;
+    // Parts of their own for threads, but no more than take about the memory of M and G.
+    s.parts = max_of(1, min_of(min_of(kThinParts, ceil_div(N, kThinRows)), 2 * N / (3 * K)));
+    s.part_rows = ceil_div(N, s.parts);
+    s.parts = ceil_div(N, s.part_rows);
+  }
+  void take(Carver& from, Matrix* matrix) const {
+    matrix->grams = from.take<T>(s.parts * 3 * s.columns * s.stride);
+    matrix->y = {from.take<T>(s.blocks * s.stride2), s.stride2};
+    matrix->w = {from.take<T>(s.columns * s.stride2), s.stride2};
+    matrix->w2 = {from.take<T>(s.columns * s.stride2), s.stride2};
+    matrix->swaps = from.take<int>(2 * s.K);
+  }
+  void take(Carver& from, Thread* thread) const {
+    thread->m = from.take<T>(s.columns * s.row_stride);
+    thread->g = from.take<T>(s.columns * s.row_stride);
+    thread->d = from.take<T>(s.columns * s.row_stride);
+  }
+  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out, int threads) const {
+    thin_step<T>(s, work, slots, m, g, lr, out, threads);
+  }
+};
+
+}  // namespace
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

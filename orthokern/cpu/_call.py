@@ -1,0 +1,89 @@
+"""Calls into the CPU kernels: the only module that passes addresses to them.
+
+Tensors are checked for what the kernels rely on: device, dtype, contiguity.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_C: Any
+try:
+    from orthokern import _C  # type: ignore[no-redef]
+
+    AVAILABLE = True
+    REASON = ""
+except ImportError as error:
+    _C = None
+    AVAILABLE = False
+    REASON = f"the native module is not built ({error}): run `pip install -e .` with a C++17 compiler at hand"
+
+_ISA = os.environ.get("ORTHOKERN_ISA")
+if AVAILABLE and _ISA and _ISA not in _C.isas():
+    AVAILABLE = False
+    REASON = f"ORTHOKERN_ISA={_ISA} is not among the instruction sets built and usable here: {', '.join(_C.isas())}"
+
+_DTYPES = {torch.float32: 0, torch.float64: 1}
+
+
+def build_info() -> dict[str, Any]:
+    """How the module was built and what it runs on: version, compiler, isas, isa, cuda, cuda_reason, thread_pool."""
+    if not AVAILABLE:
+        return {}
+    info: dict[str, Any] = json.loads(_C.build_info())
+    info["isa"] = _C.isa()
+    info["isas_usable"] = list(_C.isas())
+    info["thread_pool"] = _C.thread_pool()
+    return info
+
+
+_POOLED_BYTES = 1 << 20
+
+
+def new(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor; large ones from memory that is kept between iterations (csrc/buffer.h says why)."""
+    if math.prod(shape) * dtype.itemsize < _POOLED_BYTES:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
+
+
+def empty_cache() -> None:
+    """Give the memory that waits for the next large result back to the system."""
+    if AVAILABLE:
+        _C.empty_cache()
+
+
+# Of the tensors that a kernel is given, those whose dtype is not that of the call.
+_OWN_DTYPE = {
+    **dict.fromkeys(("tokens", "lengths", "target", "definite"), torch.int64),
+    **dict.fromkeys(("lr", "distance", "image", "v_rows"), torch.float64),
+}
+
+
+def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None]) -> None:
+    """Call the kernel `name` with the addresses of tensors by their names; those that are None are null pointers there.
+
+    Tensors are on the CPU and of this dtype, or refused. An input that is not contiguous is copied; results must be.
+    """
+    arguments = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
+    kept = []  # copies, until the kernel has read them
+    for key, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not tensor.is_cpu:
+            raise ValueError(f"{key} is on {tensor.device}: the cpu backend takes CPU tensors")
+        expected = _OWN_DTYPE.get(key, dtype)
+        if tensor.dtype != expected:
+            raise ValueError(f"{key} is {tensor.dtype}, expected {expected}")
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+            kept.append(tensor)
+        arguments[key] = tensor.data_ptr()
+    getattr(_C, name)(arguments)

@@ -1,0 +1,22 @@
+"""cayley on the CPU; the kernel: ``csrc/cpu/cayley.cpp``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern.cpu._call import call
+
+
+def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
+    """See :mod:`orthokern.ops.cayley`."""
+    n, k = m.shape[-2:]
+    batch = m.numel() // (n * k)
+    out = torch.empty(m.shape, dtype=m.dtype)
+    rates = (
+        lr.to(torch.float64).expand(m.shape[:-2]).contiguous()
+        if isinstance(lr, Tensor)
+        else torch.full((batch,), lr, dtype=torch.float64)
+    )
+    call("cayley", m.dtype, {"batch": batch, "N": n, "K": k}, {"m": m, "g": g, "lr": rates, "out": out})
+    return out

@@ -1,0 +1,76 @@
+"""gru_scan on the CPU; the kernels: ``csrc/cpu/gru_scan.cpp``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern._products import ieee_products
+from orthokern.cpu._call import call, new
+
+
+def gru_scan_fwd(
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.gru_scan`."""
+    sizes = _sizes(h0, variant, x.shape[0])
+    dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
+    hs, gates = new(t, b, n, dtype=dtype), new(t, b, 3 * n, dtype=dtype)
+    pre = None if variant == "kanai" else new(t, b, n, dtype=dtype)
+    inputs = {"x": x, "w": w, "h0": h0, "bias": bias, "lengths": lengths}
+    call("gru_scan_fwd", dtype, sizes, {**inputs, "hs": hs, "gates": gates, "pre": pre})
+    return hs, gates, hs.new_empty(0) if pre is None else pre
+
+
+def gru_scan_bwd(
+    grad_hs: Tensor,
+    hs: Tensor,
+    gates: Tensor,
+    pre: Tensor,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    *,
+    variant: str,
+    need_params: bool = True,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.gru_scan`."""
+    sizes = _sizes(h0, variant, grad_hs.shape[0])
+    dtype, (t, b, n) = h0.dtype, (sizes["T"], sizes["B"], sizes["N"])
+    kanai = variant == "kanai"
+    inputs = {"w": w, "h0": h0, "lengths": lengths, "grad_hs": grad_hs}
+    saved = {"saved_hs": hs, "saved_gates": gates, "saved_pre": None if kanai else pre}
+    grad_x, factor = new(t, b, 3 * n, dtype=dtype), new(t, b, n, dtype=dtype)
+    grad_h0, grad_norm = torch.empty(b, n, dtype=dtype), torch.empty(t, dtype=dtype)
+    results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
+    call("gru_scan_bwd", dtype, sizes, {**inputs, **saved, **results})
+    empty = torch.empty(0, dtype=dtype)
+    if not need_params:
+        return grad_x, empty, grad_h0, empty, grad_norm
+    rows, rows_n = grad_x.view(t * b, 3 * n), factor.view(t * b, n)
+    grad_w = torch.empty(3 * n, n, dtype=dtype)
+
+    def product(to: Tensor, left: Tensor) -> None:
+        """to = sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
+        torch.mm(left[:b].mT, h0, out=to)
+        if t > 1:
+            to.addmm_(left[b:].mT, hs.view(t * b, n)[:-b])
+
+    with ieee_products():
+        product(grad_w[: 2 * n], rows[:, : 2 * n])
+        if kanai:
+            torch.mm(rows[:, 2 * n :].mT, rows_n, out=grad_w[2 * n :])
+        else:
+            product(grad_w[2 * n :], rows_n)
+    if bias is None:
+        return grad_x, grad_w, grad_h0, empty, grad_norm
+    grad_bias = rows.sum(0)
+    if not kanai:
+        grad_bias[2 * n :] = rows_n.sum(0)
+    return grad_x, grad_w, grad_h0, grad_bias, grad_norm
+
+
+def _sizes(h0: Tensor, variant: str, steps: int) -> dict[str, int]:
+    b, n = h0.shape
+    return {"B": b, "T": steps, "N": n, "kanai": int(variant == "kanai")}

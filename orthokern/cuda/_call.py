@@ -1,0 +1,84 @@
+"""Calls into the CUDA kernels: the only module that passes addresses to them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern.errors import InputError
+
+# The native entry points and the device type that they take. The tests put the host harness and "cpu" here.
+kernels: Any = None
+DEVICE = "cuda"
+
+try:
+    from orthokern import _C
+
+    kernels = getattr(_C, "cuda", None)
+    REASON = "" if kernels is not None else f"not in this build: {json.loads(_C.build_info())['cuda_reason']}"
+except ImportError as error:
+    REASON = f"the native module is not built ({error}): run `pip install -e .` with a C++17 compiler and nvcc at hand"
+AVAILABLE = kernels is not None
+
+DTYPES = {torch.float32: 0, torch.float64: 1}
+# Steers the native planners: path, cluster, group, shared_chunks, graph_steps (ScanWish and GruWish), for the tests.
+wishes: dict[str, int] = {}
+
+
+def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name: str) -> Tensor | None:
+    """`tensor` as the kernels read it: on this device, of this dtype, contiguous."""
+    if tensor is None:
+        return None
+    if tensor.device != device or device.type != DEVICE:
+        raise ValueError(f"{name} is on {tensor.device}: the cuda backend takes tensors of one CUDA device")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
+    return tensor.contiguous()
+
+
+def addressed(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """The arguments of a native function: numbers, and the addresses of those tensors that are there."""
+    return {**sizes, **{key: tensor.data_ptr() for key, tensor in tensors.items() if tensor is not None}}
+
+
+def call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> None:
+    """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there.
+
+    The native functions leave the current device as it was (csrc/cuda/launch.h, DeviceGuard).
+    """
+    arguments = addressed(sizes, tensors)
+    if device.type == "cuda":
+        arguments["device"] = device.index
+        arguments["stream"] = torch.cuda.current_stream(device).cuda_stream
+    getattr(kernels, name)(arguments)
+
+
+def workspace(
+    name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
+) -> Tensor:
+    """Scratch memory for the kernels of one call, as large as the native function `name` says of its arguments."""
+    size = getattr(kernels, name)({**addressed(sizes, tensors), "device": device.index or 0})
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str, int]:
+    """What the native planner `name` answers for a scan of these sizes: how to launch it, and its workspace.
+
+    ORTHOKERN_CUDA_GRAPHS=0 is the one entry of ``wishes`` that a user may set.
+    """
+    setting = os.environ.get("ORTHOKERN_CUDA_GRAPHS", "").strip()
+    if setting not in ("", "0", "1"):
+        raise InputError(
+            f"the environment variable ORTHOKERN_CUDA_GRAPHS is {setting!r}; accepted: 1 (the default: steps go to the "
+            "GPU in CUDA graphs) or 0 (kernel by kernel)"
+        )
+    asked = {"graph_steps": 0, **wishes} if setting == "0" else wishes
+    planned: dict[str, int] = getattr(kernels, name)(
+        {**sizes, **{f"wish_{key}": value for key, value in asked.items()}, "device": device.index or 0}
+    )
+    return planned

@@ -1,0 +1,78 @@
+"""Gradients that are sums over time, window by window, for all scans on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [N, D] += left [R, N]^T right [R, D], in as many partial sums as keep the GPU busy."""
+    tiles = -(-total.shape[0] // 64) * -(-total.shape[1] // 64)
+    parts = 1
+    while parts * tiles < 256 and left.shape[0] % (2 * parts) == 0 and left.shape[0] >= 256 * parts:
+        parts *= 2
+    if parts == 1:
+        total.addmm_(left.mT, right)
+    else:
+        left, right = left.unflatten(0, (parts, -1)), right.unflatten(0, (parts, -1))
+        total.add_(torch.bmm(left.mT, right).sum(0))
+
+
+class Sums:
+    """The gradients that are sums over time of products with delta_t, taken window by window.
+
+    alive: bool [T, B], or None for no padding. There delta is 0, which times an infinity or a NaN would be NaN.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        like: Tensor,
+        x: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        alive: Tensor | None,
+    ) -> None:
+        self.m = like.new_zeros(n, n)
+        self.x, self.weight, self.alive = x, weight, alive
+        self.features = weight is not None and x is not None and x.is_floating_point()
+        empty = like.new_empty(0)
+        self.grad_weight = empty if weight is None else torch.zeros_like(weight)
+        self.grad_bias = empty if bias is None else torch.zeros_like(bias)
+
+    def add(self, start: int, delta: Tensor, before: Tensor) -> None:
+        """The steps from ``start`` on: delta and before, h_{t-1}, both [steps, B, N]."""
+        steps = delta.shape[0]
+        alive = None if self.alive is None else self.alive[start : start + steps].unsqueeze(-1)
+        # the same alignment wherever the rows lie, which the choice of a product may depend on
+        if delta[0].numel() % 4:
+            delta, before = delta.clone(), before.clone()
+        if alive is not None:
+            before = torch.where(alive, before, 0.0)
+        rows = delta.flatten(0, 1)
+        add_product(self.m, rows, before.flatten(0, 1))
+        if self.grad_bias.numel():
+            self.grad_bias.add_(rows.sum(0))
+        if self.weight is None:
+            return
+        assert self.x is not None
+        x = self.x[start : start + steps]
+        if self.features:
+            if alive is not None:
+                x = torch.where(alive, x, 0.0)
+            elif x[0].numel() % 4:
+                x = x.clone()
+            add_product(self.grad_weight, rows, x.flatten(0, 1))
+            return
+        # an id that is out of range belongs to no row of the table; nothing here adds in an order that may vary
+        ids, d = x.flatten(), self.weight.shape[1]
+        if alive is not None:
+            ids = torch.where(alive.flatten(), ids, -1)
+        if d <= 64:
+            one_hot = ids.unsqueeze(1) == torch.arange(d, device=ids.device)
+            add_product(self.grad_weight, rows, one_hot.to(rows.dtype))
+        else:
+            ids = torch.where((ids >= 0) & (ids < d), ids, d)
+            table = torch.ops.aten.embedding_dense_backward(rows, ids, d + 1, -1, False)
+            self.grad_weight.add_(table[:d].mT)

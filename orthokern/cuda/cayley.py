@@ -1,0 +1,47 @@
+"""cayley on CUDA; the kernels: ``csrc/cuda/cayley.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from orthokern.cuda import _call as native
+from orthokern.cuda._call import DTYPES
+
+
+def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
+    """See :mod:`orthokern.ops.cayley`."""
+    return cayley_of_many([(m, g, lr)])[0]
+
+
+def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
+    """`cayley` of several (m [..., N, K], g, lr), of one dtype and device and of any shapes, by the same kernels.
+
+    Bit for bit the same as one at a time. One launch takes all that fit a block each; of the others, square and thin
+    ones take as many as the largest of them does.
+    """
+    first = steps[0][0]
+    alive: list[Tensor | None] = []  # until the kernels are on the stream
+    outs, matrices = [], []
+    for m, g, lr in steps:
+        m = native.ready(m, first.dtype, first.device, "m")  # type: ignore[assignment]
+        g = native.ready(g, first.dtype, first.device, "g")  # type: ignore[assignment]
+        outs.append(torch.empty_like(m))
+        if not m.numel():
+            continue
+        n, k = m.shape[-2:]
+        tensors = {"m": m, "g": g, "out": outs[-1]}
+        one: dict[str, float] = {"batch": m.numel() // (n * k), "N": n, "K": k}
+        if isinstance(lr, Tensor):
+            tensors["lr"] = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous()
+        else:
+            one["rate"] = float(lr)
+        alive += tensors.values()
+        matrices.append(native.addressed(one, tensors))
+    if matrices:
+        given = {"dtype": DTYPES[first.dtype], "matrices": matrices}
+        workspace = native.workspace("cayley_workspace", first.device, given, {})
+        native.call("cayley", first.device, given, {"workspace": workspace})
+    return outs

@@ -1,0 +1,45 @@
+"""Checks that all optimizers of the package share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from orthokern.errors import InputError
+
+__all__ = ["check_new", "check_rate"]
+
+
+def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
+    """A group to be added to others, with its parameters in a list; InputError if one is there twice, or in another."""
+    params = new["params"]
+    params = [params] if isinstance(params, Tensor) else list(params)  # it may be an iterator
+    held = {id(p): f"in group {number}" for number, group in enumerate(groups) for p in group["params"]}
+    for index, item in enumerate(params):
+        p = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        if id(p) in held:
+            shape = list(p.shape) if isinstance(p, Tensor) else p
+            raise InputError(
+                f"parameter {index} (shape {shape}) of the new group is already {held[id(p)]}; accepted: each once"
+            )
+        held[id(p)] = f"in the group, as parameter {index}"
+    return {**new, "params": params}
+
+
+def check_rate(index: int, group: dict[str, Any]) -> None:
+    """InputError unless a group's learning rate is a finite number, 0 or more. One on a GPU is not looked at: that
+    would wait for the device."""
+    rate = group.get("lr", 0.0)
+    if isinstance(rate, Tensor):
+        if rate.is_cuda or rate.is_meta:
+            return
+        rate = float(rate.detach()) if rate.numel() == 1 else rate
+    number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    if not number or not (math.isfinite(rate) and rate >= 0.0):
+        role = f" ({group['role']})" if "role" in group else ""
+        raise InputError(
+            f"lr of group {index}{role} must be finite and at least 0, got {rate!r}; no parameter was changed"
+        )

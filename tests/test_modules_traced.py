@@ -1,0 +1,151 @@
+"""Every module through torch's transformations of programs: compiled, exported, under vmap, in and out of autocast."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, export
+
+from orthokern import parametrize, penalties
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+
+D, N = 3, 4
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "rnn": RNN,
+    "factorized": FactorizedRNN,
+    "composed": lambda *args, **options: FactorizedRNN(*args, apply="composed", **options),
+    "low rank": lambda *args, **options: FactorizedRNN(*args, rank=2, **options),
+    "low rank, checkpoints": lambda *args, **options: FactorizedRNN(*args, rank=2, checkpoint_every=3, **options),
+    "checkpoints": lambda *args, **options: RNN(*args, checkpoint_every=3, **options),
+    "gru": GRU,
+    "torch's gru": lambda *args, **options: GRU(*args, bias=True, variant="torch", **options),
+    "exponential": lambda *args, **options: ExpRNN(*args, rebase_every=2, **options),
+    "non-normal": NonNormalRNN,
+    "peephole": PeepholeLSTM,
+}
+OPTIONS: list[dict[str, Any]] = [{}, {"num_layers": 2, "bidirectional": True}]
+
+
+def made(kind: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return KINDS[kind](D, N, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap(kind: str) -> None:
+    """Over inputs, with and without gradients."""
+    module, x = made(kind, bidirectional=True), torch.randn(3, 5, 2, D)
+    expected = torch.stack([module(one)[0] for one in x])
+    cotangent = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, list(module.parameters()), cotangent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of loops in the place of batching rules
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                found = torch.vmap(lambda one: module(one)[0])(x)
+            torch.testing.assert_close(found, expected)
+    assert found.requires_grad
+    for a, b in zip(torch.autograd.grad(found, list(module.parameters()), cotangent), gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch's gru"])
+def test_export_with_any_number_of_steps(kind: str) -> None:
+    module, x = made(kind), torch.randn(6, 2, D)
+    program = export(module, (x,), dynamic_shapes=({0: Dim("T", min=2, max=1000)},)).module()
+    for steps in (4, 6, 9):
+        x = torch.randn(steps, 2, D)
+        torch.testing.assert_close(program(x)[0], module(x)[0])
+
+
+@pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])
+def test_compile(kind: str) -> None:
+    """In one graph, with the gradients of an ordinary call."""
+    module, x = made(kind), torch.randn(6, 2, D)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    expected = gradients_of(module, lambda: module(x)[0].square().sum())
+    found = gradients_of(module, lambda: compiled(x)[0].square().sum())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def gradients_of(
+    module: nn.Module, loss: Callable[[], Tensor], forward: bool = False, backward: bool = False
+) -> list[Tensor]:
+    module.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward):
+        value = loss()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backward):
+        value.backward()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_changes_no_bit_forward_or_backward(kind: str, options: dict[str, Any], backend: str | None) -> None:
+    if backend is not None:
+        if kind == "peephole":
+            pytest.skip("has no backends")
+        options = {**options, "backend": backend}
+    module, x = made(kind, **options), torch.randn(6, 2, D)
+
+    def loss() -> Tensor:
+        return module(x)[0].square().sum()
+
+    expected = gradients_of(module, loss)
+    for forward, backward in ((True, False), (False, True), (True, True)):
+        found = gradients_of(module, loss, forward, backward)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+CONSTRAINED: dict[str, Callable[[Tensor], nn.Module]] = {
+    "exponential": parametrize.Exponential,
+    "cayley": parametrize.Cayley,
+    "householder": parametrize.Householder,
+    "spectrum": parametrize.FactorizedSpectrum,
+    "schur": parametrize.SchurForm,
+}
+
+
+@pytest.mark.parametrize("name", [*CONSTRAINED, "penalty", "prior"])
+def test_autocast_leaves_constraints_alone(name: str) -> None:
+    """A backward inside autocast of a layer's constrained weight, and of penalties."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 6)
+    target = torch.randn(6, 6)
+    if name in CONSTRAINED:
+        nn.utils.parametrize.register_parametrization(layer, "weight", CONSTRAINED[name](layer.weight))
+
+    def loss() -> Tensor:
+        if name == "penalty":
+            return penalties.orthogonal_penalty(layer.weight)
+        if name == "prior":
+            return penalties.spectrum_prior(rnn)
+        return (layer.weight * target).sum()
+
+    rnn = RNN(3, 6)
+    module = rnn if name == "prior" else layer
+    expected = gradients_of(module, loss)
+    assert expected
+    for forward, backward in ((False, True), (True, True)):
+        found = gradients_of(module, loss, forward, backward)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_products_of_the_caller_keep_their_autocast() -> None:
+    """Only what the package computes is kept in float32: a layer before it is rounded, as it is in plain torch."""
+    torch.manual_seed(0)
+    before, rnn = nn.Linear(6, D), made("composed")
+    x = torch.randn(5, 2, 6)
+
+    def gradient(backward: bool) -> Tensor:
+        return gradients_of(before, lambda: rnn(before(x))[0].square().sum(), backward=backward)[0]
+
+    assert not torch.equal(gradient(True), gradient(False))

@@ -1,0 +1,169 @@
+"""Optimizers at the edges: large steps keep bases orthonormal, learning rates out of range change nothing, and what is
+refused when an optimizer is made."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from orthokern.errors import InputError
+from orthokern.nn import FactorizedRNN
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
+
+PROMISE = 1e-5  # largest max|M^T M - I| after any step, float32
+
+
+def basis(n: int, k: int) -> nn.Parameter:
+    return nn.Parameter(torch.linalg.qr(torch.randn(n, k, dtype=torch.float64))[0].float())
+
+
+def error(m: Tensor) -> float:
+    exact = m.detach().double()
+    return float((exact.mT @ exact - torch.eye(m.shape[-1])).abs().max())
+
+
+def exploding(steps: int, size: float = 1000.0, every: int = 50) -> float:
+    """The largest error over steps whose gradients explode at every so many."""
+    torch.manual_seed(0)
+    m = basis(64, 64)
+    optimizer = GeodesicSGD([m], lr=1.0)
+    worst = 0.0
+    for step in range(1, steps + 1):
+        g = torch.randn(64, 64)
+        m.grad = g * ((size if step % every == 0 else 1e-3) / g.norm())
+        optimizer.step()
+        worst = max(worst, error(m))
+    return worst
+
+
+def principal(steps: int, rate: float = 1.0) -> float:
+    """The largest error over steps of a thin basis towards principal components, lr |C| = rate."""
+    torch.manual_seed(0)
+    m, c = basis(64, 20), torch.randn(64, 64)
+    c = c @ c.mT
+    c *= rate / torch.linalg.matrix_norm(c, 2)
+    optimizer = GeodesicSGD([m], lr=1.0)
+    worst = 0.0
+    for _ in range(steps):
+        m.grad = -(c @ m.detach())
+        optimizer.step()
+        worst = max(worst, error(m))
+    return worst
+
+
+def test_bases_stay_orthonormal_through_large_steps() -> None:
+    assert exploding(300) < PROMISE
+    assert principal(600) < PROMISE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [exploding, principal])
+def test_bases_stay_orthonormal_over_many_steps(run: Callable[[int], float]) -> None:
+    assert run(100_000) < PROMISE
+
+
+@pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
+@pytest.mark.parametrize("shape", [(64, 64), (64, 20), (200, 3), (5, 1), (16, 16)])
+def test_steps_of_any_size(kind: type[GeodesicSGD], shape: tuple[int, int]) -> None:
+    """From nothing to what no number in float32 is left of, in random order; also right after a resumption."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    torch.manual_seed(1)
+    m = basis(*shape)
+    optimizer = kind([m], lr=1.0)
+    for step in range(120):
+        exponent = float(torch.randint(-6, 8, (), generator=generator))
+        g = torch.randn(*shape, generator=generator)
+        m.grad = g / g.norm()
+        optimizer.param_groups[0]["lr"] = 10.0**exponent
+        optimizer.step()
+        assert error(m) < PROMISE, (step, exponent)
+        if step % 20 == 0:
+            state = copy.deepcopy(optimizer.state_dict())
+            del state["param_groups"][0]["growth"]  # one of an earlier version
+            optimizer.load_state_dict(state)
+
+
+def test_small_steps_are_measured_at_the_interval_alone() -> None:
+    m = basis(64, 20)
+    optimizer = GeodesicSGD([m], lr=1e-3)
+    for step in range(1, 201):
+        m.grad = torch.randn(64, 20)
+        m.grad /= m.grad.norm()
+        optimizer.step()
+        assert math.isnan(optimizer.param_groups[0]["last_drift"]) == (step < 100)
+
+
+def trained() -> tuple[nn.Module, CombinedOptimizer]:
+    torch.manual_seed(0)
+    model = nn.ModuleList([FactorizedRNN(3, 6), FactorizedRNN(3, 6, margin=None), nn.Linear(6, 2)])
+    return model, optimizer_for(model, euclidean=torch.optim.Adam)
+
+
+def alone(kind: type[GeodesicSGD]) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.ParameterList([basis(6, 6), basis(5, 2)])
+    return model, kind([{"params": [p]} for p in model], lr=1e-2)
+
+
+MADE: dict[str, Callable[[], tuple[nn.Module, Optimizer]]] = {
+    "combined": trained,
+    "sgd": lambda: alone(GeodesicSGD),
+    "rmsprop": lambda: alone(GeodesicRMSprop),
+}
+BAD_RATES = [math.nan, math.inf, -math.inf, -1e-9, None, "0.1", True, torch.tensor(math.nan), torch.tensor([1.0, 2.0])]
+
+
+@pytest.mark.parametrize("rate", BAD_RATES, ids=repr)
+@pytest.mark.parametrize("made", MADE)
+def test_a_learning_rate_out_of_range_changes_nothing(made: str, rate: Any) -> None:
+    """In any group; the message names it, and training goes on with a good one."""
+    model, optimizer = MADE[made]()
+    for index, group in enumerate(optimizer.param_groups):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        good, group["lr"] = group["lr"], rate
+        parameters = [p.detach().clone() for p in model.parameters()]
+        state = copy.deepcopy(optimizer.state_dict()["state"])
+        with pytest.raises(InputError, match=rf"^lr of group {index}\b.* got .*no parameter was changed$"):
+            optimizer.step()
+        assert all(torch.equal(p, before) for p, before in zip(model.parameters(), parameters, strict=True))
+        found = optimizer.state_dict()["state"]
+        for key, values in state.items():
+            assert all(torch.equal(torch.as_tensor(found[key][n]), torch.as_tensor(v)) for n, v in values.items())
+        group["lr"] = good
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_same_parameter_twice(kind: type[GeodesicSGD], named: bool) -> None:
+    m, other = basis(4, 4), basis(4, 4)
+
+    def listed(*params: Tensor) -> list[Any]:
+        return [(f"p{i}", p) for i, p in enumerate(params)] if named else list(params)
+
+    with pytest.raises(InputError, match=r"parameter 2 \(shape \[4, 4\]\).*already in the group, as parameter 0"):
+        kind(listed(m, other, m), lr=0.1)
+    with pytest.raises(InputError, match=r"parameter 0 .* already in group 0"):
+        kind([{"params": listed(m)}, {"params": listed(m)}], lr=0.1)
+    optimizer = kind(listed(m), lr=0.1)
+    with pytest.raises(InputError, match="already in group 0"):
+        optimizer.add_param_group({"params": listed(m)})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("value", [None, 1, 0, "yes", 0.0, torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("name", ["maximize", "legacy"])
+def test_flags_are_bool(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"^{name} must be True or False, got"):
+        GeodesicSGD([basis(4, 4)], lr=0.1, **{name: value})
+    with pytest.raises(InputError, match=rf"^{name} must be True or False, got"):
+        GeodesicSGD([{"params": [basis(4, 4)], name: value}], lr=0.1)
