@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orthokern._files import make_folder, remove_folders
-from orthokern.commandline import Parser, Settings, command, one_of, path, real, say
+from orthokern.commandline import Parser, Settings, command, one_of, path, printable, real, say
 from orthokern.diagnostics import comparison, plots
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError, unknown_name
@@ -136,7 +136,7 @@ def _run(given: Settings) -> None:
     finally:
         remove_folders(made)  # but one that holds a picture
     if drawn:
-        say("\n".join(f"drawn: {path}" for path in drawn))
+        say("\n".join(f"drawn: {printable(str(file))}" for file in drawn))
     if not drawn:
         what = "anything to draw" if figure == "all" else f"what the figure {figure!r} shows"
         raise InputError(

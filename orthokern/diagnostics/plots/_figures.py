@@ -1,0 +1,153 @@
+"""Figures, panels and axes, which the plots of all subjects are made of."""
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from orthokern.diagnostics.comparison import labels
+from orthokern.diagnostics.runs import RunRecord, number_at
+from orthokern.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Records = Sequence[dict[str, Any]]
+AXES = ("iteration", "epoch")  # what the x axis may count
+CURVE_POINTS = 1000
+_BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072b2", "#d55e00", "#009e73", "#cc3311", "#555555"
+_COLOURS = (_BLUE, _ORANGE, _GREEN, "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # Okabe and Ito's, without yellow
+_LINES = ("-", "--", ":", "-.")
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float], title: str, **share: Any) -> "tuple[Figure, Any]":
+    """A figure of `size` inches and its axes [rows, columns]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, **share)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    for axis in axes.flat:
+        axis.grid(True, color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def _panels(titles: Sequence[str], title: str, height: float = 3.8, **share: Any) -> "tuple[Figure, list[Axes]]":
+    """A figure with one panel per title, three in a row at most; a single one takes the whole figure."""
+    count = len(titles)
+    columns = count if count < 4 else 2 if count == 4 else 3
+    rows = -(-count // columns)
+    size = (7.2, height) if count == 1 else (1.2 + 3.6 * columns, 0.6 + 2.7 * rows)
+    figure, axes = _figure(rows, columns, size, title, **share)
+    for axis in axes.flat[count:]:
+        axis.remove()
+    used = list(axes.flat[:count])
+    if count > 1:
+        for axis, text in zip(used, titles, strict=True):
+            axis.set_title(text, fontsize=9, wrap=True)
+    return figure, used
+
+
+def save(figure: "Figure", path: Path) -> Path:
+    """Writes a figure as PNG, under a temporary name and renamed: a viewer, or a kill, never meets half a picture.
+
+    Raises:
+        OSError: `path` can't be written.
+    """
+    for axis in figure.axes:
+        for line in axis.get_lines():
+            if len(np.asarray(line.get_xdata())) == 1 and line.get_marker() in ("None", "none", "", " "):
+                line.set_marker("o")  # a line of one point, as a short run has them, shows nothing
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(buffer.getvalue())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _stretches(count: int, points: int) -> np.ndarray:
+    """Where the stretches begin into which `count` points are divided: `points` of them, or one for each point."""
+    return np.unique(np.linspace(0, count, min(points, count), endpoint=False).astype(int))
+
+
+def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """A curve of at most `points` points: means of `at` and `values` over stretches of equal length.
+
+    Args:
+        at, values: [P] float.
+        points: at least 1.
+
+    Returns:
+        Both unchanged if P is no more than `points`; else both [points].
+    """
+    if len(at) <= points:
+        return at, values
+    begin = _stretches(len(at), points)
+    lengths = np.diff(np.append(begin, len(at)))
+    return np.add.reduceat(at, begin) / lengths, np.add.reduceat(values, begin) / lengths
+
+
+@dataclass(frozen=True)
+class _Abscissa:
+    """What the x axis counts, and in how many iterations it counts one."""
+
+    label: str
+    per: float = 1.0
+
+    @classmethod
+    def of(cls, run: RunRecord, x: str) -> "_Abscissa":
+        if x == "iteration":
+            return cls(x)
+        per = run.iterations_per_epoch
+        if per is None:
+            raise InputError(f"{run.path}: neither records nor settings tell how many iterations make an epoch")
+        return cls(x, per)
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class _Panel(Generic[Found]):
+    """What one panel shows: of one run."""
+
+    title: str
+    found: Found
+    x: _Abscissa
+    margin: float | None = None
+
+
+def _common_abscissa(runs: Sequence[RunRecord], x: str | None) -> str:
+    """`x`, or if None: epochs where every run knows how long they are, else iterations."""
+    if x is None:
+        return "epoch" if runs and all(run.iterations_per_epoch is not None for run in runs) else "iteration"
+    if x not in AXES:
+        raise InputError(f"x is {x!r}; accepted: {', '.join(AXES)}")
+    return x
+
+
+def _per_run(
+    runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, find: Callable[[RunRecord], Found | None]
+) -> list[_Panel[Found]]:
+    """A panel for every run in which `find` finds something to draw."""
+    x = _common_abscissa(runs, x)
+    pairs = [(run, found) for run in runs if (found := find(run)) is not None]
+    texts = labels([run for run, _ in pairs], legend) if pairs else []
+    return [
+        _Panel(text, found, _Abscissa.of(run, x), number_at(run.settings, "margin"))
+        for text, (run, found) in zip(texts, pairs, strict=True)
+    ]

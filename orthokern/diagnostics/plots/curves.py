@@ -1,0 +1,350 @@
+"""Numbers over iterations: loss and accuracy of a run or of several, layers, and how long a problem takes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orthokern.diagnostics.comparison import check_settings, labels, setting_text, telling_settings
+from orthokern.diagnostics.plots._figures import (
+    _BLUE,
+    _COLOURS,
+    _GREY,
+    _LINES,
+    _ORANGE,
+    Records,
+    _Abscissa,
+    _common_abscissa,
+    _figure,
+    _panels,
+    save,
+    thin_curve,
+)
+from orthokern.diagnostics.runs import RunRecord, number_at, numbers_at, series
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_learning(
+    records: Records,
+    path: Path,
+    *,
+    baseline: float | None = None,
+    goal: float | None = None,
+    title: str = "",
+    loss_label: str = "cross-entropy (nats per time step)",
+) -> Path | None:
+    """Loss against its baseline, and accuracy where records have it, over iterations.
+
+    Args:
+        records: with "iteration" and "loss"; "held_out_loss", "accuracy" and "held_out_accuracy" (fractions) where
+            known.
+        path: PNG to write.
+        baseline: loss of the best guess without memory, in the loss's unit.
+        goal: accuracy to reach, a fraction.
+        title: the figure's title.
+        loss_label: what the loss is, and its unit.
+
+    Returns:
+        `path`, or None if no record has a loss.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: `path` can't be written.
+    """
+    records = list(records)
+    iterations, losses = thin_curve(*series(records, "loss"))
+    if not len(iterations):
+        return None
+    accuracy, held_out = series(records, "accuracy"), series(records, "held_out_accuracy")
+    rows = 2 if len(accuracy[0]) or len(held_out[0]) else 1
+    figure, axes = _figure(rows, 1, (7.2, 1.0 + 2.3 * rows), title, sharex=True)
+    top = axes[0, 0]
+    top.plot(iterations, losses, color=_BLUE, linewidth=1.2, label="training batch")
+    if baseline is not None:
+        top.axhline(
+            baseline, color=_GREY, linestyle="--", linewidth=1.0, label=f"baseline without memory, {baseline:.4g}"
+        )
+    if losses.min() > 0 and losses.max() > 10 * losses.min():
+        top.set_yscale("log")
+    top.set_ylabel(loss_label)
+    top.legend(loc="best", fontsize=8)
+    if rows == 2:
+        bottom = axes[1, 0]
+        at, values = thin_curve(*accuracy)
+        bottom.plot(at, 100 * values, color=_BLUE, linewidth=1.2, label="training batch")
+        at, values = thin_curve(*held_out)
+        if len(at):
+            bottom.plot(at, 100 * values, "o", color=_ORANGE, markersize=4, label="held-out sequences")
+        if goal is not None:
+            bottom.axhline(100 * goal, color=_GREY, linestyle="--", linewidth=1.0, label=f"goal, {100 * goal:g} %")
+        bottom.set_ylim(-3, 103)
+        bottom.set_ylabel("accuracy (%)")
+        bottom.legend(loc="best", fontsize=8)
+    axes[-1, 0].set_xlabel("iteration")
+    return save(figure, path)
+
+
+def plot_losses(records: Records, path: Path, *, label: str, title: str = "") -> Path | None:
+    """The mean loss of the training batches and that on held-out data, over iterations.
+
+    Args:
+        records: with "iteration" and "nll"; "held_out_loss" and "held_out_initial_loss" in the same unit where known.
+        path: PNG to write.
+        label: the unit.
+        title: the figure's title.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    records = list(records)
+    at, values = thin_curve(*series(records, "nll"))
+    if not len(at):
+        return None
+    figure, axes = _figure(1, 1, (7.2, 3.8), title)
+    axis = axes[0, 0]
+    axis.plot(at, values, color=_BLUE, linewidth=1.0, label="training batch")
+    at, values = thin_curve(*series(records, "held_out_loss"))
+    if len(at):
+        axis.plot(at, values, color=_ORANGE, linewidth=1.4, marker="o", markersize=3, label="validation")
+    initial = series(records, "held_out_initial_loss")[1]
+    if len(initial):
+        axis.axhline(initial[0], color=_GREY, linestyle="--", linewidth=1.0, label="validation, untrained")
+    axis.set_xlabel("iteration")
+    axis.set_ylabel(label)
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
+def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None:
+    """What happens in the layers of a feedforward network: how far each weight matrix is from orthogonal, and the norm
+    of the gradient for it, a curve for each layer, over iterations.
+
+    Args:
+        records: with "orthogonality_by_layer" and "grad_norm_by_layer", from the input's layer to the readout's.
+        path, title: as `plot_learning`.
+
+    Returns, Raises:
+        As `plot_learning`; None if no record has them.
+    """
+    panels = (
+        ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
+        ("grad_norm_by_layer", "norm of the gradient for W"),
+    )
+    told = [(r["iteration"], [numbers_at(r, key) for key, _ in panels]) for r in records]
+    lengths = [len(lists[0]) for _, lists in told if lists[0] is not None]
+    layers = [lengths[-1]] * len(panels) if lengths else []
+    taken = [(at, lists) for at, lists in told if [len(values or []) for values in lists] == layers]
+    if not taken:
+        return None
+    figure, axes = _figure(2, 1, (7.2, 6.0), title, sharex=True)
+    iterations = np.array([at for at, _ in taken], dtype=float)
+    for panel, (axis, (_, label)) in enumerate(zip(axes[:, 0], panels, strict=True)):
+        curves = np.array([lists[panel] for _, lists in taken], dtype=float)  # [P, layers], NaN for null
+        curves = np.where(curves > 0, curves, math.nan)  # zero has no place on a logarithmic axis
+        count = curves.shape[1]
+        for index in range(count):
+            at, values = thin_curve(iterations, curves[:, index])
+            name = "input" if index == 0 else "readout" if index == count - 1 else None
+            shade = 0.15 + 0.7 * index / max(1, count - 1)
+            colour = _BLUE if index == 0 else _ORANGE if index == count - 1 else str(shade)
+            axis.plot(at, values, color=colour, linewidth=1.2 if name else 0.8, label=name)
+        if np.isfinite(curves).any():
+            axis.set_yscale("log")
+        axis.set_ylabel(label, fontsize=9)
+    axes[0, 0].legend(loc="best", fontsize=8, title="hidden in grey, darker is nearer to the input", title_fontsize=7)
+    axes[1, 0].set_xlabel("iteration")
+    return save(figure, path)
+
+
+def compare_curves(
+    runs: Sequence[RunRecord],
+    quantity: str,
+    *,
+    panel: str | None = None,
+    legend: Sequence[str] | None = None,
+    x: str | None = None,
+    baseline: float | None = None,
+    title: str = "",
+) -> "Figure | None":
+    """One quantity of several runs, a curve each: accuracy as the paper's Figures 1 and 4, mean squared error as
+    Figure 5, loss as Figure 6.
+
+    Args:
+        runs: those whose records have the quantity are drawn.
+        quantity: a field of the records, or "field.part"; names that contain "accuracy" are fractions, drawn in
+            percent.
+        panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
+        legend: settings that the legend tells; by default those in which the runs differ, see `labels`. Runs with the
+            same text have the same colour.
+        x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
+        baseline: draw a line at this value, of `quantity`'s unit; None: at that of the runs' configurations for a loss.
+        title: the figure's title.
+
+    Returns:
+        The figure, with an axis for each panel; None if no run has the quantity.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        InputError: no run has such a setting; x is "epoch" and a run doesn't know how long that is.
+    """
+    x = _common_abscissa(runs, x)
+    if panel is not None:
+        check_settings("panel", runs, [panel])
+    found = {id(run): thin_curve(*run.series(quantity)) for run in runs}
+    drawn = [run for run in runs if len(found[id(run)][0])]
+    if not drawn:
+        return None
+    groups = _by_setting(drawn, panel)
+    texts = _legend(drawn, groups, panel, legend)
+    kinds = list(dict.fromkeys(texts[id(run)] for run in drawn))
+    percent = "accuracy" in quantity
+    figure, axes = _panels(list(groups), title, sharey=True)
+    for axis, members in zip(axes, groups.values(), strict=True):
+        told: set[str] = set()
+        for run in members:
+            at, values = found[id(run)]
+            text = texts[id(run)]
+            kind = kinds.index(text)
+            axis.plot(
+                at / _Abscissa.of(run, x).per,
+                100 * values if percent else values,
+                color=_COLOURS[kind % len(_COLOURS)],
+                linestyle=_LINES[kind // len(_COLOURS) % len(_LINES)],
+                linewidth=1.2,
+                marker="o" if len(at) <= 50 else None,  # evaluations are few; a run may have only one
+                markersize=3,
+                label=None if text in told else text,
+            )
+            told.add(text)
+        for level in _baselines(members, quantity, baseline):
+            axis.axhline(level, color=_GREY, linestyle="--", linewidth=1.0, label=f"baseline {level:.4g}")
+        axis.set_xlabel(x)
+        axis.legend(loc="best", fontsize=7)
+    if percent:
+        axes[0].set_ylim(-3, 103)
+    else:
+        smallest, largest = (f(f(found[id(run)][1]) for run in drawn) for f in (min, max))
+        if smallest > 0 and largest > 10 * smallest:
+            axes[0].set_yscale("log")
+    axes[0].set_ylabel(quantity.replace("_", " ") + (" (%)" if percent else ""))
+    return figure
+
+
+def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[RunRecord]]:
+    """Runs by "name value" of a setting, numbers in order, before everything else; all under "" without one."""
+    if panel is None:
+        return {"": list(runs)}
+
+    def order(run: RunRecord) -> tuple[bool, float, str]:
+        number = number_at(run.settings, panel)
+        return number is None, number or 0.0, setting_text(run, panel)
+
+    groups: dict[str, list[RunRecord]] = {}
+    for run in sorted(runs, key=order):
+        groups.setdefault(f"{panel} {setting_text(run, panel)}", []).append(run)
+    return groups
+
+
+def _legend(
+    runs: Sequence[RunRecord], groups: dict[str, list[RunRecord]], panel: str | None, legend: Sequence[str] | None
+) -> dict[int, str]:
+    """The text of each run, by id. What a panel's title says needs no saying in its legend."""
+    if legend is not None or panel is None:
+        return {id(run): text for run, text in zip(runs, labels(runs, legend), strict=True)}
+    names = dict.fromkeys(name for members in groups.values() for name in telling_settings(members))
+    return {id(run): text for run, text in zip(runs, labels(runs, list(names)), strict=True)}
+
+
+def _baselines(runs: Sequence[RunRecord], quantity: str, baseline: float | None) -> list[float]:
+    if baseline is not None:
+        return [baseline]
+    if quantity not in ("loss", "held_out_loss"):
+        return []
+    told = {number_at(run.config, "baseline") for run in runs}
+    return sorted(level for level in told if level is not None) if len(told) == 1 else []
+
+
+_DYNAMICS = (
+    ("spectral_radius", "spectral radius of W", False),
+    ("orthogonality_error_of_w", "‖W Wᵀ − I‖", True),
+    ("recurrent_grad_norm", "norm of the gradient for W", True),
+    ("held_out_accuracy", "held-out accuracy (%)", False),
+)
+
+
+def compare_dynamics(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, title: str = ""
+) -> "Figure | None":
+    """How plain recurrent matrices become orthogonal, and what that does to gradient and accuracy, over the sequences
+    seen: Figure 3b of Manchev and Spratling.
+
+    Args:
+        runs: those are drawn whose records have "spectral_radius", "orthogonality_error_of_w" and
+            "recurrent_grad_norm", as those of a plain network have.
+        legend, title: as `compare_curves`.
+
+    Returns, Raises:
+        As `compare_curves`, with four panels.
+    """
+    drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
+    if not drawn:
+        return None
+    texts = _legend(drawn, {"": drawn}, None, legend)
+    figure, axes = _panels([label for _, label, _ in _DYNAMICS], title)
+    for axis, (key, _, logarithmic) in zip(axes, _DYNAMICS, strict=True):
+        for index, run in enumerate(drawn):
+            at, values = thin_curve(*run.series(key))
+            per_iteration = (number_at(run.settings, "batch") or 1.0) * (number_at(run.settings, "accumulate") or 1.0)
+            axis.plot(
+                at * per_iteration,
+                100 * values if "accuracy" in key else values,
+                color=_COLOURS[index % len(_COLOURS)],
+                linewidth=1.2,
+                marker="o" if len(at) <= 50 else None,
+                markersize=3,
+                label=texts[id(run)],
+            )
+        if logarithmic:
+            axis.set_yscale("log")
+        axis.set_xlabel("sequences seen")
+        axis.locator_params(axis="x", nbins=4)  # numbers of six digits, side by side
+    axes[0].legend(loc="best", fontsize=8)
+    return figure
+
+
+def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]], title: str = "") -> "Figure | None":
+    """How many iterations networks took to solve a problem, over the length of its sequences.
+
+    Args:
+        panels: problem -> network -> T -> iterations; one panel for each problem. Networks have the same colour in all.
+        title: the figure's title.
+
+    Returns:
+        The figure; None if nothing was solved.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    drawn = {problem: networks for problem, networks in panels.items() if any(networks.values())}
+    if not drawn:
+        return None
+    names = list(dict.fromkeys(name for networks in panels.values() for name in networks))
+    alone = next(iter(drawn)) if len(drawn) == 1 else ""  # a single panel has no title of its own
+    figure, axes = _panels(list(drawn), ": ".join(filter(None, (title, alone))))
+    for axis, networks in zip(axes, drawn.values(), strict=True):
+        for name, solved in networks.items():
+            if not solved:
+                continue
+            lengths = sorted(solved)
+            colour = _COLOURS[names.index(name) % len(_COLOURS)]
+            counts = [solved[T] for T in lengths]
+            axis.plot(lengths, counts, color=colour, linewidth=1.2, marker="o", markersize=3, label=name)
+        axis.set_yscale("log")
+        axis.set_xlabel("T")
+        axis.legend(loc="best", fontsize=8)
+    axes[0].set_ylabel("iterations until solved")
+    return figure

@@ -1,0 +1,280 @@
+"""Columns of numbers over iterations: norms through time, and eigenvalues by their angle."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from orthokern.diagnostics.gradients import profile_steps
+from orthokern.diagnostics.plots._figures import Records, _Abscissa, _Panel, _panels, _per_run, save
+from orthokern.diagnostics.runs import RunRecord, numbers_at
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEAT_MAP_COLUMNS, FRACTIONS = 600, 64
+_GRADIENT_FIELDS = ("grad_norm_through_time", "last_grad_norm_through_time")
+_GRADIENT_BAR = "log₁₀ of ‖dL/dhₜ‖ / its maximum over t"
+_STATE_BAR = "log₁₀ of ‖hₜ‖"
+_ANGLE_BAR = "eigenvalues (%)"
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """One quantity through time, at several iterations: what a heat map shows.
+
+    Attributes:
+        iterations: [P] float64, increasing.
+        steps: [S] float64, time steps, or fractions of the sequence if they aren't known.
+        values: [P, S] float64; NaN where the record has null.
+        in_steps: whether `steps` are time steps.
+    """
+
+    iterations: np.ndarray
+    steps: np.ndarray
+    values: np.ndarray
+    in_steps: bool
+
+
+def profiles(records: Records, key: str, length: int | None, columns: int = HEAT_MAP_COLUMNS) -> Profiles | None:
+    """The lists that records hold under `key`, at most `columns` of them.
+
+    Args:
+        records: those with a list of numbers under `key` count.
+        key: "grad_norm_through_time", say; the values of one record are those at `profile_steps(T)`.
+        length: number of time steps T. None if it isn't known, or not the same for all records: values are then
+            interpolated to 64 fractions of the sequence.
+        columns: how many records to keep, evenly chosen, first and last among them.
+
+    Returns:
+        None if no record has such a list (of the length that T asks for, if it is given).
+    """
+    points = min(64, length) if length is not None else 0
+    found = [(r["iteration"], norms) for r in records if (norms := numbers_at(r, key)) is not None]
+    rows = [row for row in found if not points or len(row[1]) == points]
+    if not rows:
+        return None
+    rows = [rows[i] for i in profile_steps(len(rows), max(2, columns))]
+    lists = [np.asarray([math.nan if x is None else x for x in norms], dtype=float) for _, norms in rows]
+    if length is not None:
+        steps = np.asarray(profile_steps(length), dtype=float)
+    else:
+        steps = np.linspace(0.0, 1.0, FRACTIONS)
+        lists = [np.interp(steps, np.linspace(0.0, 1.0, len(values)), values) for values in lists]
+    at = np.asarray([iteration for iteration, _ in rows], dtype=float)
+    return Profiles(at, steps, np.stack(lists), length is not None)
+
+
+def _normalized(found: Profiles | None) -> Profiles | None:
+    """log10 of norms divided by the largest over time. Iterations without a gradient are left out: a readout that
+    starts at zero passes none in the first."""
+    if found is None:
+        return None
+    largest = found.values.max(axis=1)  # NaN if any is
+    seen = np.isfinite(largest) & (largest > 0)
+    if not seen.any():
+        return None
+    decades = np.log10(np.maximum(found.values[seen] / largest[seen, None], 1e-12))
+    return Profiles(found.iterations[seen], found.steps, decades, found.in_steps)
+
+
+def _decades(found: Profiles | None) -> Profiles | None:
+    """log10 of norms; a norm of zero, as of a state at rest, is shown as the smallest other one."""
+    if found is None:
+        return None
+    finite = np.isfinite(found.values).all(axis=1)
+    values = found.values[finite]
+    positive = values[values > 0]
+    if not len(positive):
+        return None
+    return Profiles(found.iterations[finite], found.steps, np.log10(np.maximum(values, positive.min())), found.in_steps)
+
+
+def _angle_profiles(records: Records, key: str) -> Profiles | None:
+    """Shares of the eigenvalues, in percent, by angle in radians."""
+    found = [(record["iteration"], shares) for record in records if (shares := numbers_at(record, key)) is not None]
+    bins = len(found[-1][1]) if found else 0
+    rows = [
+        (iteration, shares)
+        for iteration, shares in found
+        if len(shares) == bins and all(share is not None and share >= 0 for share in shares) and any(shares)
+    ]
+    if not rows:
+        return None
+    rows = [rows[i] for i in profile_steps(len(rows), HEAT_MAP_COLUMNS)]
+    counts = np.asarray([shares for _, shares in rows], dtype=float)
+    at = np.asarray([iteration for iteration, _ in rows], dtype=float)
+    centres = (np.arange(bins) + 0.5) * (2 * math.pi / bins) - math.pi
+    return Profiles(at, centres, 100 * counts / counts.sum(axis=1, keepdims=True), False)
+
+
+def _edges(centres: np.ndarray) -> np.ndarray:
+    """Cell boundaries halfway between the centres."""
+    if len(centres) == 1:
+        return np.asarray([centres[0] - 0.5, centres[0] + 0.5])
+    between = (centres[:-1] + centres[1:]) / 2
+    return np.concatenate([[2 * centres[0] - between[0]], between, [2 * centres[-1] - between[-1]]])
+
+
+def _draw_heat_map(axis: "Axes", found: Profiles, x: _Abscissa, low: float, high: float, ylabel: str = "") -> Any:
+    """The picture, for a colour bar."""
+    axis.grid(False)
+    image = axis.pcolormesh(
+        _edges(found.iterations / x.per),
+        _edges(found.steps),
+        found.values.T,
+        cmap="viridis",  # as readable in grey, and to a colour-blind reader
+        vmin=low,
+        vmax=high,
+        rasterized=True,
+    )
+    axis.set_xlabel(x.label)
+    axis.set_ylabel(ylabel or ("time step t" if found.in_steps else "t as a fraction of the sequence"))
+    return image
+
+
+def _heat_maps(
+    panels: "Sequence[_Panel[Profiles]]",
+    title: str,
+    bar: str,
+    limits: Callable[[float, float], tuple[float, float]],
+    ylabel: str = "",
+) -> "Figure | None":
+    """Panels with one colour scale for all: `limits` of the smallest and largest value."""
+    if not panels:
+        return None
+    smallest = min(float(panel.found.values.min()) for panel in panels)
+    low, high = limits(smallest, max(float(panel.found.values.max()) for panel in panels))
+    figure, axes = _panels([panel.title for panel in panels], title, 4.2)
+    for axis, panel in zip(axes, panels, strict=True):
+        image = _draw_heat_map(axis, panel.found, panel.x, low, high, ylabel)
+    figure.colorbar(image, ax=axes, label=bar, extend="min" if smallest < low else "neither")
+    return figure
+
+
+def _below_one(low: float, high: float) -> tuple[float, float]:
+    """At most six decades: one run whose gradient vanishes would leave no colours for the others."""
+    return min(-1.0, max(-6.0, math.floor(low))), 0.0
+
+
+def _whole_decades(low: float, high: float) -> tuple[float, float]:
+    low, high = math.floor(low), math.ceil(high)
+    return float(low), float(high if high > low else low + 1)
+
+
+def _from_zero(low: float, high: float) -> tuple[float, float]:
+    return 0.0, high
+
+
+def _plot_heat_map(
+    found: Profiles | None,
+    path: Path,
+    title: str,
+    bar: str,
+    limits: Callable[[float, float], tuple[float, float]],
+    ylabel: str = "",
+) -> Path | None:
+    panels = [] if found is None else [_Panel("", found, _Abscissa("iteration"))]
+    figure = _heat_maps(panels, title, bar, limits, ylabel)
+    return None if figure is None else save(figure, path)
+
+
+def plot_gradients(
+    records: Records, path: Path, *, length: int | None, title: str = "", key: str = "grad_norm_through_time"
+) -> Path | None:
+    """The gradient's norm through time over iterations, as the paper's Figure 2.
+
+    Each iteration's norms are divided by their largest over time, so that a column shows how the gradient fares on its
+    way back and not how large the loss is. Unlike Figure 2 the loss is the training loss, over all steps.
+
+    Args:
+        records: those with "grad_norm_through_time" (values at `profile_steps(length)`) are drawn.
+        path: PNG to write.
+        length: number of time steps; None if it isn't known or varies.
+        title: the figure's title.
+        key: the field of the records; "last_grad_norm_through_time" holds Figure 2's own quantity.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    return _plot_heat_map(_normalized(profiles(records, key, length)), path, title, _GRADIENT_BAR, _below_one)
+
+
+def plot_states(records: Records, path: Path, *, length: int | None, title: str = "") -> Path | None:
+    """The norm of the states through time over iterations.
+
+    Args:
+        records: those with "state_norm_through_time" (values at `profile_steps(length)`) are drawn.
+        path, length, title: as in `plot_gradients`.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    found = _decades(profiles(records, "state_norm_through_time", length))
+    return _plot_heat_map(found, path, title, _STATE_BAR, _whole_decades)
+
+
+def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_angles") -> Path | None:
+    """How the eigenvalues' angles are distributed, over iterations.
+
+    Args:
+        records: those with "eigenvalue_angles", as `angle_histogram` returns them, are drawn.
+        path, title: as in `plot_learning`.
+        key: the field of the records, for another recurrence than the first.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    return _plot_heat_map(_angle_profiles(records, key), path, title, _ANGLE_BAR, _from_zero, "angle (radians)")
+
+
+def compare_gradients(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
+) -> "Figure | None":
+    """The gradient's norm through time over iterations, a panel for each run: the paper's Figure 2.
+
+    Norms are divided by their largest over time, as in `plot_gradients`. The loss is that of the last time step, as in
+    the paper, if every run that has norms recorded those; else the training loss.
+
+    Args, Returns, Raises:
+        As `compare_curves`, with one panel per run.
+    """
+    having = [{field for field in _GRADIENT_FIELDS if any(field in r for r in run.records)} for run in runs]
+    last = all(_GRADIENT_FIELDS[1] in found for found in having if found)
+    key = _GRADIENT_FIELDS[last]
+    found = _per_run(runs, legend, x, lambda run: _normalized(profiles(run.records, key, run.profile_length(key))))
+    return _heat_maps(found, title, _GRADIENT_BAR + (", L of the last step" if last else ""), _below_one)
+
+
+def compare_states(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
+) -> "Figure | None":
+    """The norm of the states through time over iterations, a panel for each run.
+
+    Args, Returns, Raises:
+        As `compare_curves`, with one panel per run.
+    """
+    key = "state_norm_through_time"
+    found = _per_run(runs, legend, x, lambda run: _decades(profiles(run.records, key, run.profile_length(key))))
+    return _heat_maps(found, title, _STATE_BAR, _whole_decades)
+
+
+def compare_angles(
+    runs: Sequence[RunRecord],
+    *,
+    legend: Sequence[str] | None = None,
+    x: str | None = None,
+    title: str = "",
+    key: str = "eigenvalue_angles",
+) -> "Figure | None":
+    """How the eigenvalues' angles are distributed, over iterations, a panel for each run.
+
+    Args, Returns, Raises:
+        As `compare_curves`, with one panel per run; key as in `plot_angles`.
+    """
+    found = _per_run(runs, legend, x, lambda run: _angle_profiles(run.records, key))
+    return _heat_maps(found, title, _ANGLE_BAR, _from_zero, "angle (radians)")

@@ -1,0 +1,151 @@
+"""Singular values of the recurrent matrix, and magnitudes of its eigenvalues, over iterations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orthokern.diagnostics.plots._figures import (
+    _BLUE,
+    _GREEN,
+    _GREY,
+    _RED,
+    CURVE_POINTS,
+    Records,
+    _Abscissa,
+    _panels,
+    _per_run,
+    _stretches,
+    save,
+    thin_curve,
+)
+from orthokern.diagnostics.runs import RunRecord, number_at
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class _Spectra:
+    """Singular values over iterations: [P] float64 each."""
+
+    at: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def _spectra(records: Records, key: str) -> _Spectra | None:
+    found = []
+    for record in records:
+        if key not in record:
+            continue
+        parts = [number_at(record, f"{key}.{name}") for name in ("mean", "std", "min", "max")]
+        if None not in parts:
+            found.append([record["iteration"], *parts])
+    if not found:
+        return None
+    at, mean, std, low, high = np.asarray(found, dtype=float).T
+    begin = _stretches(len(at), CURVE_POINTS)
+    return _Spectra(
+        thin_curve(at, at)[0],
+        thin_curve(at, mean)[1],
+        thin_curve(at, std)[1],
+        np.minimum.reduceat(low, begin),
+        np.maximum.reduceat(high, begin),
+    )
+
+
+def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Abscissa) -> None:
+    at, mean, std = found.at / x.per, found.mean, found.std
+    axis.fill_between(
+        at, mean - std, mean + std, color=_GREEN, alpha=0.3, linewidth=0, label="mean ± standard deviation"
+    )
+    axis.plot(at, mean, color=_GREEN, linewidth=1.4, label="mean")
+    axis.plot(at, found.high, color=_BLUE, linewidth=1.2, label="maximum")
+    axis.plot(at, found.low, color=_RED, linewidth=1.2, label="minimum")
+    # Bounds that the values keep well away from would squeeze them into one line.
+    if margin is not None and margin > 0 and max(1 - found.low.min(), found.high.max() - 1) > 0.25 * margin:
+        for bound in (1 - margin, 1 + margin):
+            axis.axhline(
+                bound, color=_GREY, linestyle="--", linewidth=1.0, label=f"bounds 1 ± {margin:g}" if bound < 1 else None
+            )
+    axis.ticklabel_format(axis="y", useOffset=False)
+    axis.set_xlabel(x.label)
+    axis.set_ylabel("singular value (no unit)")
+
+
+def plot_spectrum(
+    records: Records, path: Path, *, margin: float | None = None, title: str = "", key: str = "spectrum"
+) -> Path | None:
+    """Singular values of the recurrent matrix over iterations, as the paper's Figure 3: mean, one standard deviation
+    about it, extremes.
+
+    Args:
+        records: those with "spectrum": {"mean", "std", "min", "max"} are drawn.
+        path: PNG to write.
+        margin: the bounds 1 ± margin are drawn if a value goes at least a quarter of the way to them; None for no
+            bounds.
+        title: the figure's title.
+        key: the field of the records, for another recurrence than the first.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    found = _spectra(records, key)
+    if found is None:
+        return None
+    figure, (axis,) = _panels([""], title)
+    _draw_spectrum(axis, found, margin, _Abscissa("iteration"))
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
+def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
+    """Magnitudes of the eigenvalues over iterations, drawn as `plot_spectrum` draws singular values: those of an nnRNN
+    stay near the circle whatever its singular values do.
+
+    Args:
+        records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
+        path, title: as in `plot_learning`.
+        key: the field of the records, for another recurrence than the first.
+
+    Returns, Raises:
+        As `plot_learning`.
+    """
+    found = _spectra(records, key)
+    if found is None:
+        return None
+    figure, (axis,) = _panels([""], title)
+    _draw_spectrum(axis, found, None, _Abscissa("iteration"))
+    axis.set_ylabel("|eigenvalue| (no unit)")
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
+def compare_spectra(
+    runs: Sequence[RunRecord],
+    *,
+    legend: Sequence[str] | None = None,
+    x: str | None = None,
+    title: str = "",
+    key: str = "spectrum",
+) -> "Figure | None":
+    """Singular values over iterations, a panel for each run: the paper's Figure 3. Every panel has its own scale, as
+    margins from 0.001 to none go into one figure. The bounds are those of a setting "margin".
+
+    Args, Returns, Raises:
+        As `compare_curves`, with one panel per run; key as in `plot_spectrum`.
+    """
+    panels = _per_run(runs, legend, x, lambda run: _spectra(run.records, key))
+    if not panels:
+        return None
+    figure, axes = _panels([panel.title for panel in panels], title)
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_spectrum(axis, panel.found, panel.margin, panel.x)
+    axes[0].legend(loc="best", fontsize=7)
+    return figure
