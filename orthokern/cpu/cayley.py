@@ -12,15 +12,15 @@ from orthokern.cpu._call import call
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See :mod:`orthokern.ops.cayley`."""
-    n, k = m.shape[-2:]
-    batch = m.numel() // (n * k)
+    N, K = m.shape[-2:]
+    batch = m.numel() // (N * K)
     out = torch.empty(m.shape, dtype=m.dtype)
     rates = (
         lr.to(torch.float64).expand(m.shape[:-2]).contiguous()
         if isinstance(lr, Tensor)
         else torch.full((batch,), lr, dtype=torch.float64)
     )
-    call("cayley", m.dtype, {"batch": batch, "N": n, "K": k}, {"m": m, "g": g, "lr": rates, "out": out})
+    call("cayley", m.dtype, {"batch": batch, "N": N, "K": K}, {"m": m, "g": g, "lr": rates, "out": out})
     return out
 
 

@@ -10,9 +10,9 @@ from orthokern.cpu._call import call
 
 def gram(w: Tensor) -> Tensor:
     """See :mod:`orthokern.ops.spectral`."""
-    m, k = w.shape
-    out = torch.empty(k, k, dtype=w.dtype)
-    call("gram", w.dtype, {"M": m, "K": k}, {"w": w, "out": out})
+    M, K = w.shape
+    out = torch.empty(K, K, dtype=w.dtype)
+    call("gram", w.dtype, {"M": M, "K": K}, {"w": w, "out": out})
     return out
 
 

@@ -12,7 +12,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops._common import dense
+from orthokern.ops._common import contiguous
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -115,7 +115,7 @@ def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Ten
         check_finite("m", m)
         check_finite("g", g)
     rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr
-    stepped: Tensor = leaf.cayley(dense(m), dense(g), rate)
+    stepped: Tensor = leaf.cayley(contiguous(m), contiguous(g), rate)
     return stepped
 
 
