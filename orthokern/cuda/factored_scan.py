@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._products import factor_gradients
 from orthokern.cuda._scan import Map, scan_bwd, scan_fwd
 
 
@@ -60,9 +60,4 @@ def factored_scan_bwd(
         map_, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
         algorithm, lengths, message_clip,
     )  # fmt: skip
-    if not need_params:
-        return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
-    with ieee_products():
-        m_v = m @ v  # [N, K]
-        grad_v = (m.mT @ u) * s
-    return grad_x, m_v * s, (u * m_v).sum(0), grad_v, grad_h0, others[0], others[1], others[2], others[3]
+    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others  # type: ignore[return-value]
