@@ -656,11 +656,11 @@ def plan(
     op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
 ) -> dict[str, int]:
     rank = N if K is None else K
-    map = _scan.Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
+    map_ = _scan.Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
     if op == "dense_scan":
-        map = _scan.Map(torch.empty(N, N))
+        map_ = _scan.Map(torch.empty(N, N))
     return _scan.Scan(
-        map, backward=backward, batch=B, activation="tanh", act_param=None, tokens=tokens
+        map_, backward=backward, B=B, activation="tanh", act_param=None, tokens=tokens
     ).plan  # fmt: skip
 
 

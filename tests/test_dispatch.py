@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import orthokern
-from orthokern import BackendUnavailable, InputError, cpu, cuda, dispatch, functional, ops
+from orthokern import BackendUnavailable, InputError, cpu, cuda, dispatch, functional, ops, optim
 from orthokern.dispatch import Support
 
 CPU = torch.device("cpu")
@@ -193,6 +193,24 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dispatch, "_process_default", "refrence")
     with pytest.raises(InputError, match="unknown backend in ORTHOKERN_BACKEND 'refrence': did you mean 'reference'?"):
         call()
+
+
+def test_the_projection_and_many_cayley_steps_pass_through_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    true_choose = dispatch.choose
+
+    def choose(op: str, backend: str | None = None, **call: Any) -> str:
+        asked.append((op, dispatch.requested(backend)))
+        return true_choose(op, backend, **call)
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    monkeypatch.setattr(dispatch, "_process_default", "reference")
+    w, basis = torch.nn.Parameter(3 * torch.randn(120, 110)), torch.eye(3)
+    optim.SpectralNormProjection([w], delta=0.1).step()
+    assert torch.linalg.matrix_norm(w.detach(), 2) < 2.1
+    ops.cayley.steps([(basis, basis, 0.1), (basis, basis, 0.2)])
+    assert {op for op, _ in asked} == {"spectral", "cayley"} and {backend for _, backend in asked} == {"reference"}
+    assert "spectral (float32 on cpu, K=128)" in orthokern.explain("spectral", K=128, device="cpu")
 
 
 def test_importing_is_light() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orthokern import dispatch
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
@@ -31,13 +32,14 @@ def with_spectrum(s: Tensor, rows: int, seed: int) -> Tensor:
     return (u * s) @ v.mT
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["cpu", "reference"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the CPU's own kernels, and with what serves a GPU and a machine without them."""
-    if request.param == "torch":
-        monkeypatch.setattr(module.cpu, "AVAILABLE", False)
-    elif not module.cpu.AVAILABLE:
-        pytest.skip(module.cpu.REASON)
+    monkeypatch.setattr(dispatch, "_process_default", request.param)
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    why = dispatch.absence("spectral", request.param)
+    if why is not None:
+        pytest.skip(why)
 
 
 SPECTRA = {

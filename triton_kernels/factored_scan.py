@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._products import factor_gradients
 from orthokern.triton_kernels._gradients import Kernels, run_backward, run_forward
 from orthokern.triton_kernels._scan import Map, backward, forward
 from orthokern.triton_kernels.dense_scan import dense_scan_bwd_kernel, dense_scan_fwd_kernel
@@ -156,15 +156,9 @@ def factored_scan_bwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.factored_scan`` for arguments and returns."""
-    grad_x, m, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm = run_backward(
+    grad_x, m, grad_h0, *others = run_backward(
         KERNELS, Map(u, v.mT.contiguous(), s), Map(v, u.mT.contiguous(), s), grad_hs, states, pre, x, h0, weight, bias,
         act_param, activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
         precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
-    if need_params:
-        with ieee_products():
-            m_v, mt_u = m @ v, m.mT @ u
-        grad_u, grad_s, grad_v = m_v * s, (u * m_v).sum(0), mt_u * s
-    else:
-        grad_u = grad_s = grad_v = m  # empty
-    return grad_x, grad_u, grad_s, grad_v, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm
+    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others  # type: ignore[return-value]

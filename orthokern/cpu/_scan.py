@@ -20,12 +20,12 @@ def _scan_inputs(
     activation: str,
     lengths: Tensor | None,
 ) -> tuple[dict[str, int], dict[str, Tensor | None]]:
-    b, n = h0.shape
+    B, N = h0.shape
     tokens = x is not None and not x.is_floating_point()
     sizes = {
-        "B": b,
+        "B": B,
         "T": steps,
-        "N": n,
+        "N": N,
         "K": 0 if maps["first"] is None else maps["first"].shape[1],
         "D": 0 if weight is None else weight.shape[1],
         "activation": ACTIVATIONS[activation].number,
@@ -57,11 +57,11 @@ def scan_fwd(
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes, inputs = _scan_inputs(x, x.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
-    t, b, n, dtype = sizes["T"], sizes["B"], sizes["N"], h0.dtype
-    hs = new(t, b, n, dtype=dtype)
+    T, B, N, dtype = sizes["T"], sizes["B"], sizes["N"], h0.dtype
+    hs = new(T, B, N, dtype=dtype)
     every = checkpoint_every
-    ckpt = new(-(-t // every), b, n, dtype=dtype) if every else None
-    pre = new(t, b, n, dtype=dtype) if ACTIVATIONS[activation].needs_input and not every else None
+    ckpt = new(-(-T // every), B, N, dtype=dtype) if every else None
+    pre = new(T, B, N, dtype=dtype) if ACTIVATIONS[activation].needs_input and not every else None
     call(name, dtype, {**sizes, "checkpoint_every": every}, {**inputs, "hs": hs, "ckpt": ckpt, "pre": pre})
     return hs, hs.new_empty(0) if ckpt is None else ckpt, hs.new_empty(0) if pre is None else pre
 
@@ -89,14 +89,14 @@ def scan_bwd(
     x may be None where it was the whole input term.
     """
     sizes, inputs = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
-    n, dtype = sizes["N"], h0.dtype
+    N, dtype = sizes["N"], h0.dtype
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
         return new(*tensor.shape, dtype=dtype) if tensor is not None and wanted else None
 
     results: dict[str, Tensor | None] = {
         "grad_x": like(grad_hs if x is None else x, need_x and inputs["tokens"] is None),
-        "grad_map": new(n, n, dtype=dtype) if need_params else None,
+        "grad_map": new(N, N, dtype=dtype) if need_params else None,
         "grad_h0": like(h0, True),
         "grad_weight": like(weight, need_params),
         "grad_bias": like(bias, need_params),

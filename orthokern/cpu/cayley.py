@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,18 @@ from orthokern.cpu._call import call
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See :mod:`orthokern.ops.cayley`."""
-    n, k = m.shape[-2:]
-    batch = m.numel() // (n * k)
+    N, K = m.shape[-2:]
+    batch = m.numel() // (N * K)
     out = torch.empty(m.shape, dtype=m.dtype)
     rates = (
         lr.to(torch.float64).expand(m.shape[:-2]).contiguous()
         if isinstance(lr, Tensor)
         else torch.full((batch,), lr, dtype=torch.float64)
     )
-    call("cayley", m.dtype, {"batch": batch, "N": n, "K": k}, {"m": m, "g": g, "lr": rates, "out": out})
+    call("cayley", m.dtype, {"batch": batch, "N": N, "K": K}, {"m": m, "g": g, "lr": rates, "out": out})
     return out
+
+
+def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
+    """`cayley` of each (m, g, lr), one after the other."""
+    return [cayley(*step) for step in steps]

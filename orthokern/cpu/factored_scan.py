@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._products import factor_gradients
 from orthokern.cpu._scan import scan_bwd, scan_fwd
 
 
@@ -73,9 +72,4 @@ def factored_scan_bwd(
         lengths,
         message_clip,
     )
-    if not need_params:
-        return grad_x, m, torch.empty_like(m), torch.empty_like(m), grad_h0, others[0], others[1], others[2], others[3]
-    with ieee_products():
-        mv, mu = m @ v, m.mT @ u  # [N, K]
-    grad_s = (u * mv).sum(0)
-    return grad_x, mv * s, grad_s, mu * s, grad_h0, others[0], others[1], others[2], others[3]
+    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others  # type: ignore[return-value]

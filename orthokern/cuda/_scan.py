@@ -39,7 +39,7 @@ class Map:
     def op(self) -> str:
         return "dense_scan" if self.s is None else "factored_scan"
 
-    def dense(self) -> Tensor:
+    def composed(self) -> Tensor:
         """W [N, N], composed, in float64."""
         if self.s is None or self.v is None:
             return self.u.double()
@@ -61,9 +61,9 @@ class Scan:
     """Launches of one scan kernel, forward or backward, over rows of the batch or over chunks of them.
 
     Args:
-        map: the recurrent map, float32 and contiguous.
+        map_: the recurrent map, float32 and contiguous.
         backward: which of the two recurrences.
-        batch: B.
+        B: rows of the batch.
         activation, act_param: of the op; act_param [1] or [N] or None.
         tokens: whether the inputs are token ids.
         chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
@@ -72,10 +72,10 @@ class Scan:
 
     def __init__(
         self,
-        map: Map,
+        map_: Map,
         *,
         backward: bool,
-        batch: int,
+        B: int,
         activation: str,
         act_param: Tensor | None,
         tokens: bool = False,
@@ -84,25 +84,25 @@ class Scan:
         lengths: Tensor | None = None,
         message_clip: float = 0.0,
     ) -> None:
-        n = map.u.shape[0]
-        self.map, self.backward, self.device = map, backward, map.u.device
+        N = map_.u.shape[0]
+        self.map, self.backward, self.device = map_, backward, map_.u.device
         self.chunk, self.act_param, self.lengths = chunk, act_param, lengths
         self.clip = message_clip if message_clip > 0 else math.inf
         self.sizes = {
-            "B": batch,
-            "N": n,
-            "K": 0 if map.s is None else map.s.shape[0],
-            "sequences": batch if sequences is None else sequences,
-            "precision": _PRECISIONS[map.precision],
+            "B": B,
+            "N": N,
+            "K": 0 if map_.s is None else map_.s.shape[0],
+            "sequences": B if sequences is None else sequences,
+            "precision": _PRECISIONS[map_.precision],
             "activation": ACTIVATIONS[activation].number,
             "act_param_stride": int(act_param is not None and act_param.numel() > 1),
             "backward": int(backward),
         }
         # which inputs there are decides how much shared memory a sequence takes
         asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens)}
-        self.plan = native.plan(f"{map.op}_plan", self.device, asked)
+        self.plan = native.plan(f"{map_.op}_plan", self.device, asked)
         floats = {name: self.plan[name] for name in ("packed1", "packed2", "work")}
-        self.workspace = {name: map.u.new_empty(count) if count else None for name, count in floats.items()}
+        self.workspace = {name: map_.u.new_empty(count) if count else None for name, count in floats.items()}
 
     def sums(self) -> Tensor:
         """[2, rows, N]: the running sums of act_param's gradient, which later launches continue."""
@@ -159,7 +159,7 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     return e.view(*x.shape[:2], weight.shape[0]), None
 
 
-def chunk_length(map: Map, steps: int, batch: int, activation: str, algorithm: str, message_clip: float = 0.0) -> int:
+def chunk_length(map_: Map, steps: int, B: int, activation: str, algorithm: str, message_clip: float = 0.0) -> int:
     """Steps of a chunk, from sizes alone; 0 for the sequential scan, which a clip needs: chunks add up linear maps.
 
     Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and short enough
@@ -167,7 +167,7 @@ def chunk_length(map: Map, steps: int, batch: int, activation: str, algorithm: s
     """
     if activation != "identity" or message_clip > 0 or algorithm == "sequential" or steps < 2:
         return 0
-    if algorithm == "auto" and (steps < _CHUNKED_STEPS or batch > _CHUNKED_BATCH or map.u.shape[0] > 128):
+    if algorithm == "auto" and (steps < _CHUNKED_STEPS or B > _CHUNKED_BATCH or map_.u.shape[0] > 128):
         return 0
     return max(1, min(_LONGEST_CHUNK, math.isqrt(steps)))
 
@@ -186,7 +186,7 @@ def _power(w: Tensor, exponent: int) -> Tensor:
 
 
 def _chunked(
-    map: Map, chunk: int, steps: int, batch: int, inputs: dict[str, Any], start: Tensor | None, out: Tensor,
+    map_: Map, chunk: int, steps: int, B: int, inputs: dict[str, Any], start: Tensor | None, out: Tensor,
     *, backward: bool, table: Tensor | None = None, lengths: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The recurrence without activation over chunks of time at once; out [T, B, N].
@@ -196,43 +196,43 @@ def _chunked(
     border. W is composed for (b) alone. Backward is the same with W^T, from the last step to the first. Chunks behind
     the end of a sequence give zeros whatever enters them: forward nothing of theirs is kept, backward they come first.
     """
-    n = map.u.shape[0]
+    N = map_.u.shape[0]
     count = -(-steps // chunk)
-    new = map.u.new_empty
-    starts = new(count, batch, n)
+    new = map_.u.new_empty
+    starts = new(count, B, N)
     starts[0].copy_(start) if start is not None else starts[0].zero_()
     common: dict[str, Any] = {
-        "backward": backward, "batch": batch, "activation": "identity", "act_param": None, "lengths": lengths
+        "backward": backward, "B": B, "activation": "identity", "act_param": None, "lengths": lengths
     }  # fmt: skip
     if count > 1:
-        ends = new(count - 1, batch, n)
-        local = Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=(count - 1) * batch)
+        ends = new(count - 1, B, N)
+        local = Scan(map_, **common, tokens=table is not None, chunk=chunk, sequences=(count - 1) * B)
         local.run(steps, **inputs, table=table, end=ends)
-        power = _power(map.dense() if backward else map.dense().mT, chunk).contiguous()
-        sizes = {"count": count - 1, "B": batch, "N": n}
-        native.call("scan_carry", map.u.device, sizes, {"power": power, "ends": ends, "starts": starts})
-    whole = Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=count * batch)
+        power = _power(map_.composed() if backward else map_.composed().mT, chunk).contiguous()
+        sizes = {"count": count - 1, "B": B, "N": N}
+        native.call("scan_carry", map_.u.device, sizes, {"power": power, "ends": ends, "starts": starts})
+    whole = Scan(map_, **common, tokens=table is not None, chunk=chunk, sequences=count * B)
     whole.run(steps, **inputs, table=table, start=starts, out=out)
 
 
 def _scan_inputs(
-    map: Map, h0: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None
+    map_: Map, h0: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None
 ) -> tuple[Map, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The same, checked and contiguous."""
-    dtype, device = torch.float32, map.u.device
+    dtype, device = torch.float32, map_.u.device
 
     def ready(tensor: Tensor | None, name: str, dtype: torch.dtype = dtype) -> Any:
         return native.ready(tensor, dtype, device, name)
 
-    factored = map.s is not None
-    ready_map = Map(ready(map.u, "u" if factored else "w"), ready(map.s, "s"), ready(map.v, "v"), map.precision)
+    factored = map_.s is not None
+    ready_map = Map(ready(map_.u, "u" if factored else "w"), ready(map_.s, "s"), ready(map_.v, "v"), map_.precision)
     ids = x is not None and not x.is_floating_point()
     x = ready(x, "x", torch.int64 if ids else dtype)
     return ready_map, ready(h0, "h0"), x, ready(weight, "weight"), ready(bias, "bias"), ready(act_param, "act_param")
 
 
 def scan_fwd(
-    map: Map,
+    map_: Map,
     x: Tensor,
     h0: Tensor,
     weight: Tensor | None,
@@ -244,20 +244,20 @@ def scan_fwd(
     lengths: Tensor | None,
     message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = native.ready(lengths, torch.int64, map.u.device, "lengths")
-    map, h0, ready_x, weight, bias, act_param = _scan_inputs(map, h0, x, weight, bias, act_param)
+    lengths = native.ready(lengths, torch.int64, map_.u.device, "lengths")
+    map_, h0, ready_x, weight, bias, act_param = _scan_inputs(map_, h0, x, weight, bias, act_param)
     assert ready_x is not None
-    steps, (batch, n) = x.shape[0], h0.shape
+    steps, (B, N) = x.shape[0], h0.shape
     e, table = _input_of(ready_x, weight, bias)
-    hs, empty = h0.new_empty(steps, batch, n), h0.new_empty(0)
-    pre = h0.new_empty(steps, batch, n) if ACTIVATIONS[activation].needs_input and not checkpoint_every else empty
+    hs, empty = h0.new_empty(steps, B, N), h0.new_empty(0)
+    pre = h0.new_empty(steps, B, N) if ACTIVATIONS[activation].needs_input and not checkpoint_every else empty
     inputs: dict[str, Any] = {"x": e} if table is None else {"tokens": ready_x}
-    chunk = chunk_length(map, steps, batch, activation, algorithm, message_clip)
+    chunk = chunk_length(map_, steps, B, activation, algorithm, message_clip)
     if chunk:
-        _chunked(map, chunk, steps, batch, inputs, h0, hs, backward=False, table=table, lengths=lengths)
+        _chunked(map_, chunk, steps, B, inputs, h0, hs, backward=False, table=table, lengths=lengths)
     else:
         scan = Scan(
-            map, backward=False, batch=batch, activation=activation, act_param=act_param, tokens=table is not None,
+            map_, backward=False, B=B, activation=activation, act_param=act_param, tokens=table is not None,
             lengths=lengths,
         )  # fmt: skip
         scan.run(steps, **inputs, table=table, start=h0, out=hs, pre=pre if pre.numel() else None)
@@ -268,7 +268,7 @@ def scan_fwd(
 
 
 def scan_bwd(
-    map: Map,
+    map_: Map,
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor,
@@ -286,14 +286,14 @@ def scan_bwd(
     message_clip: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm."""
-    lengths = native.ready(lengths, torch.int64, map.u.device, "lengths")
-    map, h0, x, weight, bias, act_param = _scan_inputs(map, h0, x, weight, bias, act_param)
+    lengths = native.ready(lengths, torch.int64, map_.u.device, "lengths")
+    map_, h0, x, weight, bias, act_param = _scan_inputs(map_, h0, x, weight, bias, act_param)
     for name, tensor in (("grad_hs", grad_hs), ("states", states)):
-        native.ready(tensor, torch.float32, map.u.device, name)
+        native.ready(tensor, torch.float32, map_.u.device, name)
     grad_hs, states = grad_hs.contiguous(), states.contiguous()
-    steps, batch, n = grad_hs.shape
+    steps, B, N = grad_hs.shape
     new, empty = h0.new_empty, h0.new_empty(0)
-    chunk = chunk_length(map, steps, batch, activation, algorithm, message_clip)
+    chunk = chunk_length(map_, steps, B, activation, algorithm, message_clip)
     alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
     e = table = None
     if checkpoint_every:
@@ -301,28 +301,28 @@ def scan_bwd(
         if weight is not None and not x.is_floating_point():
             e, table = _input_of(x, weight, bias)
         if chunk:  # the chunks do not end where the segments do: all states at once, as the forward gave them
-            states = scan_fwd(map, x, h0, weight, bias, act_param, activation, 0, algorithm, lengths, 0.0)[0]
+            states = scan_fwd(map_, x, h0, weight, bias, act_param, activation, 0, algorithm, lengths, 0.0)[0]
             checkpoint_every = 0
 
     every = checkpoint_every or max(steps, 1)
-    window = max(1, _WINDOW_ELEMENTS // max(batch * n, 1))
+    window = max(1, _WINDOW_ELEMENTS // max(B * N, 1))
     window -= window % 16 if window > 16 else 0  # rows that divide into partial sums
-    sums = Sums(n, h0, x, weight, bias, alive) if need_params else None
+    sums = Sums(N, h0, x, weight, bias, alive) if need_params else None
     keep_delta = not checkpoint_every or (need_x and weight is None)
     features = need_x and weight is not None and x is not None and x.is_floating_point()
     grad_x = new(x.shape) if features and x is not None else empty
-    common: dict[str, Any] = {"batch": batch, "activation": activation, "act_param": act_param, "lengths": lengths}
-    scan = Scan(map, backward=True, **common, message_clip=message_clip)
-    forward = Scan(map, backward=False, **common, tokens=table is not None) if checkpoint_every else None
+    common: dict[str, Any] = {"B": B, "activation": activation, "act_param": act_param, "lengths": lengths}
+    scan = Scan(map_, backward=True, **common, message_clip=message_clip)
+    forward = Scan(map_, backward=False, **common, tokens=table is not None) if checkpoint_every else None
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
 
     # Rows of time t lie at t - low of `delta` and, h_{t-1}, of `before`; low is 0 where all of them are kept, else the
     # start of the segment, and behind it lie those later steps that do not fill a window yet.
     room = steps if keep_delta else min(every + window, steps)
-    delta = new(room, batch, n)
-    before = new(min(every + window, steps) + 1, batch, n) if checkpoint_every else empty
-    pre_segment = new(every, batch, n) if checkpoint_every and ACTIVATIONS[activation].needs_input else empty
+    delta = new(room, B, N)
+    before = new(min(every + window, steps) + 1, B, N) if checkpoint_every else empty
+    pre_segment = new(every, B, N) if checkpoint_every and ACTIVATIONS[activation].needs_input else empty
     carry = None  # delta of the step after the segment
     high = steps  # steps from here on are in the sums
 
@@ -353,7 +353,7 @@ def scan_bwd(
         place = delta[start - low : stop - low]
         g = grad_hs[start:stop]
         if chunk:
-            _chunked(map, chunk, steps, batch, {"x": g}, None, place, backward=True, lengths=lengths)
+            _chunked(map_, chunk, steps, B, {"x": g}, None, place, backward=True, lengths=lengths)
         else:
             scan.run(length, x=g, gate=gate, start=carry, out=place, norms=norms[start:stop], sums=running, time=start)
         # the kernel of the next segment may write where this row lies
@@ -385,7 +385,7 @@ def scan_bwd(
     grad_h0 = torch.zeros_like(h0)
     if carry is not None:
         with ieee_products():
-            grad_h0 = map.transposed_product(carry)
+            grad_h0 = map_.transposed_product(carry)
     grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1) if chunk else norms.sum(1).sqrt()
     grad_act_param = empty
     if act_param is not None and running is not None:

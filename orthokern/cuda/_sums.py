@@ -27,14 +27,14 @@ class Sums:
 
     def __init__(
         self,
-        n: int,
+        N: int,
         like: Tensor,
         x: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         alive: Tensor | None,
     ) -> None:
-        self.m = like.new_zeros(n, n)
+        self.m = like.new_zeros(N, N)
         self.x, self.weight, self.alive = x, weight, alive
         self.features = weight is not None and x is not None and x.is_floating_point()
         empty = like.new_empty(0)
@@ -66,13 +66,13 @@ class Sums:
             add_product(self.grad_weight, rows, x.flatten(0, 1))
             return
         # an id that is out of range belongs to no row of the table; nothing here adds in an order that may vary
-        ids, d = x.flatten(), self.weight.shape[1]
+        ids, D = x.flatten(), self.weight.shape[1]
         if alive is not None:
             ids = torch.where(alive.flatten(), ids, -1)
-        if d <= 64:
-            one_hot = ids.unsqueeze(1) == torch.arange(d, device=ids.device)
+        if D <= 64:
+            one_hot = ids.unsqueeze(1) == torch.arange(D, device=ids.device)
             add_product(self.grad_weight, rows, one_hot.to(rows.dtype))
         else:
-            ids = torch.where((ids >= 0) & (ids < d), ids, d)
-            table = torch.ops.aten.embedding_dense_backward(rows, ids, d + 1, -1, False)
-            self.grad_weight.add_(table[:d].mT)
+            ids = torch.where((ids >= 0) & (ids < D), ids, D)
+            table = torch.ops.aten.embedding_dense_backward(rows, ids, D + 1, -1, False)
+            self.grad_weight.add_(table[:D].mT)

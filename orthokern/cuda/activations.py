@@ -33,10 +33,10 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
 
 
 def _inputs(x: Tensor, act_param: Tensor | None, activation: str) -> tuple[dict[str, int], dict[str, Tensor | None]]:
-    n = x.shape[-1]
+    N = x.shape[-1]
     sizes = {
-        "rows": x.numel() // n if n else 0,
-        "N": n,
+        "rows": x.numel() // N if N else 0,
+        "N": N,
         "dtype": DTYPES[x.dtype],
         "activation": ACTIVATIONS[activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),

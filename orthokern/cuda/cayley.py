@@ -31,9 +31,9 @@ def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> li
         outs.append(torch.empty_like(m))
         if not m.numel():
             continue
-        n, k = m.shape[-2:]
+        N, K = m.shape[-2:]
         rates = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous() if isinstance(lr, Tensor) else None
-        sizes = {"batch": m.numel() // (n * k), "N": n, "K": k, "rate": lr if rates is None else 0.0}
+        sizes = {"batch": m.numel() // (N * K), "N": N, "K": K, "rate": lr if rates is None else 0.0}
         tensors = {"m": m, "g": g, "lr": rates, "out": outs[-1]}
         alive += tensors.values()
         matrices.append(native.addressed(sizes, tensors))

@@ -23,8 +23,10 @@ def dense_scan_fwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where single steps are launched."""
-    map = Map(w, precision=precision)
-    return scan_fwd(map, x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip)
+    map_ = Map(w, precision=precision)
+    return scan_fwd(
+        map_, x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
+    )
 
 
 def dense_scan_bwd(
@@ -48,8 +50,8 @@ def dense_scan_bwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where single steps are launched."""
-    map = Map(w, precision=precision)
+    map_ = Map(w, precision=precision)
     return scan_bwd(
-        map, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
+        map_, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
         algorithm, lengths, message_clip,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._products import factor_gradients
 from orthokern.cuda._scan import Map, scan_bwd, scan_fwd
 
 
@@ -26,8 +26,10 @@ def factored_scan_fwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
-    map = Map(u, s, v, precision)
-    return scan_fwd(map, x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip)
+    map_ = Map(u, s, v, precision)
+    return scan_fwd(
+        map_, x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
+    )
 
 
 def factored_scan_bwd(
@@ -53,14 +55,9 @@ def factored_scan_bwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
-    map = Map(u, s, v, precision)
+    map_ = Map(u, s, v, precision)
     grad_x, m, grad_h0, *others = scan_bwd(
-        map, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
+        map_, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
         algorithm, lengths, message_clip,
     )  # fmt: skip
-    if not need_params:
-        return grad_x, m, m, m, grad_h0, others[0], others[1], others[2], others[3]
-    with ieee_products():
-        m_v = m @ v  # [N, K]
-        grad_v = (m.mT @ u) * s
-    return grad_x, m_v * s, (u * m_v).sum(0), grad_v, grad_h0, others[0], others[1], others[2], others[3]
+    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others  # type: ignore[return-value]

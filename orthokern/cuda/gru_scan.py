@@ -17,9 +17,9 @@ class _Scan:
     """One GRU scan as the native planner would run it (csrc/cuda/gru_scan.h)."""
 
     def __init__(self, h0: Tensor, variant: str, steps: int, *, backward: bool) -> None:
-        b, n = h0.shape
+        B, N = h0.shape
         self.h0 = h0
-        self.sizes = {"T": steps, "B": b, "N": n, "kanai": int(variant == "kanai"), "backward": int(backward)}
+        self.sizes = {"T": steps, "B": B, "N": N, "kanai": int(variant == "kanai"), "backward": int(backward)}
         self.plan = native.plan("gru_scan_plan", h0.device, self.sizes)
 
     def run(self, **tensors: Tensor | None) -> None:
@@ -33,9 +33,9 @@ def gru_scan_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.gru_scan`."""
     ready = _ready(h0.device, {"x": x, "w": w, "h0": h0, "bias": bias})
-    steps, (b, n) = x.shape[0], h0.shape
-    hs, gates = h0.new_empty(steps, b, n), h0.new_empty(steps, b, 3 * n)
-    pre = None if variant == "kanai" else h0.new_empty(steps, b, n)
+    steps, (B, N) = x.shape[0], h0.shape
+    hs, gates = h0.new_empty(steps, B, N), h0.new_empty(steps, B, 3 * N)
+    pre = None if variant == "kanai" else h0.new_empty(steps, B, N)
     lengths = native.ready(lengths, torch.int64, h0.device, "lengths")
     of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "norms"))
     scan = _Scan(h0, variant, steps, backward=False)
@@ -62,7 +62,7 @@ def gru_scan_bwd(
     ready = _ready(h0.device, given)
     w, h0, hs = ready["w"], ready["h0"], ready["hs"]
     lengths = native.ready(lengths, torch.int64, h0.device, "lengths")
-    steps, b, n = grad_hs.shape
+    steps, B, N = grad_hs.shape
     grad_x, factor, grad_h0 = torch.empty_like(ready["gates"]), torch.empty_like(hs), torch.empty_like(h0)
     scan = _Scan(h0, variant, steps, backward=True)
     norms = h0.new_zeros(steps, scan.plan["norm_columns"])
@@ -71,26 +71,26 @@ def gru_scan_bwd(
     norm, empty = norms.sum(1).sqrt(), h0.new_empty(0)
     if not need_params:
         return grad_x, empty, grad_h0, empty, norm
-    rows, rows_n = grad_x.view(steps * b, 3 * n), factor.view(steps * b, n)
+    rows, rows_n = grad_x.view(steps * B, 3 * N), factor.view(steps * B, N)
     grad_w = torch.zeros_like(w)
 
     def add(to: Tensor, left: Tensor) -> None:
         """to += sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
-        to.addmm_(left[:b].mT, h0)
+        to.addmm_(left[:B].mT, h0)
         if steps > 1:
-            add_product(to, left[b:], hs.view(steps * b, n)[:-b])
+            add_product(to, left[B:], hs.view(steps * B, N)[:-B])
 
     with ieee_products():
-        add(grad_w[: 2 * n], rows[:, : 2 * n])
+        add(grad_w[: 2 * N], rows[:, : 2 * N])
         if kanai:
-            add_product(grad_w[2 * n :], rows[:, 2 * n :], rows_n)
+            add_product(grad_w[2 * N :], rows[:, 2 * N :], rows_n)
         else:
-            add(grad_w[2 * n :], rows_n)
+            add(grad_w[2 * N :], rows_n)
     if bias is None:
         return grad_x, grad_w, grad_h0, empty, norm
     grad_bias = rows.sum(0)
     if not kanai:
-        grad_bias[2 * n :] = rows_n.sum(0)
+        grad_bias[2 * N :] = rows_n.sum(0)
     return grad_x, grad_w, grad_h0, grad_bias, norm
 
 

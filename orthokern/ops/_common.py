@@ -61,7 +61,7 @@ def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None
         check_range("x", x, weight.shape[1], "token ids")
 
 
-def dense(tensor: Tensor | None) -> Tensor | None:
+def contiguous(tensor: Tensor | None) -> Tensor | None:
     """Contiguous, or None. Copies only what is not contiguous already."""
     return None if tensor is None else tensor.contiguous()
 

@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import apart, dense, given, no_second_derivative
+from orthokern.ops._common import apart, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -78,7 +78,7 @@ def _fwd(x: Tensor, act_param: Tensor | None, activation: str, backend: str | No
     if activation == "identity":
         return x.clone(memory_format=torch.contiguous_format)
     leaf = dispatch.resolve("activations", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
-    y: Tensor = leaf.activation_fwd(dense(x), dense(act_param), activation=activation)
+    y: Tensor = leaf.activation_fwd(contiguous(x), contiguous(act_param), activation=activation)
     return y
 
 
@@ -96,7 +96,7 @@ def _bwd(
 ) -> tuple[Tensor, ...]:
     """(grad_x [..., N], grad_act_param of act_param's shape or empty)."""
     leaf = dispatch.resolve("activations", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
-    return apart(leaf.activation_bwd(dense(grad_y), dense(x), dense(act_param), activation=activation))
+    return apart(leaf.activation_bwd(contiguous(grad_y), contiguous(x), contiguous(act_param), activation=activation))
 
 
 @_bwd.register_fake

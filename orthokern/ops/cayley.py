@@ -12,7 +12,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops._common import dense
+from orthokern.ops._common import contiguous
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -23,6 +23,8 @@ SUPPORT = {
     "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
 }
 dispatch.register("cayley", SUPPORT)
+
+FUNCTIONS = ("cayley", "cayley_of_many")  # of a leaf
 
 
 @keeps_dtype
@@ -79,19 +81,17 @@ def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -
 
 
 def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str | None = None) -> list[Tensor]:
-    """`step` of each (m, g, lr), of any shapes. Where the leaf can (`cayley_of_many`), those of one dtype and device go
-    through the same kernels at the same time; bit for bit the same as one after the other.
+    """`step` of each (m, g, lr), of any shapes: those of one leaf, dtype and device as one call of `cayley_of_many`.
+
+    Bit for bit the same as one after the other.
     """
     if len(batches) == 1 or torch.compiler.is_compiling():
         return [step(m, g, lr, backend) for m, g, lr in batches]
     results: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
-    for index, (m, g, lr) in enumerate(batches):
+    for index, (m, _, _) in enumerate(batches):
         leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
-        if hasattr(leaf, "cayley_of_many"):
-            together.setdefault((leaf, m.dtype, m.device), []).append(index)
-        else:
-            results[index] = step(m, g, lr, backend)
+        together.setdefault((leaf, m.dtype, m.device), []).append(index)
     for (leaf, *_), indices in together.items():
         results.update(zip(indices, leaf.cayley_of_many([batches[index] for index in indices]), strict=True))
     return [results[index] for index in range(len(batches))]
@@ -115,7 +115,7 @@ def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Ten
         check_finite("m", m)
         check_finite("g", g)
     rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr
-    stepped: Tensor = leaf.cayley(dense(m), dense(g), rate)
+    stepped: Tensor = leaf.cayley(contiguous(m), contiguous(g), rate)
     return stepped
 
 

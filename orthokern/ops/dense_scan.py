@@ -17,7 +17,7 @@ from orthokern.ops._common import (
     apart,
     check_lengths,
     check_tokens,
-    dense,
+    contiguous,
     given,
     no_second_derivative,
     scan_features,
@@ -160,9 +160,9 @@ def _fwd(
     check_lengths(lengths, x.shape[0])
     check_tokens(x, weight, lengths)
     outputs = leaf.dense_scan_fwd(
-        dense(x), dense(w), dense(h0), dense(weight), dense(bias), dense(act_param),
+        *map(contiguous, (x, w, h0, weight, bias, act_param)),
         activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
-        lengths=dense(lengths), message_clip=message_clip,
+        lengths=contiguous(lengths), message_clip=message_clip,
     )  # fmt: skip
     _taps.record_states("dense_scan", outputs[0])
     return apart(outputs)
@@ -234,10 +234,9 @@ def _bwd(
     check_lengths(lengths, grad_hs.shape[0])
     check_tokens(x, weight, lengths)
     grads = leaf.dense_scan_bwd(
-        dense(grad_hs), dense(states), dense(pre), dense(x), dense(w), dense(h0), dense(weight),
-        dense(bias), dense(act_param), activation=activation, checkpoint_every=checkpoint_every, need_x=need_x,
-        need_params=need_params, precision=precision, algorithm=algorithm, lengths=dense(lengths),
-        message_clip=message_clip,
+        *map(contiguous, (grad_hs, states, pre, x, w, h0, weight, bias, act_param)),
+        activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
+        precision=precision, algorithm=algorithm, lengths=contiguous(lengths), message_clip=message_clip,
     )  # fmt: skip
     if _taps.SINKS:
         _taps.record("dense_scan", grads[-1])

@@ -17,7 +17,7 @@ from orthokern.ops._common import (
     apart,
     check_lengths,
     check_tokens,
-    dense,
+    contiguous,
     given,
     no_second_derivative,
     scan_features,
@@ -167,9 +167,9 @@ def _fwd(
     check_lengths(lengths, x.shape[0])
     check_tokens(x, weight, lengths)
     outputs = leaf.factored_scan_fwd(
-        dense(x), dense(u), dense(s), dense(v), dense(h0), dense(weight), dense(bias), dense(act_param),
+        *map(contiguous, (x, u, s, v, h0, weight, bias, act_param)),
         activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
-        lengths=dense(lengths), message_clip=message_clip,
+        lengths=contiguous(lengths), message_clip=message_clip,
     )  # fmt: skip
     _taps.record_states("factored_scan", outputs[0])
     return apart(outputs)
@@ -245,10 +245,9 @@ def _bwd(
     check_lengths(lengths, grad_hs.shape[0])
     check_tokens(x, weight, lengths)
     grads = leaf.factored_scan_bwd(
-        dense(grad_hs), dense(states), dense(pre), dense(x), dense(u), dense(s), dense(v), dense(h0), dense(weight),
-        dense(bias), dense(act_param), activation=activation, checkpoint_every=checkpoint_every, need_x=need_x,
-        need_params=need_params, precision=precision, algorithm=algorithm, lengths=dense(lengths),
-        message_clip=message_clip,
+        *map(contiguous, (grad_hs, states, pre, x, u, s, v, h0, weight, bias, act_param)),
+        activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
+        precision=precision, algorithm=algorithm, lengths=contiguous(lengths), message_clip=message_clip,
     )  # fmt: skip
     if _taps.SINKS:
         _taps.record("factored_scan", grads[-1])

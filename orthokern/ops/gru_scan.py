@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _taps
-from orthokern.ops._common import apart, check_lengths, dense, given, no_second_derivative
+from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
@@ -121,7 +121,7 @@ def _fwd(
     leaf = _leaf(w, backend, lengths)
     check_lengths(lengths, x.shape[0])
     outputs = leaf.gru_scan_fwd(
-        dense(x), dense(w), dense(h0), dense(bias), variant=variant, lengths=dense(lengths)
+        *map(contiguous, (x, w, h0, bias)), variant=variant, lengths=contiguous(lengths)
     )  # fmt: skip
     _taps.record_states("gru_scan", outputs[0])
     return apart(outputs)
@@ -164,8 +164,8 @@ def _bwd(
     leaf = _leaf(w, backend, lengths)
     check_lengths(lengths, grad_hs.shape[0])
     grads = leaf.gru_scan_bwd(
-        dense(grad_hs), dense(hs), dense(gates), dense(pre), dense(w), dense(h0), dense(bias),
-        variant=variant, need_params=need_params, lengths=dense(lengths),
+        *map(contiguous, (grad_hs, hs, gates, pre, w, h0, bias)),
+        variant=variant, need_params=need_params, lengths=contiguous(lengths),
     )  # fmt: skip
     if _taps.SINKS:
         _taps.record("gru_scan", grads[-1])

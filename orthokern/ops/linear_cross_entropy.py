@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_range, dense, given, no_second_derivative
+from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_range, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -95,7 +95,9 @@ def _fwd(
     )
     check_range("target", target, weight.shape[0], "class ids")
     outputs = leaf.linear_cross_entropy_fwd(
-        dense(hidden), dense(weight), dense(bias), dense(target), reduction=reduction, need_grad=need_grad
+        *map(contiguous, (hidden, weight, bias, target)),
+        reduction=reduction,
+        need_grad=need_grad,
     )
     return apart(outputs)
 

@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
 from orthokern.dispatch import Support
-from orthokern.ops._common import dense, no_second_derivative
+from orthokern.ops._common import contiguous, no_second_derivative
 from orthokern.ops._register import custom_op
 
 _SAME = "the reference is as fast: all of its work is torch's matrix products, on every device"
@@ -73,7 +73,7 @@ def _leaf(x: Tensor, backend: str | None) -> Any:
 def _fwd(x: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     """(p, powers, terms, c, root, squarings), as the reference describes them."""
     with ieee_products():
-        p, powers, *rest = _leaf(x, backend).skew_exp_fwd(dense(x))
+        p, powers, *rest = _leaf(x, backend).skew_exp_fwd(contiguous(x))
     return (p, powers.contiguous(), *rest)
 
 
@@ -102,7 +102,7 @@ def _bwd(
 ) -> Tensor:
     """grad_x [..., N, N]. x is there for the refusal of second derivatives: the saved tensors pass for constants."""
     with ieee_products():
-        grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(dense(grad_p), powers, terms, c, root, squarings)
+        grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(contiguous(grad_p), powers, terms, c, root, squarings)
     return grad_x
 
 

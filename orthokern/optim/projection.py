@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from orthokern import _autocast, cpu
+from orthokern import _autocast
 from orthokern._products import ieee_products
-from orthokern.cpu import spectral
 from orthokern.errors import InputError, unknown_name
+from orthokern.ops import spectral
 
 __all__ = ["SpectralNormProjection"]
 
@@ -57,14 +57,14 @@ class _Certificate:
 
     def replaced(self, w: Tensor, v: Tensor, level: float) -> _Certificate:
         """A certificate of w [M, K] and v [K, k] in this one's memory, which is no longer one."""
-        return _Certificate(self.anchor.copy_(w), v, w @ v, level, _norm(w))
+        return _Certificate(self.anchor.copy_(w), v, w @ v, level, spectral.distance(w))
 
     def complement(self, w: Tensor, image: Tensor) -> float:
         """A bound of ||W (I - V V^T)||_2 for another W [M, K] and its W V: the level and what changed outside of V."""
         rounding = 8 * torch.finfo(w.dtype).eps * self.whole
         if image is self.image:  # and W is W_0
             return self.level + rounding
-        change, inside = _norm(w, self.anchor), _norm(image, self.image)
+        change, inside = spectral.distance(w, self.anchor), spectral.distance(image, self.image)
         squares = max(change**2 - inside**2, 0.0) + 4 * _relative(w) * change**2
         return self.level + math.sqrt(squares + rounding * (change + inside + rounding))
 
@@ -223,7 +223,7 @@ class SpectralNormProjection:
                 self._before[index] = self._certificates[index] = None
                 bounds.append(math.inf)
             else:
-                bounds.append(self._bounds[index] + _norm(w, before) * (1 + _relative(w)))
+                bounds.append(self._bounds[index] + spectral.distance(w, before) * (1 + _relative(w)))
         return bounds
 
     def _project(self, index: int, bound: float) -> None:
@@ -264,7 +264,7 @@ class SpectralNormProjection:
         exact = w.double()
         K = w.shape[1]
         far = _RANGE * self.limit
-        square = _norm(w) <= far * math.sqrt(K)  # else the largest is above `far`
+        square = spectral.distance(w) <= far * math.sqrt(K)  # else the largest is above `far`
         if square:
             theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
             s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
@@ -279,7 +279,7 @@ class SpectralNormProjection:
             directions = v[:, :watched].contiguous().to(w.dtype)
             level = float(s[watched]) * (1 + 1e-6) + 1e-7 * float(s[0])
             if level < (1 - 2 * _MARGIN) * self.trigger:  # else it would not outlive the next step
-                certificate = _Certificate(w.clone(), directions, w @ directions, level, _norm(w))
+                certificate = _Certificate(w.clone(), directions, w @ directions, level, spectral.distance(w))
         count = int((s > self.trigger).sum())
         if count == 0:
             return (None, float(s[0])), certificate
@@ -380,16 +380,14 @@ class SpectralNormProjection:
     def _without(self, w: Tensor, v: Tensor) -> Tensor:
         """w [M, K] with the singular values in the directions v [K, s], float64, all too large, at the limit."""
         v = torch.linalg.qr(v)[0]
-        native = cpu.AVAILABLE and w.is_cpu
-        u, sigma, vh = torch.linalg.svd(spectral.wide_product(w, v) if native else w.double() @ v, full_matrices=False)
-        taken = (u * (sigma - self.limit)) @ vh
-        return spectral.subtract_product(w, taken, v) if native else torch.addmm(w.double(), taken, v.mT, alpha=-1)
+        u, sigma, vh = torch.linalg.svd(spectral.wide_product(w, v), full_matrices=False)
+        return spectral.subtract_product(w, (u * (sigma - self.limit)) @ vh, v)
 
     def _certify(self, w: Tensor, older: _Certificate, tight: bool) -> tuple[_Certificate | None, Tensor]:
         """(a certificate by step 3 of Note [Work] for w [M, K], from an older one's directions and in its memory, or
         None without proof; W^T W)."""
         K = w.shape[1]
-        gram = _gram(w)
+        gram = spectral.gram(w)
         v = older.v
         if tight:  # V has hardly turned
             for _ in range(2):
@@ -412,12 +410,12 @@ class SpectralNormProjection:
             diagonal = minus.diagonal().clone()
             if not tight:  # between the smallest value in V and the highest that will do
                 level = (min(float(theta[0]), highest) + highest) / 2
-                if _is_definite(minus, diagonal + level):
+                if spectral.is_definite(minus, diagonal + level):
                     return older.replaced(w, v, math.sqrt(level * (1 + _MARGIN))), gram
                 minus.diagonal().copy_(diagonal)
             block, largest = _leading_block(minus)
             for level in (largest * (1 + 2 * _MARGIN), largest * (1 + 6 * _MARGIN)):
-                if level <= highest and _is_definite(minus, diagonal + level):
+                if level <= highest and spectral.is_definite(minus, diagonal + level):
                     return older.replaced(w, v, math.sqrt(level * (1 + _MARGIN))), gram
             v = torch.linalg.qr(torch.cat([v, block], 1))[0]
         return None, gram
@@ -449,40 +447,9 @@ def _filtered(gram: Tensor, v: Tensor, degree: int, level: float) -> Tensor:
     return torch.linalg.qr(now.mT)[0]
 
 
-def _is_definite(a: Tensor, diagonal: Tensor) -> bool:
-    """Whether a symmetric matrix [K, K] is positive definite, once it has been given another diagonal [K]. It may be
-    changed."""
-    if cpu.AVAILABLE and a.is_cpu:
-        return spectral.is_definite(a, diagonal)
-    a.diagonal().copy_(diagonal)
-    return not int(torch.linalg.cholesky_ex(a)[1])
-
-
-def _norm(a: Tensor, b: Tensor | None = None) -> float:
-    """Frobenius norm of a matrix [M, K], or of the difference of two, to a relative error of ``_relative``."""
-    if cpu.AVAILABLE and a.is_cpu:
-        return spectral.distance(a, b)
-    rows = torch.linalg.vector_norm(a if b is None else a - b, dim=1)
-    return float(torch.linalg.vector_norm(rows, dtype=torch.float64))
-
-
 def _relative(a: Tensor) -> float:
     """What the sum of a row's squares loses to rounding, relative, in whatever order it is taken. a: [M, K]."""
     return a.shape[1] * torch.finfo(a.dtype).eps
-
-
-def _gram(w: Tensor) -> Tensor:
-    """W^T W [K, K] for W [M, K], in half of a product's operations, or three quarters where torch has to do it."""
-    if cpu.AVAILABLE and w.is_cpu:
-        return spectral.gram(w)
-    half = w.shape[1] // 2
-    left, right = w[:, :half], w[:, half:]
-    gram = w.new_empty(w.shape[1], w.shape[1])
-    gram[:half, :half] = left.mT @ left
-    gram[half:, half:] = right.mT @ right
-    gram[:half, half:] = left.mT @ right
-    gram[half:, :half] = gram[:half, half:].mT
-    return gram
 
 
 def _outside_of_others(image: Tensor, new: Tensor, added: int, level: float) -> float:

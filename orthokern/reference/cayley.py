@@ -27,6 +27,8 @@ Note [Cayley step]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,3 +54,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     q = torch.cat([m, -g], dim=-1)
     eye = torch.eye(2 * K, dtype=m.dtype, device=m.device)
     return m - rate * (p @ torch.linalg.solve(eye + rate / 2 * (q.mT @ p), q.mT @ m))
+
+
+def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
+    """`cayley` of each (m, g, lr), one after the other."""
+    return [cayley(*step) for step in steps]
