@@ -66,5 +66,6 @@ _ROWS = (
     Activation("prelu", 3, "input", Parameter("slope", stem="slope", start=0.25)),
     Activation("modrelu", 4, "output", Parameter("bias", stem="modrelu_bias", per_unit=True, start=(-0.01, 0.01))),
     Activation("oplu", 5, "input", pairs=True),
+    Activation("softsign", 6, "output"),
 )
 ACTIVATIONS = {row.name: row for row in _ROWS}

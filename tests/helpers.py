@@ -150,7 +150,7 @@ def distance_to_kink(problem: ScanProblem) -> float:
     terms. Comparisons element by element need a problem without such units.
     """
     name, slope_or_bias = problem.activation, problem.act_param
-    if name in ("identity", "tanh"):
+    if name in ("identity", "tanh", "softsign"):
         return float("inf")
     h, nearest = problem.h0, float("inf")
     for e in input_term(problem.x, problem.weight, problem.bias).unbind(0):

@@ -234,7 +234,8 @@ def test_group_and_cluster_change_no_bit_of_a_sequence(op: str, wish: Any) -> No
 def test_parity_of_factored_maps_above_128_units(activation: str, wish: Any) -> None:
     """Tiles of 5 rows, whose sums leave some lanes with nothing of their own, and one sequence at a time."""
     index = NAMES.index(activation)
-    N, K = [(160, 160), (129, 127), (144, 144), (153, 9), (159, 158), (137, 137), (150, 149)][index]
+    sizes = [(160, 160), (129, 127), (144, 144), (153, 9), (159, 158), (137, 137), (150, 149)]
+    N, K = sizes[index % len(sizes)]
     group = 1 + index % 3
     wish({"path": RESIDENT, "group": group})
     T, inputs = (4, 19)[index % 2], KINDS[index % 3]

@@ -263,6 +263,8 @@ def plain(module: RNN | FactorizedRNN, x: Tensor, h: Tensor) -> Tensor:
         elif module.nonlinearity == "oplu":
             top, low = torch.maximum(a[:, ::2], a[:, 1::2]), torch.minimum(a[:, ::2], a[:, 1::2])
             h = torch.stack([top, low], -1).flatten(1)
+        elif module.nonlinearity == "softsign":
+            h = torch.nn.functional.softsign(a)
         else:
             assert module.nonlinearity == "identity"
             h = a

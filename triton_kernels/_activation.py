@@ -72,6 +72,8 @@ def apply(b_a, b_param, ACTIVATION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N
         b_h = tl.where((b_magnitude <= 0) | (b_a == 0), 0.0, b_signed)
     elif ACTIVATION == "oplu":
         b_h = swap_pairs(b_a, b_a, BLOCK_B, BLOCK_N)
+    elif ACTIVATION == "softsign":
+        b_h = b_a / (1.0 + tl.abs(b_a))
     else:
         tl.static_assert(ACTIVATION == "identity", "an activation without a formula")
         b_h = b_a
@@ -97,6 +99,9 @@ def chain(b_grad, b_h, b_a, b_param, ACTIVATION: tl.constexpr, BLOCK_B: tl.const
         b_elementwise = tl.where(b_h > 0, b_delta, tl.where(b_h < 0, -b_delta, 0.0))
     elif ACTIVATION == "oplu":
         b_delta = swap_pairs(b_grad, b_a, BLOCK_B, BLOCK_N)
+    elif ACTIVATION == "softsign":
+        b_left = 1.0 - tl.abs(b_h)
+        b_delta = b_grad * b_left * b_left
     else:
         tl.static_assert(ACTIVATION == "identity", "an activation without a derivative")
         b_delta = b_grad

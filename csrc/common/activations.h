@@ -7,6 +7,7 @@
 //   prelu      max(a, 0) + p min(a, 0)           1 if a > 0 else p                     g min(a, 0)
 //   modrelu    sign(a) max(|a| + p, 0)           1 if h != 0                           g sign(h)
 //   oplu       pairs (a, b) -> (max, min)        the same exchange of the pair
+//   softsign   a / (1 + |a|)                     (1 - |h|)^2
 //
 // h is the output, a the input, g the gradient of h. Every phi maps 0 to 0: units and rows that fill a vector or a tile stay zero.
 //
@@ -113,9 +114,21 @@ struct Oplu : Traits<5, kInput, false, true> {
   }
 };
 
+struct Softsign : Traits<6, kOutput> {
+  template <class M, class V>
+  static ORTHOKERN_HD V forward(V a, V) {
+    return a / (1 + (a < V{} ? -a : a));
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V backward(V h, V g, V) {
+    const V left = 1 - (h < V{} ? -h : h);
+    return g * left * left;
+  }
+};
+
 }  // namespace act
 
-#define ORTHOKERN_ACTIVATIONS(X) X(Identity) X(Tanh) X(Relu) X(Prelu) X(Modrelu) X(Oplu)
+#define ORTHOKERN_ACTIVATIONS(X) X(Identity) X(Tanh) X(Relu) X(Prelu) X(Modrelu) X(Oplu) X(Softsign)
 
 // Calls f(A{}) for the activation A of this number. False, and no call, if there is none.
 template <class F>

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "common/activations.h"
+#include "cuda/launch.h"
 
 namespace orthokern {
 namespace cuda {

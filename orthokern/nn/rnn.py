@@ -468,9 +468,9 @@ class RNN(_Recurrent):
         input_size: D, features of the input, or the number of token ids for integer input.
         hidden_size: N.
         num_layers: stacked recurrences, each fed by the states of the one below.
-        nonlinearity: "tanh", "relu", "identity", "leaky_relu", "prelu" (learned slope, one per recurrence, 0.25 at
-            first), "modrelu" (learned bias [N], U(-0.01, 0.01) at first) or "oplu" (pairwise max and min; N must be
-            even).
+        nonlinearity: one of orthokern.functional.ACTIVATIONS; orthokern.ops.activations.activation has the equations.
+            "prelu" learns a slope, one per recurrence, 0.25 at first; "modrelu" learns a bias [N], U(-0.01, 0.01) at
+            first; "oplu" works on pairs of units, so N must be even.
         bias: learn bias_ih and bias_hh (two, as torch has them; only their sum acts).
         batch_first: input and output are [B,T,..]; hx and h_n are not affected.
         dropout: in [0, 1], on the output of every layer but the last, when training.

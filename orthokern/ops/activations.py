@@ -1,4 +1,4 @@
-"""activations: identity, tanh, relu, leaky_relu, prelu, modrelu and oplu, standalone; the scans use the same ones."""
+"""activations: the functions between time steps, standalone; the scans use the same ones."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
         prelu       the same with a learned slope
         modrelu     y = sign(x) max(|x| + bias, 0)
         oplu        adjacent pairs (x_2i, x_2i+1) -> (max, min); a tie is not swapped
+        softsign    y = x / (1 + |x|)
         Derivatives: Note [Activation derivatives] in ``orthokern/reference/activations.py``.
 
     Args:

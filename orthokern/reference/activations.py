@@ -7,12 +7,14 @@
     prelu       the same with a learned slope
     modrelu     y = sign(x) max(|x| + bias, 0), sign(0) = 0
     oplu        adjacent pairs (x_2i, x_2i+1) -> (max, min); a tie is not swapped
+    softsign    y = x / (1 + |x|)
 
 Note [Activation derivatives]
     prelu:    dy/dx = 1 if x > 0 else slope;                 dy/dslope = min(x, 0).
     modrelu:  dy/dx = 1 if |x| + bias > 0 and x != 0 else 0; dy/dbias = sign(x) where |x| + bias > 0.
               A unit passes iff y != 0, and then sign(y) = sign(x): both derivatives follow from the output alone.
     tanh:     dy/dx = 1 - y^2.   relu: dy/dx = 1[y > 0].     Both follow from the output alone.
+    softsign: dy/dx = 1 / (1 + |x|)^2 = (1 - |y|)^2, from the output too.
     oplu:     a permutation of each pair, so the backward is the same permutation of the gradient (it is its own
               inverse). Which one cannot be read from the output, so oplu (and prelu, whose slope may be 0 or negative)
               needs the input.
@@ -57,6 +59,8 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
         return torch.tanh(x)
     if activation == "relu":
         return torch.relu(x)
+    if activation == "softsign":
+        return x / (1 + x.abs())
     if activation == "oplu":
         return _swap_pairs(x, _oplu_swaps(x))
     assert act_param is not None
@@ -104,6 +108,9 @@ def chain(
         return grad_y * (1 - y * y), None
     if activation == "relu":
         return grad_y * (y > 0), None
+    if activation == "softsign":
+        left = 1 - y.abs()
+        return grad_y * left * left, None
     if activation == "modrelu":
         grad_x = grad_y * (y != 0)
         return grad_x, grad_x * torch.sign(y)
