@@ -16,6 +16,7 @@ from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
 
 SIZES = [{"N": 200, "T": 35, "B": 20}, {"N": 650, "T": 35, "B": 20}, {"N": 128, "T": 1000, "B": 50}]
+SIZES += [{"N": 500, "T": 120, "B": 50}, {"N": 1000, "T": 120, "B": 50}]  # those of torch.nn.RNN in bench_modules.py
 QUICK = [{"N": 24, "T": 5, "B": 3}]
 LANGUAGE_MODEL = [{"N": 650, "T": 35, "B": 20, "C": 10_000}]
 LANGUAGE_MODEL_QUICK = [{"N": 24, "T": 5, "B": 3, "C": 50}]

@@ -1,61 +1,48 @@
-"""Tables from a results file: for the end of `pytest bench`, and for the README.
+"""Tables from a results file: printed at the end of `pytest bench`, and written into README.md and docs/benchmarks.md.
 
-python bench/tables.py bench/results/FILE.json            write the README's sections anew
-python bench/tables.py --check                            exit with 1 unless they agree with the file that they name
+python bench/tables.py bench/results/FILE.json            rewrite the sections of both pages
+python bench/tables.py --check                            exit with 1 if a page differs from the file that it names
 python bench/tables.py bench/results/FILE.json --print    print the tables and change nothing
 
-A section of the README stands between <!-- bench:NAME --> and <!-- /bench:NAME -->; NAME is speed, table5, accuracy,
-or support, which comes from the operators' SUPPORT tables and not from the file. Nothing in it is written by hand, and
-no row is left out because it is a bad one.
+A section stands between <!-- bench:NAME --> and <!-- /bench:NAME -->; a page may hold any of SECTIONS. `support` comes
+from the operators' SUPPORT tables, all others from the file. Sections are not edited by hand, and no row is left out
+because its number is bad.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import os
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from layout import (
+    MARKS,
+    Results,
+    Row,
+    Table,
+    by_size,
+    cases,
+    counted,
+    direction,
+    find,
+    limits,
+    number,
+    of,
+    percent,
+    size_label,
+    sizes,
+    times,
+    wrapped,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("speed", "table5", "accuracy", "support")
-MARKS = {"goal": " ✓✓", "bar": " ✓", "no": " ✗", None: ""}
-LEGEND = "✓✓ reaches the goal, ✓ the bar, ✗ misses the bar; a number without a mark has none."
-
-Row = Mapping[str, Any]
-Results = Mapping[str, Any]
-
-
-@dataclasses.dataclass
-class Table:
-    """A title, a header, cells, and a sentence below."""
-
-    title: str
-    header: list[str]
-    cells: list[list[str]]
-    note: str = ""
-
-    def markdown(self) -> str:
-        lines = [f"**{self.title}**", ""]
-        lines.append("| " + " | ".join(self.header) + " |")
-        lines.append("| " + " | ".join(["---"] + ["---:"] * (len(self.header) - 1)) + " |")
-        lines += ["| " + " | ".join(row) + " |" for row in self.cells]
-        return "\n".join(lines + (["", self.note] if self.note else []))
-
-    def text(self) -> str:
-        """Columns padded to the width of their widest cell."""
-        plain = [[cell.replace("`", "") for cell in row] for row in (self.header, *self.cells)]
-        widths = [max(len(row[i]) for row in plain) for i in range(len(self.header))]
-        lines = []
-        for row in plain:
-            padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-            padded[0] = row[0].ljust(widths[0])
-            lines.append("  ".join(padded))
-        return "\n".join(lines + textwrap.wrap(self.note.replace("`", ""), 110))
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+SECTIONS = ("speed-summary", "error-summary", "speed", "table5", "accuracy", "support")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -63,96 +50,10 @@ def load(path: Path) -> dict[str, Any]:
     try:
         results: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {path} is no results file: {error}") from None
+        raise SystemExit(f"error: {path} is not a results file: {error}") from None
     if results.get("schema") != 1:
         raise SystemExit(f"error: {path} has schema {results.get('schema')!r}, accepted is 1")
     return results
-
-
-# ---- pieces ------------------------------------------------------------------------------------------------------
-
-
-def number(value: float) -> str:
-    """Two or three digits."""
-    if value != value or value == 0:
-        return f"{value:g}"
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    if abs(value) >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if abs(value) >= 0.01 else f"{value:.1g}"
-
-
-def counted(count: int, thing: str) -> str:
-    """ "1 core", "2 cores"."""
-    return f"{count} {thing}" + ("" if count == 1 else "s")
-
-
-def of(results: Results, table: str) -> list[Row]:
-    return [row for row in results["rows"] if row["table"] == table]
-
-
-def cases(rows: Sequence[Row]) -> list[str]:
-    """Their names, in the order of their first appearance, which is that of the source."""
-    return list(dict.fromkeys(row["case"] for row in rows))
-
-
-def size_label(size: Mapping[str, int], without: str = "B") -> str:
-    return ", ".join(f"{letter}={size[letter]}" for letter in "NTBDC" if letter in size and letter not in without)
-
-
-def sizes(rows: Sequence[Row]) -> list[dict[str, int]]:
-    """All sizes, by N, then T, then B."""
-    unique = {tuple(sorted(row["size"].items())): row["size"] for row in rows}
-    return sorted(unique.values(), key=lambda size: (size.get("N", 0), size.get("T", 0), size.get("B", 0)))
-
-
-def find(rows: Sequence[Row], case: str, size: Mapping[str, int]) -> Row | None:
-    return next((row for row in rows if row["case"] == case and row["size"] == size), None)
-
-
-def limits(rows: Sequence[Row], show: Callable[[float], str]) -> str:
-    """ "bar (goal)", for each size, from left to right, that has others than the one before."""
-    texts: list[str] = []
-    for row in rows:
-        text = "–"
-        if row["bar"] is not None:
-            text = show(row["bar"]) + (f" ({show(row['goal'])})" if row["goal"] is not None else "")
-        if texts[-1:] != [text]:
-            texts.append(text)
-    return ", ".join(texts)
-
-
-def by_size(
-    rows: Sequence[Row],
-    title: str,
-    cell: Callable[[Row], str],
-    show_limit: Callable[[float], str] | None,
-    note: str = "",
-    first: str = "",
-    without: str = "BDC",
-) -> Table:
-    """A table of cases by sizes; `show_limit` adds a column of bars and goals."""
-    columns = sizes(rows)
-    header = [first, *(size_label(size, without) for size in columns)]
-    if show_limit is not None:
-        header.append("bar (goal)")
-    cells = []
-    for case in cases(rows):
-        found = [find(rows, case, size) for size in columns]
-        line = [f"{case}", *("–" if row is None else cell(row) + MARKS[row["reached"]] for row in found)]
-        if show_limit is not None:
-            line.append(limits([row for row in found if row is not None], show_limit))
-        cells.append(line)
-    return Table(title, header, cells, note)
-
-
-def times(value: float) -> str:
-    return f"{number(value)}x"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.0f} %"
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
@@ -167,16 +68,16 @@ def scan(results: Results) -> list[Table]:
         details = row["details"]
         return f"{percent(row['value'])} ({number(details['gflops'])}, {number(details['us_per_step'])} µs)"
 
-    title = "Scans: share of torch's SGEMM rate, measured beside; in brackets GFLOP/s and time per step"
-    return [by_size(rows, title, cell, percent)]
+    title = "Scans: rate as a share of torch's SGEMM rate in the same round"
+    return [by_size(rows, title, cell, percent, "In parentheses: GFLOP/s, and µs per time step.")]
 
 
 def loops(results: Results) -> list[Table]:
     found = []
-    notes = "In brackets µs per time step, theirs and ours."
+    notes = "In parentheses: µs per time step, theirs / ours."
     for table, title in (
-        ("loops", "Loops in torch: how many times as long as ours they take, forward and backward"),
-        ("modules", "Modules with their input projection: how many times as long as ours torch.nn.RNN takes"),
+        ("loops", "Loops over time written in torch: their time divided by ours, forward and backward"),
+        ("modules", "Modules with input projection: time of torch.nn.RNN divided by ours, forward and backward"),
     ):
         rows = of(results, table)
 
@@ -189,7 +90,7 @@ def loops(results: Results) -> list[Table]:
         if rows:
             note = notes
             if any("at_sgemm_rate" in row["details"] for row in rows):
-                note += " Then what the ratio would be if ours ran at the rate of torch's matrix product throughout."
+                note += " After the semicolon: the ratio if all of our operations ran at torch's SGEMM rate."
             found.append(by_size(rows, title, cell, lambda value: f"{value:g}x", note))
     return found
 
@@ -207,7 +108,11 @@ def copy_task(results: Results) -> list[Table]:
         bar = f"{number(row['bar'])} {row['unit']}" if row["bar"] is not None else "–"
         cells.append([row["case"], value + MARKS[row["reached"]], bar])
     title = f"One iteration of the copy task, {size_label(rows[0]['size'], 'DC')}"
-    return [Table(title, ["", "", "at most"], cells)]
+    better = (
+        "Lower is better for the time of an iteration, the share outside the scan, and the memory. "
+        "The other rows say how the time is divided."
+    )
+    return [Table(title, better, ["", "", "target, at most"], cells)]
 
 
 def memory(results: Results) -> list[Table]:
@@ -224,8 +129,8 @@ def memory(results: Results) -> list[Table]:
         ]
         for row in rows
     ]
-    title = "Memory of forward and backward over that of states plus adjoints"
-    return [Table(title, ["", "size", "ratio", "peak beyond inputs", "at most"], cells)]
+    title = "Peak memory of forward and backward, divided by the size of states plus adjoints"
+    return [Table(title, direction(rows), ["", "size", "ratio", "peak beyond inputs", "target, at most"], cells)]
 
 
 def diagnosed(results: Results) -> list[Table]:
@@ -242,15 +147,17 @@ def diagnosed(results: Results) -> list[Table]:
         ]
         for row in rows
     ]
-    title = "An iteration with diagnostics over one without, and what diagnosing every tenth one adds"
-    return [Table(title, ["", "size", "ratio", "diagnosed / plain", "added"], cells)]
+    title = "Diagnostics: time of an iteration with them divided by one without"
+    note = "The last column: the time that diagnosing every tenth iteration adds to a run."
+    header = ["", "size", "ratio", "with / without", "added by every tenth"]
+    return [Table(title, direction(rows), header, cells, note)]
 
 
 def small_ops(results: Results) -> list[Table]:
     found = []
     for table, title in (
-        ("activations", "Activations: how many times as long as ours eager torch takes, forward and backward"),
-        ("readout", "Readout with cross-entropy: how many times as long as ours torch takes, forward and backward"),
+        ("activations", "Activations: time of eager torch divided by ours, forward and backward"),
+        ("readout", "Readout with cross-entropy: time of torch divided by ours, forward and backward"),
     ):
         rows = of(results, table)
 
@@ -259,7 +166,7 @@ def small_ops(results: Results) -> list[Table]:
             return f"{times(row['value'])} ({number(theirs)} / {number(ours)} ms)"
 
         if rows:
-            found.append(by_size(rows, title, cell, None, without="DC"))
+            found.append(by_size(rows, title, cell, None, "In parentheses: theirs / ours.", without="DC"))
     return found
 
 
@@ -267,10 +174,35 @@ KNOWN = (
     "scan", "loops", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling", "accuracy",
     "table5",
 )  # fmt: skip
+# What a table without a layout of its own is about, and how its measures read. tests/test_bench_smoke.py asks for both.
+SUBJECTS = {
+    "cayley": "Cayley step of two N x N bases",
+    "gru": "GRU and its spectral projection",
+    "lengths": "Sequences of different lengths",
+    "oinit": "Learned orthogonality of B matrices",
+    "overhead": "One step of one sequence, which is mostly overhead",
+    "parametrize": "Constrained weights of torch layers",
+    "skew_exp": "Exponential of a skew matrix, with its gradient",
+    "gpu scan": "GPU, scans",
+    "gpu steps": "GPU, scans by single steps",
+    "gpu cudnn": "GPU, modules beside cuDNN",
+    "gpu flashrnn": "GPU, scans beside FlashRNN",
+    "gpu accuracy": "GPU, errors by precision",
+    "gpu eager": "GPU, eager loops",
+    "gpu cayley": "GPU, Cayley step",
+    "gpu table5": "GPU, Table 5",
+    "gpu copy": "GPU, copy task",
+}
+MEASURES = {
+    "times as long": "time of the other implementation divided by ours",
+    "share of an iteration": "share of a training iteration",
+    "time ratio": "ratio of times",
+    "time of the rectangle over that with lengths": "time of the padded batch divided by the time with `lengths`",
+}
 
 
 def others(results: Results) -> list[Table]:
-    """Tables that this file has no layout for: cases by sizes."""
+    """Tables of cases by sizes, for all that has no layout of its own."""
     found = []
     for table in dict.fromkeys(row["table"] for row in results["rows"]):
         if table in KNOWN:
@@ -284,7 +216,8 @@ def others(results: Results) -> list[Table]:
                 return number(row["value"]) + (f" {unit}" if unit else "")
 
             limit = number if any(row["bar"] is not None for row in some) else None
-            found.append(by_size(some, f"{table}: {measure}", cell, limit, without=""))
+            title = f"{SUBJECTS[table]}: {MEASURES.get(measure, measure)}"
+            found.append(by_size(some, title, cell, limit, without=""))
     return found
 
 
@@ -304,10 +237,12 @@ def scaling(results: Results) -> list[Table]:
             cells.append(line)
         header = ["", *(f"{letter}={size[letter]}" for size in sizes(points))]
         constant = ", ".join(f"{other}={value}" for other, value in fixed.items())
-        found.append(Table(f"µs per time step as {letter} grows, {constant}, forward and backward", header, cells))
+        title = f"µs per time step by {letter}, {constant}, forward and backward"
+        found.append(Table(title, direction(points), header, cells))
     return found
 
 
+RELATIVE_ERROR = "Relative error: RMS of the difference from the float64 result, divided by the RMS of that result."
 CURVES = {"T": {"N": 128, "B": 50}, "B": {"N": 128, "T": 100}, "N": {"T": 30, "B": 50}}
 
 
@@ -329,12 +264,9 @@ def accuracy(results: Results) -> list[Table]:
                 mark = MARKS["no"] if other is not None and other["reached"] == "no" else ""
                 line.append(f"{row['value']:.1e} / {row['details']['eager']:.1e}{mark}")
         cells.append(line)
-    title = f"Error of the factored scan in float32 by T, ours / eager torch, {size_label(columns[0], 'T')}"
-    note = (
-        "RMS of the difference from float64 over RMS of the float64 result. "
-        "✗: more than twice eager torch's; nothing is marked otherwise."
-    )
-    return [Table(title, ["", *(f"T={size['T']}" for size in columns)], cells, note)]
+    title = f"Error of the factored scan in float32, ours / eager torch, {size_label(columns[0], 'T')}"
+    note = f"{RELATIVE_ERROR} ✗ marks an error of ours above twice that of eager torch; other cells have no mark."
+    return [Table(title, direction(errors), ["", *(f"T={size['T']}" for size in columns)], cells, note)]
 
 
 def table5(results: Results) -> list[Table]:
@@ -366,19 +298,86 @@ def table5(results: Results) -> list[Table]:
             cells.append(line)
     header = ["hidden, non-linearity", "paper SGD", "paper geoSGD", "torch.nn.RNN, SGD", "RNN, SGD"]
     header += ["factored, geodesic", "composed, geodesic", "paper geoSGD / SGD"]
-    header += ["RNN / torch", "factored / torch", "composed / torch", "at most (goal)", "factored at SGEMM's rate"]
+    header += ["RNN / torch", "factored / torch", "composed / torch", "target (stretch), at most"]
+    header += ["factored at SGEMM's rate"]
     counts = ", ".join(
         f"{row['details']['iterations_timed']} at N={row['size']['N']}"
         for row in rows
         if row["unit"] == "s" and row["case"].startswith("torch.nn.RNN")
     )
     note = (
-        f"Timed iterations: {counts}; medians of rounds that take the variants in turns, scaled to 1000. "
-        "torch.nn.RNN is with tanh in both rows of a size: it has no linear recurrence. "
-        "The last column: if the factored scan ran at the rate of torch's matrix product and the rest took no time. "
-        "Paper: Vorontsov et al. 2017, Table 5, on a GTX-770. RNN and FactorizedRNN are orthokern.nn's."
+        f"Timed iterations: {counts}; medians of interleaved rounds, scaled to 1000. "
+        "torch.nn.RNN uses tanh in both rows of a size, since it has no linear recurrence. "
+        "The last column: factored / torch if the factored scan ran at torch's SGEMM rate and the rest took no time. "
+        "Paper: Vorontsov et al. 2017, Table 5, on a GTX-770. RNN and FactorizedRNN are those of orthokern.nn."
     )
-    return [Table("Table 5: seconds for 1000 iterations of the copy task with T = 100", header, cells, note)]
+    better = "Lower is better, for the seconds and for the ratios."
+    title = "Table 5: seconds for 1000 iterations of the copy task with T = 100"
+    return [Table(title, better, header, cells, note)]
+
+
+SHOWN_N = (128, 500, 1000)  # the README's
+
+
+def speed_summary(results: Results) -> list[Table]:
+    """Our modules beside those of torch: one T for each N, and one step of one sequence."""
+    found: dict[str, dict[tuple[int, ...], Row]] = {}
+    for row in (row for table in ("modules", "gru", "overhead") for row in of(results, table)):
+        theirs, _, ours = row["case"].partition(" over orthokern.nn.")
+        if ours and "kanai" not in ours:
+            options = (
+                '(variant="torch")' if ours.startswith("GRU") else '(apply="composed")' if "composed" in ours else ""
+            )
+            name = f"`{ours.split(', ')[0]}{options}` and `{theirs}`"
+            found.setdefault(name, {})[tuple(row["size"][letter] for letter in "NTB")] = row
+    sized = sorted({size for rows in found.values() for size in rows})
+    columns = [size for size in sized if size[1] == 1]
+    columns += [min(some) for N in SHOWN_N if (some := [size for size in sized if size[:1] == (N,) and size[1] > 1])]
+    cells = []
+    for name, rows in found.items():
+        line = [name]
+        for size in columns:
+            row = rows.get(size)
+            if row is None:
+                line.append("–")
+                continue
+            theirs, ours = (number(1e3 * row["details"][side]["median"] / size[1]) for side in ("peer_ms", "ms"))
+            line.append(f"{times(row['value'])} ({theirs} / {ours})")
+        cells.append(line)
+    if not cells:
+        return []
+    header = ["of orthokern.nn, and its peer", *("N={}, T={}, B={}".format(*size) for size in columns)]
+    title = "Speed-up of forward and backward: time of torch's module divided by ours"
+    better = "Higher is better; below 1x, ours is slower. In parentheses: µs per step, theirs / ours. –: not measured."
+    return [Table(title, better, header, cells)]
+
+
+def error_summary(results: Results) -> list[Table]:
+    """Errors of the states, and the largest of all gradients."""
+    rows = [row for row in of(results, "accuracy") if row["measure"] == "relative error"]
+    if not rows:
+        return []
+    columns, cells = sizes(rows), []
+    for activation in dict.fromkeys(case.split(": ")[0] for case in cases(rows)):
+        for label, states in (("states", True), ("gradients, the largest", False)):
+            line = [f"{activation}: {label}"]
+            for size in columns:
+                some = [row for row in rows if row["size"] == size and row["case"].startswith(f"{activation}: ")]
+                some = [row for row in some if row["case"].endswith(": states") == states]
+                ours, eager = (max(get(row) for row in some) for get in (_error, _error_of_torch))
+                line.append(f"{ours:.1e} / {eager:.1e}")
+            cells.append(line)
+    title = f"Relative error of `factored_scan` in float32, ours / eager torch, {size_label(columns[0], 'T')}"
+    header = ["", *(f"T={size['T']}" for size in columns)]
+    return [Table(title, direction(rows), header, cells, f"{RELATIVE_ERROR} Same run as above.")]
+
+
+def _error(row: Row) -> float:
+    return float(row["value"])
+
+
+def _error_of_torch(row: Row) -> float:
+    return float(row["details"]["eager"])
 
 
 def timings_of(results: Results) -> list[Table]:
@@ -392,7 +391,8 @@ def timings_of(results: Results) -> list[Table]:
         ms = timing["ms"]
         cells = [name, f"{number(ms['median'])} ms", f"{number(ms['min'])} ms", str(timing["rounds"])]
         groups.setdefault(timing["group"] or Path(file).stem, []).append(cells)
-    return [Table(group, ["", "median", "min", "rounds"], cells) for group, cells in groups.items()]
+    header = ["", "median", "min", "rounds"]
+    return [Table(group, "Lower is better.", header, cells) for group, cells in groups.items()]
 
 
 def text_tables(results: Results) -> list[tuple[str, str]]:
@@ -444,16 +444,16 @@ def plot_scaling(results: Results, path: Path) -> Path | None:
     return path
 
 
-# ---- README ------------------------------------------------------------------------------------------------------
+# ---- pages -------------------------------------------------------------------------------------------------------
 
 
-def conditions_line(results: Results, shown: str) -> str:
+def conditions_line(results: Results, link: str) -> str:
     """What the numbers of a section depend on."""
     here = results["conditions"]
     machine, versions = here["machine"], here["versions"]
-    commit = f"commit {here['commit'][:10]}" if here["commit"] else "no commit known"
+    commit = f"commit {here['commit'][:10]}" if here["commit"] else "commit unknown"
     if here["changed_since_commit"]:
-        commit += " and changes since"
+        commit += " with uncommitted changes"
     days = sorted({row["measured_at"][:10] for row in results["rows"]})
     parts = [
         f"{machine['cpu']}, {counted(machine['cores'], 'core')}, {machine['isa']} kernels",
@@ -461,11 +461,11 @@ def conditions_line(results: Results, shown: str) -> str:
         f"PyTorch {versions['torch']}, Python {versions['python']}, orthokern {versions['orthokern']}, {commit}",
         f"{here['dtype']}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, `pytest bench --benchmark-only`",
     ]
-    return f"{'; '.join(parts)}. All numbers: [{shown}]({shown})."
+    return wrapped(f"{'; '.join(parts)}. All numbers: [{Path(link).name}]({link}).")
 
 
 def support() -> str:
-    """Which backend serves which operator, by the SUPPORT tables: what there are kernels for, built here or not."""
+    """Which backend has a kernel for which operator, by the SUPPORT tables, whether or not this build includes it."""
     from orthokern import dispatch, ops
 
     cells = []
@@ -482,70 +482,96 @@ def support() -> str:
             parts += [f"{letter} up to {most}" for letter, most in served.limits.items()]
             parts += ["chunks of time"] if "chunked" in served.algorithms else []
             parts += [", ".join(served.features)] if served.features else []
-            parts += ["compute capability {}.{} on".format(*served.capability)] if served.capability else []
+            parts += ["compute capability {}.{} or higher".format(*served.capability)] if served.capability else []
             row.append("; ".join(parts))
         cells.append(row)
-    return Table("Operators by backend: dtypes on device; limits", ["", *dispatch.BACKENDS], cells).markdown()
+    return Table(
+        "Operators by backend: dtypes, devices, limits, features", "", ["", *dispatch.BACKENDS], cells
+    ).markdown()
 
 
-def sections(results: Results, shown: str) -> dict[str, str]:
-    """The README's sections. `shown` is the results file's path as the README gives it."""
+def sections(results: Results, link: str) -> dict[str, str]:
+    """The text of every section. `link` is the path of the results file relative to the page."""
     makers: dict[str, tuple[Callable[[Results], list[Table]], ...]] = {
-        "speed": (scan, loops, copy_task, memory, small_ops, diagnosed, others),
+        "speed-summary": (speed_summary,),
+        "error-summary": (error_summary,),
+        "speed": (scan, loops, copy_task, memory, small_ops, diagnosed, others, timings_of),
         "table5": (table5,),
         "accuracy": (accuracy,),
     }
     found = {}
     for name, section in makers.items():
         tables = [table for maker in section for table in maker(results)]
-        if name == "speed":
-            tables += timings_of(results)
-        parts = [f"<!-- generated by: python bench/tables.py {shown} -->", conditions_line(results, shown)]
-        parts += [LEGEND] if name != "accuracy" else []
+        parts = [f"<!-- generated by bench/tables.py from {link} -->"]
+        parts += [conditions_line(results, link)] if name != "error-summary" else []  # those of the table of speed
         parts += [table.markdown() for table in tables] or ["Not measured."]
         if name == "speed" and of(results, "scaling"):
-            plot = shown.removesuffix(".json") + "-scaling.png"
-            parts.append(f"![cost as T, B and N grow, beside torch.nn.RNN]({plot})")
+            plot = link.removesuffix(".json") + "-scaling.png"
+            parts.append(f"![time per step by T, B and N, beside torch.nn.RNN]({plot})")
         found[name] = "\n\n".join(parts)
     found["support"] = support()
     return found
 
 
-def replaced(readme: str, parts: Mapping[str, str]) -> str:
-    """The README with its sections replaced; sections that it has no markers for are left out.
+def replaced(page: str, name: str, parts: Mapping[str, str]) -> str:
+    """The page with its sections replaced; a section without markers in it is left out.
 
     Raises:
         SystemExit: an opening marker without its closing one, or no markers at all.
     """
     count = 0
-    for name, content in parts.items():
-        opening, closing = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
-        if opening not in readme:
+    for section, content in parts.items():
+        opening, closing = f"<!-- bench:{section} -->", f"<!-- /bench:{section} -->"
+        if opening not in page:
             continue
-        start = readme.index(opening) + len(opening)
-        end = readme.find(closing, start)
+        start = page.index(opening) + len(opening)
+        end = page.find(closing, start)
         if end < 0:
-            raise SystemExit(f"error: the README has {opening} without {closing}")
-        readme = f"{readme[:start]}\n{content}\n{readme[end:]}"
+            raise SystemExit(f"error: {name} has {opening} without {closing}")
+        page = f"{page[:start]}\n{content}\n{page[end:]}"
         count += 1
     if not count:
-        markers = ", ".join(f"<!-- bench:{name} -->" for name in SECTIONS)
-        raise SystemExit(f"error: the README has none of the markers {markers}")
-    return readme
+        markers = ", ".join(f"<!-- bench:{section} -->" for section in SECTIONS)
+        raise SystemExit(f"error: {name} has none of the markers {markers}")
+    return page
 
 
-def named_file(readme: str) -> str | None:
-    """The results file that the README's sections were generated from."""
-    found = re.search(r"<!-- generated by: python bench/tables\.py (\S+) -->", readme)
+def named_file(page: str) -> str | None:
+    """The results file that the sections of a page were generated from, relative to the page."""
+    found = re.search(r"<!-- generated by bench/tables\.py from (\S+) -->", page)
     return found[1] if found else None
+
+
+def fill(page: Path, results: Path | None, check: bool) -> bool:
+    """Rewrites the sections of a page, or with `check` only compares them; whether they agreed before."""
+    try:
+        text = page.read_text()
+    except OSError as error:
+        raise SystemExit(f"error: {page}: {error.strerror}") from None
+    if results is None:
+        name = named_file(text)
+        if name is None:
+            raise SystemExit(f"error: {page.name} names no results file; give one")
+        results = page.parent / name
+    link = Path(os.path.relpath(results.resolve(), page.resolve().parent)).as_posix()
+    wanted = replaced(text, page.name, sections(load(results), link))
+    if not check:
+        page.write_text(wanted)
+    elif wanted != text:
+        print(f"error: {page.name} differs from {link}: run python bench/tables.py FILE on that file", file=sys.stderr)
+    return wanted == text
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="?", type=Path, help="a file of bench/results; for --check the README's own")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="default: README.md")
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if the README does not agree")
+    parser.add_argument(
+        "results", nargs="?", type=Path, help="a file of bench/results; default: the one that each page names"
+    )
+    parser.add_argument(
+        "--page", type=Path, action="append", help="a page to fill; repeatable; default: README.md, docs/benchmarks.md"
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page differs")
     parser.add_argument("--print", action="store_true", dest="show", help="print the tables, change nothing")
     given = parser.parse_args(arguments)
     if given.show:
@@ -554,30 +580,8 @@ def main(arguments: list[str] | None = None) -> int:
         for title, text in text_tables(load(given.results)):
             print(f"{title}\n{text}\n")
         return 0
-    try:
-        readme = given.readme.read_text()
-    except OSError as error:
-        raise SystemExit(f"error: {given.readme}: {error.strerror}") from None
-    path: Path | None = given.results
-    if path is None:
-        name = named_file(readme)
-        if name is None:
-            raise SystemExit(f"error: {given.readme.name} names no results file; give one")
-        path = given.readme.parent / name
-    base = given.readme.resolve().parent
-    resolved = path.resolve()
-    shown = resolved.relative_to(base).as_posix() if resolved.is_relative_to(base) else path.name
-    wanted = replaced(readme, sections(load(path), shown))
-    if given.check:
-        if wanted == readme:
-            return 0
-        print(
-            f"error: {given.readme.name} does not agree with {shown}: run python bench/tables.py {shown}",
-            file=sys.stderr,
-        )
-        return 1
-    given.readme.write_text(wanted)
-    return 0
+    agreed = [fill(page, given.results, given.check) for page in given.page or PAGES]
+    return 1 if given.check and not all(agreed) else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import _get_sequence_nr
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

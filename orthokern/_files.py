@@ -130,13 +130,15 @@ def read_file(path: Path, limit: int = FILE_LIMIT) -> bytes:
     Raises:
         FileNotFoundError, InputError: as `open_regular`.
     """
-    file, _ = open_regular(path, limit)
+    file, size = open_regular(path, limit)
     with file:
         try:
-            content = file.read(limit + 1)
+            content = file.read(size + 1)
+            if len(content) > size:  # it grew, or is of a file system that tells no sizes
+                content += file.read(limit + 1 - len(content))
         except OSError as error:
             raise InputError(f"{path} cannot be read: {reason(error)}") from None
-    if len(content) > limit:  # it grew, or is of a file system that tells no sizes
+    if len(content) > limit:
         raise InputError(f"{path} has more than {size_text(limit)}, which is the most that is accepted")
     return content
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ def check_integer(name: str, value: Any, minimum: int = 0, maximum: int = LARGES
 
 def check_real(name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> float:
     """The value, if it is a finite float, or an integer, in [minimum, maximum]; InputError otherwise."""
-    if type(value) not in (int, float) or not minimum <= value <= maximum or not abs(value) < math.inf:
+    if type(value) not in (int, float) or not minimum <= value <= maximum or not abs(value) <= sys.float_info.max:
         least = "" if minimum == -math.inf else f" of at least {minimum:g}"
         most = "" if maximum == math.inf else f" {'and' if least else 'of'} at most {maximum:g}"
         raise misfit(name, value, f"a finite number{least}{most}")

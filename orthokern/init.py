@@ -41,6 +41,21 @@ __all__ = [
 ]
 
 
+def _check_writable(t: Tensor, name: str, argument: str) -> None:
+    """Refuses what cannot be filled: a tensor that is not strided, or several elements of which lie in one place."""
+    if t.layout is not torch.strided:
+        kind = str(t.layout).removeprefix("torch.")
+        raise InputError(f"{name}: {argument} is a {kind} tensor; accepted: a strided (dense) one")
+    span = 0  # of the dimensions so far, in elements, from the smallest stride on
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride <= span:
+            raise InputError(
+                f"{name}: elements of {argument} share memory (shape {list(t.shape)}, strides {list(t.stride())}, as "
+                "of an expanded tensor); accepted: a tensor whose elements each have a place"
+            )
+        span += (size - 1) * stride
+
+
 def _check(t: Tensor, name: str, *, square: bool = False) -> None:
     if not isinstance(t, Tensor) or not t.is_floating_point():
         raise InputError(f"{name}: t must be a floating point tensor, got {getattr(t, 'dtype', type(t).__name__)}")
@@ -48,6 +63,7 @@ def _check(t: Tensor, name: str, *, square: bool = False) -> None:
         raise InputError(f"{name}: t has shape {tuple(t.shape)}; accepted: [..., N, K] with N and K at least 1")
     if square and t.shape[-1] != t.shape[-2]:
         raise InputError(f"{name}: t has shape {tuple(t.shape)}; accepted: square matrices [..., N, N]")
+    _check_writable(t, name, "t")
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator | None) -> Tensor:
@@ -309,6 +325,7 @@ def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
         raise InputError(f"learned_orthogonal_: W must be a tensor of torch.float32 or torch.float64, got {given}")
     if W.dim() < 2 or W.numel() == 0:
         raise InputError(f"learned_orthogonal_: W has shape {list(W.shape)}; accepted: [..., n, m], no side 0")
+    _check_writable(W, "learned_orthogonal_", "W")
     for name, value in (("lr", lr), ("tol", tol)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InputError(f"learned_orthogonal_: {name} must be a number, got {value!r}")

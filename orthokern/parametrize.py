@@ -29,6 +29,11 @@ __all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurF
 INSIDE = 1e-3  # a spectrum is taken this share of the margin inside of its ends, where its parameter is finite
 DEFECTIVE = 1e-6  # what may stand above Theta's blocks, relative to |W|_F
 
+# Eigenvectors whose smallest singular value is below this are dependent: rounding to float32 or float64 splits those of
+# a Jordan block of two by about the root of eps, those of larger blocks by less.
+DEPENDENT = 1e-7
+NOT_DIAGONALISABLE = "SchurForm: weight has no full set of eigenvectors, or nearly none; accepted: a diagonalisable one"
+
 
 def _matrix(name: str, weight: Tensor, *, square: bool) -> tuple[int, int]:
     """Its sizes."""
@@ -37,6 +42,9 @@ def _matrix(name: str, weight: Tensor, *, square: bool) -> tuple[int, int]:
         raise InputError(
             f"{name}: weight is {kind}; accepted: a float32 or float64 tensor (orthogonality is lost in others)"
         )
+    if weight.layout is not torch.strided:
+        kind = str(weight.layout).removeprefix("torch.")
+        raise InputError(f"{name}: weight is a {kind} tensor; accepted: a strided (dense) one")
     if weight.dim() != 2 or 0 in weight.shape or (square and weight.shape[0] != weight.shape[1]):
         accepted = "[N,N]" if square else "[N,M]"
         raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {accepted}, nothing empty")
@@ -47,6 +55,9 @@ def _fitting(name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     """weight in float64, if it has the shape and is finite."""
     if tuple(weight.shape) != shape:
         raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {shape}")
+    if weight.layout is not torch.strided:
+        kind = str(weight.layout).removeprefix("torch.")
+        raise InputError(f"{name}: weight is a {kind} tensor; accepted: a strided (dense) one")
     if not bool(weight.isfinite().all()):
         raise InputError(f"{name}: weight holds NaN or infinity; accepted: finite numbers")
     return weight.detach().double()
@@ -272,9 +283,7 @@ class SchurForm(nn.Module):
         blocks = torch.arange(n, device=w.device) // 2
         above = form[blocks.unsqueeze(1) < blocks.unsqueeze(0)]
         if float(torch.linalg.vector_norm(above)) > DEFECTIVE * float(torch.linalg.matrix_norm(w)):
-            raise InputError(
-                "SchurForm: weight has no full set of eigenvectors, or nearly none; accepted: a diagonalisable one"
-            )
+            raise InputError(NOT_DIAGONALISABLE)
         if n % 2:
             gamma[-1] = form[-1, -1]
         # without T the two below each block's diagonal would be gamma sin(theta): T adds the rest, where it may
@@ -292,7 +301,9 @@ def _real_eigenbasis(w: Tensor) -> Tensor:
     Whether a 2 x 2 block of the Schur form only turns and scales hangs on the order of the pairs: it does where, off
     the span of the pairs before, z^T z = 0. The pair that comes nearest to that is always next.
     """
-    values, vectors = torch.linalg.eig(w)
+    values, vectors = torch.linalg.eig(w)  # unit columns
+    if float(torch.linalg.svdvals(vectors)[-1]) < DEPENDENT:
+        raise InputError(NOT_DIAGONALISABLE)
     real = values.imag == 0
     pairs = vectors[:, values.imag > 0]
     columns = [w.new_zeros(len(w), 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from orthokern import _native
 from orthokern._activations import ACTIVATIONS
 from orthokern.nn import RNN
 from orthokern.reference import activations as reference
@@ -62,3 +63,17 @@ def test_a_module_has_the_parameter_of_the_table(name: str) -> None:
     low, high = learned.start if isinstance(learned.start, tuple) else (learned.start, learned.start)
     (value,) = own.values()
     assert ((value >= low) & (value <= high)).all()
+
+
+@pytest.mark.skipif(not _native.AVAILABLE, reason=_native.REASON)
+def test_the_kernels_have_the_rows_of_the_table() -> None:
+    rows = {row.number: (row.reads, row.parameter is not None, row.pairs) for row in ACTIVATIONS.values()}
+    assert _native._C.activations() == rows
+
+
+@pytest.mark.skipif(not _native.AVAILABLE, reason=_native.REASON)
+@pytest.mark.parametrize("kernel", ["activation_fwd", "activation_bwd", "dense_scan_fwd", "factored_scan_bwd"])
+def test_a_kernel_refuses_an_unknown_number(kernel: str) -> None:
+    unknown = max(row.number for row in ACTIVATIONS.values()) + 1
+    with pytest.raises(ValueError, match=f"unknown activation {unknown}"):
+        getattr(_native._C, kernel)({"activation": unknown})

@@ -561,7 +561,7 @@ def test_gru_with_the_reference_and_without_parameters() -> None:
 
 def test_gru_plan(harness: Any) -> None:
     def made(N: int, B: int, backward: bool = True, **wish: int) -> dict[str, int]:
-        asked = {"T": 1, "B": B, "N": N, "kanai": 1, "backward": int(backward), "device": 0, **wish}
+        asked = {"T": 1, "B": B, "N": N, "kanai": 1, "backward": int(backward), "device": 0, "wish": wish}
         plan: dict[str, int] = harness.gru_scan_plan(asked)
         return plan
 
@@ -574,7 +574,7 @@ def test_gru_plan(harness: Any) -> None:
             assert plan["path"] == 0 and plan["shared_bytes"] <= shared
             assert plan["blocks"] * plan["group"] >= B
     with pytest.raises(RuntimeError, match="does not serve this size"):
-        made(129, 5, wish_path=0)
+        made(129, 5, path=0)
 
 
 def test_products_are_ieee_whatever_the_process_allows() -> None:
@@ -633,7 +633,17 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
     assert set(called) >= {f"{op}{part}" for op in (*OPS, "gru_scan") for part in ("", "_plan")}
     assert set(called) >= {"scan_carry", "activation_fwd", "activation_bwd", "activation_workspace", "cayley"}
 
-    sizes = {"T": 1, "B": 5, "N": 3000, "K": 3000, "sequences": 5, "chunk": 1, "backward": 0, "wish_path": RESIDENT}
+    sizes = {
+        "T": 1,
+        "B": 5,
+        "N": 3000,
+        "K": 3000,
+        "sequences": 5,
+        "chunk": 1,
+        "backward": 0,
+        "wish": {"path": RESIDENT},
+    }
+    sizes |= {"precision": 0, "activation": 0, "act_param_stride": 0, "tokens": 0}
     with pytest.raises(RuntimeError, match="does not serve this size"):
         harness.factored_scan_plan({**sizes, "device": 1})
     assert harness.current_device() == 0  # after an error too

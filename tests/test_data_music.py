@@ -179,7 +179,7 @@ def test_damaged_npz_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -
     np.savez(path, **{name: arrays[name] for name in arrays if name != "test_bits"})
     assert "no array test_bits" in refused(tmp_path)
     np.savez(path, **{**arrays, "train_bits": np.asarray([{"an": "object"}], dtype=object)})
-    assert "damaged or no .npz file" in refused(tmp_path)  # pickles are not opened
+    assert "train_bits is object; expected: integers" in refused(tmp_path)  # pickles are not opened
 
 
 # ---- windows -------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ def principal(steps: int, rate: float = 1.0) -> float:
 
 def test_bases_stay_orthonormal_through_large_steps() -> None:
     assert exploding(300) < PROMISE
+    assert exploding(90, every=1) < PROMISE
     assert principal(600) < PROMISE
 
 

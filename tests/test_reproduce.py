@@ -134,12 +134,14 @@ def test_a_quick_table_tells_what_it_runs(name: str, tmp_path: Path) -> None:
         wanted = [planned(run, bool(scale)) for run in experiment.runs]
         told = re.search(r"T = (\d+)", title)
         assert told is None or {int(told[1])} == {settings["T"] for settings in wanted}
-        table = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+        table_of_commands = lines[lines.index("How each row was trained:") :]
+        numbers = lines[: -len(table_of_commands)]
+        table = [line.strip("| ").split(" | ") for line in numbers if line.startswith("|")]
         for heading, key in (("T", "T"), ("units", "hidden"), ("hidden units", "hidden")):
             if heading in table[0]:
                 column = table[0].index(heading)
                 assert [row[column] for row in table[2:]] == [str(settings[key]) for settings in wanted]
-        commands = [line.split("`")[1].split() for line in lines if line.startswith("- ")]
+        commands = [line.split("`")[1].split() for line in table_of_commands if "`" in line]
         assert len(commands) == len(experiment.runs)
         for words, settings in zip(commands, wanted, strict=True):
             options = [word for word in words if word.startswith("--")]

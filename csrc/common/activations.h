@@ -1,4 +1,4 @@
-// The activations and their derivatives, once for the CPU (V a vector of lanes) and for the GPU (V a scalar).
+// The activations: one struct each, and the list that every switch over them is generated from. orthokern/_activations.py has the same rows.
 //
 //   name       phi(a)                            phi'(a), as backward sees it          gradient of its parameter p
 //   identity   a                                 1
@@ -8,8 +8,14 @@
 //   modrelu    sign(a) max(|a| + p, 0)           1 if h != 0                           g sign(h)
 //   oplu       pairs (a, b) -> (max, min)        the same exchange of the pair
 //
-// h is the output, a the input: relu, tanh and modrelu need the output alone; prelu and oplu need the input ("pre").
-// Every phi maps 0 to 0, which is why padding may be anything's neighbour. OPLU works across lanes and lives with the vectors.
+// h is the output, a the input, g the gradient of h. Every phi maps 0 to 0: units and rows that fill a vector or a tile stay zero.
+//
+// A struct derives from Traits and has
+//   forward<M>(a, p)            phi(a)
+//   backward<M>(saved, g, p)    phi'(a) g; `saved` is a where the struct reads kInput, else h
+//   parameter_grad<M>(saved, g, p)  with a parameter: what one element adds to the gradient of p
+// or, on pairs of units, the same forward and backward from both members of the pair. V is a vector of lanes on the CPU and a scalar on the
+// GPU; M::tanh is tanh of a V. An integer literal stands for its value in every lane.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -19,51 +25,117 @@
 #endif
 
 namespace orthokern {
-
-enum Activation { kIdentity = 0, kTanh = 1, kRelu = 2, kPrelu = 3, kModrelu = 4, kOplu = 5 };
-
-ORTHOKERN_HD constexpr bool needs_pre(int activation) { return activation == kPrelu || activation == kOplu; }
-
 namespace act {
 
-template <class V>
-ORTHOKERN_HD V relu(V a, V zero) {
-  return a < zero ? zero : a;  // in this order a NaN stays a NaN
-}
-template <class V>
-ORTHOKERN_HD V relu_grad(V h, V g, V zero) {
-  return h > zero ? g : zero;
-}
-template <class V>
-ORTHOKERN_HD V prelu(V a, V slope, V zero) {
-  return a > zero ? a : slope * a;
-}
-template <class V>
-ORTHOKERN_HD V prelu_grad(V a, V g, V slope, V zero) {
-  return a > zero ? g : slope * g;
-}
-template <class V>
-ORTHOKERN_HD V prelu_slope_grad(V a, V g, V zero) {
-  return a > zero ? zero : g * a;
-}
-template <class V>
-ORTHOKERN_HD V modrelu(V a, V bias, V zero) {
-  const V magnitude = (a < zero ? -a : a) + bias;
-  const V h = a < zero ? -magnitude : magnitude;
-  return magnitude <= zero ? zero : (a == zero ? zero : h);  // in this order a NaN stays a NaN
-}
-template <class V>
-ORTHOKERN_HD V modrelu_grad(V h, V g, V zero) {
-  return h == zero ? zero : g;
-}
-template <class V>
-ORTHOKERN_HD V modrelu_bias_grad(V h, V g, V zero) {
-  return h > zero ? g : (h < zero ? -g : zero);
-}
-template <class V>
-ORTHOKERN_HD V tanh_grad(V h, V g, V one) {
-  return g * (one - h * h);
-}
+enum Reads { kNothing, kOutput, kInput };  // what backward computes phi' from
+
+template <int kNumber, Reads kReads, bool kParameter = false, bool kPairs = false>
+struct Traits {
+  static constexpr int number = kNumber;
+  static constexpr Reads reads = kReads;
+  static constexpr bool needs_input = kReads == kInput, has_parameter = kParameter, pairs = kPairs;
+};
+
+struct Identity : Traits<0, kNothing> {
+  template <class M, class V>
+  static ORTHOKERN_HD V forward(V a, V) {
+    return a;
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V backward(V, V g, V) {
+    return g;
+  }
+};
+
+struct Tanh : Traits<1, kOutput> {
+  template <class M, class V>
+  static ORTHOKERN_HD V forward(V a, V) {
+    return M::tanh(a);
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V backward(V h, V g, V) {
+    return g * (1 - h * h);
+  }
+};
+
+struct Relu : Traits<2, kOutput> {
+  template <class M, class V>
+  static ORTHOKERN_HD V forward(V a, V) {
+    return a < V{} ? V{} : a;  // in this order a NaN stays a NaN
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V backward(V h, V g, V) {
+    return h > V{} ? g : V{};
+  }
+};
+
+struct Prelu : Traits<3, kInput, true> {  // leaky_relu too
+  template <class M, class V>
+  static ORTHOKERN_HD V forward(V a, V slope) {
+    return a > V{} ? a : slope * a;
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V backward(V a, V g, V slope) {
+    return a > V{} ? g : slope * g;
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V parameter_grad(V a, V g, V) {
+    return a > V{} ? V{} : g * a;
+  }
+};
+
+struct Modrelu : Traits<4, kOutput, true> {
+  template <class M, class V>
+  static ORTHOKERN_HD V forward(V a, V bias) {
+    const V zero{}, magnitude = (a < zero ? -a : a) + bias;
+    const V h = a < zero ? -magnitude : magnitude;
+    return magnitude <= zero ? zero : (a == zero ? zero : h);  // in this order a NaN stays a NaN
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V backward(V h, V g, V) {
+    return h == V{} ? V{} : g;
+  }
+  template <class M, class V>
+  static ORTHOKERN_HD V parameter_grad(V h, V g, V) {
+    return h > V{} ? g : (h < V{} ? -g : V{});
+  }
+};
+
+struct Oplu : Traits<5, kInput, false, true> {
+  // `other` is the other member of the pair, `second` whether this is the second one. A tie stays in place.
+  template <class V, class Mask>
+  static ORTHOKERN_HD V forward(V a, V other, Mask second) {
+    return (second ? other < a : a < other) ? other : a;
+  }
+  template <class V, class Mask>
+  static ORTHOKERN_HD V backward(V a, V other_a, V g, V other_g, Mask second) {
+    return (second ? other_a < a : a < other_a) ? other_g : g;
+  }
+};
 
 }  // namespace act
+
+#define ORTHOKERN_ACTIVATIONS(X) X(Identity) X(Tanh) X(Relu) X(Prelu) X(Modrelu) X(Oplu)
+
+// Calls f(A{}) for the activation A of this number. False, and no call, if there is none.
+template <class F>
+inline bool visit_activation(int number, F&& f) {
+  switch (number) {
+#define ORTHOKERN_CASE(A) \
+  case act::A::number:    \
+    f(act::A{});          \
+    return true;
+    ORTHOKERN_ACTIVATIONS(ORTHOKERN_CASE)
+#undef ORTHOKERN_CASE
+  }
+  return false;
+}
+
+// Whether the activation of this number works on pairs of units.
+ORTHOKERN_HD constexpr bool on_pairs(int number) {
+#define ORTHOKERN_TERM(A) || (act::A::pairs && number == act::A::number)
+  return false ORTHOKERN_ACTIVATIONS(ORTHOKERN_TERM);
+#undef ORTHOKERN_TERM
+}
+
 }  // namespace orthokern

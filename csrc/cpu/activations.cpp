@@ -21,7 +21,7 @@ struct ActivationCall {
 };
 
 // Columns [0, N) of rows [begin, end); where `flat`, elements [begin, end) of one row.
-template <class T, int A, bool BACKWARD>
+template <class T, class A, bool BACKWARD>
 void activation_rows(ActivationCall<T>& call, int task, int64_t begin, int64_t end) {
   constexpr int L = kLanes<T>;
   const T *x = static_cast<const T*>(call.args->x), *grad_y = static_cast<const T*>(call.args->grad_y);
@@ -31,12 +31,12 @@ void activation_rows(ActivationCall<T>& call, int task, int64_t begin, int64_t e
   auto one = [&](int64_t at, int count, V<T> param, V<T>* param_grad) {
     const V<T> a = count == L ? load(x + at) : load_part(x + at, count);
     V<T> y = activate<T, A>(a, param);
-    if (BACKWARD) y = activate_grad<T, A>(y, a, count == L ? load(grad_y + at) : load_part(grad_y + at, count), param, param_grad);
+    if (BACKWARD) y = activate_grad<T, A>(A::needs_input ? a : y, count == L ? load(grad_y + at) : load_part(grad_y + at, count), param, param_grad);
     if (count == L) store(out + at, y);
     else store_part(out + at, y, count);
   };
   auto add = [&](int64_t column, V<T> part) {
-    if (BACKWARD && (A == kPrelu || A == kModrelu))
+    if (BACKWARD && A::has_parameter)
       for (int i = 0; i < L; i++) sums[column + i] += part[i];
   };
   if (call.flat) {
@@ -70,9 +70,7 @@ void activation_task(void* context, int task) {
   const int64_t parts = (whole + unit - 1) / unit;
   const int64_t begin = parts * task / call.tasks * unit, stop = parts * (task + 1) / call.tasks * unit;
   const int64_t end = stop < whole ? stop : whole;
-#define ORTHOKERN_CALL(A) activation_rows<T, A, BACKWARD>(call, task, begin, end)
-  ORTHOKERN_DISPATCH_ACTIVATION(call.args->activation, ORTHOKERN_CALL)
-#undef ORTHOKERN_CALL
+  visit_activation(call.args->activation, [&](auto a) { activation_rows<T, decltype(a), BACKWARD>(call, task, begin, end); });
 }
 
 template <class T, bool BACKWARD>
@@ -81,7 +79,7 @@ bool run(const ActivationArgs& args) {
   ActivationCall<T> call;
   call.args = &args;
   const bool shared = !args.act_param || args.act_param_size == 1;
-  call.flat = shared && (args.activation != kOplu || args.N % 2 == 0);
+  call.flat = shared && (!on_pairs(args.activation) || args.N % 2 == 0);
   call.rows = call.flat ? 1 : args.rows;
   call.N = call.flat ? args.rows * args.N : args.N;
   const int64_t useful = args.rows * args.N / 16384 + 1;  // a thread is not worth waking for less

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "common/fields.h"
+
 namespace orthokern {
 
 struct CayleyArgs {
@@ -14,6 +16,11 @@ struct CayleyArgs {
   const void* g;     // [batch, N, K], contiguous: the gradient with respect to m
   const double* lr;  // [batch]
   void* out;         // [batch, N, K], contiguous; overlaps neither m nor g
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, batch, N, K, dtype, threads, m, g, lr, out);
+  }
 };
 
 }  // namespace orthokern

@@ -5,16 +5,17 @@
 #include <stdint.h>
 
 #include "common/activations.h"
+#include "common/fields.h"
 
 namespace orthokern {
 
 enum Dtype { kFloat32 = 0, kFloat64 = 1 };
 
-// factored_scan (u, s, v) and dense_scan (w in u's place; K == 0), forward and backward.
+// factored_scan, W = second diag(scale) first^T, and dense_scan, W = second alone and K == 0; forward and backward.
 struct ScanArgs {
   int64_t B, T, N, K, D;
   int dtype;
-  int activation;            // enum Activation
+  int activation;            // a number of common/activations.h
   int threads;
   int64_t checkpoint_every;  // 0: every state is kept
   double message_clip;       // backward: bound of |delta_t|, 0: none
@@ -22,9 +23,9 @@ struct ScanArgs {
 
   const void* x;          // [T, B, N] if weight is null, else [T, B, D]; null with tokens
   const int64_t* tokens;  // [T, B] in [0, D), or null
-  const void* u;          // [N, K]; dense: w [N, N]
-  const void* s;          // [K] or null
-  const void* v;          // [N, K] or null
+  const void* first;      // [N, K], V; null for dense_scan
+  const void* scale;      // [K], s; null for dense_scan
+  const void* second;     // [N, K], U; W [N, N] for dense_scan
   const void* h0;         // [B, N]
   const void* weight;     // [N, D] or null
   const void* bias;       // [N] or null
@@ -48,6 +49,23 @@ struct ScanArgs {
   void* grad_bias;       // [N] or null
   void* grad_act_param;  // [act_param_size] or null
   void* grad_norm;       // [T]: |dL/dh_t| over batch and units
+
+  template <class Visit>
+  void common(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, checkpoint_every, lengths, x, tokens, first, scale, second, h0, weight,
+                     bias, act_param, act_param_size);
+  }
+  template <class Visit>
+  void forward(Visit& visit) {
+    common(visit);
+    ORTHOKERN_FIELDS(visit, hs, ckpt, pre);
+  }
+  template <class Visit>
+  void backward(Visit& visit) {
+    common(visit);
+    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_weight, grad_bias, grad_act_param,
+                     grad_norm);
+  }
 };
 
 // gru_scan, forward and backward. Blocks of 3N in the order reset gate r, update gate z, candidate n.
@@ -76,6 +94,16 @@ struct GruArgs {
   void* factor;     // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
   void* grad_h0;    // [B, N]
   void* grad_norm;  // [T]: |dL/dh_t| over batch and units
+
+  template <class Visit>
+  void forward(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, x, bias, hs, gates, pre);
+  }
+  template <class Visit>
+  void backward(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, grad_hs, saved_hs, saved_gates, saved_pre, grad_x, factor, grad_h0,
+                     grad_norm);
+  }
 };
 
 struct ActivationArgs {
@@ -88,6 +116,15 @@ struct ActivationArgs {
   const void* grad_y;     // [rows, N]           (backward)
   void* grad_x;           // [rows, N]
   void* grad_act_param;   // [act_param_size] or null
+
+  template <class Visit>
+  void forward(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, threads, x, act_param, act_param_size, y);
+  }
+  template <class Visit>
+  void backward(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, threads, x, act_param, act_param_size, grad_y, grad_x, grad_act_param);
+  }
 };
 
 struct LinearCrossEntropyArgs {
@@ -102,6 +139,11 @@ struct LinearCrossEntropyArgs {
   void* grad_hidden;      // [rows, N] or null
   void* grad_weight;      // [C, N] or null
   void* grad_bias;        // [C] or null
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, rows, N, C, dtype, threads, mean, hidden, weight, bias, target, loss, grad_hidden, grad_weight, grad_bias);
+  }
 };
 
 // What the spectral-norm projection is made of; see spectral.cpp.
@@ -115,8 +157,29 @@ struct SpectralArgs {
   const void* diagonal;  // [K]: a's diagonal                                      (is_definite)
   int64_t* definite;     // [1]: 1 or 0                                            (is_definite)
   double* distance;      // [1]: |w - other|_F                                     (distance)
-  const double* v;       // [S, K]                                                 (wide_product, subtract_product)
-  double* image;         // [M, S]: w v^T; what v is multiplied by                 (wide_product, subtract_product)
+  const double* v_rows;  // [S, K]                                                 (wide_product, subtract_product)
+  double* image;         // [M, S]: w v_rows^T; what v_rows is multiplied by       (wide_product, subtract_product)
+
+  template <class Visit>
+  void gram(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, M, K, dtype, threads, w, out);
+  }
+  template <class Visit>
+  void is_definite(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, K, dtype, threads, a, diagonal, definite);
+  }
+  template <class Visit>
+  void norm(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, M, K, dtype, threads, w, other, distance);
+  }
+  template <class Visit>
+  void wide_product(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, M, K, S, dtype, threads, w, v_rows, image);
+  }
+  template <class Visit>
+  void subtract_product(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, M, K, S, dtype, threads, w, v_rows, image, out);
+  }
 };
 
 }  // namespace orthokern

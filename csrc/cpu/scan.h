@@ -189,7 +189,7 @@ struct ScanRows {
 
   // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`, h_t itself is left in the
   // state: the errands of the next step's product write it.
-  template <int A>
+  template <class A>
   void step(int64_t t, T* h_out, T* pre_out, bool stream) {
     const int N = plan.N, R_t = active[t];
     const T** e = nullptr;
@@ -254,7 +254,7 @@ struct ScanRows {
     if (!plan.factored) swap_states();
   }
   // One block of the step's result: a, blocked [rows][L], becomes h there and, with STORE, in rows N apart.
-  template <int A, bool INPUT, bool STORE>
+  template <class A, bool INPUT, bool STORE>
   ORTHOKERN_INLINE void finish_rows(int rows, T* a, int b, V<T> param, T* h_out) {
     const T* const* e = e_rows;
     for (int r = 0; r < rows; r++, a += L) {
@@ -276,7 +276,7 @@ struct ScanRows {
   void swap_states() { state.swap(next); }
 };
 
-template <class T, int A>
+template <class T, class A>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   const ScanArgs& args = *plan.args;
   const int64_t N = plan.N, every = args.checkpoint_every;
@@ -304,7 +304,7 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   return true;
 }
 
-template <class T, int A>
+template <class T, class A>
 bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) {
   constexpr int L = kLanes<T>;
   const ScanArgs& args = *plan.args;
@@ -328,7 +328,7 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
     return false;
   // With checkpoints: the states (and pre-activations) of one segment, [every][R][N].
   Scratch<T> segment, segment_pre;
-  const bool pre_wanted = needs_pre(A);
+  const bool pre_wanted = A::needs_input;
   if (every) {
     const size_t n = static_cast<size_t>(every < args.T ? every : args.T) * R * N;
     if (!segment.allocate(n) || (pre_wanted && !segment_pre.allocate(n))) return false;
@@ -414,7 +414,7 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
             const V<T> g = load(g_at + r * N) + load(q_at + r * L);
             square += g * g;
             const V<T> h = load(h_at + r * L);
-            store(d_to + r * L, clip(activate_grad<T, A>(h, h, g, param, &param_grad)));
+            store(d_to + r * L, clip(activate_grad<T, A>(h, g, param, &param_grad)));
           }
         for (; r < R_t; r++) {
           if (rows.ended(r, t)) {
@@ -425,9 +425,8 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
           V<T> g = load_part(g_at + r * N, count);
           if (!ends) g += load(q_at + r * L);
           square += g * g;
-          const V<T> h = load(ends ? ending + b * rows.block + r * L : h_at + r * L);
-          const V<T> a = pre_wanted ? load_part(a_rows + r * N + b * L, count) : h;
-          store(d_to + r * L, clip(activate_grad<T, A>(h, a, g, param, &param_grad)));
+          const V<T> saved = pre_wanted ? load_part(a_rows + r * N + b * L, count) : load(ends ? ending + b * rows.block + r * L : h_at + r * L);
+          store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, &param_grad)));
         }
         if (x_to)
           for (r = 0; r < R_t; r++) {
@@ -440,7 +439,7 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
             T* to = sums->table_part + ids[r] * padded + b * L;
             store(to, load(to) + load(d_to + r * L));
           }
-        if (A == kPrelu || A == kModrelu) {
+        if (A::has_parameter) {
           double* to = sums->param + b * L;
           for (int i = 0; i < L; i++) to[i] += param_grad[i];
         }
@@ -498,10 +497,10 @@ void scan_task(void* context, int task) {
   for (int g = 0; g < groups; g++) {
     const int row0 = begin + (end - begin) * g / groups, R = begin + (end - begin) * (g + 1) / groups - row0;
     bool ok = true;
-#define ORTHOKERN_CALL(A) \
-  ok = call.backward ? backward_rows<T, A>(plan, &call.sums[task], row0, R) : forward_rows<T, A>(plan, row0, R)
-    ORTHOKERN_DISPATCH_ACTIVATION(plan.args->activation, ORTHOKERN_CALL)
-#undef ORTHOKERN_CALL
+    visit_activation(plan.args->activation, [&](auto a) {
+      using A = decltype(a);
+      ok = call.backward ? backward_rows<T, A>(plan, &call.sums[task], row0, R) : forward_rows<T, A>(plan, row0, R);
+    });
     if (!ok) call.failed = true;
   }
 }
@@ -552,7 +551,7 @@ template <class T>
 bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->args = &args;
   plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N), plan->K = static_cast<int>(args.K);
-  plan->factored = args.s != nullptr;
+  plan->factored = args.scale != nullptr;
   plan->D = static_cast<int>(args.D);
   const bool features = args.weight && !args.tokens;
   plan->bias_column = features && args.bias;
@@ -561,7 +560,7 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->clip = static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf());
   if (!share_rows(plan)) return false;
   const int N = plan->N, K = plan->K, D = plan->D;
-  const T *u = static_cast<const T*>(args.u), *s = static_cast<const T*>(args.s), *v = static_cast<const T*>(args.v);
+  const T *u = static_cast<const T*>(args.second), *s = static_cast<const T*>(args.scale), *v = static_cast<const T*>(args.first);
   const T *weight = static_cast<const T*>(args.weight), *bias = static_cast<const T*>(args.bias);
 
   const bool aligned = N % kLanes<T> == 0;

@@ -249,7 +249,7 @@ void image_of(const SpectralArgs& args) {
   for_wide_blocks<T>(args, [&](int row, int rows, int k, int columns, const WideBlock& block) {
     const int whole = columns / L * L;
     for (int q = 0; q < S; q++) {
-      const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
+      const double* v = args.v_rows + static_cast<ptrdiff_t>(q) * K + k;
       V<double> acc[kPassBlock] = {};
       for (int i = 0; i < whole; i += L) {
         const V<double> x = load(v + i);
@@ -275,7 +275,7 @@ void subtract_of(const SpectralArgs& args) {
   for_wide_blocks<T>(args, [&](int row, int rows, int k, int columns, WideBlock& block) {
     const int whole = columns / L * L;
     for (int q = 0; q < S; q++) {
-      const double* v = args.v + static_cast<ptrdiff_t>(q) * K + k;
+      const double* v = args.v_rows + static_cast<ptrdiff_t>(q) * K + k;
       double f[kPassBlock];
       for (int r = 0; r < kPassBlock; r++) f[r] = r < rows ? args.image[static_cast<ptrdiff_t>(row + r) * S + q] : 0.0;
       for (int i = 0; i < whole; i += L) {

@@ -11,6 +11,7 @@
 // one element), one partial sum per block in `workspace`, and a second kernel over those. The order is fixed, so are the bits.
 //
 // Limit: memory bandwidth. Forward moves 2, backward 3 elements per element of x.
+#include "cuda/activate.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
@@ -26,49 +27,26 @@ struct alignas(sizeof(T) * width) Vector {
   T v[width];
 };
 
-__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
-__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
-
-// y = phi(x) of one vector; a pair of OPLU never spans two.
-template <int activation, class T, int width>
+// y = phi(x) of one vector; a pair never spans two.
+template <class A, class T, int width>
 __device__ __forceinline__ Vector<T, width> forward(const Vector<T, width>& x, const Vector<T, width>& param) {
   Vector<T, width> y;
 #pragma unroll
-  for (int i = 0; i < width; i++) {
-    const T a = x.v[i];
-    if constexpr (activation == kIdentity) y.v[i] = a;
-    else if constexpr (activation == kTanh) y.v[i] = hyperbolic_tangent(a);
-    else if constexpr (activation == kRelu) y.v[i] = act::relu(a, T(0));
-    else if constexpr (activation == kPrelu) y.v[i] = act::prelu(a, param.v[i], T(0));
-    else if constexpr (activation == kModrelu) y.v[i] = act::modrelu(a, param.v[i], T(0));
-    else y.v[i] = x.v[x.v[i | 1] > x.v[i & ~1] ? i ^ 1 : i];
-  }
+  for (int i = 0; i < width; i++) y.v[i] = activate<A>(x.v[i], x.v[A::pairs ? i ^ 1 : i], i % 2 == 1, param.v[i]);
   return y;
 }
 
 // The gradient of x; adds the parameter's to `sums`.
-template <int activation, class T, int width>
+template <class A, class T, int width>
 __device__ __forceinline__ Vector<T, width> backward(const Vector<T, width>& g, const Vector<T, width>& x, const Vector<T, width>& param,
                                                      Vector<T, width>& sums) {
-  const Vector<T, width> h = forward<activation>(x, param);
+  const Vector<T, width> saved = A::needs_input ? x : forward<A>(x, param);
   Vector<T, width> out;
 #pragma unroll
   for (int i = 0; i < width; i++) {
-    if constexpr (activation == kIdentity) {
-      out.v[i] = g.v[i];
-    } else if constexpr (activation == kTanh) {
-      out.v[i] = act::tanh_grad(h.v[i], g.v[i], T(1));
-    } else if constexpr (activation == kRelu) {
-      out.v[i] = act::relu_grad(h.v[i], g.v[i], T(0));
-    } else if constexpr (activation == kPrelu) {
-      out.v[i] = act::prelu_grad(x.v[i], g.v[i], param.v[i], T(0));
-      sums.v[i] += act::prelu_slope_grad(x.v[i], g.v[i], T(0));
-    } else if constexpr (activation == kModrelu) {
-      out.v[i] = act::modrelu_grad(h.v[i], g.v[i], T(0));
-      sums.v[i] += act::modrelu_bias_grad(h.v[i], g.v[i], T(0));
-    } else {
-      out.v[i] = g.v[x.v[i | 1] > x.v[i & ~1] ? i ^ 1 : i];
-    }
+    const int other = A::pairs ? i ^ 1 : i;
+    out.v[i] = activate_grad<A>(g.v[i], saved.v[i], g.v[other], saved.v[other], i % 2 == 1, param.v[i]);
+    if constexpr (A::has_parameter) sums.v[i] += parameter_grad<A>(g.v[i], saved.v[i], param.v[i]);
   }
   return out;
 }
@@ -81,7 +59,7 @@ __device__ __forceinline__ Vector<T, width> load_param(const T* param, int64_t s
   return p;
 }
 
-template <class T, int activation, int width>
+template <class T, class A, int width>
 __global__ void __launch_bounds__(kThreads) activation_fwd_kernel(const T* x, const T* param, int64_t param_size, T* y, int64_t rows, int64_t columns) {
   const int64_t column = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;  // in vectors, as `columns` is
   if (column >= columns) return;
@@ -91,11 +69,11 @@ __global__ void __launch_bounds__(kThreads) activation_fwd_kernel(const T* x, co
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
 #pragma unroll 2
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += stride)
-    to[row * columns + column] = forward<activation>(from[row * columns + column], p);
+    to[row * columns + column] = forward<A>(from[row * columns + column], p);
 }
 
 // partial: [gridDim.x, N], or [gridDim.y * gridDim.x] for a parameter of one element; null if nobody asks for its gradient.
-template <class T, int activation, int width>
+template <class T, class A, int width>
 __global__ void __launch_bounds__(kThreads) activation_bwd_kernel(const T* grad_y, const T* x, const T* param, int64_t param_size, T* grad_x, T* partial,
                                                                   int64_t rows, int64_t columns) {
   ORTHOKERN_SHARED(T, tree, [kThreads * width]);
@@ -108,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) activation_bwd_kernel(const T* grad_
     const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
 #pragma unroll 2
     for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += stride)
-      to[row * columns + column] = backward<activation>(g[row * columns + column], from[row * columns + column], p, sums);
+      to[row * columns + column] = backward<A>(g[row * columns + column], from[row * columns + column], p, sums);
   }
   if (partial == nullptr) return;
 
@@ -168,7 +146,7 @@ Shape shape_of(const ActivationArgs& args) {
   auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const bool vectors = args.N % wide == 0 && aligned(args.x) && aligned(args.y) && aligned(args.grad_y) && aligned(args.grad_x);
   Shape s;
-  s.width = vectors ? wide : args.activation == kOplu ? 2 : 1;
+  s.width = vectors ? wide : on_pairs(args.activation) ? 2 : 1;
   s.columns = args.N / s.width;
   const int64_t tiles = (s.columns + kThreads - 1) / kThreads, across = (s.columns + tiles - 1) / tiles;
   s.block = dim3(static_cast<unsigned>(across), static_cast<unsigned>(kThreads / across));
@@ -180,15 +158,15 @@ Shape shape_of(const ActivationArgs& args) {
   return s;
 }
 
-template <class T, int activation, int width, bool backward>
+template <class T, class A, int width, bool backward>
 void launch_width(const ActivationArgs& args, const Shape& s) {
   const T *x = static_cast<const T*>(args.x), *param = static_cast<const T*>(args.act_param);
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   if constexpr (!backward) {
-    launch(activation_fwd_kernel<T, activation, width>, {s.grid, s.block, stream}, x, param, args.act_param_size, static_cast<T*>(args.y), args.rows, s.columns);
+    launch(activation_fwd_kernel<T, A, width>, {s.grid, s.block, stream}, x, param, args.act_param_size, static_cast<T*>(args.y), args.rows, s.columns);
   } else {
     T* partial = args.grad_act_param ? static_cast<T*>(args.workspace) : nullptr;
-    launch(activation_bwd_kernel<T, activation, width>, {s.grid, s.block, stream}, static_cast<const T*>(args.grad_y), x, param, args.act_param_size,
+    launch(activation_bwd_kernel<T, A, width>, {s.grid, s.block, stream}, static_cast<const T*>(args.grad_y), x, param, args.act_param_size,
            static_cast<T*>(args.grad_x), partial, args.rows, s.columns);
     if (!partial) return;
     const bool one = args.act_param_size == 1;
@@ -197,11 +175,11 @@ void launch_width(const ActivationArgs& args, const Shape& s) {
            static_cast<T*>(args.grad_act_param), slices, size);
   }
 }
-template <class T, int activation, bool backward>
+template <class T, class A, bool backward>
 void launch_activation(const ActivationArgs& args, const Shape& s) {
-  constexpr int wide = 16 / sizeof(T), narrow = activation == kOplu ? 2 : 1;
-  if (s.width == wide) launch_width<T, activation, wide, backward>(args, s);
-  else launch_width<T, activation, narrow, backward>(args, s);
+  constexpr int wide = 16 / sizeof(T), narrow = A::pairs ? 2 : 1;
+  if (s.width == wide) launch_width<T, A, wide, backward>(args, s);
+  else launch_width<T, A, narrow, backward>(args, s);
 }
 template <class T, bool backward>
 void launch_dtype(const ActivationArgs& args) {
@@ -211,15 +189,8 @@ void launch_dtype(const ActivationArgs& args) {
     return;
   }
   const Shape s = shape_of(args);
-  switch (args.activation) {
-    case kIdentity: return launch_activation<T, kIdentity, backward>(args, s);
-    case kTanh: return launch_activation<T, kTanh, backward>(args, s);
-    case kRelu: return launch_activation<T, kRelu, backward>(args, s);
-    case kPrelu: return launch_activation<T, kPrelu, backward>(args, s);
-    case kModrelu: return launch_activation<T, kModrelu, backward>(args, s);
-    case kOplu: return launch_activation<T, kOplu, backward>(args, s);
-    default: throw Error("activations: unknown activation " + std::to_string(args.activation));
-  }
+  if (!visit_activation(args.activation, [&](auto a) { launch_activation<T, decltype(a), backward>(args, s); }))
+    throw Error("activations: unknown activation " + std::to_string(args.activation));
 }
 
 }  // namespace

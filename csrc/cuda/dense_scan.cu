@@ -10,14 +10,14 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wi
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
   run_scan<false>(args, backward, plan, stream);
 }
-void run_scan_carry(int device, const double* power, const float* ends, float* starts, int64_t count, int64_t B, int64_t N, void* stream) {
-  const DeviceGuard guard(device);
-  const size_t bytes = 2 * static_cast<size_t>(N) * sizeof(double);
+void run_scan_carry(const ScanCarryArgs& a) {
+  const DeviceGuard guard(a.device);
+  const size_t bytes = 2 * static_cast<size_t>(a.N) * sizeof(double);
   if (bytes > device_limits().shared_per_block)
     throw Error("algorithm='chunked' serves N up to " + std::to_string(device_limits().shared_per_block / 16) + " here, and N is " +
-                std::to_string(N) + ": use algorithm='sequential'");
-  launch(scan_carry_kernel, {dim3(static_cast<unsigned>(B)), dim3(kCarryThreads), static_cast<cudaStream_t>(stream), bytes}, power, ends, starts,
-         static_cast<int>(count), static_cast<int>(B), static_cast<int>(N));
+                std::to_string(a.N) + ": use algorithm='sequential'");
+  launch(scan_carry_kernel, {dim3(static_cast<unsigned>(a.B)), dim3(kCarryThreads), static_cast<cudaStream_t>(a.stream), bytes}, a.power,
+         a.ends, a.starts, static_cast<int>(a.count), static_cast<int>(a.B), static_cast<int>(a.N));
 }
 
 }  // namespace cuda

@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "common/fields.h"
+
 namespace orthokern {
 namespace cuda {
 
@@ -26,6 +28,11 @@ struct GruPlan {
   int64_t work;      // floats of workspace
   int graph_steps;   // steps: of one CUDA graph; 0: the kernels are launched one by one
   int64_t shared_bytes;
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, path, group, blocks, norm_columns, work, graph_steps, shared_bytes);
+  }
 };
 
 struct GruScanArgs {
@@ -48,11 +55,26 @@ struct GruScanArgs {
   float* grad_h0;        // [B, N]
   float* norms;          // [T, norm_columns] partial sums of squares of dL/dh_t; comes in as zeros, which padding leaves
   float* work;           // see GruPlan
+
+  template <class Visit>
+  void planned(Visit& visit) {  // what plan_gru_scan reads
+    ORTHOKERN_FIELDS(visit, device, T, B, N, kanai);
+  }
+  template <class Visit>
+  void fields(Visit& visit) {
+    planned(visit);
+    ORTHOKERN_FIELDS(visit, w, h0, lengths, x, bias, hs, gates, pre, grad_hs, grad_x, factor, grad_h0, norms, work);
+  }
 };
 
 // What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small sizes.
 struct GruWish {
   int path = -1, group = 0, graph_steps = -1;
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, path, group, graph_steps);
+  }
 };
 
 GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruWish& wish);

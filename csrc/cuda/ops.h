@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/activations.h"
+#include "common/fields.h"
 
 namespace orthokern {
 namespace cuda {
@@ -27,6 +28,15 @@ struct ActivationArgs {
   void* grad_x;           // [rows, N]
   void* grad_act_param;   // [act_param_size] or null
   void* workspace;        // activation_workspace() bytes, or null without grad_act_param
+
+  template <class Visit>
+  void forward(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, y);
+  }
+  template <class Visit>
+  void backward(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, grad_y, grad_x, grad_act_param, workspace);
+  }
 };
 void activation_fwd(const ActivationArgs& args);
 void activation_bwd(const ActivationArgs& args);
@@ -39,12 +49,22 @@ struct CayleyMatrices {  // of one shape
   const double* lr;  // [batch], or null: then every matrix has the rate `rate`
   double rate;
   void* out;         // [batch, N, K]
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, batch, N, K, m, g, lr, rate, out);
+  }
 };
 struct CayleyArgs {
   int dtype, device;
   void* stream;
   std::vector<CayleyMatrices> matrices;
   void* workspace;  // cayley_workspace() bytes
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, dtype, device, stream, matrices, workspace);
+  }
 };
 void cayley(const CayleyArgs& args);
 int64_t cayley_workspace(const CayleyArgs& args);

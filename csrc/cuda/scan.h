@@ -18,6 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "common/fields.h"
+
 namespace orthokern {
 namespace cuda {
 
@@ -50,6 +52,12 @@ struct ScanPlan {
   int64_t work;              // floats of other workspace
   int graph_steps;           // steps: of one CUDA graph; 0: the kernels are launched one by one
   int64_t shared_bytes;
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, path, group, blocks, norm_columns, sums_rows, cluster, chunks1, chunks2, shared_chunks, packed1, packed2, work,
+                     graph_steps, shared_bytes);
+  }
 };
 
 struct ScanArgs {
@@ -59,7 +67,7 @@ struct ScanArgs {
   int64_t time;          // the step that t = 0 is to `lengths`: the tensors may be a part of the whole time
   float clip;            // backward: delta_t is clipped to [-clip, clip] (infinity: not at all) before anything is done with it
   int precision;         // enum ScanPrecision
-  int activation;        // enum Activation
+  int activation;        // a number of common/activations.h
   int act_param_stride;  // 0: one parameter, 1: one for each unit
 
   const float* x;         // [T, B, N]: e forward, the gradient of hs backward; null with tokens
@@ -67,9 +75,9 @@ struct ScanArgs {
   const float* table;     // [D, N] or null: what a token adds to a
   const float* gate;      // backward: [T, B, N], hs or pre, whichever phi' is computed from; null for identity
   const float* start;     // [Q, N] states before the first step, or null for zeros
-  const float* map1;      // [N, K] V forward, U backward; dense: null
+  const float* first;     // [N, K] V forward, U backward; dense: null
   const float* scale;     // [K] s; dense: null
-  const float* map2;      // [N, K] U forward, V backward; dense: W [N, N]
+  const float* second;    // [N, K] U forward, V backward; dense: W [N, N]
   const float* act_param;  // [1] or [N] or null
   const int64_t* lengths;  // [B], counted from the beginning of time, or null: T for all
 
@@ -81,6 +89,17 @@ struct ScanArgs {
   float* packed1;  // workspace, see ScanPlan
   float* packed2;
   float* work;
+
+  template <class Visit>
+  void planned(Visit& visit) {  // what plan_scan reads
+    ORTHOKERN_FIELDS(visit, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride, tokens);
+  }
+  template <class Visit>
+  void fields(Visit& visit) {
+    planned(visit);
+    ORTHOKERN_FIELDS(visit, D, time, clip, x, table, gate, start, first, scale, second, act_param, lengths, out, pre, end, sums, norms, packed1,
+                     packed2, work);
+  }
 };
 
 // What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small sizes.
@@ -88,6 +107,26 @@ struct ScanWish {
   int path = -1, cluster = 0, group = 0;
   int shared_chunks = -1;
   int graph_steps = -1;
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, path, cluster, group, shared_chunks, graph_steps);
+  }
+};
+
+// The states at the borders of chunks, see scan_carry.h.
+struct ScanCarryArgs {
+  int device;
+  int64_t count, B, N;
+  const double* power;  // [N, N], power^T
+  const float* ends;    // [count, B, N]
+  float* starts;        // [count + 1, B, N]
+  void* stream;
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, device, count, B, N, power, ends, starts, stream);
+  }
 };
 
 ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish);
@@ -95,9 +134,7 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wi
 // `stream` is a cudaStream_t of args.device.
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
-
-// The states at the borders of chunks, see scan_carry.h: starts [count + 1, B, N] from power^T [N, N], float64, and ends [count, B, N].
-void run_scan_carry(int device, const double* power, const float* ends, float* starts, int64_t count, int64_t B, int64_t N, void* stream);
+void run_scan_carry(const ScanCarryArgs& args);
 
 }  // namespace cuda
 }  // namespace orthokern

@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
 #pragma unroll
       for (int j = 0; j < kHeld; j++) {
         float other = 0, other_gate = 0;
-        if (a.activation == kOplu) {  // the other unit of the pair is this lane's other row, or another lane's
+        if (on_pairs(a.activation)) {  // the other unit of the pair is this lane's other row, or another lane's
           if constexpr (kHeld > 1) {
             other = before[j ^ 1], other_gate = gate[j ^ 1];
           } else {
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
           after = clip_message(activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]), a.clip);
           if (unit[j] && live_step) {
             square = fmaf(before[j], before[j], square);
-            if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j]));
+            if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j], parameter[j]));
           }
         } else {
           after = activate(a.activation, before[j], other, second, parameter[j]);

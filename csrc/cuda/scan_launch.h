@@ -175,9 +175,9 @@ void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
   auto step = [&](const auto& to, int64_t i) {
     const float* const from = i == 0 && a.start ? a.start : state[i % 2];
     const StepIndex index{to.base, static_cast<int>(i), 1};
-    StepProduct product{a.map2, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N, N};
+    StepProduct product{a.second, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N, N};
     if (kFactored) {
-      to(step_product_kernel<kBackward, kPrecision>, first, dim3(kStepThreads), a, StepProduct{a.map1, 1, a.K, from, y, a.scale, K, N}, index);
+      to(step_product_kernel<kBackward, kPrecision>, first, dim3(kStepThreads), a, StepProduct{a.first, 1, a.K, from, y, a.scale, K, N}, index);
       product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = K;
     }
     to(step_product_kernel<kBackward, kPrecision>, last, dim3(kStepThreads), a, product, index);
@@ -205,10 +205,10 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
     });
   } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
     if (kFactored) {
-      pack_chunks(a.map1, 1, a.K, a.K, a.N, plan.chunks1, plan, a.packed1, stream);
-      pack_chunks(a.map2, a.K, 1, a.N, a.K, plan.chunks2, plan, a.packed2, stream);
+      pack_chunks(a.first, 1, a.K, a.K, a.N, plan.chunks1, plan, a.packed1, stream);
+      pack_chunks(a.second, a.K, 1, a.N, a.K, plan.chunks2, plan, a.packed2, stream);
     } else {
-      pack_chunks(a.map2, backward ? 1 : a.N, backward ? a.N : 1, a.N, a.N, plan.chunks1, plan, a.packed1, stream);
+      pack_chunks(a.second, backward ? 1 : a.N, backward ? a.N : 1, a.N, a.N, plan.chunks1, plan, a.packed1, stream);
     }
     const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream, static_cast<size_t>(plan.shared_bytes),
                     plan.cluster};

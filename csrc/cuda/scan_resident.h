@@ -183,12 +183,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const
   if constexpr (kFactored)
     map1.fill([&](int i, int j) {
       const int r = row_of(i), c = Columns::column(j, lane);
-      return r < K && c < N ? a.map1[c * K + r] : 0.f;
+      return r < K && c < N ? a.first[c * K + r] : 0.f;
     });
   map2.fill([&](int i, int j) {
     const int r = row_of(i), c = Columns::column(j, lane);
-    if constexpr (kFactored) return r < N && c < K ? a.map2[r * K + c] : 0.f;
-    return r < N && c < N ? a.map2[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
+    if constexpr (kFactored) return r < N && c < K ? a.second[r * K + c] : 0.f;
+    return r < N && c < N ? a.second[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
   });
   const float scale = kFactored && row < K ? a.scale[row] : 0.f;
   const float parameter = row < N ? parameter_of(a, row) : 0.f;
@@ -251,17 +251,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const
       if constexpr (kBackward) {
         const float gate = live && a.gate ? gates[place] : 0.f;
         float other = 0, other_gate = 0;
-        if (a.activation == kOplu) {
+        if (on_pairs(a.activation)) {
           other = __shfl_xor_sync(kAllLanes, before, kLanes);
           other_gate = __shfl_xor_sync(kAllLanes, gate, kLanes);
         }
         after = clip_message(activate_grad(a.activation, before, gate, other, other_gate, second, parameter), a.clip);
         if (live) {
           square = fmaf(before, before, square);
-          if (a.sums) total.add(parameter_grad(a.activation, before, gate));
+          if (a.sums) total.add(parameter_grad(a.activation, before, gate, parameter));
         }
       } else {
-        const float other = a.activation == kOplu ? __shfl_xor_sync(kAllLanes, before, kLanes) : 0.f;
+        const float other = on_pairs(a.activation) ? __shfl_xor_sync(kAllLanes, before, kLanes) : 0.f;
         after = activate(a.activation, before, other, second, parameter);
       }
       if (live) {  // before a sequence begins its state is zero and stays so

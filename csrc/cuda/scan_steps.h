@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
         if (a.sums) {  // nobody else has this element, and launches follow one another
           const int64_t at = q * p.rows + row + m, size = a.sequences * p.rows;
           RunningSum total{a.sums[at], a.sums[size + at]};
-          total.add(parameter_grad(a.activation, before[m], gate[m]));
+          total.add(parameter_grad(a.activation, before[m], gate[m], parameter));
           a.sums[at] = total.sum, a.sums[size + at] = total.error;
         }
       } else {

@@ -1,9 +1,9 @@
-// What the scan kernels share: activations of one unit, sums over the lanes of a warp, where the steps of a sequence lie in memory.
+// What the scan kernels share: sums over the lanes of a warp, where the steps of a sequence lie in memory.
 #pragma once
 
 #include <math.h>
 
-#include "common/activations.h"
+#include "cuda/activate.h"
 #include "cuda/ptx.h"
 #include "cuda/scan.h"
 
@@ -11,34 +11,6 @@ namespace orthokern {
 namespace cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-// phi(a). `partner` is a of the other unit of the pair (oplu), `second` whether this is the second of the two.
-__device__ __forceinline__ float activate(int activation, float a, float partner, bool second, float parameter) {
-  switch (activation) {  // the same in all lanes
-    case kTanh: return tanhf(a);
-    case kRelu: return act::relu(a, 0.f);
-    case kPrelu: return act::prelu(a, parameter, 0.f);
-    case kModrelu: return act::modrelu(a, parameter, 0.f);
-    case kOplu: return (second ? a > partner : partner > a) ? partner : a;
-    default: return a;
-  }
-}
-
-// phi'(.) * g. `gate` is what the forward saved of this unit: a for prelu and oplu, else h.
-__device__ __forceinline__ float activate_grad(int activation, float g, float gate, float partner_g, float partner_gate, bool second,
-                                               float parameter) {
-  switch (activation) {
-    case kTanh: return act::tanh_grad(gate, g, 1.f);
-    case kRelu: return act::relu_grad(gate, g, 0.f);
-    case kPrelu: return act::prelu_grad(gate, g, parameter, 0.f);
-    case kModrelu: return act::modrelu_grad(gate, g, 0.f);
-    case kOplu: return (second ? gate > partner_gate : partner_gate > gate) ? partner_g : g;
-    default: return g;
-  }
-}
-__device__ __forceinline__ float parameter_grad(int activation, float g, float gate) {
-  return activation == kPrelu ? act::prelu_slope_grad(gate, g, 0.f) : act::modrelu_bias_grad(gate, g, 0.f);
-}
 
 // A sum over many steps that carries its own rounding error along (Kahan): thousands of terms lose no more than a few do.
 struct RunningSum {

@@ -72,10 +72,11 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Map
 
     Tensors are on the CPU and of this dtype, or refused. An input that is not contiguous is copied; results must be.
     """
-    arguments = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
+    arguments: dict[str, Any] = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
     kept = []  # copies, until the kernel has read them
     for key, tensor in tensors.items():
         if tensor is None:
+            arguments[key] = None
             continue
         if not tensor.is_cpu:
             raise ValueError(f"{key} is on {tensor.device}: the cpu backend takes CPU tensors")

@@ -12,7 +12,7 @@ from orthokern.cpu._call import call, new
 def _scan_inputs(
     x: Tensor | None,
     steps: int,
-    maps: dict[str, Tensor],
+    maps: dict[str, Tensor | None],
     h0: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -26,14 +26,15 @@ def _scan_inputs(
         "B": b,
         "T": steps,
         "N": n,
-        "K": maps["v"].shape[1] if "v" in maps else 0,
+        "K": 0 if maps["first"] is None else maps["first"].shape[1],
         "D": 0 if weight is None else weight.shape[1],
         "activation": ACTIVATIONS[activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),
     }
     inputs = {
         **maps,
-        "tokens" if tokens else "x": x,
+        "x": None if tokens else x,
+        "tokens": x if tokens else None,
         "h0": h0,
         "weight": weight,
         "bias": bias,
@@ -46,7 +47,7 @@ def _scan_inputs(
 def scan_fwd(
     name: str,
     x: Tensor,
-    maps: dict[str, Tensor],
+    maps: dict[str, Tensor | None],
     h0: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -71,7 +72,7 @@ def scan_bwd(
     states: Tensor,
     pre: Tensor,
     x: Tensor | None,
-    maps: dict[str, Tensor],
+    maps: dict[str, Tensor | None],
     h0: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -94,7 +95,7 @@ def scan_bwd(
         return new(*tensor.shape, dtype=dtype) if tensor is not None and wanted else None
 
     results: dict[str, Tensor | None] = {
-        "grad_x": like(grad_hs if x is None else x, need_x and "tokens" not in inputs),
+        "grad_x": like(grad_hs if x is None else x, need_x and inputs["tokens"] is None),
         "grad_map": new(n, n, dtype=dtype) if need_params else None,
         "grad_h0": like(h0, True),
         "grad_weight": like(weight, need_params),

@@ -23,7 +23,18 @@ def dense_scan_fwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.dense_scan`."""
-    return scan_fwd("dense_scan_fwd", x, {"u": w}, h0, weight, bias, act_param, activation, checkpoint_every, lengths)
+    return scan_fwd(
+        "dense_scan_fwd",
+        x,
+        {"first": None, "scale": None, "second": w},
+        h0,
+        weight,
+        bias,
+        act_param,
+        activation,
+        checkpoint_every,
+        lengths,
+    )
 
 
 def dense_scan_bwd(
@@ -53,7 +64,7 @@ def dense_scan_bwd(
         states,
         pre,
         x,
-        {"u": w},
+        {"first": None, "scale": None, "second": w},
         h0,
         weight,
         bias,

@@ -27,7 +27,7 @@ def factored_scan_fwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`."""
-    maps = {"u": u, "s": s, "v": v}
+    maps: dict[str, Tensor | None] = {"first": v, "scale": s, "second": u}
     return scan_fwd("factored_scan_fwd", x, maps, h0, weight, bias, act_param, activation, checkpoint_every, lengths)
 
 
@@ -54,7 +54,7 @@ def factored_scan_bwd(
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`orthokern.ops.factored_scan`."""
-    maps = {"u": u, "s": s, "v": v}
+    maps: dict[str, Tensor | None] = {"first": v, "scale": s, "second": u}
     grad_x, m, grad_h0, *others = scan_bwd(
         "factored_scan_bwd",
         grad_hs,

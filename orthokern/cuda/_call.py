@@ -42,27 +42,25 @@ def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name:
 
 
 def addressed(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """The arguments of a native function: numbers, and the addresses of those tensors that are there."""
-    return {**sizes, **{key: tensor.data_ptr() for key, tensor in tensors.items() if tensor is not None}}
+    """The arguments of a native function: numbers, and the addresses of tensors; a null pointer is None."""
+    return {**sizes, **{key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}}
 
 
 def call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> None:
-    """Call the native function `name` on the current stream of `device`. Absent tensors are null pointers there.
+    """Call the native function `name` on the current stream of `device`. Tensors that are None are null pointers there.
 
     The native functions leave the current device as it was (csrc/cuda/launch.h, DeviceGuard).
     """
-    arguments = addressed(sizes, tensors)
-    if device.type == "cuda":
-        arguments["device"] = device.index
-        arguments["stream"] = torch.cuda.current_stream(device).cuda_stream
-    getattr(kernels, name)(arguments)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    getattr(kernels, name)({**addressed(sizes, tensors), "device": device.index or 0, "stream": stream})
 
 
 def workspace(
     name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
 ) -> Tensor:
     """Scratch memory for the kernels of one call, as large as the native function `name` says of its arguments."""
-    size = getattr(kernels, name)({**addressed(sizes, tensors), "device": device.index or 0})
+    launch = {"device": device.index or 0, "stream": None, "workspace": None}
+    size = getattr(kernels, name)({**addressed(sizes, tensors), **launch})
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
@@ -78,7 +76,5 @@ def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str,
             "GPU in CUDA graphs) or 0 (kernel by kernel)"
         )
     asked = {"graph_steps": 0, **wishes} if setting == "0" else wishes
-    planned: dict[str, int] = getattr(kernels, name)(
-        {**sizes, **{f"wish_{key}": value for key, value in asked.items()}, "device": device.index or 0}
-    )
+    planned: dict[str, int] = getattr(kernels, name)({**sizes, "wish": asked, "device": device.index or 0})
     return planned

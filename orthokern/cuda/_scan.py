@@ -52,8 +52,9 @@ class Map:
     def native(self, backward: bool) -> dict[str, Tensor | None]:
         """The factors as the kernels take them: in the order of use, which the backward reverses."""
         if self.s is None or self.v is None:
-            return {"map2": self.u}
-        return {"map1": self.u if backward else self.v, "scale": self.s, "map2": self.v if backward else self.u}
+            return {"first": None, "scale": None, "second": self.u}
+        first, second = (self.u, self.v) if backward else (self.v, self.u)
+        return {"first": first, "scale": self.s, "second": second}
 
 
 class Scan:
@@ -86,7 +87,7 @@ class Scan:
         n = map.u.shape[0]
         self.map, self.backward, self.device = map, backward, map.u.device
         self.chunk, self.act_param, self.lengths = chunk, act_param, lengths
-        self.options: dict[str, float] = {"message_clip": message_clip} if message_clip > 0 else {}
+        self.clip = message_clip if message_clip > 0 else math.inf
         self.sizes = {
             "B": batch,
             "N": n,
@@ -100,8 +101,8 @@ class Scan:
         # which inputs there are decides how much shared memory a sequence takes
         asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens)}
         self.plan = native.plan(f"{map.op}_plan", self.device, asked)
-        floats = {name: self.plan[f"{name}_floats"] for name in ("packed1", "packed2", "work")}
-        self.workspace = {name: map.u.new_empty(count) for name, count in floats.items() if count}
+        floats = {name: self.plan[name] for name in ("packed1", "packed2", "work")}
+        self.workspace = {name: map.u.new_empty(count) if count else None for name, count in floats.items()}
 
     def sums(self) -> Tensor:
         """[2, rows, N]: the running sums of act_param's gradient, which later launches continue."""
@@ -111,21 +112,38 @@ class Scan:
         """[T, columns]: partial sums of squares of every step."""
         return self.map.u.new_zeros(steps, self.plan["norm_columns"])
 
-    def run(self, steps: int, tensors: dict[str, Tensor | None], table: Tensor | None = None, *, time: int = 0) -> None:
+    def run(
+        self,
+        steps: int,
+        *,
+        x: Tensor | None = None,
+        tokens: Tensor | None = None,
+        table: Tensor | None = None,
+        gate: Tensor | None = None,
+        start: Tensor | None = None,
+        out: Tensor | None = None,
+        pre: Tensor | None = None,
+        end: Tensor | None = None,
+        sums: Tensor | None = None,
+        norms: Tensor | None = None,
+        time: int = 0,
+    ) -> None:
         """Put the scan of ``steps`` steps, from step ``time`` of the op on, on the stream.
 
-        tensors: of these steps, by the names of csrc/cuda/scan.h.
+        Tensors of these steps, by the names of csrc/cuda/scan.h.
         """
         if not steps or not self.sizes["sequences"]:
             return
-        sizes = {**self.sizes, **self.plan, **self.options, "T": steps, "chunk": self.chunk or steps, "time": time}
-        if table is not None:
-            sizes["D"] = table.shape[0]
-        everything = {
-            **self.map.native(self.backward), **self.workspace, **tensors, "table": table, "act_param": self.act_param,
-            "lengths": self.lengths,
+        sizes = {
+            **self.sizes, "T": steps, "D": 0 if table is None else table.shape[0], "chunk": self.chunk or steps,
+            "time": time, "clip": self.clip, "plan": self.plan,
         }  # fmt: skip
-        native.call(self.map.op, self.device, sizes, everything)
+        tensors = {
+            **self.map.native(self.backward), **self.workspace, "x": x, "tokens": tokens, "table": table, "gate": gate,
+            "start": start, "out": out, "pre": pre, "end": end, "sums": sums, "norms": norms,
+            "act_param": self.act_param, "lengths": self.lengths,
+        }  # fmt: skip
+        native.call(self.map.op, self.device, sizes, tensors)
 
 
 def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -168,7 +186,7 @@ def _power(w: Tensor, exponent: int) -> Tensor:
 
 
 def _chunked(
-    map: Map, chunk: int, steps: int, batch: int, inputs: dict[str, Tensor | None], start: Tensor | None, out: Tensor,
+    map: Map, chunk: int, steps: int, batch: int, inputs: dict[str, Any], start: Tensor | None, out: Tensor,
     *, backward: bool, table: Tensor | None = None, lengths: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The recurrence without activation over chunks of time at once; out [T, B, N].
@@ -189,12 +207,12 @@ def _chunked(
     if count > 1:
         ends = new(count - 1, batch, n)
         local = Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=(count - 1) * batch)
-        local.run(steps, {**inputs, "end": ends}, table)
+        local.run(steps, **inputs, table=table, end=ends)
         power = _power(map.dense() if backward else map.dense().mT, chunk).contiguous()
         sizes = {"count": count - 1, "B": batch, "N": n}
         native.call("scan_carry", map.u.device, sizes, {"power": power, "ends": ends, "starts": starts})
     whole = Scan(map, **common, tokens=table is not None, chunk=chunk, sequences=count * batch)
-    whole.run(steps, {**inputs, "start": starts, "out": out}, table)
+    whole.run(steps, **inputs, table=table, start=starts, out=out)
 
 
 def _scan_inputs(
@@ -233,7 +251,7 @@ def scan_fwd(
     e, table = _input_of(ready_x, weight, bias)
     hs, empty = h0.new_empty(steps, batch, n), h0.new_empty(0)
     pre = h0.new_empty(steps, batch, n) if ACTIVATIONS[activation].needs_input and not checkpoint_every else empty
-    inputs: dict[str, Tensor | None] = {"x": e} if table is None else {"tokens": ready_x}
+    inputs: dict[str, Any] = {"x": e} if table is None else {"tokens": ready_x}
     chunk = chunk_length(map, steps, batch, activation, algorithm, message_clip)
     if chunk:
         _chunked(map, chunk, steps, batch, inputs, h0, hs, backward=False, table=table, lengths=lengths)
@@ -242,7 +260,7 @@ def scan_fwd(
             map, backward=False, batch=batch, activation=activation, act_param=act_param, tokens=table is not None,
             lengths=lengths,
         )  # fmt: skip
-        scan.run(steps, {**inputs, "start": h0, "out": hs, "pre": pre if pre.numel() else None}, table)
+        scan.run(steps, **inputs, table=table, start=h0, out=hs, pre=pre if pre.numel() else None)
     ckpt = empty
     if checkpoint_every:
         ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : steps - 1 : checkpoint_every]])
@@ -325,9 +343,9 @@ def scan_bwd(
             if table is None:
                 e = _input_of(part, weight, bias)[0]
             gate = pre_segment[:length] if ACTIVATIONS[activation].needs_input else None
-            inputs = {"x": e} if table is None else {"tokens": part}
+            inputs: dict[str, Any] = {"x": e} if table is None else {"tokens": part}
             # not `segment`'s last row where a waiting step has it already: the same state, the same bits
-            forward.run(length, {**inputs, "start": before[0], "out": segment, "pre": gate}, table, time=start)
+            forward.run(length, **inputs, table=table, start=before[0], out=segment, pre=gate, time=start)
         else:
             segment, gate = states, pre if ACTIVATIONS[activation].needs_input else None
         if gate is None and activation != "identity":
@@ -337,11 +355,7 @@ def scan_bwd(
         if chunk:
             _chunked(map, chunk, steps, batch, {"x": g}, None, place, backward=True, lengths=lengths)
         else:
-            scan.run(
-                length,
-                {"x": g, "gate": gate, "start": carry, "out": place, "norms": norms[start:stop], "sums": running},
-                time=start,
-            )
+            scan.run(length, x=g, gate=gate, start=carry, out=place, norms=norms[start:stop], sums=running, time=start)
         # the kernel of the next segment may write where this row lies
         carry = place[0] if keep_delta else place[0].clone()
         with ieee_products():

@@ -26,10 +26,9 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
     grad_act_param = torch.empty(0 if act_param is None else act_param.shape, dtype=x.dtype, device=x.device)
     sizes, tensors = _inputs(x, act_param, activation)
     tensors |= {"grad_y": native.ready(grad_y, x.dtype, x.device, "grad_y"), "grad_x": grad_x}
-    if act_param is not None:
-        tensors["grad_act_param"] = grad_act_param
-        tensors["workspace"] = native.workspace("activation_workspace", x.device, sizes, tensors)
-    native.call("activation_bwd", x.device, sizes, tensors)
+    tensors["grad_act_param"] = None if act_param is None else grad_act_param
+    space = None if act_param is None else native.workspace("activation_workspace", x.device, sizes, tensors)
+    native.call("activation_bwd", x.device, sizes, {**tensors, "workspace": space})
     return grad_x, grad_act_param
 
 

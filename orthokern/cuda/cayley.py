@@ -32,14 +32,11 @@ def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> li
         if not m.numel():
             continue
         n, k = m.shape[-2:]
-        tensors = {"m": m, "g": g, "out": outs[-1]}
-        one: dict[str, float] = {"batch": m.numel() // (n * k), "N": n, "K": k}
-        if isinstance(lr, Tensor):
-            tensors["lr"] = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous()
-        else:
-            one["rate"] = float(lr)
+        rates = lr.to(m.device, torch.float64).expand(m.shape[:-2]).contiguous() if isinstance(lr, Tensor) else None
+        sizes = {"batch": m.numel() // (n * k), "N": n, "K": k, "rate": lr if rates is None else 0.0}
+        tensors = {"m": m, "g": g, "lr": rates, "out": outs[-1]}
         alive += tensors.values()
-        matrices.append(native.addressed(one, tensors))
+        matrices.append(native.addressed(sizes, tensors))
     if matrices:
         given = {"dtype": DTYPES[first.dtype], "matrices": matrices}
         workspace = native.workspace("cayley_workspace", first.device, given, {})

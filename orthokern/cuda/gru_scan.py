@@ -13,17 +13,19 @@ from orthokern.cuda import _call as native
 from orthokern.cuda._sums import add_product
 
 
-def _plan(h0: Tensor, variant: str, steps: int, *, backward: bool) -> dict[str, int]:
-    """The sizes of a GRU scan in one direction, and how the native planner would run it (csrc/cuda/gru_scan.h)."""
-    b, n = h0.shape
-    sizes = {"T": steps, "B": b, "N": n, "kanai": int(variant == "kanai"), "backward": int(backward)}
-    return {**sizes, **native.plan("gru_scan_plan", h0.device, sizes)}
+class _Scan:
+    """One GRU scan as the native planner would run it (csrc/cuda/gru_scan.h)."""
 
+    def __init__(self, h0: Tensor, variant: str, steps: int, *, backward: bool) -> None:
+        b, n = h0.shape
+        self.h0 = h0
+        self.sizes = {"T": steps, "B": b, "N": n, "kanai": int(variant == "kanai"), "backward": int(backward)}
+        self.plan = native.plan("gru_scan_plan", h0.device, self.sizes)
 
-def _run(plan: dict[str, int], h0: Tensor, tensors: dict[str, Tensor | None]) -> None:
-    """Put the scan of a plan on the stream; tensors by the names of csrc/cuda/gru_scan.h."""
-    work = h0.new_empty(plan["work_floats"]) if plan["work_floats"] else None
-    native.call("gru_scan", h0.device, plan, {**tensors, "h0": h0, "work": work})
+    def run(self, **tensors: Tensor | None) -> None:
+        """Put it on the stream; tensors by the names of csrc/cuda/gru_scan.h."""
+        work = self.h0.new_empty(self.plan["work"]) if self.plan["work"] else None
+        native.call("gru_scan", self.h0.device, {**self.sizes, "plan": self.plan}, {**tensors, "work": work})
 
 
 def gru_scan_fwd(
@@ -35,8 +37,9 @@ def gru_scan_fwd(
     hs, gates = h0.new_empty(steps, b, n), h0.new_empty(steps, b, 3 * n)
     pre = None if variant == "kanai" else h0.new_empty(steps, b, n)
     lengths = native.ready(lengths, torch.int64, h0.device, "lengths")
-    plan = _plan(h0, variant, steps, backward=False)
-    _run(plan, ready.pop("h0"), {**ready, "lengths": lengths, "hs": hs, "gates": gates, "pre": pre})
+    of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "norms"))
+    scan = _Scan(h0, variant, steps, backward=False)
+    scan.run(**ready, **of_backward, lengths=lengths, hs=hs, gates=gates, pre=pre)
     return hs, gates, h0.new_empty(0) if pre is None else pre
 
 
@@ -57,14 +60,14 @@ def gru_scan_bwd(
     kanai = variant == "kanai"
     given = {"grad_hs": grad_hs, "hs": hs, "gates": gates, "pre": None if kanai else pre, "w": w, "h0": h0}
     ready = _ready(h0.device, given)
-    w, h0, hs = ready.pop("w"), ready.pop("h0"), ready["hs"]
+    w, h0, hs = ready["w"], ready["h0"], ready["hs"]
     lengths = native.ready(lengths, torch.int64, h0.device, "lengths")
     steps, b, n = grad_hs.shape
     grad_x, factor, grad_h0 = torch.empty_like(ready["gates"]), torch.empty_like(hs), torch.empty_like(h0)
-    plan = _plan(h0, variant, steps, backward=True)
-    norms = h0.new_zeros(steps, plan["norm_columns"])
+    scan = _Scan(h0, variant, steps, backward=True)
+    norms = h0.new_zeros(steps, scan.plan["norm_columns"])
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "norms": norms}
-    _run(plan, h0, {**ready, **results, "w": w, "lengths": lengths})
+    scan.run(**ready, **results, lengths=lengths, x=None, bias=None)
     norm, empty = norms.sum(1).sqrt(), h0.new_empty(0)
     if not need_params:
         return grad_x, empty, grad_h0, empty, norm

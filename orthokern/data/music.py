@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from orthokern._files import FILE_LIMIT, decoding, size_text
+from orthokern._state import check_integer, check_tensor
 from orthokern.data._checks import integer
 from orthokern.data._files import data_folder, read_first
 from orthokern.data._mat import read_cells
@@ -221,6 +222,10 @@ class RollWindows:
         ):
             if theirs != ours:
                 raise InputError(f"the saved order of the data has {name} {theirs}; expected: {ours}")
+        check_integer("next", state["next"], 0, len(self.rolls) if state["drawn"] else 0)
+        pieces, begin = (check_tensor(name, state[name], self._pieces) for name in ("pieces", "begin"))
+        if bool(((pieces < 0) | (pieces >= len(self.rolls)) | (begin < 0)).any()):
+            raise InputError(f"the saved order of the data has pieces outside of 0 to {len(self.rolls) - 1}")
         self.generator.set_state(state["generator"])
         self._drawn_from, self._order = state["generator"].clone(), torch.empty(0, dtype=torch.int64)
         if state["drawn"]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern._files import read_file
+from orthokern._state import check_integer
 from orthokern.data._checks import integer
 from orthokern.data._files import Standard, check_standard, data_folder, read_first
 from orthokern.errors import InputError
@@ -247,6 +248,8 @@ class SentenceBatches:
         for name, ours in (("sentences", len(self.sentences)), ("batch", self.batch), ("bucket", self.bucket)):
             if state[name] != ours:
                 raise InputError(f"the saved order of the data has {name} {state[name]}; expected: {ours}")
+        check_integer("epoch", state["epoch"], -1)
+        check_integer("position", state["position"], self.per_epoch if state["epoch"] < 0 else 0, self.per_epoch)
         self.generator.set_state(state["generator"])
         self.epoch, self.position = state["epoch"], state["position"]
         if self.epoch < 0:

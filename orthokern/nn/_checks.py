@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
@@ -17,11 +19,14 @@ __all__ = [
     "check_backend",
     "check_device",
     "check_exponential",
+    "check_held",
     "check_ids",
     "check_input",
     "check_loaded_orthogonal",
+    "check_packed",
     "finite",
     "flag",
+    "new_parameter",
     "number",
     "parameter_dtype",
     "positive_int",
@@ -186,6 +191,62 @@ def check_ids(ids: Tensor, size: int) -> None:
     low, high = (int(v) for v in ids.aminmax())
     if low < 0 or high >= size:
         raise InputError(f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {size})")
+
+
+def check_packed(packed: PackedSequence) -> None:
+    """Refuses a PackedSequence that none of torch's functions makes. What lies on a GPU is not looked at."""
+    sizes, data = packed.batch_sizes, packed.data
+    if not isinstance(sizes, Tensor) or sizes.dim() != 1 or sizes.dtype != torch.int64 or len(sizes) == 0:
+        found = f"{sizes.dtype} {tuple(sizes.shape)}" if isinstance(sizes, Tensor) else type(sizes).__name__
+        raise InputError(f"batch_sizes of the input is {found}; accepted: torch.int64 [T], T at least 1")
+    orders = (("sorted_indices", packed.sorted_indices), ("unsorted_indices", packed.unsorted_indices))
+    if (orders[0][1] is None) != (orders[1][1] is None):
+        raise InputError("the input has one of sorted_indices and unsorted_indices; accepted: both or neither")
+    if not readable(sizes):
+        return
+    steps = sizes.tolist()
+    falling = all(a >= b for a, b in itertools.pairwise(steps))
+    if steps[-1] < 1 or not falling or sum(steps) != len(data):
+        text = str(steps if len(steps) <= 8 else [*steps[:8], "..."]).replace("'", "")
+        raise InputError(
+            f"batch_sizes of the input are {text} for {len(data)} rows; accepted: at least 1 each, none above the one "
+            "before, the rows as their sum"
+        )
+    for name, order in orders:
+        if order is None:
+            continue
+        wrong = order.dim() != 1 or order.dtype != torch.int64 or len(order) != steps[0]
+        if wrong or (readable(order) and not torch.equal(order.sort()[0], torch.arange(steps[0]))):
+            raise InputError(f"{name} of the input is no order of its {steps[0]} sequences; accepted: each index once")
+    if packed.sorted_indices is not None and readable(packed.sorted_indices):
+        if not torch.equal(packed.sorted_indices[packed.unsorted_indices], torch.arange(steps[0])):
+            raise InputError(
+                "unsorted_indices of the input do not undo its sorted_indices; accepted: the inverse order"
+            )
+
+
+def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    """A parameter without values; InputError where there is no memory for it."""
+    try:
+        return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+    except (RuntimeError, TypeError, OverflowError) as error:
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("memory", "overflow")):
+            raise
+        raise InputError(
+            f"there is no memory for {name} of shape {list(shape)}; accepted: sizes whose parameters fit"
+        ) from None
+
+
+def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
+    """Refuses what took the place of a module's parameter; shape None: of a module from before shapes were kept."""
+    if not isinstance(value, Tensor):
+        accepted = "a tensor" if shape is None else f"a tensor of shape {list(shape)}"
+        raise InputError(f"parameter {name} is {value!r}; accepted: {accepted}")
+    if shape is not None and value.shape != shape:
+        raise InputError(f"parameter {name} has shape {list(value.shape)}; accepted: {list(shape)}")
+    if value.layout is not torch.strided:
+        kind = str(value.layout).removeprefix("torch.")
+        raise InputError(f"parameter {name} is a {kind} tensor; accepted: a strided (dense) one")
 
 
 def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:

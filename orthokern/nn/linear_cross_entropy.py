@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_backend, check_device, flag, positive_int
+from orthokern.nn._checks import check_backend, check_device, flag, new_parameter, positive_int
 
 __all__ = ["LinearCrossEntropy"]
 
@@ -54,8 +54,8 @@ class LinearCrossEntropy(nn.Module):
         self.reduction = reduction
         self.backend = check_backend(backend)
         device = check_device(device)
-        self.weight = nn.Parameter(torch.empty(self.classes, self.hidden, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(self.classes, device=device, dtype=dtype)) if flag("bias", bias) else None
+        self.weight = new_parameter("weight", (self.classes, self.hidden), device, dtype)
+        self.bias = new_parameter("bias", (self.classes,), device, dtype) if flag("bias", bias) else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

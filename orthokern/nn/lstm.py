@@ -17,9 +17,12 @@ from orthokern import init as init_
 from orthokern.errors import InputError
 from orthokern.nn._checks import (
     check_device,
+    check_held,
     check_ids,
     check_input,
+    check_packed,
     flag,
+    new_parameter,
     number,
     parameter_dtype,
     positive_int,
@@ -221,6 +224,7 @@ class PeepholeLSTM(nn.Module):
         forget_bias: float = 1.0,
     ) -> None:
         super().__init__()
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name
         self.input_size = positive_int("input_size", input_size)
         self.hidden_size = positive_int("hidden_size", hidden_size)
         self.num_layers = positive_int("num_layers", num_layers)
@@ -242,9 +246,8 @@ class PeepholeLSTM(nn.Module):
                 shapes |= {"bias_ih": (4 * n,), "bias_hh": (4 * n,)}
             shapes["weight_peephole"] = (3, n)
             for name, shape in shapes.items():
-                self.register_parameter(
-                    f"{name}_{suffix}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-                )
+                self.register_parameter(f"{name}_{suffix}", new_parameter(f"{name}_{suffix}", shape, device, dtype))
+                self._shapes[f"{name}_{suffix}"] = shape
         self.reset_parameters()
 
     def _recurrences(self) -> list[tuple[int, str]]:
@@ -253,7 +256,9 @@ class PeepholeLSTM(nn.Module):
         return [(layer, f"l{layer}{way}") for layer in range(self.num_layers) for way in ways]
 
     def _tensor(self, name: str) -> Tensor:
-        return cast(Tensor, getattr(self, name))
+        tensor = cast(Tensor, getattr(self, name))
+        check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
+        return tensor
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters anew, as the class documentation says.
@@ -308,6 +313,7 @@ class PeepholeLSTM(nn.Module):
                 return self.forward(_widened(input, dtype), state)
         if isinstance(input, PackedSequence):
             self._check_input(input.data, packed=True)
+            check_packed(input)
             data, lengths = pad_packed_sequence(input)  # [T, B, ..] in the caller's order
             output, state = self._run(data, self._states(hx, data.shape[1], data), lengths.to(data.device))
             if input.sorted_indices is not None:
@@ -383,6 +389,9 @@ class PeepholeLSTM(nn.Module):
             if not isinstance(state, Tensor) or tuple(state.shape) != shape:
                 found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
                 raise InputError(f"{name} of hx is {found}; accepted: {shape}")
+            if state.layout is not torch.strided:
+                kind = str(state.layout).removeprefix("torch.")
+                raise InputError(f"{name} of hx is a {kind} tensor; accepted: a strided (dense) one")
             if state.dtype != weight.dtype or state.device != weight.device:
                 raise InputError(
                     f"{name} of hx is {state.dtype} on {state.device}; accepted: {weight.dtype} on {weight.device}"

@@ -25,9 +25,12 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import (
     check_backend,
     check_device,
+    check_held,
     check_input,
+    check_packed,
     finite,
     flag,
+    new_parameter,
     number,
     parameter_dtype,
     positive_int,
@@ -157,6 +160,7 @@ class _Recurrent(nn.Module):
         gain: float,
     ) -> None:
         super().__init__()
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name
         self.input_size = positive_int("input_size", input_size)
         self.hidden_size = positive_int("hidden_size", hidden_size)
         self.num_layers = positive_int("num_layers", num_layers)
@@ -202,7 +206,8 @@ class _Recurrent(nn.Module):
         return self.input_size if first else self.hidden_size * (2 if self.bidirectional else 1)
 
     def _register(self, name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype) -> None:
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.register_parameter(name, new_parameter(name, shape, device, dtype))
+        self._shapes[name] = shape
 
     def _register_common(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
         """Parameters of one recurrence besides its weights: of the activation, and the initial state."""
@@ -235,6 +240,7 @@ class _Recurrent(nn.Module):
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Tensor = getattr(self, name)
+        check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
         return tensor
 
     def _act_param(self, suffix: str) -> Tensor | None:
@@ -359,6 +365,7 @@ class _Recurrent(nn.Module):
 
     def _forward_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
         self._check_input(input.data, packed=True)
+        check_packed(input)
         layout = _Packed(input.batch_sizes, input.data.device, self._serves_lengths())
         if hx is not None:
             self._check_hx(hx, layout.batch, input.data.device)
@@ -414,6 +421,9 @@ class _Recurrent(nn.Module):
     def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device) -> None:
         if not isinstance(hx, Tensor):
             raise InputError(f"hx must be a Tensor or None, got {type(hx).__name__}")
+        if hx.layout is not torch.strided or hx.is_nested:
+            kind = "nested" if hx.is_nested else str(hx.layout).removeprefix("torch.")
+            raise InputError(f"hx is a {kind} tensor; accepted: a strided (dense) one")
         rows = self.num_layers * (2 if self.bidirectional else 1)
         shape = (rows, self.hidden_size) if batch is None else (rows, batch, self.hidden_size)
         if tuple(hx.shape) != shape:

@@ -14,6 +14,7 @@ Inside a kernel autocast is off: ``orthokern/_autocast.py``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,13 @@ import torch
 from torch._compile import _disable_dynamo
 
 from orthokern._autocast import keeps_dtype
+from orthokern.errors import InputError
 
 NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 Function = Callable[..., Any]
+_NUMBERS = ("lr", "grad_loss", "squarings")  # arguments that may be 0-dimensional
 
 
 class CustomOp:
@@ -34,12 +37,40 @@ class CustomOp:
     def __init__(self, name: str, schema: str, kernel: Function) -> None:
         self.name = name
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(name, _disable_dynamo(keeps_dtype(kernel)), "CompositeExplicitAutograd")
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        kernel = self._guarded(keeps_dtype(kernel))
+        _LIBRARY.impl(name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
+
+    def _guarded(self, function: Function) -> Function:
+        """A kernel or fake that refuses in one line what no tensor argument may be, and sizes beyond the memory: the
+        functions of ``orthokern.functional`` check their arguments, ``torch.ops.orthokern`` is open to any."""
+        arguments = self.overload._schema.arguments
+        tensors = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type) and a.name not in _NUMBERS]
+
+        @functools.wraps(function)
+        def call(*given: Any) -> Any:
+            for index, name in tensors:
+                tensor = given[index] if index < len(given) else None
+                if tensor is not None and (tensor.ndim == 0 or tensor.layout is not torch.strided):
+                    kind = "0-dimensional" if tensor.ndim == 0 else str(tensor.layout).removeprefix("torch.")
+                    raise InputError(
+                        f"{self.name}: {name} is a {kind} tensor: accepted is a strided one of at least one dimension"
+                    )
+            try:
+                return function(*given)
+            except RuntimeError as error:
+                if "can't allocate memory" not in str(error):
+                    raise
+                shapes = ", ".join(f"{n} {list(given[i].shape)}" for i, n in tensors if _is_tensor(given, i))
+                raise InputError(
+                    f"{self.name}: there is no memory for the results of {shapes}: accepted are smaller sizes"
+                ) from None
+
+        return call
 
     def register_fake(self, fake: Function) -> Function:
         """Enter the function that gives empty results of the right shapes, dtypes and strides. A decorator."""
-        torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._guarded(fake), lib=_LIBRARY)
         return fake
 
     def register_autograd(self, backward: Function, *, setup_context: Function | None = None) -> None:
@@ -89,6 +120,10 @@ class CustomOp:
                 return op.redispatch(keys, *inputs)
 
         _LIBRARY.impl(self.name, _disable_dynamo(autograd_kernel), "Autograd", with_keyset=True)
+
+
+def _is_tensor(given: tuple[Any, ...], index: int) -> bool:
+    return index < len(given) and isinstance(given[index], torch.Tensor)
 
 
 def custom_op(name: str, schema: str) -> Callable[[Function], CustomOp]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
+from orthokern.reproduce.page import paragraph
 from orthokern.reproduce.spec import Experiment, Measure, Run
 from orthokern.reproduce.study import Study, conditions
 from orthokern.tasks import word_lm
@@ -89,9 +90,9 @@ def _runs(
 
 
 ONE_RUN = """\
-One run a row, so a success rate is 0 or 100 %: a run is a success if the validation loss after every epoch is no
-greater than that of the untrained model (section 4.1 of the paper). The paper gives means over several runs, and does
-not say how many."""
+Each row is one run, so that a success rate is 0 or 100 %. A run is a success if the validation loss after every epoch
+is at most that of the untrained model (section 4.1 of the paper). The paper gives means over an unspecified number of
+runs."""
 
 # ---- Figure 1 --------------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ PUBLISHED = {"naive SVD": 5.02e4, "projection": 4.55e4, "gradient clipping": 4.9
 TITLES = {
     "naive SVD": "P_δ by a full SVD after every step",
     "projection": "P_δ by `SpectralNormProjection`",
-    "gradient clipping": "the gradient's norm, and scaling",
+    "gradient clipping": "norm of the gradient, and scaling",
 }
 SVD_EVERY = 10  # iterations
 
@@ -244,7 +245,7 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     ]
     study = STUDIES[0]
     lines = [
-        "| method | ms per iteration | % of an iteration | hours of training | over clipping | published |",
+        "| method | ms per iteration | % of an iteration | hours of training | ratio to clipping | published ratio |",
         "|" + " --- |" * 6,
     ]
     clipping = next(row for row in rows if row["method"] == "gradient clipping")
@@ -258,13 +259,13 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     counts = ", ".join(f"{count} {what}" for what, count in projection.counts.items())
     text = [
         f"# {study.name}: {study.title}", "", f"{study.source}. {scale and 'Scaled down (`--quick`).' or ''}".rstrip(),
-        "", *lines, "",
-        f"An iteration without any of them takes {each['iteration']:.1f} ms ({settings['hidden']} units, windows of "
+        "", "Lower is better.", "", *lines, "", paragraph(
+        f"An iteration without any of these takes {each['iteration']:.1f} ms ({settings['hidden']} units, windows of "
         f"{settings['window']} steps, batch {settings['batch']}, {len(task.data.vocabulary)} words): the median of "
-        f"{iterations} iterations from {began_with}, in one process. The projection did {counts}; the largest "
-        f"difference of an entry between the two ways to project was {worst:.1e}. Hours are of {EPOCHS} epochs of "
-        f"{task.iterations_per_epoch} iterations without evaluation; what is published of them is their ratio to "
-        "clipping's.",
+        f"{iterations} iterations from {began_with}, in one process. The projection took {counts}. The largest "
+        f"difference of an entry between the two projections was {worst:.1e}. Hours are for {EPOCHS} epochs of "
+        f"{task.iterations_per_epoch} iterations without evaluation. The published column is the ratio of the "
+        "published times."),
         "", conditions(),
     ]  # fmt: skip
     table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
@@ -281,7 +282,7 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
 STUDIES = (
     Study(
         "gru-table3",
-        "What the spectral constraint costs in language modelling",
+        "Cost of the spectral constraint in language modelling",
         f"{PAPER}, Table 3",
         ("data", "threads", "iterations"),
         _cost,

@@ -22,7 +22,7 @@ __all__ = ["EXPERIMENTS", "STUDIES"]
 REPORT = "Jahagirdar et al. 2019"
 ORIGINAL = "Kerg et al. 2019"
 MODELS = {"rnn": "RNN", "lstm": "LSTM", "exprnn": "expRNN", "nnrnn": "nnRNN"}
-CURVES = "The report gives curves, no numbers. One seed; the report's copy curves are means of six."
+CURVES = "The report shows curves without numbers. Ours is one seed; the report's curves are means of six."
 
 LOSS = Measure("best held-out loss", "best_loss", digits=5, higher_is_better=False)
 RECALL = Measure("best held-out accuracy (%)", "best_accuracy", scale=100.0)
@@ -156,12 +156,12 @@ EXPERIMENTS = (
     Experiment(
         "nnrnn-psmnist", "Permuted sequential MNIST", f"{REPORT}, Figure 3 and Table 2", _psmnist(), (ACCURACY,),
         figure="curves", panel="hidden", legend=("model",), data="mnist",
-        note="The report gives curves, no numbers, with 512 units; 128 units at the same settings are ours.",
+        note="The report shows curves without numbers, for 512 units. The rows with 128 units are not in the report.",
     ),
     Experiment(
         "nnrnn-adding", "Adding task, T = {T}", f"{REPORT}, Figure 4 and Table 3", _adding(), (LOSS, RECALL),
         figure="curves", quantity="held_out_loss", legend=("model", "hidden"), epochs=False,
-        note="The report gives curves, no numbers. Accuracy is the share of answers no more than 0.2 off.",
+        note="The report shows curves without numbers. An answer with an error of at most 0.2 is accurate.",
     ),
     Experiment(
         "nnrnn-ablations", "nnRNN on the copy task, one thing changed at a time", f"{REPORT}, Figures 5 and 6",
@@ -196,12 +196,13 @@ MEMORY = {
     (1.05, 0.005, 0.2): 20.4,
 }
 MEMORY_NOTE = f"""\
-Theta has {UNITS} units: d on the diagonal, alpha just below it, beta further down; the input enters at the first unit,
-noise of variance 1 at all of them. J_tot is the sum of the Fisher memory curve, exact beyond the steps that are drawn.
-With d = 0.2 the covariance has a condition of up to 1e26, beyond a solve in float64, by which the published numbers are
-off in the second digit: sums in 400 bits give 11.939 for the first of them and 20.837 for the third, as here. In the
-figure, (a) is the form of Theta, with 12 units; (b) the norm of the state from h_0 on, mean and standard deviation over
-{INPUTS} of them, uniform in [0, 1) in every unit, with d = 0; (c) the memory curves J(k)."""
+Theta has {UNITS} units: d on the diagonal, alpha on the first subdiagonal, beta below it. The input enters at the first
+unit, noise of variance 1 at all units. J_tot is the sum of the Fisher memory curve, without truncation at the steps
+that are drawn. With d = 0.2 the condition number of the covariance is up to 1e26, too large for a solve in float64.
+This explains the differences to the published numbers in the second digit: sums with 400 bits give 11.939 for the
+first of them and 20.837 for the third, as here. In the figure, (a) is the structure of Theta, with 12 units; (b) the
+norm of the state by time, mean and standard deviation over {INPUTS} initial states, uniform in [0, 1) in every unit,
+with d = 0; (c) the memory curves J(k)."""
 
 
 def chain(alpha: float, beta: float, d: float, n: int = UNITS) -> tuple[Tensor, Tensor]:
@@ -229,7 +230,11 @@ def _fisher(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         lines.append("| " + " | ".join(cells) + " |")
     study = STUDIES[0]
     text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, ""]
-    text += ["Longest memory: the oldest input of which J(k) is above 0.001.", "", MEMORY_NOTE]
+    text += [
+        "Longest memory: the largest k for which J(k) is above 0.001. A higher J_tot is more memory.",
+        "",
+        MEMORY_NOTE,
+    ]
     table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}

@@ -110,10 +110,11 @@ def _measure(sample: Sample, guard: bool, quick: bool) -> dict[str, Any]:
 
 
 STEPS_NOTE = """\
-The published counts are those of evaluations of the error, the first before any step: one more than the steps. Means
-are over the matrices that converged, ± one standard error. "guarded": a matrix that may lie outside the region from
-which the descent converges (a largest singular value of 2.45 for this rate) is scaled down first, on the first 1000
-matrices of the same ones at most; "plain" is the published rule, of which the paper says that it always converges."""
+The published numbers count evaluations of the error, the first of them before any step, so they are one above the
+number of steps. Means are over the matrices that converged, ± one standard error. "plain" is the published rule, which
+always converges according to the paper. "guarded" first scales down a matrix that may be outside the region from which
+the descent converges (a largest singular value of 2.45 for this rate); it uses at most the first 1000 of the same
+matrices."""
 
 
 def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
@@ -126,7 +127,7 @@ def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
             rows.append(_measure(sample, guard, quick))
             say(f"{rows[-1]['law']}, n = {sample.side}, {rows[-1]['rule']}: {rows[-1]['seconds']:.1f} s", stream)
     headings: tuple[str, ...] = (
-        "law",
+        "distribution",
         "n",
         "matrices",
         "rule",
@@ -150,7 +151,19 @@ def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         ]
         lines.append("| " + " | ".join([*cells, f"{row['seconds']:.1f}"]) + " |")
     study = STUDIES[0]
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, "", STEPS_NOTE, "", conditions()]
+    text = [
+        f"# {study.name}: {study.title}",
+        "",
+        f"{study.source}.",
+        "",
+        "Fewer steps are better.",
+        "",
+        *lines,
+        "",
+        STEPS_NOTE,
+        "",
+        conditions(),
+    ]
     table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
@@ -234,10 +247,10 @@ def _searches() -> tuple[Search, ...]:
 SEARCHES = _searches()
 
 TABLE1_NOTE = """\
-A T counts as solved when all of 10 000 fresh sequences are answered right within 100 000 iterations of 20 sequences,
-looked at every 100 iterations; for the adding problem, right is no more than 0.2 off, the criterion of the released
-code (the paper's text says 0.0001). The published rates are the best of a search that the paper does not describe; ours
-are the same ones, one seed each."""
+A T counts as solved if all of 10 000 fresh sequences are answered correctly within 100 000 iterations of 20 sequences,
+tested every 100 iterations. In the adding problem an error of at most 0.2 is correct, which is the criterion of the
+released code (the paper's text says 0.0001). The published learning rates are the best of a search that the paper does
+not describe; ours are the same, with one seed each."""
 
 
 def _table1(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
@@ -274,13 +287,13 @@ def _table1(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
 ACCURACY = Measure("test accuracy (%)", "test_accuracy", scale=100.0)
 TABLE2_QUICK = ("--pool", "4", "--epochs", "2")
 TABLE2_NOTE = """\
-The published numbers are the best of many looks at the test images, which also chose the rates; ours are one look, with
-the parameters that the validation images chose. The text names no optimizer; RMSprop is what fits its numbers: see the
-presets in orthokern/tasks/pixel_mnist.py."""
+The published numbers are the best of many evaluations on the test images, which also selected the learning rates. Ours
+are one evaluation, with the parameters that the validation images selected. The paper names no optimizer; RMSprop fits
+its numbers, see the presets in orthokern/tasks/pixel_mnist.py."""
 FIGURE3B_NOTE = """\
-The first 150 000 images. The paper's Figure 3b is said to be of the learned initialisation, but shows a spectral radius
-and a gradient near zero and a matrix that becomes orthogonal meanwhile: that is the network with the penalty. The
-gradient is that of the whole loss, the penalty included."""
+The first 150 000 images. The paper says that its Figure 3b shows the learned initialisation. It shows a spectral radius
+and a gradient near zero, and a matrix that becomes orthogonal during training, which is the network with the penalty.
+The gradient is that of the whole loss, including the penalty."""
 
 
 def _pixels(name: str, *options: str, preset: str, quick: tuple[str, ...], published: float | None = None) -> Run:
@@ -308,8 +321,8 @@ def _deep(name: str, network: str, *options: str, published: float | None = None
 
 
 DEEP_NOTE = """\
-The published numbers are the best of many looks at the test images, after training on all 60 000 others; ours are one
-look, after training on 50 000, with the parameters that 10 000 more chose."""
+The published numbers are the best of many evaluations on the test images, after training on all 60 000 others. Ours
+are one evaluation, after training on 50 000, with the parameters that 10 000 others selected."""
 TABLE3_RATES = ("0.1", "0.01", "0.001", "0.0001", "0.00001")
 TABLE4 = {"0.1": 91.40, "0.01": 91.65, "0.001": 90.66, "0.0001": 88.80, "0.00001": 72.81}
 DEEP_LEGEND = ("init", "penalty", "lr")

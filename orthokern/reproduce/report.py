@@ -15,6 +15,7 @@ from orthokern._files import count
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
+from orthokern.reproduce.page import commands, directions, paragraph
 from orthokern.reproduce.runner import Plan, result_of
 from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, planned, trained_for
 from orthokern.training.checkpoint import write_atomically
@@ -158,18 +159,11 @@ def markdown(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan)
         cells += [f"{row['seconds']:.0f}" if row.get("seconds") is not None else "–", row["state"]]
         lines.append("| " + " | ".join(cells) + " |")
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [
-        f"# {experiment.name}: {_title(experiment, rows, plan)}",
-        "",
-        f"{experiment.source}.{scale}",
-        "",
-        *lines,
-        "",
-    ]
+    text = [f"# {experiment.name}: {_title(experiment, rows, plan)}", "", paragraph(f"{experiment.source}.{scale}"), ""]
+    text += [directions(experiment.measures), "", *lines, ""]
     if experiment.note:
-        text += [experiment.note, ""]
-    text += ["How each row was trained:", ""]
-    text += [f"- {', '.join(row['labels'].values())}: `{row['command']}`" for row in rows]
+        text += [paragraph(experiment.note), ""]
+    text += commands((", ".join(row["labels"].values()), row["command"]) for row in rows)
     machines = ", ".join(sorted({row["machine"] for row in rows if "machine" in row})) or "nothing trained yet"
     text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
     return "\n".join(text) + "\n"

@@ -15,6 +15,7 @@ from orthokern._files import count, number, read_object
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
+from orthokern.reproduce.page import commands
 from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, each_once, planned, trained_for
 from orthokern.training.checkpoint import write_atomically
@@ -207,15 +208,16 @@ def report_searches(
             }
         )
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", *lines, "", note, "", "How each row was trained:", ""]
+    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", "", *lines, "", note, ""]
+    trained = []
     for search in searches:
         length = found[search.name].length
         options = each_once(
             (*search.options, *(search.quick if plan.quick else ()), *(plan.longer if length is None else length))
         )
-        text.append(
-            f"- {search.problem}, {search.network}: `python -m orthokern.tasks.{search.task} {' '.join(options)} --T N`"
-        )
+        command = f"python -m orthokern.tasks.{search.task} {' '.join(options)} --T N"
+        trained.append((f"{search.problem}, {search.network}", command))
+    text += commands(trained)
     machines = ", ".join(sorted({state.machine for state in found.values() if state.machine})) or "nothing trained yet"
     text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
     table, numbers = plan.folder / f"{name}.md", plan.folder / f"{name}.json"

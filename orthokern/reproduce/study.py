@@ -53,5 +53,6 @@ class Study:
 
 def conditions() -> str:
     """A line on versions, machine and date."""
-    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    machine = f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
     return f"orthokern {__version__}, torch {torch.__version__}; {machine}; {time.strftime('%Y-%m-%d')}."

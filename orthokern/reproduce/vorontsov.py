@@ -262,8 +262,8 @@ EXPERIMENTS = (
         "figure1-defaults", "Accuracy on the copy task with the task's defaults", f"{PAPER}, the setting of Figure 1",
         tuple(_copy_defaults(T, margin) for T in COPY_LENGTHS for margin in COPY_MARGINS),
         (SOLVED, RECALL), figure="curves", quantity="accuracy", panel="T", legend=("margin",), epochs=False,
-        note="What `python -m orthokern.tasks.copy` does unless told otherwise, at the margins of Figure 1. An epoch "
-        "is 100 iterations; a run ends when it is solved.",
+        note="Defaults of `python -m orthokern.tasks.copy`, at the margins of Figure 1. An epoch has 100 iterations. "
+        "A run ends when it is solved.",
     ),
     Experiment(
         "figure2", "Gradient norms through time, copy task, T = {T}", f"{PAPER}, Figure 2",

@@ -228,34 +228,34 @@ examples:
   python -m orthokern.tasks.adding --T 100 --positions pascanu --target mean    another variant
   python -m orthokern.tasks.adding --T 80 --preset srnn             a plain network of Manchev and Spratling
   python -m orthokern.tasks.adding --T 200 --model lstm --lr 1e-2   an LSTM
-  python -m orthokern.tasks.adding --preset report-nnrnn --hidden 128   an nnRNN, as the report of 2019
+  python -m orthokern.tasks.adding --preset report-nnrnn --hidden 128   an nnRNN, as in the report of 2019
 
 Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143 interrupted
-(saved; --resume goes on).
+(saved; --resume continues).
 """
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.adding", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--T", type=integer(2), metavar="N", help="numbers in a sequence (default 1000)")
+    group.add_argument("--T", type=integer(2), metavar="N", help="numbers per sequence (default 1000)")
     group.add_argument(
         "--target", type=one_of("target", TARGETS), metavar="NAME", help="sum or mean of the two (default sum)"
     )
     group.add_argument(
         "--positions", type=one_of("positions", POSITIONS), metavar="NAME",
-        help="halves: one mark in each half; pascanu: in the first tenth, and before the middle (default halves)",
+        help="halves: one mark in each half; pascanu: one in the first tenth, one before the middle (default halves)",
     )  # fmt: skip
     group.add_argument("--goal", type=real(0.0), metavar="X", help="mean squared error to reach (default 0.001)")
     group.add_argument(
         "--right", type=real(0.0, exclusive=True, maximum=100.0, none=True), metavar="PERCENT",
-        help=f"also solved when so many fresh sequences are answered to within {CLOSE:g}; none (default none)",
+        help=f"also solved if this share of new sequences is answered to within {CLOSE:g}; none (default none)",
     )  # fmt: skip
     group.add_argument(
         "--eval-every", type=integer(0), metavar="N", help="also evaluate every N iterations, 0 for never (default 100)"
     )
     group.add_argument(
-        "--eval-sequences", type=integer(1), metavar="N", help="fresh sequences of an evaluation (default 500)"
+        "--eval-sequences", type=integer(1), metavar="N", help="new sequences per evaluation (default 500)"
     )
     add_short_evaluations(group)
     parser.needs["short_evaluations"] = ((Needs("right"), Needs("goal", (0,))),)

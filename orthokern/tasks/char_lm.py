@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from orthokern._state import check_integer, check_tensor, misfit
 from orthokern.commandline import Needs, Parser, Settings, file_name, integer, one_of, real
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
@@ -25,7 +26,7 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import add_network_options, build_recurrence
+from orthokern.tasks.network import LSTMS, add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options, penalty
 from orthokern.tasks.recurrent import STARTS, RecurrentTask, count_epochs, digest, start_recurrence, stream_seed
 from orthokern.training import cli
@@ -334,7 +335,12 @@ class CharStream(CharTask):
         return {"position": self.position, "carried": [state.clone() for state in carried]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        settings, states = self.settings, state["carried"]
+        self.position = check_integer("position", state["position"], 0, self.pieces - 1)
+        if len(states) not in (0, 2 if settings["model"] in LSTMS else 1):
+            raise misfit("carried", states, "the states of one recurrence")
+        for tensor in states:
+            check_tensor("carried", tensor, torch.zeros(1, settings["batch"], settings["hidden"]))
         carried = [tensor.to(self.device) for tensor in state["carried"]]
         self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
 
@@ -352,12 +358,12 @@ DESCRIPTION = """\
 Train a recurrent network to predict the next character of Penn Treebank sentences.
 
 --data names the folder with the text, as words (ptb.train.txt, ptb.valid.txt, ptb.test.txt) or as
-characters (ptb.char.train.txt, ...). Sentences of up to --length characters are used, each a sequence
-of its own; there is no work on padding. The test sentences are looked at once, at the end, with the
+characters (ptb.char.train.txt, ...). Sentences of up to --length characters are used, each as one
+sequence. There is no work on padding. The test sentences are evaluated once, at the end, with the
 parameters that are best on the validation sentences.
 
 With --bptt N the whole text is one stream, cut into --batch rows that are read N characters at a time;
-the state is carried from one piece to the next.
+the state is carried from one segment to the next.
 """
 
 EXAMPLES = """\
@@ -370,36 +376,36 @@ examples:
   python -m orthokern.tasks.char_lm --data ptb --preset nnrnn-150
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume goes on).
+--resume continues).
 """
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.char_lm", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (required)")
     group.add_argument(
-        "--length", type=integer(4), metavar="N", help="leave out sentences of more than N characters (default 75)"
+        "--length", type=integer(4), metavar="N", help="omit sentences longer than N characters (default 75)"
     )
     group.add_argument(
         "--bucket", type=integer(1), metavar="N",
-        help="batches' worth of sentences that are sorted by length together; 1: batches at random (default 16)",
+        help="number of batches whose sentences are sorted by length together; 1: random batches (default 16)",
     )  # fmt: skip
     group.add_argument(
         "--released-targets", action="store_true",
-        help="count two trivial targets per sentence too, as the code released with the paper does",
+        help="also count two trivial targets per sentence, as in the paper's released code",
     )  # fmt: skip
     group.add_argument(
         "--bptt",
         type=integer(1),
         metavar="N",
-        help="one stream of characters instead of sentences, N at a time, the state carried on (default: sentences)",
+        help="one stream of characters instead of sentences, in segments of N, carrying the state (default: sentences)",
     )
     group.add_argument(
         "--goal",
         type=real(0.0, exclusive=True, none=True),
         metavar="BITS",
-        help="stop at this many bits per validation character; none (default none)",
+        help="stop at this number of bits per validation character; none (default none)",
     )
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_epochs(group, DEFAULTS["epochs"])

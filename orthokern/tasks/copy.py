@@ -284,8 +284,8 @@ class CopyExperiment(DrawnTask):
 DESCRIPTION = """\
 Train a recurrent network on the copy task until it is solved.
 
-The network reads ten symbols out of eight, then blanks, a marker after T steps, and must then say
-the ten symbols in order: everything it needs to know lies T steps back. Without memory the best
+The network reads ten symbols out of eight, then blanks, a marker after T steps, and must then output
+the ten symbols in order, which it read T steps before. Without memory the best
 guess costs 10 ln 8 / (T + 20) nats per step, the "baseline" that is shown beside the loss. Solved
 means: recall accuracy of at least --goal % on fresh sequences.
 
@@ -297,14 +297,14 @@ EXAMPLES = """\
 examples:
   python -m orthokern.tasks.copy --T 10000                        solve T = 10000 with the defaults
   python -m orthokern.tasks.copy --T 1000 --margin 0.1 --seed 3   another margin, another seed
-  python -m orthokern.tasks.copy --T 200 --margin none            singular values without bounds
+  python -m orthokern.tasks.copy --T 200 --margin none            unbounded singular values
   python -m orthokern.tasks.copy --T 200 --nonlinearity tanh      with a non-linearity
   python -m orthokern.tasks.copy --T 1000 --margin 0.3 --nonlinearity prelu --slope 0.7
   python -m orthokern.tasks.copy --T 1000 --preset paper          the paper's hyper-parameters (slow)
-  python -m orthokern.tasks.copy --preset report-nnrnn            an nnRNN, as the report of 2019
+  python -m orthokern.tasks.copy --preset report-nnrnn            an nnRNN, as in the report of 2019
   python -m orthokern.tasks.copy --T 200 --model exprnn --lr 1e-3 --rebase-every 100
   python -m orthokern.tasks.copy --T 10000 --out runs/a           choose the run folder ...
-  python -m orthokern.tasks.copy --resume runs/a                  ... and go on with it after Ctrl-C
+  python -m orthokern.tasks.copy --resume runs/a                  ... and resume it after Ctrl-C
 
 The run folder holds config.json, metrics.jsonl (one line per iteration), checkpoint.pt, best.pt
 and plots. Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143
@@ -316,20 +316,20 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.copy", description=DESCRIPTION, epilog=EXAMPLES)
 
     group = parser.add_argument_group("the task")
-    group.add_argument("--T", type=integer(1), metavar="N", help="steps over which to remember (default 1000)")
+    group.add_argument("--T", type=integer(1), metavar="N", help="steps between symbols and recall (default 1000)")
     group.add_argument(
         "--layout", type=one_of("layout", LAYOUTS), metavar="NAME",
-        help="arjovsky: the recall begins after the marker; exprnn: at the marker (default arjovsky)",
+        help="arjovsky: the recall starts after the marker; exprnn: at the marker (default arjovsky)",
     )  # fmt: skip
     group.add_argument(
         "--input", type=one_of("input", INPUTS), metavar="NAME",
-        help="onehot: ten input units; scalar: one number, the symbol's value, 0 for the blank (default onehot)",
+        help="onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank (default onehot)",
     )  # fmt: skip
     group.add_argument(
         "--marker",
         type=real(),
         metavar="X",
-        help="the marker's value in scalar input: -1 or 9 in released codes (default -1)",
+        help="value of the marker in scalar input: -1 or 9 in released codes (default -1)",
     )
     group.add_argument(
         "--goal",
@@ -344,12 +344,12 @@ def _parser() -> Parser:
         help="also evaluate every N iterations, 0 for never (default 100)",
     )
     group.add_argument(
-        "--eval-sequences", type=integer(1), metavar="N", help="fresh sequences of an evaluation (default 200)"
+        "--eval-sequences", type=integer(1), metavar="N", help="new sequences per evaluation (default 200)"
     )
 
     group.add_argument(
         "--start", type=one_of("start", STARTS), metavar="NAME",
-        help="zero: silent readout and blank, its output bias at its log-odds; random: as the paper's; glorot-normal: "
+        help="zero: readout of zeros, with the blank's bias at its log-odds; random: as in the paper; glorot-normal: "
         "both Glorot-normal (default zero)",
     )  # fmt: skip
     add_network_options(parser, DEFAULTS, bias=False)

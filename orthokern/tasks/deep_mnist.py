@@ -234,27 +234,27 @@ class DeepMnist(DigitsTask):
 DESCRIPTION = """\
 Train a deep feedforward network of tanh units to classify MNIST digits.
 
-With every weight from N(0, --sigma) ten layers pass on neither signal nor gradient, and the network
-never does better than to name the most frequent digit. Two ways out: matrices that are made
+With every weight from N(0, --sigma), signal and gradient vanish over ten layers, and the network does
+no better than to predict the most frequent digit. There are two remedies: matrices that are made
 orthogonal before training (--init learned: gradient descent on ||W W^T - I||^2), or a penalty that
-makes them orthogonal meanwhile (--init normal --penalty X).
+makes them orthogonal during training (--init normal --penalty X).
 
 --data names the folder with the four IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte,
 t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; gzip or not). The last --validation training images
-are held out; they alone decide which parameters are the best. The test images are looked at once,
-at the end, with the best parameters.
+are held out and select the best parameters. The test images are evaluated once, at the end, with
+the best parameters.
 """
 
 EXAMPLES = """\
 examples:
-  python -m orthokern.tasks.deep_mnist --data mnist                       orthogonal start, 20 epochs
+  python -m orthokern.tasks.deep_mnist --data mnist                       orthogonal matrices, 20 epochs
   python -m orthokern.tasks.deep_mnist --data mnist --init normal         from N(0, 0.001): learns nothing
   python -m orthokern.tasks.deep_mnist --data mnist --preset open         the paper's Table III, FF+OPEN
   python -m orthokern.tasks.deep_mnist --data mnist --preset open --penalty 1 --lr 0.1        Table IV
-  python -m orthokern.tasks.deep_mnist --data mnist --layers 50           deeper still
+  python -m orthokern.tasks.deep_mnist --data mnist --layers 50           fifty layers
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume goes on).
+--resume continues).
 """
 
 
@@ -264,15 +264,15 @@ def _parser() -> Parser:
     add_digit_options(group)
     group.add_argument(
         "--no-standardize", dest="standardize", action="store_false",
-        help="pixels as they are, in [0, 1], instead of each with mean 0 and variance 1 over the training images",
+        help="use pixels in [0, 1], instead of each with mean 0 and variance 1 over the training images",
     )  # fmt: skip
     add_epochs(group, DEFAULTS["epochs"])
     group = parser.add_argument_group("the network")
     group.add_argument("--layers", type=integer(1), metavar="N", help="hidden layers (default 10)")
-    group.add_argument("--hidden", type=integer(1), metavar="N", help="units in each of them (default 100)")
+    group.add_argument("--hidden", type=integer(1), metavar="N", help="units per hidden layer (default 100)")
     group.add_argument(
         "--init", type=one_of("init", STARTS), metavar="NAME",
-        help="every matrix at the start: normal: from N(0, sigma); learned: from there made orthogonal by gradient "
+        help="initial matrices: normal: from N(0, sigma); learned: the same, then made orthogonal by gradient "
         "descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform (default learned)",
     )  # fmt: skip
     group.add_argument(
@@ -291,12 +291,17 @@ def _parser() -> Parser:
     )  # fmt: skip
     group.add_argument("--lr", type=real(0.0), metavar="X", help="learning rate (default 0.01)")
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help="of sgd (default 0)")
-    group.add_argument("--alpha", type=real(0.0, below=1.0), metavar="X", help="rmsprop's memory (default 0.9)")
+    group.add_argument(
+        "--alpha",
+        type=real(0.0, below=1.0),
+        metavar="X",
+        help="rmsprop: decay of the running mean square (default 0.9)",
+    )
     group.add_argument(
         "--eps",
         type=real(0.0, exclusive=True),
         metavar="X",
-        help="rmsprop, adam: added to the gradient's size (default 1e-8)",
+        help="rmsprop, adam: added to the RMS of the gradient (default 1e-8)",
     )
     add_schedule_options(group, DEFAULTS)
     group.add_argument(
@@ -305,11 +310,11 @@ def _parser() -> Parser:
     )  # fmt: skip
     group.add_argument(
         "--penalty", type=real(0.0), metavar="X",
-        help="X ||W W^T - I||^2 of every weight matrix is added to the loss (default 0)",
+        help="add X ||W W^T - I||^2 of every weight matrix to the loss (default 0)",
     )  # fmt: skip
     group.add_argument(
         "--penalty-norm", type=one_of("penalty-norm", NORMS), metavar="NAME",
-        help="squared: as above; plain: the norm itself, without the square (default squared)",
+        help="squared: as above; plain: the norm, not squared (default squared)",
     )  # fmt: skip
     cli.add_run_options(parser, DEFAULTS, backend=False)
     parser.needs.update(DESCENT_NEEDS)

@@ -109,7 +109,7 @@ class DigitsTask(Task):
 
 def add_digit_options(group: argparse._ArgumentGroup) -> None:
     """--data, --validation and --goal."""
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the four MNIST files (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the four MNIST files (required)")
     group.add_argument(
         "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern import init as init_
+from orthokern._state import check_real, check_tensor
 from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
@@ -78,16 +79,16 @@ def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group.add_argument("--layers", type=integer(1), metavar="N", help=f"GRU layers {default('layers')}")
     group.add_argument(
         "--dropout", type=real(0.0), metavar="X",
-        help=f"share of every layer's output that is dropped, but for the recurrence, below 1 {default('dropout')}",
+        help=f"dropout of each layer's output, not of the recurrence, below 1 {default('dropout')}",
     )  # fmt: skip
     group.add_argument(
         "--init-std", type=real(0.0, exclusive=True), metavar="X",
-        help="standard deviation of all weights at the start but the candidate's recurrent matrices, which are "
+        help="standard deviation of all initial weights except the candidate's recurrent matrices, which are "
         "orthogonal (default 1 / sqrt(hidden))",
     )  # fmt: skip
     group.add_argument(
         "--input-scale", type=real(0.0, exclusive=True), metavar="X",
-        help=f"what the first, linear layer's output is multiplied by {default('input_scale')}",
+        help=f"factor of the output of the first, linear layer {default('input_scale')}",
     )  # fmt: skip
     group = parser.add_argument_group("the constraint")
     group.add_argument(
@@ -102,7 +103,7 @@ def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     )  # fmt: skip
     group.add_argument(
         "--constrained-inputs", type=one_of("constrained-inputs", INPUTS), metavar="NAME",
-        help="projection: the candidate's input matrices that are constrained too: those of the upper layers, all, "
+        help="projection: candidate's input matrices that are also constrained: those of the upper layers, all, "
         "none (default upper)",
     )  # fmt: skip
     group.add_argument(
@@ -337,6 +338,10 @@ class GruTask(Task):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["state"] is not None:
+            check_tensor("state", state["state"], self.zero_state(self.settings["batch"]).cpu())
+        if state["initial_loss"] is not None:
+            check_real("initial_loss", state["initial_loss"])
         self.state = None if state["state"] is None else state["state"].to(self.device)
         self.initial_loss, self.worst_loss = state["initial_loss"], state["worst_loss"]
         if self.projection is not None and state["projection"] is not None:

@@ -165,13 +165,13 @@ def make_parser(name: str, description: str, epilog: str, shortest: int, default
     )
     group.add_argument(
         "--goal", type=real(0.0, maximum=100.0), metavar="X",
-        help="percent of fresh sequences to be answered right (default 100)",
+        help="percentage of new sequences to answer correctly (default 100)",
     )  # fmt: skip
     group.add_argument(
         "--eval-every", type=integer(0), metavar="N", help="evaluate every N iterations, 0 for never (default 100)"
     )
     group.add_argument(
-        "--eval-sequences", type=integer(1), metavar="N", help="fresh sequences of an evaluation (default 10000)"
+        "--eval-sequences", type=integer(1), metavar="N", help="new sequences per evaluation (default 10000)"
     )
     add_short_evaluations(group)
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.start_help("glorot"))

@@ -129,9 +129,9 @@ Train a GRU to predict the notes of the next time step of polyphonic music.
 
 --data names the folder with the piano rolls: Nottingham.mat, JSB_Chorales.mat, MuseData.mat, Piano_midi.mat,
 or .npz files of the same content. --delta X constrains the spectral norm of the recurrent matrices to 2 - X,
---clip X clips gradients instead. The learning rate falls while the validation loss does not, and training
-ends when it is very small. The test pieces are looked at once, at the end, with the parameters that are
-best on the validation pieces.
+--clip X clips gradients instead. The learning rate decreases while the validation loss does not improve, and
+training ends when it is very small. The test pieces are evaluated once, at the end, with the parameters that
+are best on the validation pieces.
 """
 
 EXAMPLES = """\
@@ -142,14 +142,14 @@ examples:
   python -m orthokern.tasks.music --data music --collection jsb --epochs 100
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume goes on).
+--resume continues).
 """
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.music", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the piano rolls (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the piano rolls (required)")
     group.add_argument(
         "--collection", type=one_of("collection", COLLECTIONS), metavar="NAME",
         help=f"{', '.join(COLLECTIONS)} (default nottingham)",
@@ -158,11 +158,16 @@ def _parser() -> Parser:
     add_epochs(group, DEFAULTS["epochs"])
     group.add_argument(
         "--patience", type=integer(1), metavar="N",
-        help="epochs without a better validation loss after which the rate falls (default 10)",
+        help="epochs without a better validation loss before the rate decreases (default 10)",
     )  # fmt: skip
-    group.add_argument("--decay", type=real(1.0, exclusive=True), metavar="X", help="by this factor (default 1.25)")
     group.add_argument(
-        "--lr-floor", type=real(0.0), metavar="X", help="training ends with a rate below this (default 1e-4)"
+        "--decay", type=real(1.0, exclusive=True), metavar="X", help="divisor of the learning rate then (default 1.25)"
+    )
+    group.add_argument(
+        "--lr-floor",
+        type=real(0.0),
+        metavar="X",
+        help="training ends if the learning rate is below this (default 1e-4)",
     )
     add_gru_options(parser, DEFAULTS)
     cli.add_run_options(parser, DEFAULTS)

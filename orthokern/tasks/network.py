@@ -93,7 +93,7 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bo
         type=one_of("model", MODELS),
         metavar="NAME",
         help="factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch's; peephole-lstm: gates see the cell; "
-        "exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, its eigenvalues' moduli learned "
+        "exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, with learned moduli of its eigenvalues "
         + default("model"),
     )
     group.add_argument("--hidden", type=integer(1), metavar="N", help=f"hidden units {default('hidden')}")
@@ -113,7 +113,7 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bo
         "--gain",
         type=real(0.0, exclusive=True),
         metavar="X",
-        help=f"what the pre-activation is multiplied by (not for an lstm) {default('gain')}",
+        help=f"factor of the pre-activation (not for an lstm) {default('gain')}",
     )
     group.add_argument(
         "--margin",
@@ -125,13 +125,13 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bo
         "--spectrum-map",
         type=one_of("spectrum-map", SPECTRUM_MAPS),
         metavar="NAME",
-        help=f"factorized: what keeps them there: {' or '.join(SPECTRUM_MAPS)} {default('spectrum_map')}",
+        help=f"factorized: map of the singular values: {' or '.join(SPECTRUM_MAPS)} {default('spectrum_map')}",
     )
     group.add_argument(
         "--init",
         type=one_of("init", dict.fromkeys((*init.INITS, *SCHUR_INITS))),
         metavar="NAME",
-        help=f"recurrent matrix at the start: {', '.join(init.INITS)}; of exp(A) in exprnn and nnrnn: "
+        help=f"initial recurrent matrix: {', '.join(init.INITS)}; of exp(A) in exprnn and nnrnn: "
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn) {default('init')}",
     )
     group.add_argument(
@@ -144,17 +144,16 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bo
         "--apply",
         type=one_of("apply", APPLY),
         metavar="NAME",
-        help=f"factorized: U, S and V in turn (factored), or their product (composed) {default('apply')}",
+        help=f"factorized: multiply by V, S and U (factored), or by their product (composed) {default('apply')}",
     )
     group.add_argument(
-        "--learned-h0", action="store_true", help="learn the initial state, zero at first (not for an lstm)"
+        "--learned-h0", action="store_true", help="learn the initial state, initially zero (not for an lstm)"
     )
     group.add_argument(
         "--message-clip",
         type=real(0.0, exclusive=True, none=True),
         metavar="X",
-        help="clip every element of the back-propagated message at every time step; none (not for an lstm) "
-        + default("message_clip"),
+        help="clip every element of the adjoint at every time step; none (not for an lstm) " + default("message_clip"),
     )
     if bias:
         group.add_argument(
@@ -167,30 +166,30 @@ def add_network_options(parser: Parser, defaults: Mapping[str, Any], *, bias: bo
         "--rebase-every",
         type=integer(1),
         metavar="K",
-        help="exprnn, nnrnn: after every K-th step the exponential starts anew from where it has come (default: never)",
+        help="exprnn, nnrnn: merge the exponential into the base every K optimizer steps (default: never)",
     )
     group.add_argument(
         "--project-every",
         type=integer(1),
         metavar="M",
-        help=f"with --rebase-every: every M times the base is made orthogonal anew {default('project_every')}",
+        help=f"with --rebase-every: orthogonalise the base every M times {default('project_every')}",
     )
     group.add_argument(
         "--rebase-state",
         type=one_of("rebase-state", OPTIMIZER_STATES),
         metavar="NAME",
-        help=f"with --rebase-every: the optimizer's state then: {', '.join(OPTIMIZER_STATES)} "
+        help=f"with --rebase-every: what happens to the optimizer's state: {', '.join(OPTIMIZER_STATES)} "
         + default("rebase_state"),
     )
     group.add_argument(
         "--schur-mask",
         type=one_of("schur-mask", MASKS),
         metavar="NAME",
-        help="nnrnn: block: T leaves the rotations alone, the moduli are gamma; legacy: as the released code, T acts "
-        f"inside them too {default('schur_mask')}",
+        help="nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as "
+        f"in the released code {default('schur_mask')}",
     )
     group.add_argument(
-        "--no-triangle", dest="triangle", action="store_false", help="nnrnn: leave T out, for a normal matrix"
+        "--no-triangle", dest="triangle", action="store_false", help="nnrnn: omit T, for a normal matrix"
     )
     parser.needs.update({name: (needs,) for name, needs in _NEEDS.items()})
 

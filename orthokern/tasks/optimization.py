@@ -180,18 +180,26 @@ def add_optimizer_options(
         metavar="X",
         help="exprnn, nnrnn: rate of A in the orthogonal exp(A) " + default("skew_lr", "a tenth of --lr"),
     )
-    group.add_argument("--alpha", type=real(0.0, below=1.0), metavar="X", help=f"rmsprop's memory {default('alpha')}")
+    group.add_argument(
+        "--alpha",
+        type=real(0.0, below=1.0),
+        metavar="X",
+        help=f"rmsprop: decay of the running mean square {default('alpha')}",
+    )
     group.add_argument(
         "--eps",
         type=real(0.0, exclusive=True),
         metavar="X",
-        help=f"rmsprop, adam: added to the gradient's size {default('eps')}",
+        help=f"rmsprop, adam: added to the RMS of the gradient {default('eps')}",
     )
     group.add_argument(
-        "--beta1", type=real(0.0, below=1.0), metavar="X", help=f"adam's memory of the gradient {default('beta1')}"
+        "--beta1", type=real(0.0, below=1.0), metavar="X", help=f"adam: decay of the running mean {default('beta1')}"
     )
     group.add_argument(
-        "--beta2", type=real(0.0, below=1.0), metavar="X", help=f"adam's memory of its square {default('beta2')}"
+        "--beta2",
+        type=real(0.0, below=1.0),
+        metavar="X",
+        help=f"adam: decay of the running mean square {default('beta2')}",
     )
     group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
     add_schedule_options(group, defaults)
@@ -205,37 +213,37 @@ def add_optimizer_options(
         "--basis-clip",
         type=real(0.0, exclusive=True, none=True),
         metavar="X",
-        help=f"factorized: clip the joint norm of U's and V's gradients; none {default('basis_clip')}",
+        help=f"factorized: clip the joint norm of the gradients of U and V; none {default('basis_clip')}",
     )
     group.add_argument(
         "--weight-decay",
         type=real(0.0),
         metavar="X",
-        help=f"X ||W||^2 of each weight matrix is added to the loss {default('weight_decay')}",
+        help=f"add X ||W||^2 of each weight matrix to the loss {default('weight_decay')}",
     )
     group.add_argument(
         "--soft-orthogonality",
         type=real(0.0),
         metavar="X",
-        help=f"X ||W^T W - I||^2 of the recurrent matrix is added to the loss {default('soft_orthogonality')}",
+        help=f"add X ||W^T W - I||^2 of the recurrent matrix to the loss {default('soft_orthogonality')}",
     )
     group.add_argument(
         "--soft-orthogonality-norm",
         type=one_of("soft-orthogonality-norm", NORMS),
         metavar="NAME",
-        help="squared: as above; plain: the norm itself, without the square " + default("soft_orthogonality_norm"),
+        help="squared: as above; plain: the norm, not squared " + default("soft_orthogonality_norm"),
     )
     group.add_argument(
         "--spectrum-prior",
         type=real(0.0),
         metavar="X",
-        help=f"factorized: X sum (s - 1)^2 of the singular values is added to the loss {default('spectrum_prior')}",
+        help=f"factorized: add X sum (s - 1)^2 of the singular values to the loss {default('spectrum_prior')}",
     )
     group.add_argument(
         "--modulus-penalty",
         type=real(0.0),
         metavar="X",
-        help=f"nnrnn: X sum (gamma - 1)^2 of the moduli is added to the loss {default('modulus_penalty')}",
+        help=f"nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss {default('modulus_penalty')}",
     )
     group.add_argument(
         "--modulus-norm",
@@ -247,8 +255,7 @@ def add_optimizer_options(
         "--triangle-decay",
         type=real(0.0),
         metavar="X",
-        help="nnrnn: X / 2 ||T||^2 is added to the loss, as an optimizer's weight decay of X on T "
-        + default("triangle_decay"),
+        help="nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T " + default("triangle_decay"),
     )
     parser.needs.update(_NEEDS)
 
@@ -264,34 +271,33 @@ def add_schedule_options(group: argparse._ArgumentGroup, defaults: Mapping[str, 
         "--schedule",
         type=one_of("schedule", SCHEDULES),
         metavar="NAME",
-        help="all rates over iterations i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine: down to D "
-        "at the last iteration; plateau: they fall whenever evaluations on held-out data get no better "
+        help="factor of all rates in iteration i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine:"
+        " to D at the last iteration; plateau: decrease if held-out evaluations do not improve "
         f"(default {defaults['schedule']})",
     )
     group.add_argument(
         "--lr-decay",
         type=real(0.0),
         metavar="D",
-        help=f"inverse, exponential: the D, above 0; cosine: the D, at most 1 (default {defaults['lr_decay']:g})",
+        help=f"D of inverse and exponential, above 0; of cosine, at most 1 (default {defaults['lr_decay']:g})",
     )
     group.add_argument(
         "--plateau-factor",
         type=real(0.0, exclusive=True, below=1.0),
         metavar="X",
-        help=f"plateau: what all rates are multiplied by then (default {defaults['plateau_factor']:g})",
+        help=f"plateau: factor of all learning rates (default {defaults['plateau_factor']:g})",
     )
     group.add_argument(
         "--patience",
         type=integer(1),
         metavar="N",
-        help="plateau: after N evaluations in a row none of which is better than the best before them "
-        f"(default {defaults['patience']})",
+        help=f"plateau: after N evaluations in a row without a new best (default {defaults['patience']})",
     )
     group.add_argument(
         "--warmup",
         type=integer(0),
         metavar="N",
-        help=f"all rates rise linearly over N iterations (default {defaults['warmup']})",
+        help=f"increase all learning rates linearly over N iterations (default {defaults['warmup']})",
     )
 
 

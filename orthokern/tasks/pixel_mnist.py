@@ -237,14 +237,14 @@ Train a recurrent network to classify MNIST digits that it reads one pixel at a 
 
 --data names the folder with the four IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte,
 t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; gzip or not). The last --validation training images
-are held out; they alone decide which parameters are the best. The test images are looked at once,
-at the end, with the best parameters.
+are held out and select the best parameters. The test images are evaluated once, at the end, with
+the best parameters.
 """
 
 EXAMPLES = """\
 examples:
-  python -m orthokern.tasks.pixel_mnist --data mnist                      pixels in their order
-  python -m orthokern.tasks.pixel_mnist --data mnist --permuted           in an order drawn once
+  python -m orthokern.tasks.pixel_mnist --data mnist                      pixels in order
+  python -m orthokern.tasks.pixel_mnist --data mnist --permuted           in one random order
   python -m orthokern.tasks.pixel_mnist --data mnist --preset paper --margin 0.1 --epochs 20
   python -m orthokern.tasks.pixel_mnist --data mnist --nonlinearity oplu --margin 0
   python -m orthokern.tasks.pixel_mnist --data mnist --gain 1.05 --margin 0       (section 3.1.3)
@@ -252,7 +252,7 @@ examples:
   python -m orthokern.tasks.pixel_mnist --data mnist --preset report-nnrnn --hidden 128 --epochs 10
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume goes on).
+--resume continues).
 """
 
 
@@ -260,17 +260,17 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.pixel_mnist", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
     add_digit_options(group)
-    group.add_argument("--permuted", action="store_true", help="read the pixels in a random order, the same for all")
+    group.add_argument("--permuted", action="store_true", help="read the pixels in one random order")
     group.add_argument("--permutation-seed", type=integer(0), metavar="N", help="seed of that order (default 0)")
     group.add_argument(
         "--pool",
         type=integer(1),
         metavar="N",
-        help="average squares of N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14 (default 1)",
+        help="average N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14 (default 1)",
     )
     group.add_argument(
         "--standardize", action="store_true",
-        help="every pixel with mean 0 and variance 1 over the training images, instead of all in [0, 1]",
+        help="scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]",
     )  # fmt: skip
     group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
     recurrent.add_sigma(parser, group)

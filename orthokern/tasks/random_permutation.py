@@ -39,7 +39,7 @@ examples:
   python -m orthokern.tasks.random_permutation --T 240 --preset oinit --lr 0.1
 
 Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143 interrupted
-(saved; --resume goes on).
+(saved; --resume continues).
 """
 
 

@@ -46,7 +46,7 @@ STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 def start_help(default: str) -> str:
     """The help of --start."""
     return (
-        "input weights: torch: as torch.nn.RNN's; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
+        "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
         "glorot, glorot-normal: Glorot's, uniform or normal, biases 0; learned: as --init learned, biases 0, and the "
         f"readout where the task says so; an lstm keeps torch's (default {default})"
     )
@@ -84,7 +84,7 @@ def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
         "--epochs",
         type=integer(1),
         metavar="N",
-        help=f"stop after N times through the training data (default {default})",
+        help=f"stop after N epochs (default {default})",
     )
 
 

@@ -33,10 +33,10 @@ class TemporalOrder(LastAnswer):
 DESCRIPTION = """\
 Train a recurrent network to tell the order of symbols that it reads far apart.
 
-The network reads T symbols, all but two (or three) of them distractors, and must say at the end what
-those two were, in their order: X X, X Y, Y X or Y Y. The best guess without memory costs ln 4 nats
-(ln 8), the "baseline" that is shown beside the loss. Solved means: --goal percent of fresh sequences
-answered right.
+The network reads T symbols, all but two (or three) of them distractors, and must report those two in
+order at the end: X X, X Y, Y X or Y Y. The best guess without memory costs ln 4 nats
+(ln 8), the "baseline" that is shown beside the loss. Solved means: --goal percent of new sequences
+answered correctly.
 """
 
 EXAMPLES = """\
@@ -47,13 +47,13 @@ examples:
   python -m orthokern.tasks.temporal_order --T 50 --preset oinit          its matrices made orthogonal first
 
 Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143 interrupted
-(saved; --resume goes on).
+(saved; --resume continues).
 """
 
 
 def _parser() -> Parser:
     parser, group = last_answer.make_parser("temporal_order", DESCRIPTION, EXAMPLES, 10, DEFAULTS)
-    group.add_argument("--bits", type=integer(2), metavar="N", help="places to remember, 2 or 3 (default 2)")
+    group.add_argument("--bits", type=integer(2), metavar="N", help="number of symbols to remember, 2 or 3 (default 2)")
     return parser
 
 

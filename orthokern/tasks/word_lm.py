@@ -169,7 +169,7 @@ DESCRIPTION = """\
 Train a GRU to predict the next word of the Penn Treebank.
 
 --data names the folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt. --delta X constrains the spectral
-norm of the recurrent matrix to 2 - X, --clip X clips gradients instead. The test text is looked at once, at
+norm of the recurrent matrix to 2 - X, --clip X clips gradients instead. The test text is evaluated once, at
 the end, with the parameters that are best on the validation text.
 """
 
@@ -180,16 +180,16 @@ examples:
   python -m orthokern.tasks.word_lm --data ptb --hidden 200 --epochs 5
 
 Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume goes on).
+--resume continues).
 """
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.tasks.word_lm", description=DESCRIPTION, epilog=EXAMPLES)
     group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (needed)")
+    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (required)")
     group.add_argument(
-        "--vocabulary", type=integer(2), metavar="N", help="words that the training text may have (default 10000)"
+        "--vocabulary", type=integer(2), metavar="N", help="largest vocabulary of the training text (default 10000)"
     )
     group.add_argument(
         "--goal", type=real(1.0, exclusive=True, none=True), metavar="X",
@@ -198,9 +198,9 @@ def _parser() -> Parser:
     group.add_argument("--no-bias", dest="bias", action="store_false", help="a readout without bias")
     add_epochs(group, DEFAULTS["epochs"])
     group.add_argument(
-        "--decay", type=real(1.0), metavar="X", help="what the rate is divided by after every epoch (default 1.1)"
+        "--decay", type=real(1.0), metavar="X", help="divisor of the learning rate after every epoch (default 1.1)"
     )
-    group.add_argument("--decay-after", type=integer(1), metavar="N", help="epochs at the first rate (default 10)")
+    group.add_argument("--decay-after", type=integer(1), metavar="N", help="epochs at the initial rate (default 10)")
     add_gru_options(parser, DEFAULTS)
     cli.add_run_options(parser, DEFAULTS)
     return parser

@@ -1,5 +1,6 @@
 """What the command lines of all tasks share: one-line errors, settings and presets, resuming, exit codes."""
 
+import argparse
 import contextlib
 import re
 import sys
@@ -248,6 +249,25 @@ def _enough_memory(settings: Settings) -> Iterator[None]:
         raise InputError(f"out of memory on {settings['device']}: {what} could not be allocated{advice}") from None
 
 
+def _check_device(recorded: Any) -> None:
+    """Refuses a recorded device that is none, or that this machine lacks."""
+    try:
+        device(recorded if isinstance(recorded, str) else str(type(recorded).__name__))
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"device: {error}") from None
+
+
+def _may_be_none(parser: Parser, name: str, settings: Settings) -> bool:
+    """Whether a recorded setting whose default is something may be None."""
+    if name == "epochs":  # --iterations takes its place
+        return settings.get("iterations") is not None
+    convert = next((action.type for action in parser._actions if action.dest == name and action.nargs != 0), None)
+    try:
+        return callable(convert) and convert("none") is None
+    except (argparse.ArgumentTypeError, ValueError):
+        return False
+
+
 def _run(
     name: str,
     parser: Parser,
@@ -276,7 +296,14 @@ def _run(
     def settle() -> Settings:
         if stored is not None:
             try:
-                parser.check_recorded({name: value for name, value in stored.items() if name not in given})
+                recorded = {name: value for name, value in stored.items() if name not in given}
+                parser.check_recorded(recorded)
+                if "device" in recorded:
+                    _check_device(recorded["device"])
+                for name, value in recorded.items():
+                    usual = [defaults.get(name), *(preset[name] for preset in presets.values() if name in preset)]
+                    if value is None and None not in usual and not _may_be_none(parser, name, {**stored, **given}):
+                        raise InputError(f"{name} is null, which --{name.replace('_', '-')} does not take")
             except InputError as error:
                 raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
         settings = complete(resolve(given, defaults, presets, stored))

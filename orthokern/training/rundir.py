@@ -38,7 +38,7 @@ class RunFolder:
 
     def __getstate__(self) -> dict[str, Any]:
         """For the other ranks: without the lock, which is this process's."""
-        return {**self.__dict__, "_lock": None, "_made": []}
+        return {**self.__dict__, "_lock": None, "_made": [], "_begun": False}
 
     @property
     def metrics(self) -> Path:

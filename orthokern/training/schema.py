@@ -8,6 +8,7 @@ copy. What an optimizer or a schedule was constructed with must be as it is now.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,7 +86,7 @@ def _check_evaluation(evaluation: Any) -> None:
     if not isinstance(evaluation, dict) or not all(type(name) is str for name in evaluation):
         raise misfit("evaluation", evaluation, "None, or a dict of numbers by name")
     for name, value in evaluation.items():
-        if type(value) not in (bool, int, float) or abs(value) > 1e308 and type(value) is int:
+        if type(value) not in (bool, int, float) or type(value) is int and abs(value) > sys.float_info.max:
             raise misfit(f"evaluation.{name}", value, "a number")
 
 
@@ -189,7 +190,7 @@ def check_rng(name: str, value: Any, like: Mapping[str, Any]) -> None:
     _check_cuda(f"{name}.cuda", value["cuda"])
     version, words, _ = like["python"]
     saved = value["python"]
-    if not isinstance(saved, (list, tuple)) or len(saved) != 3 or saved[0] != version:
+    if not isinstance(saved, (list, tuple)) or len(saved) != 3 or type(saved[0]) is not int or saved[0] != version:
         raise misfit(f"{name}.python", saved, f"version {version}, {len(words)} integers, and None or a number")
     check_like(f"{name}.python.1", saved[1], words)
     for index, word in enumerate(saved[1]):

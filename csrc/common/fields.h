@@ -1,0 +1,4 @@
+// Argument structs name their fields once: `visit` is called with the names and the fields, see csrc/arguments.h.
+#pragma once
+
+#define ORTHOKERN_FIELDS(visit, ...) visit(#__VA_ARGS__, __VA_ARGS__)

@@ -1,0 +1,63 @@
+// The activations on the GPU, one unit at a time: the counterpart of cpu/activate.h.
+#pragma once
+
+#include <math.h>
+
+#include "common/activations.h"
+
+namespace orthokern {
+namespace cuda {
+
+// What the formulas of common/activations.h need of a scalar.
+struct ScalarMath {
+  static ORTHOKERN_HD float tanh(float a) { return ::tanhf(a); }
+  static ORTHOKERN_HD double tanh(double a) { return ::tanh(a); }
+};
+
+// phi(a). `other` is a of the other unit of the pair, read where A works on pairs; `second` whether this is the second of the two.
+template <class A, class V>
+__device__ __forceinline__ V activate(V a, V other, bool second, V parameter) {
+  if constexpr (A::pairs) return A::forward(a, other, second);
+  else return A::template forward<ScalarMath>(a, parameter);
+}
+
+// phi'(.) * g. `saved` is a where A needs its input, else h.
+template <class A, class V>
+__device__ __forceinline__ V activate_grad(V g, V saved, V other_g, V other_saved, bool second, V parameter) {
+  if constexpr (A::pairs) return A::backward(saved, other_saved, g, other_g, second);
+  else return A::template backward<ScalarMath>(saved, g, parameter);
+}
+
+// What one element adds to the gradient of the parameter; 0 without one.
+template <class A, class V>
+__device__ __forceinline__ V parameter_grad(V g, V saved, V parameter) {
+  if constexpr (A::has_parameter) return A::template parameter_grad<ScalarMath>(saved, g, parameter);
+  else return V{};
+}
+
+// The same by number, which is the same in all lanes. The bindings refuse a number that is not in the list.
+#define ORTHOKERN_SWITCH(call)                    \
+  switch (activation) {                           \
+    ORTHOKERN_ACTIVATIONS(call)                   \
+  }                                               \
+  return NAN;
+__device__ __forceinline__ float activate(int activation, float a, float other, bool second, float parameter) {
+#define ORTHOKERN_CASE(A) case act::A::number: return activate<act::A>(a, other, second, parameter);
+  ORTHOKERN_SWITCH(ORTHOKERN_CASE)
+#undef ORTHOKERN_CASE
+}
+__device__ __forceinline__ float activate_grad(int activation, float g, float saved, float other_g, float other_saved, bool second,
+                                               float parameter) {
+#define ORTHOKERN_CASE(A) case act::A::number: return activate_grad<act::A>(g, saved, other_g, other_saved, second, parameter);
+  ORTHOKERN_SWITCH(ORTHOKERN_CASE)
+#undef ORTHOKERN_CASE
+}
+__device__ __forceinline__ float parameter_grad(int activation, float g, float saved, float parameter) {
+#define ORTHOKERN_CASE(A) case act::A::number: return parameter_grad<act::A>(g, saved, parameter);
+  ORTHOKERN_SWITCH(ORTHOKERN_CASE)
+#undef ORTHOKERN_CASE
+}
+#undef ORTHOKERN_SWITCH
+
+}  // namespace cuda
+}  // namespace orthokern

@@ -1,0 +1,159 @@
+"""Calls that none of torch's own functions leads to: one line that names the argument, for every module and op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from orthokern import functional, init, parametrize
+from orthokern.diagnostics import profile_steps
+from orthokern.errors import InputError
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, PeepholeLSTM
+
+KINDS: list[Callable[..., nn.Module]] = [RNN, FactorizedRNN, GRU, ExpRNN, NonNormalRNN, PeepholeLSTM]
+PARAMETERS = [(kind, name) for kind in KINDS for name, _ in kind(3, 4, bias=True).named_parameters()]
+LONG = torch.int64
+
+
+def packed(sizes: Any, order: Any = None, back: Any = None, rows: int = 3) -> PackedSequence:
+    """As it is given, past the constructor's own work."""
+    as_indices = [None if o is None else torch.tensor(o, dtype=LONG) for o in (order, back)]
+    return tuple.__new__(PackedSequence, (torch.randn(rows, 3), torch.as_tensor(sizes), *as_indices))
+
+
+SEQUENCES = {
+    "zero": (packed([2, 1, 0]), "batch_sizes"),
+    "rising": (packed([1, 2]), "batch_sizes"),
+    "too few": (packed([2]), "batch_sizes"),
+    "too many": (packed([2, 2]), "batch_sizes"),
+    "negative": (packed([4, -1]), "batch_sizes"),
+    "none": (packed(torch.zeros(0, dtype=LONG)), "batch_sizes"),
+    "floats": (packed([2.0, 1.0]), "batch_sizes"),
+    "a table": (packed([[2, 1]]), "batch_sizes"),
+    "index too large": (packed([2, 1], [0, 2], [0, 2]), "sorted_indices"),
+    "negative index": (packed([2, 1], [0, -1], [0, -1]), "sorted_indices"),
+    "twice": (packed([2, 1], [0, 0], [0, 0]), "sorted_indices"),
+    "too short": (packed([2, 1], [0], [0]), "sorted_indices"),
+    "one only": (packed([2, 1], [1, 0]), "sorted_indices"),
+    "not the inverse": (packed([3], [1, 2, 0], [1, 2, 0]), "unsorted_indices"),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences(kind: Callable[..., nn.Module], name: str) -> None:
+    sequence, argument = SEQUENCES[name]
+    with pytest.raises(InputError, match=argument) as caught:
+        kind(3, 4)(sequence)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_of_torch_pass(kind: Callable[..., nn.Module]) -> None:
+    module = kind(3, 4)
+    for lengths in ([3], [1, 1], [4, 2, 2, 1], [1, 5, 3]):
+        parts = [torch.randn(n, 3) for n in lengths]
+        h_n: Any = module(pack_sequence(parts, enforce_sorted=False))[1]
+        assert len(h_n) == 2 or h_n.shape == (1, len(lengths), 4)
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(7, 9), torch.zeros(()), torch.zeros(0)], ids=["none", *"abc"])
+@pytest.mark.parametrize(("kind", "name"), PARAMETERS)
+def test_replaced_parameters(kind: Callable[..., nn.Module], name: str, value: Tensor | None) -> None:
+    module = kind(3, 4, bias=True)
+    shape = list(getattr(module, name).shape)
+    delattr(module, name)
+    module.register_parameter(name, None if value is None else nn.Parameter(value))
+    with pytest.raises(InputError, match=rf"^parameter {name} ") as caught:
+        module(torch.randn(5, 2, 3))
+    assert str(caught.value).endswith(f"{shape}")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, LinearCrossEntropy])
+@pytest.mark.parametrize("sizes", [(10**9, 10**9), (2**62, 4), (3, 2**40)])
+def test_sizes_beyond_the_memory(kind: Callable[..., nn.Module], sizes: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="there is no memory for .* of shape .*; accepted: sizes"):
+        kind(*sizes)
+
+
+def test_inputs_beyond_the_memory() -> None:
+    with pytest.raises(InputError, match=r"dense_scan_fwd: there is no memory for .*x \[1000000, 1000000, 4\]"):
+        functional.dense_scan(torch.zeros(1, 1, 1).expand(10**6, 10**6, 4), torch.eye(4))
+
+
+def test_zero_dimensional_and_foreign_tensors_given_to_ops() -> None:
+    """Every tensor argument of every op of the package, which the schema lists."""
+    seen = 0
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, name = qualified.split("::")
+        if namespace != "orthokern":
+            continue
+        op = getattr(torch.ops.orthokern, name.split(".")[0]).default
+        for index, argument in enumerate(op._schema.arguments):
+            if "Tensor" not in str(argument.type) or argument.name in ("lr", "grad_loss", "squarings"):
+                continue
+            for bad in (torch.zeros(()), torch.zeros(2, 2).to_sparse()):
+                given: list[Any] = []
+                for other in op._schema.arguments:
+                    kind = str(other.type)
+                    value = {"str": "tanh", "int": 0, "bool": True, "float": 0.0}.get(kind)
+                    given.append(torch.zeros(2, 2) if "Tensor" in kind else value)
+                given[index] = bad
+                with torch.no_grad(), pytest.raises(InputError, match=rf"{name}: {argument.name} is a "):
+                    op(*given)
+                seen += 1
+    assert seen > 100
+
+
+def test_tensors_of_other_layouts() -> None:
+    x, h = torch.zeros(5, 2, 3), torch.zeros(1, 2, 4)
+    for kind in KINDS:
+        with pytest.raises(InputError, match="^input is a .*mkldnn tensor"):
+            kind(3, 4)(x.to_mkldnn())
+        hx = (h, h.to_mkldnn()) if kind is PeepholeLSTM else h.to_mkldnn()
+        with pytest.raises(InputError, match="hx is a .*mkldnn tensor"):
+            kind(3, 4)(x, hx)
+    for made in (parametrize.Exponential, parametrize.Cayley, parametrize.Householder, parametrize.SchurForm):
+        for other in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.eye(4).to_mkldnn()):
+            with pytest.raises(InputError, match="weight is a .* tensor; accepted: a strided"):
+                made(other)
+
+
+@pytest.mark.parametrize("fill", [init.learned_orthogonal_, *init.INITS.values()])
+def test_tensors_that_cannot_be_filled(fill: Callable[..., Any]) -> None:
+    shared = [
+        torch.randn(1, 4, 4).expand(5, 4, 4),
+        torch.randn(4, 1).expand(4, 4),
+        torch.randn(20).as_strided((4, 4), (2, 1)),
+    ]
+    for t in shared:
+        before = t.clone()
+        with pytest.raises(InputError, match="elements of . share memory"):
+            fill(t)
+        assert torch.equal(t, before)
+    for t in (torch.randn(4, 4).mT, torch.randn(8, 8)[::2, ::2], torch.randn(1, 1).expand(1, 1)):
+        fill(t)
+
+
+@pytest.mark.parametrize("mask", ["block", "legacy"])
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_defective_matrices_have_no_schur_form(mask: str, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    for block in range(2, size + 1):
+        jordan = torch.diag(torch.arange(1.0, size + 1)).double()
+        jordan[:block, :block] = 2 * torch.eye(block) + torch.diag(torch.ones(block - 1), 1)
+        q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+        for w in (jordan, q @ jordan @ q.T):
+            with pytest.raises(InputError, match="no full set of eigenvectors"):
+                parametrize.SchurForm(w, mask).right_inverse(w)
+
+
+@pytest.mark.parametrize(("length", "points"), [(0, 64), (-1, 64), (5, 1), (5, 0), (2.5, 64), (5, None), (True, 64)])
+def test_profile_steps(length: Any, points: Any) -> None:
+    with pytest.raises(InputError, match="length is|points is"):
+        profile_steps(length, points)

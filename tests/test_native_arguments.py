@@ -1,0 +1,65 @@
+"""The native functions know their arguments: one that is missing or misspelt is an error, not a zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import GruProblem, run_scan, scan_problem
+
+from orthokern import cpu
+from orthokern.cpu import _call, spectral
+
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+
+
+class Listening:
+    """The native module; keeps the arguments of the last call of every function."""
+
+    def __init__(self, native: Any) -> None:
+        self.native, self.calls = native, {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if arguments and isinstance(arguments[0], dict):
+                self.calls[name] = dict(arguments[0])
+            return getattr(self.native, name)(*arguments)
+
+        return call
+
+
+def every_call() -> dict[str, dict[str, Any]]:
+    """The arguments of one call of every kernel. The addresses are not to be used again."""
+    with pytest.MonkeyPatch.context() as patch:
+        listening = Listening(_call._C)
+        patch.setattr(_call, "_C", listening)
+        for op in ("factored_scan", "dense_scan"):
+            run_scan(scan_problem(op, B=2, T=3, N=4), "cpu")
+        GruProblem.random("torch", 3, 2, 4).run("cpu")
+        x, w = torch.randn(4, 3), torch.randn(6, 3)
+        torch.ops.orthokern.activation_bwd(
+            x, torch.ops.orthokern.activation_fwd(x, None, "relu", "cpu"), None, "relu", "cpu"
+        )
+        torch.ops.orthokern.linear_cross_entropy_fwd(x, w, None, torch.tensor([0, 1, 2, 5]), "mean", True, "cpu")
+        torch.ops.orthokern.cayley(torch.eye(3), torch.randn(3, 3), torch.tensor(0.1), "cpu")
+        v = torch.randn(3, 2, dtype=torch.float64)
+        spectral.subtract_product(w, spectral.wide_product(w, v), v)
+        spectral.is_definite(spectral.gram(w), torch.ones(3))
+        spectral.distance(w)
+    return listening.calls
+
+
+def test_a_missing_or_misspelt_argument_is_an_error() -> None:
+    calls = every_call()
+    assert len(calls) == 15
+    for name, arguments in calls.items():
+        function = getattr(_call._C, name)
+        for key in arguments:
+            others = {other: value for other, value in arguments.items() if other != key}
+            with pytest.raises(TypeError, match=f"^{name}: missing argument '{key}'$"):
+                function(others)
+            with pytest.raises(TypeError, match=f"^{name}: missing argument '{key}'$"):
+                function({**others, f"{key}s": arguments[key]})
+        with pytest.raises(TypeError, match=f"^{name}: unknown argument 'wieght'$"):
+            function({**arguments, "wieght": None})
