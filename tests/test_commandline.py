@@ -116,6 +116,8 @@ def test_an_error_line_keeps_what_is_short() -> None:
     path = "/" + "/".join(["folder"] * 20)
     assert one_line(f"{path}: no such file", [path]) == f"{path}: no such file"
     cut = one_line(f"{path * 3}: no such file", [])
+    words = one_line("begin " + "of words " * 5_000 + "end", [])  # of a file, say: in no argument
+    assert words.startswith("begin") and words.endswith("end") and "..." in words and len(words) <= LONGEST
     assert cut.startswith("/folder/folder") and cut.endswith("folder: no such file") and "..." in cut and len(cut) < 200
 
 
