@@ -93,6 +93,25 @@ LinearCrossEntropyArgs linear_cross_entropy_args(const py::dict& d) {
   return a;
 }
 
+ModalArgs modal_args(const py::dict& d) {
+  ModalArgs a{};
+  a.B = number(d, "B"), a.T = number(d, "T"), a.M = number(d, "M"), a.D = number(d, "D"), a.C = number(d, "C"), a.P = number(d, "P");
+  a.dtype = static_cast<int>(number(d, "dtype")), a.threads = static_cast<int>(number(d, "threads"));
+  a.need_grad = static_cast<int>(number(d, "need_grad"));
+  a.scale = d.contains("scale") ? d["scale"].cast<double>() : 1.0;
+  a.re = address<double>(d, "re"), a.im = address<double>(d, "im"), a.lengths = address<int64_t>(d, "lengths");
+  a.x = address<void>(d, "x"), a.ids = address<void>(d, "ids"), a.id_bytes = number(d, "id_bytes");
+  a.table = address<void>(d, "table"), a.z0 = address<void>(d, "z0"), a.pairs = address<int64_t>(d, "pairs");
+  a.readout = address<void>(d, "readout"), a.bias = address<void>(d, "bias");
+  a.target = address<void>(d, "target_ids"), a.target_bytes = number(d, "target_bytes");
+  a.loss = address<void>(d, "loss"), a.hits = address<int64_t>(d, "hits");
+  a.z = address<void>(d, "z"), a.grad_z = address<void>(d, "grad_z"), a.states = address<void>(d, "states");
+  a.grad_x = address<void>(d, "grad_x"), a.grad_z0 = address<void>(d, "grad_z0"), a.grad_table = address<void>(d, "grad_table");
+  a.grad_readout = address<void>(d, "grad_readout"), a.grad_bias = address<void>(d, "grad_bias");
+  a.grad_re = address<double>(d, "grad_re"), a.grad_im = address<double>(d, "grad_im"), a.grad_pairs = address<double>(d, "grad_pairs");
+  return a;
+}
+
 CayleyArgs cayley_args(const py::dict& d) {
   CayleyArgs a{};
   a.batch = number(d, "batch"), a.N = number(d, "N"), a.K = number(d, "K");
@@ -153,6 +172,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("activation_fwd", [](const py::dict& d) { run(cpu_kernels().activation_fwd, activation_args(d)); });
   m.def("activation_bwd", [](const py::dict& d) { run(cpu_kernels().activation_bwd, activation_args(d)); });
   m.def("linear_cross_entropy_fwd", [](const py::dict& d) { run(cpu_kernels().linear_cross_entropy_fwd, linear_cross_entropy_args(d)); });
+  m.def("modal_scan_fwd", [](const py::dict& d) { run(cpu_kernels().modal_scan_fwd, modal_args(d)); });
+  m.def("modal_scan_bwd", [](const py::dict& d) { run(cpu_kernels().modal_scan_bwd, modal_args(d)); });
+  m.def("modal_cross_entropy_fwd", [](const py::dict& d) { run(cpu_kernels().modal_cross_entropy_fwd, modal_args(d)); });
   m.def("cayley", [](const py::dict& d) { run(cpu_kernels().cayley, cayley_args(d)); });
   // What the spectral-norm projection is made of: csrc/cpu/spectral.cpp.
   m.def("gram", [](const py::dict& d) { run(cpu_kernels().gram, spectral_args(d)); });

@@ -141,7 +141,7 @@ def native() -> Any | None:
 def leaf(op: str, backend: str) -> Any:
     """The namespace that holds ``<op>_fwd``, ``<op>_bwd`` of a backend. ImportError when it has none."""
     if backend == "cpu":
-        return importlib.import_module("orthokern._native")
+        return importlib.import_module(f"orthokern.cpu.{op}" if op.startswith("modal_") else "orthokern._native")
     if backend == "triton":
         return importlib.import_module(f"orthokern.triton_kernels.{op}")
     if backend == "cuda":

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_products", "_autocast"},
     {"reference", "_native", "_native_cuda", "triton_kernels"},  # the leaves
+    {"cpu"},
     {"dispatch", "commandline"},
     {"ops"},
     {"functional"},
@@ -209,7 +210,8 @@ def test_a_backend_has_no_file_without_an_op(backend: str) -> None:
 
 def functions(op: str, backend: str) -> dict[str, inspect.Signature]:
     """The functions that a leaf exports for an op, without the types."""
-    leaves = {"reference": f"orthokern.reference.{op}", "cpu": "orthokern._native", "cuda": "orthokern._native_cuda"}
+    cpu = f"orthokern.cpu.{op}" if op.startswith("modal_") else "orthokern._native"
+    leaves = {"reference": f"orthokern.reference.{op}", "cpu": cpu, "cuda": "orthokern._native_cuda"}
     module = importlib.import_module(leaves[backend])
     stem = op.removesuffix("s")  # activations exports activation_fwd
     names = [f"{stem}_fwd", f"{stem}_bwd", op]

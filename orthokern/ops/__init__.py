@@ -4,9 +4,29 @@ One op is one stem: ``orthokern/ops/<op>.py`` here, ``orthokern/reference/<op>.p
 The functions of these modules take checked inputs; ``orthokern.functional`` is the public face that checks them.
 """
 
-from orthokern.ops import activations, cayley, dense_scan, factored_scan, gru_scan, linear_cross_entropy, skew_exp
+from orthokern.ops import (
+    activations,
+    cayley,
+    dense_scan,
+    factored_scan,
+    gru_scan,
+    linear_cross_entropy,
+    modal_cross_entropy,
+    modal_scan,
+    skew_exp,
+)
 
-NAMES = ("factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp")
+NAMES = (
+    "factored_scan",
+    "dense_scan",
+    "gru_scan",
+    "cayley",
+    "activations",
+    "linear_cross_entropy",
+    "skew_exp",
+    "modal_scan",
+    "modal_cross_entropy",
+)
 
 __all__ = [
     "NAMES",
@@ -16,5 +36,7 @@ __all__ = [
     "factored_scan",
     "gru_scan",
     "linear_cross_entropy",
+    "modal_cross_entropy",
+    "modal_scan",
     "skew_exp",
 ]

@@ -1,0 +1,1 @@
+"""The CPU leaf of the modal ops: one module for an op."""
