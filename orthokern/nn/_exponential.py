@@ -42,7 +42,7 @@ from orthokern import functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
-from orthokern.nn.rnn import _Layout, _Recurrent
+from orthokern.nn.rnn import _Recurrent
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
 
@@ -215,13 +215,12 @@ class _Exponential(_Recurrent):
                 if isinstance(state.get(name), Tensor):
                     state[name].copy_(transported(state[name], parameter))
 
-    def _run(self, data: Tensor, hx: Tensor | None, layout: _Layout) -> tuple[Tensor, Tensor]:
+    def _begin(self) -> None:
         if self.rebase_every is not None and self.training and torch.is_grad_enabled():
             if self._uses >= self.rebase_every and not self._gradient_pending():
                 self.rebase()
             self._uses += 1
             self._used = self._versions()
-        return super()._run(data, hx, layout)
 
     def _versions(self) -> dict[str, int]:
         return {suffix: self._tensor(f"skew_{suffix}")._version for suffix in self._suffixes()}

@@ -1,9 +1,9 @@
 """dL/dW of a linear recurrence from sums taken in its modes.
 
 Note [Divided differences]
-    In modal coordinates (Note [Modes of a recurrent matrix] in ``_modal_basis.py``), z_t = L z_{t-1} + x_t, and delta_t,
-    the gradient of the loss with respect to z_t by way of all later steps, is delta_t = L^T delta_{t+1} + g_t with g_t
-    from outside the recurrence. With a constant R, W = R L R^-1 gives
+    In modal coordinates (Note [Modes of a recurrent matrix] in ``_modal_basis.py``), z_t = L z_{t-1} + x_t, and
+    delta_t, the gradient of the loss with respect to z_t by way of this step and all later ones, is delta_t =
+    L^T delta_{t+1} + g_t with g_t from outside the recurrence. With a constant R, W = R L R^-1 gives
 
         dL/dW = R^-T M R^T,     M = sum_t delta_t z_{t-1}^T     [2M, 2M].
 

@@ -304,7 +304,7 @@ def _run(
         profile=settings["profile"],
     )
     if shard.first:
-        say(f"{'resuming in' if resume else 'run folder'} {run_folder.path}")
+        say(f"{'resuming in' if resume else 'run folder'} {run_folder.path}{task.headline()}")
     try:
         with _enough_memory(settings):
             outcome = train(task, run_folder, loop, resume=resume, started=started)
