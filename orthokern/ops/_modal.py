@@ -163,7 +163,7 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) ->
     if start is not None:
         start = start.to(w)
     with torch.no_grad():
-        basis = diagonalise(w.detach(), start, v=thin)
+        basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype)
         error, limit = rounding(basis.condition, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
         if asked:
             limit = max(limit, LEAST_LIMIT)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 MAX_STEPS = 6  # of a refinement; quadratic convergence from 0.1 takes four
 FARTHEST = 0.3  # largest element of E at which a step is worth taking
-REFINED = 2.0**-40  # largest element of E that is as good as 0: 1e-12
+REFINED = {torch.float32: 2.0**-27, torch.float64: 2.0**-40}  # by what is computed in, largest element of E at the end
 EPSILON = torch.finfo(torch.float64).eps
 
 
@@ -86,16 +86,20 @@ def to_real(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([top, torch.cat([a.imag + b.imag, a.real - b.real], 1)])
 
 
-def diagonalise(w: Tensor, start: Tensor | None = None, *, v: Tensor | None = None) -> Basis:
+def diagonalise(
+    w: Tensor, start: Tensor | None = None, *, v: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Basis:
     """The eigenbasis of w, refined from ``start`` where that leads to it, else solved for.
 
     Args:
         w: [N, N], float64.
         start: R [N, 2M] of an earlier call, or None.
         v: [N, K], float64, of w = U diag(s) V^T with K < N; None: w may have any rank.
+        dtype: what the basis will be used in: float32 asks for less of it. (The eigenvalues' error is of second order,
+            in float32 1e-16 too.)
 
     Returns:
-        The basis. A function of w, start and v alone.
+        The basis. A function of the arguments alone.
 
     Raises:
         NoBasis: w is not finite, or has no basis in which it is diagonal to rounding.
@@ -105,10 +109,10 @@ def diagonalise(w: Tensor, start: Tensor | None = None, *, v: Tensor | None = No
         raise NoBasis("W is not finite")
     if start is not None:
         try:
-            return _refined(w, start, nulls)
+            return _refined(w, start, nulls, REFINED[dtype])
         except NoBasis:
             pass
-    return _refined(w, _solved(w, v, nulls), nulls)
+    return _refined(w, _solved(w, v, nulls), nulls, REFINED[dtype])
 
 
 def _solved(w: Tensor, v: Tensor | None, nulls: int) -> Tensor:
@@ -157,7 +161,7 @@ def _inverse(right: Tensor, pairs: int) -> Tensor:
     return torch.cat([inverse, inverse.new_zeros(M - pairs, right.shape[0])])
 
 
-def _refined(w: Tensor, right: Tensor, nulls: int) -> Basis:
+def _refined(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
     """Note [Refining a basis]."""
     N, M = right.shape[0], right.shape[1] // 2
     pairs = N - M
@@ -183,7 +187,7 @@ def _refined(w: Tensor, right: Tensor, nulls: int) -> Basis:
         e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
         f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
         largest = float(torch.maximum(e.abs().max(), f.abs().max()))
-        if largest <= REFINED:
+        if largest <= enough:
             if nulls and bool((remains > 1e3 * rounding[null, null]).any()):
                 raise NoBasis("the null space of V^T is not where the basis has it")
             im = values.imag.clone()

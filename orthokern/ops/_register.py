@@ -14,11 +14,12 @@ Inside a kernel autocast is off: ``orthokern/_autocast.py``.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from orthokern._autocast import keeps_dtype
 
@@ -28,13 +29,29 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 Function = Callable[..., Any]
 
 
+def _unseen(function: Function) -> Function:
+    """The function, into which Dynamo does not look. (torch's own decorator loads Dynamo at the first call, for a second
+    or two; nothing traces before something else has loaded it.)"""
+    disabled: list[Function] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not disabled:
+            if "torch._dynamo" not in sys.modules:
+                return function(*arguments, **options)
+            disabled.append(torch._dynamo.disable(function))
+        return disabled[0](*arguments, **options)
+
+    return call
+
+
 class CustomOp:
     """An op whose kernel serves all devices. See ``custom_op``."""
 
     def __init__(self, name: str, schema: str, kernel: Function) -> None:
         self.name = name
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(name, _disable_dynamo(keeps_dtype(kernel)), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _unseen(keeps_dtype(kernel)), "CompositeExplicitAutograd")
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def register_fake(self, fake: Function) -> Function:
@@ -88,7 +105,7 @@ class CustomOp:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys, *inputs)
 
-        _LIBRARY.impl(self.name, _disable_dynamo(autograd_kernel), "Autograd", with_keyset=True)
+        _LIBRARY.impl(self.name, _unseen(autograd_kernel), "Autograd", with_keyset=True)
 
 
 def custom_op(name: str, schema: str) -> Callable[[Function], CustomOp]:

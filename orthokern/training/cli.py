@@ -18,6 +18,7 @@ from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import FREE_SETTINGS, LoopSettings, train
 from orthokern.training.rundir import RunFolder
+from orthokern.training.startup import without_dynamo
 from orthokern.training.task import Task
 
 EXIT_BAD_INPUT = 2
@@ -187,7 +188,7 @@ def run(
     try:
         given = parser.parse(arguments)
         timeout: float = given.get("process_timeout") or defaults["process_timeout"]
-        with distributed.processes(timeout) as shard:
+        with without_dynamo(), distributed.processes(timeout) as shard:
             return _run(name, parser, given, defaults, presets, complete, build, started, shard)
     except (InputError, BackendUnavailable) as error:
         if distributed.speaks(error):
