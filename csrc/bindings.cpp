@@ -88,6 +88,9 @@ PYBIND11_MODULE(_C, m) {
   bind(m, "activation_fwd", &CpuKernels::activation_fwd, &ActivationArgs::forward<Arguments>);
   bind(m, "activation_bwd", &CpuKernels::activation_bwd, &ActivationArgs::backward<Arguments>);
   bind(m, "linear_cross_entropy_fwd", &CpuKernels::linear_cross_entropy_fwd, &LinearCrossEntropyArgs::fields<Arguments>);
+  bind(m, "modal_scan_fwd", &CpuKernels::modal_scan_fwd, &ModalArgs::scan<Arguments>);
+  bind(m, "modal_scan_bwd", &CpuKernels::modal_scan_bwd, &ModalArgs::scan_backward<Arguments>);
+  bind(m, "modal_cross_entropy_fwd", &CpuKernels::modal_cross_entropy_fwd, &ModalArgs::cross_entropy<Arguments>);
   bind(m, "cayley", &CpuKernels::cayley, &CayleyArgs::fields<Arguments>);
   bind(m, "gram", &CpuKernels::gram, &SpectralArgs::gram<Arguments>);
   bind(m, "is_definite", &CpuKernels::is_definite, &SpectralArgs::is_definite<Arguments>);

@@ -8,6 +8,9 @@ explicit backend that cannot serve raises ``BackendUnavailable``. A second deriv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from orthokern import dispatch, ops
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
+from orthokern.ops import _modal, _scan_loss
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops.activations import NAMES as ACTIVATIONS
 
@@ -25,17 +29,36 @@ __all__ = [
     "activation",
     "cayley",
     "dense_scan",
+    "explain_scan_cross_entropy",
     "factored_scan",
     "gru_scan",
     "linear_cross_entropy",
     "modrelu",
     "oplu",
     "prelu",
+    "scan_cross_entropy",
     "skew_exp",
     "spectrum",
 ]
 
 SPECTRUM_MAPS = ("sigmoid", "tanh")
+
+
+class ScanLoss(NamedTuple):
+    """What ``scan_cross_entropy`` returns.
+
+    Attributes:
+        loss: 0-dim, in nats; differentiable.
+        hits: int64 [T], at how many sequences the largest logit of the step is that of the target.
+        basis: float64 [N, 2M], the eigenvectors that the call found, to begin at in the next one; None by
+            "sequential".
+        refused: why the call did not go by modes, in one line; "" where it did.
+    """
+
+    loss: Tensor
+    hits: Tensor
+    basis: Tensor | None
+    refused: str
 
 
 def factored_scan(
@@ -71,8 +94,9 @@ def factored_scan(
         backend: see the module's docstring.
         precision: the least precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
             products) is the default, and what the cpu and reference backends always compute.
-        algorithm: "sequential", "chunked" (parallel over chunks of time; for activation identity without message_clip)
-            or "auto".
+        algorithm: "sequential", "chunked" (parallel over chunks of time; for activation identity without
+            message_clip), "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the
+            same, where W has a good one; checkpoint_every and precision do not matter to it) or "auto".
         lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. The cpu backend
             does no work on padding where the batch is sorted by falling length (in another order, on some of it); the
             GPU kernels stop where the longest of the few sequences that they run together does. What stands on padding
@@ -89,6 +113,25 @@ def factored_scan(
         InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
         BackendUnavailable: the backend asked for cannot serve.
     """
+    N = _check_factors(u, s, v)
+    x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
+    check.scan_lengths(lengths, x)
+    check.scan_clip(message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip)
+    if algorithm == "modal":
+        return _scan_loss.states_by_modes(
+            x, (u, s, v), h0, weight, bias, act_param,
+            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip,
+        )  # fmt: skip
+    return ops.factored_scan.factored_scan(
+        x, u, s, v, h0, weight, bias, act_param,
+        activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
+        algorithm=algorithm, lengths=lengths, message_clip=message_clip,
+    )  # fmt: skip
+
+
+def _check_factors(u: Tensor, s: Tensor, v: Tensor) -> int:
+    """N of u [N, K], s [K], v [N, K], after they are checked."""
     check.is_tensor("u", u)
     if u.ndim != 2 or u.shape[0] < 1 or u.shape[1] < 1:
         raise InputError(f"u has shape {list(u.shape)}: accepted is [N, K], both at least 1")
@@ -100,15 +143,7 @@ def factored_scan(
     check.same_kind("v", v, "u", u)
     check.has_shape("s", check.is_tensor("s", s), (K,), "[K]")
     check.same_kind("s", s, "u", u)
-    x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
-    check.scan_lengths(lengths, x)
-    check.scan_clip(message_clip)
-    check.scan_choices(precision, algorithm, activation, message_clip)
-    return ops.factored_scan.factored_scan(
-        x, u, s, v, h0, weight, bias, act_param,
-        activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
-        algorithm=algorithm, lengths=lengths, message_clip=message_clip,
-    )  # fmt: skip
+    return N
 
 
 def dense_scan(
@@ -152,6 +187,11 @@ def dense_scan(
     check.scan_lengths(lengths, x)
     check.scan_clip(message_clip)
     check.scan_choices(precision, algorithm, activation, message_clip)
+    if algorithm == "modal":
+        return _scan_loss.states_by_modes(
+            x, (w,), h0, weight, bias, act_param,
+            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip,
+        )  # fmt: skip
     return ops.dense_scan.dense_scan(
         x, w, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
@@ -378,6 +418,141 @@ def linear_cross_entropy(
     return ops.linear_cross_entropy.linear_cross_entropy(
         hidden.reshape(-1, N), weight, bias, target.reshape(-1).to(torch.int64), reduction=reduction, backend=backend
     )
+
+
+def scan_cross_entropy(
+    x: Tensor,
+    matrix: Tensor | Sequence[Tensor],
+    readout: Tensor,
+    target: Tensor,
+    h0: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    readout_bias: Tensor | None = None,
+    activation: str = "tanh",
+    act_param: Tensor | None = None,
+    reduction: str = "mean",
+    backend: str | None = None,
+    precision: str = "ieee",
+    algorithm: str = "auto",
+    lengths: Tensor | None = None,
+    message_clip: float = 0,
+    basis: Tensor | None = None,
+) -> ScanLoss:
+    """Cross-entropy of a linear readout of a recurrence's states, in nats, which never makes the states of all steps.
+
+    h_t = phi(W h_{t-1} + e_t) as in ``dense_scan``, or with W = U diag(s) V^T as in ``factored_scan``; logits of step t
+    are ``h_t @ readout.T + readout_bias``. With the identity as activation the recurrence can run in the eigenbasis of
+    W, at a cost of O(N) a step: Note [Modes of a recurrent matrix] in ``orthokern/ops/_modal_basis.py`` and Note
+    [Divided differences] in ``_modal_gradient.py``. Else it runs scan after scan over chunks of time, see Note [Chunks
+    of states] in ``_scan_loss.py``.
+
+    Args:
+        x, h0, weight, bias, activation, act_param, precision, lengths, message_clip: as in ``factored_scan``; token
+            ids may also be uint8 or int16.
+        matrix: w [N, N], or the tuple (u [N, K], s [K], v [N, K]).
+        readout: [C, N]; readout_bias: [C] or None.
+        target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).
+        reduction: "mean" over all steps that count (those before the end of their sequence), or "sum".
+        backend: see the module's docstring.
+        algorithm: "modal"; "sequential" or "chunked", as in ``factored_scan``; "auto": by modes where that costs less
+            and W has an eigenbasis that keeps the accuracy of the sequential scan.
+        basis: the ``basis`` of an earlier call with a matrix near this one: it is refined where that leads to the
+            eigenvectors of W, which costs less than solving for them. The result is a function of the arguments alone,
+            this one included: for the same bits after a resume keep it too.
+
+    Returns:
+        A ScanLoss. The loss is differentiable (once) in x, matrix, readout, h0, weight, bias, readout_bias, act_param.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it cannot serve.
+        BackendUnavailable: the backend asked for cannot serve.
+    """
+    factors = matrix if isinstance(matrix, (tuple, list)) else (matrix,)
+    if len(factors) == 3:
+        u, s, v = factors
+        N = _check_factors(u, s, v)
+        name, like = "u", u
+    else:
+        name, like = "matrix", check.is_tensor("matrix", factors[0])
+        if len(factors) != 1 or like.ndim != 2 or like.shape[0] != like.shape[1] or like.shape[0] < 1:
+            raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
+        check.is_float("matrix", like)
+        N = like.shape[0]
+    x, h0 = check.scan_inputs(
+        x, N, h0, weight, bias, activation, act_param, 0, name, like, small_ids=True
+    )  # fmt: skip
+    check.scan_lengths(lengths, x)
+    check.scan_clip(message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip)
+    check.is_tensor("readout", readout)
+    if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:
+        raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")
+    check.same_kind("readout", readout, name, like)
+    if readout_bias is not None:
+        check.has_shape("readout_bias", check.is_tensor("readout_bias", readout_bias), (readout.shape[0],), "[C]")
+        check.same_kind("readout_bias", readout_bias, name, like)
+    check.is_tensor("target", target)
+    if target.dtype not in check.ID_DTYPES:
+        raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is uint8, int16, int32 or int64")
+    check.has_shape("target", target, tuple(x.shape[:2]), "[T, B]")
+    check.same_device("target", target, name, like)
+    if reduction not in ops.linear_cross_entropy.REDUCTIONS:
+        raise unknown_name("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
+    if basis is not None:
+        check.is_tensor("basis", basis)
+        if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
+            raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
+    return ScanLoss(
+        *_scan_loss.scan_loss(
+            x, tuple(factors), h0, weight, bias, act_param, readout, readout_bias, target,
+            activation=activation, reduction=reduction, backend=backend, precision=precision, algorithm=algorithm,
+            lengths=lengths, message_clip=message_clip, start=basis,
+        )
+    )  # fmt: skip
+
+
+def explain_scan_cross_entropy(
+    matrix: Tensor | Sequence[Tensor],
+    T: int,
+    B: int,
+    classes: int,
+    *,
+    ids: bool = True,
+    lengths: bool = False,
+    activation: str = "identity",
+    message_clip: float = 0,
+    backend: str | None = None,
+    algorithm: str = "auto",
+    basis: Tensor | None = None,
+) -> tuple[str, str]:
+    """Which algorithm ``scan_cross_entropy`` takes for a training step with this matrix, and why.
+
+    Args:
+        matrix, activation, message_clip, backend, algorithm, basis: as there.
+        T, B, classes: sizes of the call.
+        ids: the inputs are token ids.
+        lengths: the call has lengths.
+
+    Returns:
+        ("modal", the condition of the eigenvectors), or (the algorithm that it takes instead, why not modes).
+
+    Raises:
+        InputError: algorithm="modal" cannot serve.
+    """
+    factors = matrix if isinstance(matrix, (tuple, list)) else (matrix,)
+    like = factors[0]
+    call = _modal.Call(
+        kind="loss", T=T, B=B, N=like.shape[0], K=factors[-1].shape[1], C=classes, ids=ids, backward=True,
+        dtype=like.dtype, device=like.device, activation=activation, message_clip=message_clip, backend=backend,
+        lengths=lengths, started=basis is not None,
+    )  # fmt: skip
+    with torch.no_grad():
+        modes, why = _modal.choose(tuple(factors), call, basis, algorithm)
+    if modes is not None:
+        return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"
+    return "chunked" if algorithm == "chunked" else "sequential", why
 
 
 def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from orthokern import _native
+from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
+from orthokern.cpu import _call
 from orthokern.nn import RNN
 from orthokern.reference import activations as reference
 
@@ -65,15 +68,20 @@ def test_a_module_has_the_parameter_of_the_table(name: str) -> None:
     assert ((value >= low) & (value <= high)).all()
 
 
-@pytest.mark.skipif(not _native.AVAILABLE, reason=_native.REASON)
+@pytest.mark.skipif(not _call.AVAILABLE, reason=_call.REASON)
 def test_the_kernels_have_the_rows_of_the_table() -> None:
     rows = {row.number: (row.reads, row.parameter is not None, row.pairs) for row in ACTIVATIONS.values()}
-    assert _native._C.activations() == rows
+    assert _call._C.activations() == rows
 
 
-@pytest.mark.skipif(not _native.AVAILABLE, reason=_native.REASON)
-@pytest.mark.parametrize("kernel", ["activation_fwd", "activation_bwd", "dense_scan_fwd", "factored_scan_bwd"])
-def test_a_kernel_refuses_an_unknown_number(kernel: str) -> None:
+@pytest.mark.skipif(not _call.AVAILABLE, reason=_call.REASON)
+@pytest.mark.parametrize("op", ["activations", "dense_scan"])
+def test_a_kernel_refuses_an_unknown_number(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = max(row.number for row in ACTIVATIONS.values()) + 1
+    monkeypatch.setitem(ACTIVATIONS, "tanh", dataclasses.replace(ACTIVATIONS["tanh"], number=unknown))
+    leaf, x = dispatch.leaf(op, "cpu"), torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match=f"unknown activation {unknown}"):
-        getattr(_native._C, kernel)({"activation": unknown})
+        if op == "activations":
+            leaf.activation_fwd(x, None, activation="tanh")
+        else:
+            leaf.dense_scan_fwd(x, torch.eye(4), x[0], None, None, None, activation="tanh")

@@ -103,3 +103,13 @@ def test_refusals() -> None:
         CopyTask(5, layout="arjovski")
     with pytest.raises(InputError, match="batch must be .* got 0"):
         CopyTask(5).batch(0)
+
+
+def test_small_dtypes_hold_the_same_draws() -> None:
+    wide, small = CopyTask(7), CopyTask(7, dtype=torch.uint8)
+    batches = [task.batch(3, torch.Generator().manual_seed(1)) for task in (wide, small)]
+    for a, b in zip(*batches, strict=True):
+        assert b.dtype == torch.uint8 and torch.equal(a, b.long())
+    for symbols, dtype in ((255, torch.uint8), (8, torch.int8), (8, torch.float32)):
+        with pytest.raises(InputError, match="dtype is"):
+            CopyTask(7, symbols=symbols, dtype=dtype)

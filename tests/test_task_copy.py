@@ -148,6 +148,53 @@ def test_the_paper_preset(tmp_path: Path) -> None:
     assert copy.complete({**copy.DEFAULTS, **copy.PRESETS["paper"], "T": 10_000})["margin"] == 0.001
 
 
+# ---- the algorithm ---------------------------------------------------------------------------------
+
+
+def test_by_modes_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same run within rounding, records through time included; and the first line names the algorithm."""
+    found = {}
+    for name in ("modal", "sequential"):
+        folder = tmp_path / name
+        # the paper's small steps from a random start: nothing is zero there, whose rounding RMSprop would blow up
+        options = ["--T", 70, "--start", "random", "--lr", "1e-3", "--algorithm", name, "--iterations", 11]
+        assert run(*SMALL, *options, "--out", folder) == 0
+        told = {"modal": "modal (8 modes of W, condition of their basis 1)", "sequential": "sequential"}[name]
+        assert capsys.readouterr().out.splitlines()[0].startswith(f"run folder {folder}; algorithm {told}")
+        found[name] = records(folder)
+    for a, b in zip(*found.values(), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["accuracy"] == b["accuracy"]
+        assert ("grad_norm_through_time" in a) == ("grad_norm_through_time" in b)
+    first, other = (found[name][0] for name in found)
+    for key in ("grad_norm_through_time", "state_norm_through_time"):
+        assert len(first[key]) == 64 and first[key] == pytest.approx(other[key], rel=1e-4)
+
+
+def test_long_sequences_go_by_modes() -> None:
+    name, why = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 10_000})).way
+    assert name == "modal" and "condition" in why
+    name, why = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 300, "nonlinearity": "tanh"})).way
+    assert name == "sequential" and "'tanh'" in why
+    batch = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 30})).next_batch()
+    assert all(part.dtype == torch.uint8 for part in batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nonlinearity", "tanh"], "algorithm is 'modal': the activation is 'tanh'"),
+        (["--message-clip", "1"], "algorithm is 'modal': message_clip is 1"),
+        (["--model", "lstm"], "--algorithm"),
+    ],
+)
+def test_modes_that_cannot_serve(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SMALL, "--algorithm", "modal", *options, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
 # ---- resuming ------------------------------------------------------------------------------------
 
 
@@ -172,6 +219,7 @@ def wait_for_iterations(process: subprocess.Popen[str], folder: Path, count: int
 
 
 OFTEN = ["--checkpoint-every", 7, "--eval-every", 5, "--diagnose-every", 4, "--goal", 100, "--iterations", 200]
+OFTEN += ["--algorithm", "modal"]  # which has a state of its own, the basis
 
 
 @pytest.fixture(scope="module")
@@ -344,3 +392,21 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     switched_off = {"--plots", "--triangle"}  # by --no-plots, --no-triangle
     settings = {"--" + key.replace("_", "-") for key in copy.DEFAULTS} - switched_off
     assert settings <= options
+
+
+def test_a_run_does_not_load_the_compiler(tmp_path: Path) -> None:
+    """Its front end takes as long to load as torch; and torch's optimizers are afterwards what they were."""
+    program = (
+        "import sys, torch\n"
+        "from orthokern.tasks import copy\n"
+        "step = torch.optim.RMSprop.step\n"
+        f"copy.main({[*SMALL, '--iterations', '2', '--out', str(tmp_path / 'run')]!r})\n"
+        "assert 'torch._dynamo' not in sys.modules, [name for name in sys.modules if 'dynamo' in name]\n"
+        "assert torch.optim.RMSprop.step is step\n"
+        "parameter = torch.ones(2, requires_grad=True)\n"
+        "optimizer = torch.optim.RMSprop([parameter])\n"
+        "(3 * parameter).sum().backward()\n"
+        "optimizer.step()\n"
+        "assert 'torch._dynamo' in sys.modules\n"  # so the test notices when torch needs no help any longer
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True, timeout=120)

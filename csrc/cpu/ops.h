@@ -146,6 +146,70 @@ struct LinearCrossEntropyArgs {
   }
 };
 
+// modal_scan, forward and backward, and modal_cross_entropy. M modes; a vector [2M] holds the real parts, then the imaginary ones.
+struct ModalArgs {
+  int64_t B, T, M, D, C, P;
+  int dtype, threads;
+  int need_grad;           // modal_cross_entropy
+  double scale;            // of the loss and its gradients: 1, or 1 / steps   (modal_cross_entropy)
+  const double* re;        // [M]
+  const double* im;        // [M]
+  const int64_t* lengths;  // [B] in [1, T], or null
+  const void* x;           // [T, B, 2M], or null with ids
+  const void* ids;         // [T, B] in [0, D), of id_bytes: 1 (unsigned), 2, 4 or 8, or null
+  int64_t id_bytes;
+  const void* table;       // [D, 2M] or null
+  const void* z0;          // [B, 2M]
+  const int64_t* pairs;    // [P, 2] in [0, M), or null
+
+  const void* readout;     // [C, 2M]                                           (modal_cross_entropy, to hits)
+  const void* bias;        // [C] or null
+  const void* target_ids;  // [T, B] in [0, C), of target_bytes, as ids
+  int64_t target_bytes;
+  void* loss;              // []
+  int64_t* hits;           // [T]
+
+  void* z;                 // [T, B, 2M]                                        (modal_scan, forward)
+  const void* grad_z;      // [T, B, 2M]                                        (modal_scan, backward)
+  const void* states;      // [T, B, 2M]                                        (modal_scan, backward)
+
+  // gradients, all or none (but for grad_x) in modal_cross_entropy
+  void* grad_x;            // [T, B, 2M] or null
+  void* grad_z0;           // [B, 2M]
+  void* grad_table;        // [D, 2M] or null
+  void* grad_readout;      // [C, 2M]
+  void* grad_bias;         // [C] or null
+  double* grad_re;         // [M]
+  double* grad_im;         // [M]
+  double* grad_pairs;      // [P, 2, 2] or null
+
+  template <class Visit>
+  void common(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, B, T, M, D, P, dtype, threads, re, im, lengths, x, ids, id_bytes, table, z0, pairs);
+  }
+  template <class Visit>
+  void gradients(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, grad_x, grad_z0, grad_table, grad_re, grad_im, grad_pairs);
+  }
+  template <class Visit>
+  void scan(Visit& visit) {
+    common(visit);
+    ORTHOKERN_FIELDS(visit, z);
+  }
+  template <class Visit>
+  void scan_backward(Visit& visit) {
+    common(visit);
+    gradients(visit);
+    ORTHOKERN_FIELDS(visit, grad_z, states);
+  }
+  template <class Visit>
+  void cross_entropy(Visit& visit) {
+    common(visit);
+    gradients(visit);
+    ORTHOKERN_FIELDS(visit, C, need_grad, scale, readout, bias, target_ids, target_bytes, loss, hits, grad_readout, grad_bias);
+  }
+};
+
 // What the spectral-norm projection is made of; see spectral.cpp.
 struct SpectralArgs {
   int64_t M, K, S;

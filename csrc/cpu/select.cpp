@@ -25,6 +25,9 @@ namespace orthokern {
   bool activation_fwd(const ActivationArgs&);                    \
   bool activation_bwd(const ActivationArgs&);                    \
   bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&);  \
+  bool modal_scan_fwd(const ModalArgs&);                         \
+  bool modal_scan_bwd(const ModalArgs&);                         \
+  bool modal_cross_entropy_fwd(const ModalArgs&);                \
   bool cayley(const CayleyArgs&);                                \
   bool gram(const SpectralArgs&);                                \
   bool is_definite(const SpectralArgs&);                         \
@@ -34,7 +37,8 @@ namespace orthokern {
   }
 #define ORTHOKERN_TABLE(isa)                                                                                                      \
   {#isa, isa::factored_scan_fwd, isa::factored_scan_bwd, isa::dense_scan_fwd, isa::dense_scan_bwd, isa::gru_scan_fwd,   \
-   isa::gru_scan_bwd, isa::activation_fwd, isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::cayley, isa::gram,                \
+   isa::gru_scan_bwd, isa::activation_fwd, isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::modal_scan_fwd,                   \
+   isa::modal_scan_bwd, isa::modal_cross_entropy_fwd, isa::cayley, isa::gram,                                                         \
    isa::is_definite, isa::distance, isa::wide_product, isa::subtract_product}
 
 ORTHOKERN_DECLARE(baseline)

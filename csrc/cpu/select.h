@@ -20,6 +20,9 @@ struct CpuKernels {
   bool (*activation_fwd)(const ActivationArgs&);
   bool (*activation_bwd)(const ActivationArgs&);
   bool (*linear_cross_entropy_fwd)(const LinearCrossEntropyArgs&);
+  bool (*modal_scan_fwd)(const ModalArgs&);
+  bool (*modal_scan_bwd)(const ModalArgs&);
+  bool (*modal_cross_entropy_fwd)(const ModalArgs&);
   bool (*cayley)(const CayleyArgs&);
   bool (*gram)(const SpectralArgs&);
   bool (*is_definite)(const SpectralArgs&);

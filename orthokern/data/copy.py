@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
-from orthokern.errors import unknown_name
+from orthokern.errors import InputError, unknown_name
 
 LAYOUTS = ("arjovsky", "exprnn")
+DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class CopyTask:
@@ -31,6 +32,8 @@ class CopyTask:
         symbols: number of different symbols, at least 1 (8 in all papers that report the task).
         recall: number of symbols to remember, K, at least 1 (10 in all papers).
         layout: "arjovsky" or "exprnn", see the module's picture.
+        dtype: of tokens and targets, torch.int64, or a smaller one that holds symbols + 1: uint8 takes an eighth of
+            the memory.
 
     Attributes:
         length: number of time steps of a sequence, T + 2 K.
@@ -39,16 +42,29 @@ class CopyTask:
         baseline: cross-entropy in nats per step of the best guess without memory, K ln(symbols) / (T + 2 K).
 
     Raises:
-        InputError: a size below 1 or an unknown layout.
+        InputError: a size below 1, an unknown layout, or a dtype that is too small.
     """
 
-    def __init__(self, T: int, symbols: int = 8, recall: int = 10, layout: str = "arjovsky") -> None:
+    def __init__(
+        self,
+        T: int,
+        symbols: int = 8,
+        recall: int = 10,
+        layout: str = "arjovsky",
+        dtype: torch.dtype = torch.int64,
+    ) -> None:
         self.T = integer("T", T)
         self.symbols = integer("symbols", symbols)
         self.recall = integer("recall", recall)
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, LAYOUTS)
         self.layout = layout
+        if dtype not in DTYPES or torch.iinfo(dtype).max <= self.symbols:
+            raise InputError(
+                f"dtype is {dtype} for {self.symbols} symbols; accepted: {', '.join(map(str, DTYPES))}, of which one "
+                "that holds symbols + 1"
+            )
+        self.dtype = dtype
         self.length = T + 2 * recall
         self.num_ids = symbols + 2
         self.num_classes = symbols + 1
@@ -64,13 +80,13 @@ class CopyTask:
             device: where the tensors live.
 
         Returns:
-            tokens, targets: [T + 2 K, B] int64 each.
+            tokens, targets: [T + 2 K, B] of `dtype` each.
 
         Raises:
             InputError: batch below 1.
         """
         integer("batch", batch)
-        tokens = torch.zeros(self.length, batch, dtype=torch.int64, device=device)
+        tokens = torch.zeros(self.length, batch, dtype=self.dtype, device=device)
         tokens[self.marker_step] = self.marker
         return tokens, torch.zeros_like(tokens)
 
@@ -81,7 +97,7 @@ class CopyTask:
         one of 10.
 
         Args:
-            tokens, targets: [T + 2 K, B] int64, from `buffers` of this task; only the first K rows of `tokens` and the
+            tokens, targets: [T + 2 K, B], from `buffers` of this task; only the first K rows of `tokens` and the
                 last K rows of `targets` are written.
             generator: source of randomness, on the CPU whatever the device, so that a seed means the same data
                 everywhere; torch's default generator if None.
@@ -98,7 +114,7 @@ class CopyTask:
             generator: as in `fill`.
 
         Returns:
-            tokens, targets: [T + 2 K, B] int64 each, on the CPU.
+            tokens, targets: [T + 2 K, B] of `dtype` each, on the CPU.
 
         Raises:
             InputError: batch below 1.
@@ -111,7 +127,7 @@ class CopyTask:
         """Tokens coded as one number per step: the symbol's value, 0 for the blank and `marker` for the marker.
 
         Args:
-            tokens: [T + 2 K, B] int64.
+            tokens: [T + 2 K, B].
             marker: the marker's value: -1 in the code that Vorontsov et al. released, `symbols + 1` in most other code.
 
         Returns:

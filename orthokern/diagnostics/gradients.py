@@ -13,29 +13,9 @@ alone: to draw exactly that, call backward on that step's loss.
 import torch
 from torch import Tensor
 
-from orthokern.errors import InputError
-from orthokern.ops._taps import tap
+from orthokern.ops._taps import profile_steps, tap
 
 __all__ = ["profile_steps", "tap", "thin_profile"]
-
-
-def profile_steps(length: int, points: int = 64) -> list[int]:
-    """Time steps, first and last among them, at which a profile through time is kept.
-
-    Args:
-        length: number of time steps T, at least 1.
-        points: number of steps to choose, at least 2; all of them if there are no more.
-
-    Returns:
-        Increasing step numbers in [0, length).
-
-    Raises:
-        InputError: length below 1 or points below 2.
-    """
-    for name, value, low in (("length", length, 1), ("points", points, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise InputError(f"{name} is {value!r}; accepted: an integer of at least {low}")
-    return torch.linspace(0, length - 1, min(points, length), dtype=torch.float64).round().long().tolist()
 
 
 def thin_profile(norms: Tensor, points: int = 64) -> list[float]:

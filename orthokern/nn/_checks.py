@@ -132,13 +132,16 @@ def check_device(value: Any) -> Any:
     )
 
 
-def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool) -> bool:
+def check_input(
+    input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool, small_ids: bool = False
+) -> bool:
     """Check what a recurrence is given, but for its T and B.
 
     Args:
         input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed.
         weight: the input weight, whose dtype and device count.
         input_size: D, or the number of token ids.
+        small_ids: token ids may also be uint8 or int16.
 
     Returns:
         Whether it is token ids.
@@ -152,11 +155,12 @@ def check_input(input: Any, weight: Tensor, input_size: int, *, batch_first: boo
         raise InputError(f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device")
     if weight.is_complex():
         raise InputError(f"parameters have dtype {weight.dtype}; accepted: real floating dtypes")
-    tokens = input.dtype in (torch.int64, torch.int32)
+    ids = (torch.int64, torch.int32, *((torch.int16, torch.uint8) if small_ids else ()))
+    tokens = input.dtype in ids
     if not tokens and input.dtype != weight.dtype:
         raise InputError(
             f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
-            "or token ids in torch.int64 or torch.int32"
+            f"or token ids in {', '.join(map(str, ids[:-1]))} or {ids[-1]}"
         )
     kind = "token ids" if tokens else "floats"
     if packed:

@@ -22,6 +22,7 @@ from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError, unknown_name
+from orthokern.nn import _loss
 from orthokern.nn._checks import (
     check_backend,
     check_device,
@@ -189,6 +190,7 @@ class _Recurrent(nn.Module):
         self.precision = precision
         self.message_clip = finite("message_clip", message_clip, above_zero=False)
         self.gain = finite("gain", gain, above_zero=True)
+        self._bases: dict[str, Tensor] = {}  # Note [The basis that a module keeps]
 
     # -- parameters
 
@@ -376,19 +378,125 @@ class _Recurrent(nn.Module):
             h_n = h_n.index_select(1, input.unsorted_indices)
         return PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices), h_n
 
+    def loss(
+        self,
+        input: Tensor,
+        readout: nn.Module,
+        target: Tensor,
+        hx: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        reduction: str = "mean",
+        algorithm: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of a linear readout of the last layer's states, which are never made for all steps::
+
+            loss, hits = rnn.loss(tokens, readout, targets)
+
+        is ``readout.loss(rnn(tokens)[0], targets)`` with less memory. With nonlinearity "identity" it is also much
+        faster: the recurrence then runs in the eigenbasis of its matrix, at O(N) a step, with the full gradient of
+        every parameter (``orthokern.functional.scan_cross_entropy``; docs/modal.md). The eigenvectors found are kept
+        for the next call, and are part of the state_dict.
+
+        Args:
+            input: as in forward, no PackedSequence; token ids may also be uint8 or int16.
+            readout: a torch.nn.Linear or orthokern.nn.LinearCrossEntropy, N inputs, C classes.
+            target: uint8, int16, int32 or int64, the shape of input without features, class ids in [0, C).
+            hx: as in forward.
+            lengths: int64 [B] in [1, T], the steps that each sequence has; None: all. Those behind count nothing.
+            reduction: "mean" over the steps that count, or "sum".
+            algorithm: "auto", "modal", "sequential" or "chunked", of the last layer.
+
+        Returns:
+            (loss, hits): the loss, 0-dim, in nats; int64 [T], at how many sequences the largest logit of a step is that
+            of the target.
+
+        Raises:
+            InputError: as forward; a bidirectional module; "modal" where it cannot serve.
+        """
+        weight = self._tensor("weight_ih_l0")
+        device = weight.device.type
+        if _autocast.is_on(device):
+            with torch.autocast(device, enabled=False):
+                return self.loss(
+                    _widened(input, weight.dtype), readout, target, _widened(hx, weight.dtype),
+                    lengths=lengths, reduction=reduction, algorithm=algorithm,
+                )  # fmt: skip
+        if self.bidirectional:
+            raise InputError(
+                "loss serves one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"
+            )
+        tokens = self._check_input(input, small_ids=True)
+        data, batched = input, input.dim() == (2 if tokens else 3)
+        if not isinstance(target, Tensor) or target.shape != input.shape[: input.dim() - (not tokens)]:
+            got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+            raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
+        if not batched:
+            data, target = data.unsqueeze(1), target.unsqueeze(1)
+        elif self.batch_first:
+            data, target = data.transpose(0, 1), target.transpose(0, 1)
+        if hx is not None:
+            self._check_hx(hx, data.shape[1] if batched else None, input.device)
+            hx = hx if batched else hx.unsqueeze(1)
+        layout = _Dense(data.shape[1])
+        self._begin()
+        if self.num_layers > 1:
+            if tokens and data.dtype not in (torch.int64, torch.int32):
+                data = data.to(torch.int64)
+            data = self._layers(data, hx, layout, self.num_layers - 1)[0]
+        suffix = self._suffix(-1, False)
+        h0 = self._initial_state(suffix, hx, self.num_layers - 1, layout)
+        found = _loss.loss(self, data, h0, suffix, readout, target, lengths, reduction, algorithm)
+        return found.loss, found.hits
+
+    def explain_loss(
+        self, T: int, B: int, classes: int, *, ids: bool = True, lengths: bool = False, algorithm: str = "auto"
+    ) -> tuple[str, str]:
+        """Which algorithm `loss` takes with the parameters as they are, and why.
+
+        Args:
+            T, B: time steps and sequences; classes: of the readout.
+            ids: the input is token ids.
+            lengths: the call gives lengths.
+            algorithm: what it asks for.
+
+        Returns:
+            ("modal", the condition of the eigenvectors) or ("sequential", why not modal), each as a phrase; with
+            algorithm="chunked", that.
+
+        Raises:
+            InputError: algorithm="modal" cannot serve.
+        """
+        return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, algorithm=algorithm)
+
+    def _factors(self, suffix: str) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The matrix as functional.scan_cross_entropy takes it, and the bias, both with the gain."""
+        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        return self._matrix(suffix), bias
+
+    def _begin(self) -> None:
+        """Called at the beginning of everything that runs all layers."""
+
+    def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: _Layout) -> Tensor | None:
+        """h0 [B,N] of one recurrence, the index-th of hx."""
+        if hx is not None:
+            return hx[index]
+        return self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size) if self.learned_h0 else None
+
     def _run(self, data: Tensor, hx: Tensor | None, layout: _Layout) -> tuple[Tensor, Tensor]:
+        self._begin()
+        data, last = self._layers(data, hx, layout, self.num_layers)
+        return data, torch.stack(last)
+
+    def _layers(self, data: Tensor, hx: Tensor | None, layout: _Layout, count: int) -> tuple[Tensor, list[Tensor]]:
+        """The first `count` layers: what the next one is fed with, and the last states."""
         last: list[Tensor] = []
         ways = (False, True) if self.bidirectional else (False,)
-        for layer in range(self.num_layers):
+        for layer in range(count):
             outputs = []
             for reverse in ways:
                 suffix = self._suffix(layer, reverse)
-                if hx is not None:
-                    h0: Tensor | None = hx[len(last)]
-                elif self.learned_h0:
-                    h0 = self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size)
-                else:
-                    h0 = None
+                h0 = self._initial_state(suffix, hx, len(last), layout)
                 matrix = self._matrix(suffix)
 
                 def scan(
@@ -406,9 +514,18 @@ class _Recurrent(nn.Module):
             data = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             if self.dropout > 0.0 and self.training and layer + 1 < self.num_layers:
                 data = nn.functional.dropout(data, self.dropout, training=True)
-        return data, torch.stack(last)
+        return data, last
 
-    def _check_input(self, input: Tensor, *, packed: bool = False) -> bool:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _loss.save(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        *_, unexpected, errors = args
+        _loss.load(self, state_dict, prefix, unexpected, errors)
+
+    def _check_input(self, input: Tensor, *, packed: bool = False, small_ids: bool = False) -> bool:
         """Check everything but T and B; True for token ids."""
         weight = self._tensor("weight_ih_l0")
         if weight.dtype in (torch.bfloat16, torch.float16) and not self._half_ok:
@@ -416,7 +533,9 @@ class _Recurrent(nn.Module):
                 f"parameters have dtype {weight.dtype}, in which orthogonality is lost; "
                 "accepted: torch.float32, torch.float64"
             )
-        return check_input(input, weight, self.input_size, batch_first=self.batch_first, packed=packed)
+        return check_input(
+            input, weight, self.input_size, batch_first=self.batch_first, packed=packed, small_ids=small_ids
+        )
 
     def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device) -> None:
         if not isinstance(hx, Tensor):
@@ -594,6 +713,10 @@ class RNN(_Recurrent):
         if not self.bias:
             return (weight,)
         return weight, self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
+
+    def _factors(self, suffix: str) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        matrix = self._matrix(suffix)
+        return matrix[:1], matrix[1] if self.bias else None
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         return "dense_scan", {"N": self.hidden_size}

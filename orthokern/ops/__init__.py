@@ -11,12 +11,15 @@ from orthokern.ops import (
     factored_scan,
     gru_scan,
     linear_cross_entropy,
+    modal_cross_entropy,
+    modal_scan,
     skew_exp,
     spectral,
 )
 
 NAMES = (
     "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp", "spectral",
+    "modal_scan", "modal_cross_entropy",
 )  # fmt: skip
 
 __all__ = [
@@ -27,6 +30,8 @@ __all__ = [
     "factored_scan",
     "gru_scan",
     "linear_cross_entropy",
+    "modal_cross_entropy",
+    "modal_scan",
     "skew_exp",
     "spectral",
 ]

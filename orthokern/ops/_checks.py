@@ -15,8 +15,9 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
+ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of what reads ids as they are
 PRECISIONS = ("ieee", "3xtf32", "tf32", "bf16")
-ALGORITHMS = ("auto", "sequential", "chunked")
+ALGORITHMS = ("auto", "sequential", "chunked", "modal")
 
 
 def describe(value: object) -> str:
@@ -152,11 +153,16 @@ def scan_inputs(
     checkpoint_every: int,
     like_name: str,
     like: Tensor,
+    *,
+    small_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Everything about a scan but its matrices, which are checked already (like is one of them).
 
+    Args:
+        small_ids: token ids may have any dtype of ID_DTYPES, and keep it.
+
     Returns:
-        x (token ids as int64) and h0 [B, N] (zeros for None).
+        x (token ids as int64, unless small_ids) and h0 [B, N] (zeros for None).
     """
     is_tensor("x", x)
     if weight is not None:
@@ -174,18 +180,18 @@ def scan_inputs(
                 + ("" if weight is None else ", or integer token ids [T, B]")
             )
         same_kind("x", x, like_name, like)
-    elif x.dtype in TOKEN_DTYPES:
+    elif x.dtype in (ID_DTYPES if small_ids else TOKEN_DTYPES):
         letters = "[T, B]"
         if weight is None:
             raise InputError(f"weight is None: token ids (x of dtype {dtype_name(x.dtype)}) need the table [N, D]")
         if x.ndim != 2:
             raise InputError(f"x has shape {list(x.shape)}: accepted for token ids is [T, B]")
         same_device("x", x, like_name, like)
-        x = x.to(torch.int64)
+        x = x if small_ids else x.to(torch.int64)
     else:
         raise InputError(
             f"x has dtype {dtype_name(x.dtype)}: accepted is {dtype_name(like.dtype)} (the dtype of {like_name}), "
-            "or int64 or int32 for token ids"
+            + ("or uint8, int16, int32 or int64 for token ids" if small_ids else "or int64 or int32 for token ids")
         )
     at_least_one("x", x, letters)
 

@@ -15,11 +15,11 @@ Inside a kernel autocast is off: ``orthokern/_autocast.py``.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError
@@ -31,6 +31,22 @@ Function = Callable[..., Any]
 _NUMBERS = ("lr", "grad_loss", "squarings")  # arguments that may be 0-dimensional
 
 
+def _unseen(function: Function) -> Function:
+    """The function, into which Dynamo does not look. (torch's own decorator loads Dynamo at the first call, for a second
+    or two; nothing traces before something else has loaded it.)"""
+    disabled: list[Function] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not disabled:
+            if "torch._dynamo" not in sys.modules:
+                return function(*arguments, **options)
+            disabled.append(torch._dynamo.disable(function))
+        return disabled[0](*arguments, **options)
+
+    return call
+
+
 class CustomOp:
     """An op whose kernel serves all devices. See ``custom_op``."""
 
@@ -39,7 +55,7 @@ class CustomOp:
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         kernel = self._guarded(keeps_dtype(kernel))
-        _LIBRARY.impl(name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _unseen(kernel), "CompositeExplicitAutograd")
 
     def _guarded(self, function: Function) -> Function:
         """A kernel or fake that refuses in one line what no tensor argument may be, and sizes beyond the memory: the
@@ -119,7 +135,7 @@ class CustomOp:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys, *inputs)
 
-        _LIBRARY.impl(self.name, _disable_dynamo(autograd_kernel), "Autograd", with_keyset=True)
+        _LIBRARY.impl(self.name, _unseen(autograd_kernel), "Autograd", with_keyset=True)
 
 
 def _is_tensor(given: tuple[Any, ...], index: int) -> bool:

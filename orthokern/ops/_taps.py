@@ -12,6 +12,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from orthokern.errors import InputError
+
 SINKS: list[tap] = []
 
 
@@ -29,10 +31,15 @@ class tap:
     Time steps are those of the scan: a bidirectional module's reverse scan sees the sequence from its end, and a packed
     sequence's padding counts (its states are computed and not read; the gradient there is zero).
 
+    Args:
+        sparse: only the steps `orthokern.diagnostics.profile_steps(T)` are wanted; the other elements may be NaN. Then
+            a loss may go by modes, which does not pass through the states one by one; else it goes step by step while
+            the tap is open.
+
     Attributes:
         state_norms: tensors [T]; element t is the Frobenius norm over [B, N] of h_t. No unit. In the dtype of the
             states, float32 for 16-bit ones.
-        state_ops: the op of each, "factored_scan" or "dense_scan".
+        state_ops: the op of each, "factored_scan", "dense_scan", or "modal_cross_entropy".
         grad_norms: tensors [T]; element t is the Frobenius norm over [B, N] of dL/dh_t, in the units of the loss.
         ops: the op of each, as in state_ops.
 
@@ -40,7 +47,8 @@ class tap:
     code, and also their state_norms where torch.compile traces them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = False) -> None:
+        self.sparse = sparse
         self.state_norms: list[Tensor] = []
         self.state_ops: list[str] = []
         self.grad_norms: list[Tensor] = []
@@ -64,12 +72,35 @@ def record(op: str, grad_norm: Tensor) -> None:
         sink.ops.append(op)
 
 
+def profile_steps(length: int, points: int = 64) -> list[int]:
+    """Time steps, first and last among them, at which a profile through time is kept.
+
+    Args:
+        length: number of time steps T, at least 1.
+        points: number of steps to choose, at least 2; all of them if there are no more.
+
+    Returns:
+        Increasing step numbers in [0, length).
+
+    Raises:
+        InputError: length below 1 or points below 2.
+    """
+    for name, value, low in (("length", length, 1), ("points", points, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise InputError(f"{name} is {value!r}; accepted: an integer of at least {low}")
+    return torch.linspace(0, length - 1, min(points, length), dtype=torch.float64).round().long().tolist()
+
+
 def record_states(op: str, hs: Tensor) -> None:
     """Hand the norms of the states hs [T, B, N] of one forward to every open tap; without one, do nothing."""
     if torch.compiler.is_compiling() or not SINKS:
         return
     dtype = torch.float32 if hs.dtype in (torch.float16, torch.bfloat16) else hs.dtype
-    norms = torch.linalg.vector_norm(hs.detach(), dim=(1, 2), dtype=dtype)
+    record_state_norms(op, torch.linalg.vector_norm(hs.detach(), dim=(1, 2), dtype=dtype))
+
+
+def record_state_norms(op: str, norms: Tensor) -> None:
+    """Hand the norms [T] of one forward to every open tap."""
     for sink in SINKS:
         sink.state_norms.append(norms.clone())
         sink.state_ops.append(op)

@@ -35,15 +35,17 @@ from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
-from orthokern.nn import LinearCrossEntropy
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import add_network_options, build_recurrence
+from orthokern.tasks.network import LSTMS, MODELS, add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
 from orthokern.tasks.recurrent import DrawnTask
 from orthokern.training import cli
 
 INPUTS = ("onehot", "scalar")
+ALGORITHMS = ("auto", "modal", "sequential")
+RECURRENCES = (RNN, ExpRNN, FactorizedRNN, NonNormalRNN)  # those with a `loss` of their own
 STARTS = ("zero", "random", "glorot-normal")
 GEODESIC_RATE_TIMES_T, LARGEST_GEODESIC_RATE = 1e-2, 1e-4
 SPECTRUM_RATE_TIMES_T, LARGEST_SPECTRUM_RATE = 2e-2, 1e-3
@@ -56,6 +58,7 @@ DEFAULTS: Settings = {
     "marker": -1.0,
     "nonlinearity": "identity",
     "margin": 0.001,
+    "algorithm": "auto",
     "start": "zero",
     "lr": 2e-2,
     "input_lr": 1e-3,
@@ -150,6 +153,7 @@ class CopyModel(nn.Module):
         inputs, classes = _inputs(data, settings), data.num_classes
         self.marker = settings["marker"] if settings["input"] == "scalar" else None
         self.embed = settings["model"] == "lstm" and self.marker is None  # torch's takes no token ids
+        self.algorithm = settings["algorithm"]
         self.rnn = build_recurrence(inputs, settings, bias=False)
         self.readout = LinearCrossEntropy(hidden, classes, device=settings["device"], backend=settings["backend"])
         table = self.rnn.get_parameter("weight_ih_l0")
@@ -171,21 +175,29 @@ class CopyModel(nn.Module):
                 table.copy_(torch.empty(table.shape).uniform_(-0.01, 0.01))
                 self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
 
-    def states(self, tokens: Tensor) -> Tensor:
-        """[T, B] int64 -> [T, B, N]."""
-        x = tokens if self.marker is None else self.data.scalar(tokens, self.marker)
+    def inputs(self, tokens: Tensor) -> Tensor:
+        """What the recurrence is fed with: ids [T, B], or features [T, B, D]."""
         if self.embed:
-            x = nn.functional.one_hot(tokens, self.data.num_ids).to(self.readout.weight.dtype)
-        states: Tensor = self.rnn(x)[0]
+            return nn.functional.one_hot(tokens.long(), self.data.num_ids).to(self.readout.weight.dtype)
+        return tokens if self.marker is None else self.data.scalar(tokens, self.marker)
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """[T, B] -> [T, B, N]."""
+        x = self.inputs(tokens)
+        states: Tensor = self.rnn(x if x.is_floating_point() else x.long())[0]
         return states
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens, targets [T, B] int64 -> the loss over all steps (0-dim, nats per step), and "wrong", the number of
-        recalled symbols that are (0-dim int64)."""
+        """tokens, targets [T, B] -> the loss over all steps (0-dim, nats per step), and "wrong", the number of recalled
+        symbols that are (0-dim int64)."""
+        recall = self.data.recall
+        if isinstance(self.rnn, RECURRENCES):
+            loss, hits = self.rnn.loss(self.inputs(tokens), self.readout, targets, algorithm=self.algorithm)
+            return loss, {"wrong": recall * tokens.shape[1] - hits[-recall:].sum()}
         states = self.states(tokens)
+        targets = targets.long()
         with torch.no_grad():
-            last = states[-self.data.recall :].detach()
-            wrong = (self.readout(last).argmax(-1) != targets[-self.data.recall :]).sum()
+            wrong = (self.readout(states[-recall:].detach()).argmax(-1) != targets[-recall:]).sum()
         return self.readout.loss(states, targets), {"wrong": wrong}
 
 
@@ -203,12 +215,23 @@ class CopyExperiment(DrawnTask):
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
     def __init__(self, settings: Settings) -> None:
-        self.data = CopyTask(settings["T"], layout=settings["layout"])
+        self.data = CopyTask(settings["T"], layout=settings["layout"], dtype=torch.uint8)
         inputs = _inputs(self.data, settings)
         check_recurrent(settings, inputs, self.data.num_classes, bias=False, steps=self.data.length)
         super().__init__(self.data, settings, classes=self.data.num_classes)
         self.goal = settings["goal"] / 100.0
         self.build(CopyModel(self.data, settings))
+
+        self.way = ("sequential", "")
+        if isinstance(self.rnn, RECURRENCES):  # raises where "modal" is asked for and cannot serve
+            self.way = self.rnn.explain_loss(
+                self.time_steps, settings["batch"], self.data.num_classes,
+                ids=settings["input"] == "onehot", algorithm=settings["algorithm"],
+            )  # fmt: skip
+
+    def headline(self) -> str:
+        name, why = self.way
+        return f"; algorithm {name} ({why})" if why else f"; algorithm {name}"
 
     # ---- training
 
@@ -219,7 +242,7 @@ class CopyExperiment(DrawnTask):
     def last_step_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
         assert isinstance(self.model, CopyModel)
-        return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1])
+        return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1].long())
 
     def clip_gradients(self) -> None:
         if self.settings["start"] == "zero" and self.settings["input"] == "onehot":
@@ -352,7 +375,15 @@ def _parser() -> Parser:
         help="zero: readout of zeros, with the blank's bias at its log-odds; random: as in the paper; glorot-normal: "
         "both Glorot-normal (default zero)",
     )  # fmt: skip
+    group.add_argument(
+        "--algorithm",
+        type=one_of("algorithm", ALGORITHMS),
+        metavar="NAME",
+        help="of the recurrence: modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
+        "auto: modal where it is faster and as accurate (default auto)",
+    )
     add_network_options(parser, DEFAULTS, bias=False)
+    parser.needs["algorithm"] = ((Needs("model", tuple(model for model in MODELS if model not in LSTMS)),),)
     parser.needs["marker"] = ((Needs("input", ("scalar",)),),)
     add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)

@@ -17,7 +17,6 @@ from orthokern.commandline import (
     Needs,
     Parser,
     Settings,
-    command,
     device,
     integer,
     one_of,
@@ -197,24 +196,7 @@ def run(
             interrupted.
     """
     started = time.perf_counter()
-
-    def body() -> int:
-        try:
-            given = parser.parse(arguments)
-            timeout: float = given.get("process_timeout") or defaults["process_timeout"]
-            with distributed.processes(timeout) as shard:
-                return _run(name, parser, given, defaults, presets, complete, build, started, shard)
-        except (InputError, BackendUnavailable) as error:
-            if distributed.speaks(error):
-                raise
-            return EXIT_BAD_INPUT
-        except distributed.EndedElsewhere:
-            return EXIT_BAD_INPUT
-        except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
-            say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
-            return EXIT_INTERRUPTED
-
-    return command(body, arguments)
+    where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}{task.headline()}"
 
 
 # what a run's memory grows with
@@ -346,7 +328,7 @@ def _run(
         last_step_gradient=settings["last_step_gradient"],
         profile=settings["profile"],
     )
-    where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}"
+    where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}{task.headline()}"
     try:
         with _enough_memory(settings):
             outcome = train(task, run_folder, loop, resume=resume, started=started, announce=lambda: say(where))

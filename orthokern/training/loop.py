@@ -542,7 +542,7 @@ def _step(
         with profiler.stage("data"):
             batch = task.next_batch()
         with nullcontext() if last else distributed.keep_own_gradients(task.module):
-            with tap() if diagnose else nullcontext() as taken:
+            with tap(sparse=True) if diagnose else nullcontext() as taken:
                 with profiler.stage("forward"):
                     loss, extra = task.loss(batch)
                 with profiler.stage("backward"):

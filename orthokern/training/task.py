@@ -128,6 +128,10 @@ class Task(ABC):
         """Restores what `state_dict` returned."""
         return None
 
+    def headline(self) -> str:
+        """What the run's first line says behind the folder's name. Default: nothing."""
+        return ""
+
     def progress_text(self, metrics: dict[str, Any]) -> str:
         """One line of numbers for the bar."""
         beside = f" (baseline {self.baseline:.4g})" if self.baseline is not None else ""

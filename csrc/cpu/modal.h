@@ -1,0 +1,337 @@
+// What the modal kernels are made of: the recurrence z_t = lambda z_{t-1} + x_t of one sequence over a chunk of at most kSteps steps, its
+// adjoint, and the sums over a chunk's steps.
+//
+// Vectors of M modes lie as [re Mp][im Mp], Mp = M rounded up to whole vectors of the call's type, with zeros behind M in the coefficients
+// and in everything that enters: so what stands there stays zero. Lanes run over modes: a table's row and a step's features are read with
+// unit stride, no lane is lost to the number of sequences, and each sequence has its own length. Coefficients, states and adjoints are float64 in
+// registers from the first step of a chunk to the last; the rows that a chunk leaves behind for products and sums are of type T.
+#pragma once
+
+#include "cpu/gemm.h"
+#include "cpu/ops.h"
+#include "cpu/simd.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+constexpr int kSteps = 64;  // of a chunk; a multiple of every kLanes<T>
+
+// kLanes<double> elements of type T: a whole vector of double, half a vector of float.
+template <class T>
+struct Narrow {
+  typedef T H __attribute__((vector_size(kVectorBytes / 8 * sizeof(T))));
+};
+template <class T>
+ORTHOKERN_INLINE V<double> load_wide(const T* p) {
+  typename Narrow<T>::H h;
+  memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, V<double>);
+}
+template <>
+ORTHOKERN_INLINE V<double> load_wide<double>(const double* p) {
+  return load(p);
+}
+template <class T>
+ORTHOKERN_INLINE void store_narrow(T* p, V<double> v) {
+  const typename Narrow<T>::H h = __builtin_convertvector(v, typename Narrow<T>::H);
+  memcpy(p, &h, sizeof h);
+}
+template <>
+ORTHOKERN_INLINE void store_narrow<double>(double* p, V<double> v) {
+  store(p, v);
+}
+// to[0 .. kLanes<T>) += v
+template <class T>
+ORTHOKERN_INLINE void add_wide(double* to, V<T> v) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  for (int i = 0; i < kLanes<T>; i += kLanes<double>) store(to + i, load(to + i) + load_wide(lanes + i));
+}
+
+// Modes that one pass of the recurrence takes, in vectors of double: real and imaginary parts of states and coefficients in registers.
+constexpr int kModeVectors = kVectorBytes == 64 ? 4 : 2;
+
+struct Modes {
+  int M, Mp, Np;     // Np = 2 Mp
+  const double* re;  // [Mp]
+  const double* im;  // [Mp]
+};
+
+// x [M re][M im] of type S -> [Mp re][Mp im] of type R; what stands behind M is not touched.
+template <class S, class R>
+inline void spread(const Modes& modes, const S* from, R* to) {
+  for (int m = 0; m < modes.M; m++) to[m] = static_cast<R>(from[m]);
+  for (int m = 0; m < modes.M; m++) to[modes.Mp + m] = static_cast<R>(from[modes.M + m]);
+}
+// And back.
+template <class S, class R>
+inline void gather(const Modes& modes, const S* from, R* to) {
+  for (int m = 0; m < modes.M; m++) to[m] = static_cast<R>(from[m]);
+  for (int m = 0; m < modes.M; m++) to[modes.M + m] = static_cast<R>(from[modes.Mp + m]);
+}
+
+// Modes at .. at + K vectors, `steps` steps: state [Np] goes on, in[r] [Np] is added in step r, and with kStore the state after step r goes to
+// z + r Np.
+template <class T, int K, bool kStore>
+void advance_block(const Modes& modes, int at, const double* const* in, int steps, double* state, T* z) {
+  constexpr int L = kLanes<double>;
+  const int Mp = modes.Mp, Np = modes.Np;
+  V<double> a[K], b[K], zr[K], zi[K];
+  for (int k = 0; k < K; k++) {
+    a[k] = load(modes.re + at + k * L), b[k] = load(modes.im + at + k * L);
+    zr[k] = load(state + at + k * L), zi[k] = load(state + Mp + at + k * L);
+  }
+  for (int r = 0; r < steps; r++) {
+    const double* x = in[r] + at;
+    T* to = z + static_cast<ptrdiff_t>(r) * Np + at;
+#pragma GCC unroll 8
+    for (int k = 0; k < K; k++) {
+      const V<double> real = load(x + k * L) + a[k] * zr[k], imag = load(x + Mp + k * L) + a[k] * zi[k];
+      const V<double> old = zr[k];
+      zr[k] = real - b[k] * zi[k];
+      zi[k] = imag + b[k] * old;
+      if (kStore) store_narrow<T>(to + k * L, zr[k]), store_narrow<T>(to + Mp + k * L, zi[k]);
+    }
+  }
+  for (int k = 0; k < K; k++) store(state + at + k * L, zr[k]), store(state + Mp + at + k * L, zi[k]);
+}
+template <class T, bool kStore>
+void advance(const Modes& modes, const double* const* in, int steps, double* state, T* z) {
+  constexpr int L = kLanes<double>;
+  int at = 0;
+  for (; at + kModeVectors * L <= modes.Mp; at += kModeVectors * L) advance_block<T, kModeVectors, kStore>(modes, at, in, steps, state, z);
+  for (; at < modes.Mp; at += L) advance_block<T, 1, kStore>(modes, at, in, steps, state, z);
+}
+
+// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place.
+template <class T, int K>
+void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g) {
+  constexpr int L = kLanes<double>;
+  const int Mp = modes.Mp, Np = modes.Np;
+  V<double> a[K], b[K], dr[K], di[K];
+  for (int k = 0; k < K; k++) {
+    a[k] = load(modes.re + at + k * L), b[k] = load(modes.im + at + k * L);
+    dr[k] = load(delta + at + k * L), di[k] = load(delta + Mp + at + k * L);
+  }
+  for (int r = steps - 1; r >= 0; r--) {
+    T* here = g + static_cast<ptrdiff_t>(r) * Np + at;
+#pragma GCC unroll 8
+    for (int k = 0; k < K; k++) {
+      const V<double> real = load_wide(here + k * L) + a[k] * dr[k], imag = load_wide(here + Mp + k * L) + a[k] * di[k];
+      const V<double> old = dr[k];
+      dr[k] = real + b[k] * di[k];
+      di[k] = imag - b[k] * old;
+      store_narrow<T>(here + k * L, dr[k]), store_narrow<T>(here + Mp + k * L, di[k]);
+    }
+  }
+  for (int k = 0; k < K; k++) store(delta + at + k * L, dr[k]), store(delta + Mp + at + k * L, di[k]);
+}
+template <class T>
+void retreat(const Modes& modes, int steps, double* delta, T* g) {
+  constexpr int L = kLanes<double>;
+  int at = 0;
+  for (; at + kModeVectors * L <= modes.Mp; at += kModeVectors * L) retreat_block<T, kModeVectors>(modes, at, steps, delta, g);
+  for (; at < modes.Mp; at += L) retreat_block<T, 1>(modes, at, steps, delta, g);
+}
+// delta <- conj(lambda) delta: from the adjoint of the first step to that of the state before it.
+inline void step_back(const Modes& modes, double* delta) {
+  for (int m = 0; m < modes.Mp; m++) {
+    const double r = delta[m], i = delta[modes.Mp + m];
+    delta[m] = modes.re[m] * r + modes.im[m] * i;
+    delta[modes.Mp + m] = modes.re[m] * i - modes.im[m] * r;
+  }
+}
+
+// The sums over a chunk that the coefficients' gradient is made of: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of it. z holds the states before
+// each step.
+template <class T, int K>
+void diagonal_block(const Modes& modes, int at, int steps, const T* delta, const T* z, double* re, double* im) {
+  constexpr int L = kLanes<T>;
+  const int Mp = modes.Mp, Np = modes.Np;
+  V<T> real[K], imag[K];
+  for (int k = 0; k < K; k++) real[k] = imag[k] = V<T>{};
+  for (int r = 0; r < steps; r++) {
+    const T *d = delta + static_cast<ptrdiff_t>(r) * Np + at, *s = z + static_cast<ptrdiff_t>(r) * Np + at;
+#pragma GCC unroll 8
+    for (int k = 0; k < K; k++) {
+      const V<T> dr = load(d + k * L), di = load(d + Mp + k * L), zr = load(s + k * L), zi = load(s + Mp + k * L);
+      real[k] += dr * zr;
+      imag[k] += di * zr;
+      real[k] += di * zi;
+      imag[k] -= dr * zi;
+    }
+  }
+  for (int k = 0; k < K; k++) add_wide<T>(re + at + k * L, real[k]), add_wide<T>(im + at + k * L, imag[k]);
+}
+template <class T>
+void diagonal_sums(const Modes& modes, int steps, const T* delta, const T* z, double* re, double* im) {
+  constexpr int L = kLanes<T>;
+  int at = 0;
+  for (; at + 4 * L <= modes.Mp; at += 4 * L) diagonal_block<T, 4>(modes, at, steps, delta, z, re, im);
+  for (; at < modes.Mp; at += L) diagonal_block<T, 1>(modes, at, steps, delta, z, re, im);
+}
+
+// sums[p] += sum_r (delta_r[j] as a column) (z_{r-1}[k] as a row) for the pairs (j, k).
+template <class T>
+void pair_sums(const Modes& modes, int steps, const T* delta, const T* z, const int64_t* pairs, int64_t P, double* sums) {
+  const int Mp = modes.Mp, Np = modes.Np;
+  for (int64_t p = 0; p < P; p++) {
+    const T *d = delta + pairs[2 * p], *s = z + pairs[2 * p + 1];
+    double rr = 0, ri = 0, ir = 0, ii = 0;
+    for (ptrdiff_t r = 0; r < static_cast<ptrdiff_t>(steps) * Np; r += Np) {
+      const double dr = d[r], di = d[r + Mp], zr = s[r], zi = s[r + Mp];
+      rr += dr * zr, ri += dr * zi, ir += di * zr, ii += di * zi;
+    }
+    sums[4 * p] += rr, sums[4 * p + 1] += ri, sums[4 * p + 2] += ir, sums[4 * p + 3] += ii;
+  }
+}
+
+// table[id of step r] += delta_r. A run of steps with one id, as a blank's, is added up in registers.
+template <class T, int K>
+void table_block(const Modes& modes, int at, int steps, const T* delta, const int64_t* ids, double* table) {
+  constexpr int L = kLanes<T>;
+  const int Np = modes.Np;
+  for (int r = 0; r < steps;) {
+    const int64_t id = ids[r];
+    V<T> sum[K];
+    for (int k = 0; k < K; k++) sum[k] = V<T>{};
+    do {
+      const T* d = delta + static_cast<ptrdiff_t>(r) * Np + at;
+#pragma GCC unroll 8
+      for (int k = 0; k < K; k++) sum[k] += load(d + k * L);
+      r++;
+    } while (r < steps && ids[r] == id);
+    for (int k = 0; k < K; k++) add_wide<T>(table + id * Np + at + k * L, sum[k]);
+  }
+}
+template <class T>
+void table_sums(const Modes& modes, int steps, const T* delta, const int64_t* ids, double* table) {
+  constexpr int L = kLanes<T>;
+  int at = 0;
+  for (; at + 8 * L <= modes.Np; at += 8 * L) table_block<T, 8>(modes, at, steps, delta, ids, table);
+  for (; at < modes.Np; at += L) table_block<T, 1>(modes, at, steps, delta, ids, table);
+}
+
+// Token ids or targets [T, B] of 1 (unsigned), 2, 4 or 8 bytes.
+inline int64_t read_id(const void* ids, int bytes, int64_t at) {
+  switch (bytes) {
+    case 1: return static_cast<const uint8_t*>(ids)[at];
+    case 2: return static_cast<const int16_t*>(ids)[at];
+    case 4: return static_cast<const int32_t*>(ids)[at];
+    default: return static_cast<const int64_t*>(ids)[at];
+  }
+}
+template <class I>
+inline void read_column_as(const I* ids, int64_t stride, int steps, int64_t* to) {
+  for (int r = 0; r < steps; r++) to[r] = ids[r * stride];
+}
+// to[r] = ids[first + r stride]
+inline void read_column(const void* ids, int bytes, int64_t first, int64_t stride, int steps, int64_t* to) {
+  switch (bytes) {
+    case 1: return read_column_as(static_cast<const uint8_t*>(ids) + first, stride, steps, to);
+    case 2: return read_column_as(static_cast<const int16_t*>(ids) + first, stride, steps, to);
+    case 4: return read_column_as(static_cast<const int32_t*>(ids) + first, stride, steps, to);
+    default: return read_column_as(static_cast<const int64_t*>(ids) + first, stride, steps, to);
+  }
+}
+
+// What enters a sequence, in float64 and spread out: the table's rows, or a chunk of features.
+template <class T>
+struct ModalInput {
+  const ModalArgs* args;
+  const Modes* modes;
+  const double* table;      // [D][Np], or null
+  Scratch<double> features;  // [kSteps][Np] without a table
+  int64_t ids[kSteps];
+  const double* rows[kSteps];
+
+  bool allocate(const ModalArgs& a, const Modes& m, const double* wide_table) {
+    args = &a, modes = &m, table = wide_table;
+    return table || features.allocate(static_cast<size_t>(kSteps) * m.Np);
+  }
+  // Steps t .. t + steps of sequence b.
+  void take(int64_t b, int64_t t, int steps) {
+    const int Np = modes->Np;
+    if (table) {
+      read_column(args->ids, static_cast<int>(args->id_bytes), t * args->B + b, args->B, steps, ids);
+      for (int r = 0; r < steps; r++) rows[r] = table + ids[r] * Np;
+      return;
+    }
+    const T* x = static_cast<const T*>(args->x);
+    for (int r = 0; r < steps; r++) {
+      double* to = features + static_cast<ptrdiff_t>(r) * Np;
+      spread(*modes, x + ((t + r) * args->B + b) * 2 * modes->M, to);
+      rows[r] = to;
+    }
+  }
+};
+
+// Coefficients and table, spread out once a call.
+template <class T>
+struct ModalTables {
+  Modes modes;
+  Scratch<double> coefficients, table;
+
+  bool allocate(const ModalArgs& args) {
+    modes.M = static_cast<int>(args.M);
+    modes.Mp = round_up(modes.M, kLanes<T>);
+    modes.Np = 2 * modes.Mp;
+    if (!coefficients.allocate(modes.Np)) return false;
+    for (int m = 0; m < modes.M; m++) coefficients[m] = args.re[m], coefficients[modes.Mp + m] = args.im[m];
+    modes.re = coefficients, modes.im = coefficients + modes.Mp;
+    if (!args.table) return true;
+    if (!table.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;
+    const T* from = static_cast<const T*>(args.table);
+    for (int64_t d = 0; d < args.D; d++) spread(modes, from + d * 2 * modes.M, table + d * modes.Np);
+    return true;
+  }
+};
+
+// What a task sums up over its chunks. All zero bytes: empty.
+struct ModalSums {
+  Scratch<double> table, re, im, pairs;  // [D][Np], [Mp], [Mp], [P][4]
+
+  bool allocate(const ModalArgs& args, const Modes& modes) {
+    return (!args.table || table.allocate(static_cast<size_t>(args.D) * modes.Np)) && re.allocate(modes.Mp) && im.allocate(modes.Mp) &&
+           pairs.allocate(static_cast<size_t>(4 * args.P));
+  }
+  // delta: the adjoints of the chunk's steps; z: the states before them.
+  template <class T>
+  void add_chunk(const ModalArgs& args, const Modes& modes, int steps, const T* delta, const T* z, const int64_t* ids) {
+    diagonal_sums<T>(modes, steps, delta, z, re, im);
+    if (args.P) pair_sums<T>(modes, steps, delta, z, args.pairs, args.P, pairs);
+    if (args.table) table_sums<T>(modes, steps, delta, ids, table);
+  }
+  void merge(const ModalArgs& args, const Modes& modes, const ModalSums& other) {
+    if (args.table) add(table, other.table, args.D * modes.Np);
+    add(re, other.re, modes.Mp);
+    add(im, other.im, modes.Mp);
+    add(pairs, other.pairs, 4 * args.P);
+  }
+  template <class T>
+  void write(const ModalArgs& args, const Modes& modes) const {
+    T* to = static_cast<T*>(args.grad_table);
+    for (int64_t d = 0; args.table && d < args.D; d++) gather(modes, table + d * modes.Np, to + d * 2 * modes.M);
+    memcpy(args.grad_re, re, sizeof(double) * modes.M);
+    memcpy(args.grad_im, im, sizeof(double) * modes.M);
+    if (args.P) memcpy(args.grad_pairs, pairs, sizeof(double) * 4 * args.P);
+  }
+  static void add(double* to, const double* from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+  }
+};
+
+inline int64_t length_of(const ModalArgs& args, int64_t b) { return args.lengths ? args.lengths[b] : args.T; }
+
+// The first sequence of a task: ranges of about the same number of steps.
+inline int64_t first_sequence(const ModalArgs& args, int task, int tasks) {
+  if (!args.lengths) return args.B * task / tasks;
+  double total = 0, before = 0;
+  for (int64_t b = 0; b < args.B; b++) total += static_cast<double>(args.lengths[b]);
+  int64_t b = 0;
+  while (b < args.B && before + 0.5 * static_cast<double>(args.lengths[b]) < total * task / tasks) before += static_cast<double>(args.lengths[b++]);
+  return b;
+}
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

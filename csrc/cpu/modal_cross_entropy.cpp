@@ -1,0 +1,449 @@
+// A linear recurrence in its own modes, its readout and the cross-entropy, loss and all gradients in one call; neither states nor logits are
+// stored.
+//
+//   z_t = lambda z_{t-1} + x_t,  logits = C z_t + b,  d_t = c (softmax(logits) - onehot(target)),  g_t = C^T d_t,
+//   delta_t = conj(lambda) delta_{t+1} + g_t,  and the sums of d_t z_t^T, d_t, delta_t (by id), delta_t conj(z_{t-1})
+//
+// A task takes a range of sequences, one after another. Forward, the recurrence alone runs over a sequence and leaves its state before every
+// chunk of kSteps steps; then, chunk by chunk from the end, states are made again, as rows [step][Np] of type T beside the logits [class][step],
+// and everything of the chunk is done with them in the nearest caches.
+//
+// Per step and sequence, in vectors of 64 bytes, float32, N = 2 M = 128, C = 9: the recurrence three times 32 multiply-adds (float64), readout, its
+// transpose and its gradient 72 each, diagonal 16: 330 multiply-adds; about 90 loads, stores, conversions and shuffles beside them that go to
+// other units. At T B = 501 000 that is 165 million cycles with one such multiply-add a cycle (Zen 4), half with two.
+#include <math.h>
+
+#include "cpu/modal.h"
+#include "cpu/parallel.h"
+#include "cpu/vmath.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+namespace {
+
+constexpr int kClasses = 3;           // of a register tile
+constexpr int kFlushChunks = 4;       // chunks whose readout gradient is summed in T
+constexpr size_t kCheckpointBytes = 64 << 20;  // of all tasks together: longer sequences are cut in spans
+
+// Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
+template <class T>
+constexpr int kTileRows = kVectorBytes == 64 ? 8 : kVectorBytes == 32 ? 4 : kLanes<T>;
+
+template <class T>
+ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
+#if defined(__clang__)
+  V<T> r;
+  for (int i = 0; i < kLanes<T>; i++) r[i] = index[i] < kLanes<T> ? a[index[i]] : b[index[i] - kLanes<T>];
+  return r;
+#else
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
+// Segments of S lanes in a and b -> segments whose lower half is a's, upper half b's, each the sum of its two halves.
+template <class T, int S>
+ORTHOKERN_INLINE V<T> fold(V<T> a, V<T> b) {
+  constexpr int L = kLanes<T>;
+  typename Vec<T>::I low, high;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; i++) {
+    const int start = i / S * S, o = i % S;
+    low[i] = o < S / 2 ? start + o : L + start + o - S / 2;
+    high[i] = o < S / 2 ? start + o + S / 2 : L + start + o;
+  }
+  return pick<T>(a, b, low) + pick<T>(a, b, high);
+}
+// Sums of the lanes of kTileRows accumulators, in order: L / kTileRows lanes each, still to be added.
+template <class T, int R, int S>
+struct FoldTree {
+  static ORTHOKERN_INLINE V<T> run(V<T>* a) {
+#pragma GCC unroll 16
+    for (int i = 0; i < R / 2; i++) a[i] = fold<T, S>(a[i], a[i + R / 2]);
+    return FoldTree<T, R / 2, S / 2>::run(a);
+  }
+};
+template <class T, int S>
+struct FoldTree<T, 1, S> {
+  static ORTHOKERN_INLINE V<T> run(V<T>* a) { return a[0]; }
+};
+
+// parts[c] for kTileRows rows of z and CT classes of the readout [C][Np]: see FoldTree.
+template <class T, int CT>
+ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* parts) {
+  constexpr int L = kLanes<T>, R = kTileRows<T>;
+  V<T> acc[CT][R];
+#pragma GCC unroll 16
+  for (int c = 0; c < CT; c++)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) acc[c][r] = V<T>{};
+  for (int n = 0; n < Np; n += L) {
+    V<T> w[CT];
+#pragma GCC unroll 16
+    for (int c = 0; c < CT; c++) w[c] = load(readout + static_cast<ptrdiff_t>(c) * Np + n);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const V<T> s = load(z + static_cast<ptrdiff_t>(r) * Np + n);
+#pragma GCC unroll 16
+      for (int c = 0; c < CT; c++) acc[c][r] += w[c] * s;
+    }
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < CT; c++) parts[c] = FoldTree<T, R, L>::run(acc[c]);
+}
+// logits[c][0 .. L) of L rows, CT classes; rows of logits are kSteps apart.
+template <class T, int CT>
+void logits_of(const T* z, const T* readout, const T* bias, int Np, T* logits) {
+  constexpr int L = kLanes<T>, R = kTileRows<T>;
+  V<T> parts[L / R][CT];
+  for (int i = 0; i < L / R; i++) logits_tile<T, CT>(z + static_cast<ptrdiff_t>(i) * R * Np, readout, Np, parts[i]);
+  typename Vec<T>::I even, odd;
+  for (int i = 0; i < L; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+#pragma GCC unroll 16
+  for (int c = 0; c < CT; c++) {
+    static_assert(L / R <= 2, "a tile's sums are whole or in two lanes");
+    const V<T> sum = L == R ? parts[0][c] : pick<T>(parts[0][c], parts[L / R - 1][c], even) + pick<T>(parts[0][c], parts[L / R - 1][c], odd);
+    store(logits + static_cast<ptrdiff_t>(c) * kSteps, sum + bias[c]);
+  }
+}
+
+// gradient[c][n .. n + NV vectors) += sum_r d[c][r] z[r][n ..]; d's rows are kSteps apart.
+template <class T, int CT, int NV>
+void readout_tile(const T* d, const T* z, int steps, int Np, T* gradient) {
+  constexpr int L = kLanes<T>;
+  V<T> acc[CT][NV];
+#pragma GCC unroll 16
+  for (int c = 0; c < CT; c++)
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) acc[c][v] = load(gradient + static_cast<ptrdiff_t>(c) * Np + v * L);
+  for (int r = 0; r < steps; r++) {
+    V<T> w[CT];
+#pragma GCC unroll 16
+    for (int c = 0; c < CT; c++) w[c] = splat<T>(d[c * kSteps + r]);
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) {
+      const V<T> s = load(z + v * L);
+#pragma GCC unroll 16
+      for (int c = 0; c < CT; c++) acc[c][v] += w[c] * s;
+    }
+    z += Np;
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < CT; c++)
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) store(gradient + static_cast<ptrdiff_t>(c) * Np + v * L, acc[c][v]);
+}
+template <class T, int CT>
+void readout_rows(const T* d, const T* z, int steps, int Np, T* gradient) {
+  constexpr int L = kLanes<T>, NV = kVectorBytes == 64 ? 8 : 4;
+  int n = 0;
+  for (; n + NV * L <= Np; n += NV * L) readout_tile<T, CT, NV>(d, z + n, steps, Np, gradient + n);
+  for (; n < Np; n += L) readout_tile<T, CT, 1>(d, z + n, steps, Np, gradient + n);
+}
+// gradient [C][Np] += d^T z
+template <class T>
+void readout_gradient(const T* d, int C, const T* z, int steps, int Np, T* gradient) {
+  int c = 0;
+  for (; c + kClasses <= C; c += kClasses) readout_rows<T, kClasses>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
+  for (; c < C; c++) readout_rows<T, 1>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
+}
+
+// g[r][n ..] = sum_c d[c][r] readout[c][n ..], R rows, NV vectors.
+template <class T, int R, int NV>
+void back_tile(const T* d, int C, const T* readout, int Np, T* g) {
+  constexpr int L = kLanes<T>;
+  V<T> acc[R][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) acc[r][v] = V<T>{};
+  for (int c = 0; c < C; c++) {
+    V<T> w[NV];
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) w[v] = load(readout + v * L);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const V<T> s = splat<T>(d[r]);
+#pragma GCC unroll 16
+      for (int v = 0; v < NV; v++) acc[r][v] += s * w[v];
+    }
+    d += kSteps, readout += Np;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) store(g + static_cast<ptrdiff_t>(r) * Np + v * L, acc[r][v]);
+}
+// g [steps][Np] = d^T readout, and up to 3 rows more
+template <class T>
+void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) {
+  constexpr int L = kLanes<T>, R = 4, NV = kVectorBytes == 64 ? 4 : 2;
+  for (int r = 0; r < steps; r += R) {
+    T* to = g + static_cast<ptrdiff_t>(r) * Np;
+    int n = 0;
+    for (; n + NV * L <= Np; n += NV * L) back_tile<T, R, NV>(d + r, C, readout + n, Np, to + n);
+    for (; n < Np; n += L) back_tile<T, R, 1>(d + r, C, readout + n, Np, to + n);
+  }
+}
+
+template <class T>
+struct Call {
+  const ModalArgs* args;
+  ModalTables<T> tables;
+  Scratch<T> readout, bias;  // [C][Np], [C]
+  int tasks;
+  int64_t span;              // chunks whose states are kept at one time
+};
+
+// What a task sums up. All zero bytes: empty.
+template <class T>
+struct Sums {
+  ModalSums modal;
+  Scratch<double> readout, bias;  // [C][Np], [C]
+  Scratch<int32_t> hits;          // [T]
+  double loss;
+  bool ok;
+
+  bool allocate(const ModalArgs& a, const Modes& modes) {
+    loss = 0;
+    if (!hits.allocate(static_cast<size_t>(a.T))) return false;
+    if (!a.need_grad) return true;
+    return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) && bias.allocate(static_cast<size_t>(a.C));
+  }
+};
+
+template <class T>
+struct Worker {
+  const Call<T>& call;
+  const ModalArgs& args;
+  const Modes& modes;
+  Sums<T>& sums;
+  const int C, Np;
+  ModalInput<T> input;
+  Scratch<T> z, g, d;           // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
+  Scratch<T> gradient;          // [C][Np]: the readout's, over a few chunks
+  Scratch<double> state, delta;  // [Np]
+  Scratch<double> starts, spans;  // [span][Np]: states before the chunks of a span; [spans][Np]: before each span
+  int64_t targets[kSteps];
+  int unflushed = 0;
+
+  Worker(const Call<T>& c, Sums<T>& s) : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
+
+  bool allocate() {
+    const int64_t chunks = (args.T + kSteps - 1) / kSteps, kept = chunks < call.span ? chunks : call.span;
+    if (!input.allocate(args, modes, call.tables.table) || !z.allocate(static_cast<size_t>(1 + kSteps) * Np) ||
+        !d.allocate(static_cast<size_t>(C) * kSteps) || !state.allocate(Np))
+      return false;
+    if (!args.need_grad) return true;
+    return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) && delta.allocate(Np) &&
+           starts.allocate(static_cast<size_t>(kept) * Np, false) && spans.allocate(static_cast<size_t>((chunks + call.span - 1) / call.span) * Np, false);
+  }
+
+  void start(int64_t b) {
+    memset(state, 0, sizeof(double) * Np);
+    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
+  }
+
+  // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as exponentials.
+  template <bool kGrad>
+  void readout_and_loss(int64_t b, int64_t t, int steps) {
+    constexpr int L = kLanes<T>;
+    const T scale = static_cast<T>(args.scale);
+    read_column(args.target_ids, static_cast<int>(args.target_bytes), t * args.B + b, args.B, steps, targets);
+    double loss = 0;
+    for (int begin = 0; begin < steps; begin += L) {
+      T* at = d + begin;
+      const T* rows = z + static_cast<ptrdiff_t>(1 + begin) * Np;
+      int c = 0;
+      for (; c + kClasses <= C; c += kClasses)
+        logits_of<T, kClasses>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
+      for (; c < C; c++) logits_of<T, 1>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
+      V<T> top = load(at);
+      typename Vec<T>::I best = typename Vec<T>::I{};
+      for (c = 1; c < C; c++) {
+        const V<T> l = load(at + static_cast<ptrdiff_t>(c) * kSteps);
+        const typename Vec<T>::I more = l > top;
+        best = more ? best - best + c : best;
+        top = more ? l : top;
+      }
+      const int count = steps - begin < L ? steps - begin : L;
+      T tops[L], others[L];
+      store(tops, top);
+      for (int r = 0; r < count; r++) loss += static_cast<double>(tops[r]) - static_cast<double>(at[targets[begin + r] * kSteps + r]);
+      // 1 + the sum of the other classes: a small loss keeps its digits.
+      V<T> rest = V<T>{};
+      for (c = 0; c < C; c++) {
+        const V<T> p = vexp<T>(load(at + static_cast<ptrdiff_t>(c) * kSteps) - top);
+        if (kGrad) store(at + static_cast<ptrdiff_t>(c) * kSteps, p);
+        rest += best == c ? V<T>{} : p;
+      }
+      store(others, rest);
+      double product = 1;  // one logarithm for the rows of a vector; at most C^16
+      for (int r = 0; r < count; r++) product *= 1.0 + static_cast<double>(others[r]);
+      loss += log(product);
+      for (int r = 0; r < count; r++) sums.hits[t + begin + r] += best[r] == targets[begin + r];
+      if (!kGrad) continue;
+      const V<T> share = scale / (rest + T(1));
+      for (c = 0; c < C; c++) store(at + static_cast<ptrdiff_t>(c) * kSteps, load(at + static_cast<ptrdiff_t>(c) * kSteps) * share);
+      for (int r = 0; r < count; r++) at[targets[begin + r] * kSteps + r] -= scale;
+    }
+    sums.loss += loss;
+  }
+
+  void forward_only(int64_t b) {
+    const int64_t length = length_of(args, b);
+    start(b);
+    for (int64_t t = 0; t < length; t += kSteps) {
+      const int steps = static_cast<int>(length - t < kSteps ? length - t : kSteps);
+      input.take(b, t, steps);
+      advance<T, true>(modes, input.rows, steps, state, z + Np);
+      readout_and_loss<false>(b, t, steps);
+    }
+  }
+
+  void flush() {
+    constexpr int L = kLanes<T>;
+    for (ptrdiff_t i = 0; i < static_cast<ptrdiff_t>(C) * Np; i += L) {
+      add_wide<T>(sums.readout + i, load(gradient + i));
+      store(gradient + i, V<T>{});
+    }
+    unflushed = 0;
+  }
+
+  // Everything of a chunk; starts from state before it and delta after it.
+  void chunk(int64_t b, int64_t t, int steps, const double* before) {
+    input.take(b, t, steps);
+    memcpy(state, before, sizeof(double) * Np);
+    for (int n = 0; n < Np; n++) z[n] = static_cast<T>(before[n]);
+    advance<T, true>(modes, input.rows, steps, state, z + Np);
+    readout_and_loss<true>(b, t, steps);
+    readout_gradient<T>(d, C, z + Np, steps, Np, gradient);
+    for (int c = 0; c < C; c++) {
+      T sum = 0;
+      for (int r = 0; r < steps; r++) sum += d[c * kSteps + r];
+      sums.bias[c] += static_cast<double>(sum);
+    }
+    if (++unflushed == kFlushChunks) flush();
+    back_product<T>(d, C, call.readout, steps, Np, g);
+    retreat<T>(modes, steps, delta, g);
+    sums.modal.template add_chunk<T>(args, modes, steps, g, z, input.ids);
+    if (!args.grad_x) return;
+    T* to = static_cast<T*>(args.grad_x);
+    for (int r = 0; r < steps; r++) gather(modes, g + static_cast<ptrdiff_t>(r) * Np, to + ((t + r) * args.B + b) * 2 * modes.M);
+  }
+
+  // The recurrence alone over chunks first .. last, the state before each one kept.
+  void run_span(int64_t b, int64_t length, int64_t first, int64_t last, bool keep) {
+    for (int64_t i = first; i < last; i++) {
+      const int64_t t = i * kSteps;
+      const int steps = static_cast<int>(length - t < kSteps ? length - t : kSteps);
+      if (keep) memcpy(starts + (i - first) * Np, state, sizeof(double) * Np);
+      if (keep && i + 1 == last) break;
+      input.take(b, t, steps);
+      advance<T, false>(modes, input.rows, steps, state, z);
+    }
+  }
+
+  void with_gradients(int64_t b) {
+    const int64_t length = length_of(args, b), chunks = (length + kSteps - 1) / kSteps, count = (chunks + call.span - 1) / call.span;
+    start(b);
+    for (int64_t s = 0; s < count; s++) {
+      memcpy(spans + s * Np, state, sizeof(double) * Np);
+      if (s + 1 < count) run_span(b, length, s * call.span, (s + 1) * call.span, false);
+    }
+    memset(delta, 0, sizeof(double) * Np);
+    for (int64_t s = count - 1; s >= 0; s--) {
+      const int64_t first = s * call.span, last = s + 1 < count ? first + call.span : chunks;
+      memcpy(state, spans + s * Np, sizeof(double) * Np);
+      run_span(b, length, first, last, true);
+      for (int64_t i = last - 1; i >= first; i--) {
+        const int64_t t = i * kSteps;
+        chunk(b, t, static_cast<int>(length - t < kSteps ? length - t : kSteps), starts + (i - first) * Np);
+      }
+    }
+    step_back(modes, delta);
+    gather(modes, delta.get(), static_cast<T*>(args.grad_z0) + b * 2 * modes.M);
+    if (!args.grad_x) return;
+    for (int64_t t = length; t < args.T; t++) memset(static_cast<T*>(args.grad_x) + (t * args.B + b) * 2 * modes.M, 0, sizeof(T) * 2 * modes.M);
+  }
+};
+
+template <class T>
+struct Context {
+  Call<T>* call;
+  Sums<T>* sums;
+};
+
+template <class T>
+void task_of(void* context, int task) {
+  Context<T>& c = *static_cast<Context<T>*>(context);
+  const ModalArgs& args = *c.call->args;
+  Sums<T>& sums = c.sums[task];
+  const FlushDenormals flush;
+  Worker<T> worker(*c.call, sums);
+  sums.ok = sums.allocate(args, c.call->tables.modes) && worker.allocate();
+  if (!sums.ok) return;
+  const int64_t end = first_sequence(args, task + 1, c.call->tasks);
+  for (int64_t b = first_sequence(args, task, c.call->tasks); b < end; b++) {
+    if (args.need_grad) worker.with_gradients(b);
+    else worker.forward_only(b);
+  }
+  if (args.need_grad) worker.flush();
+}
+
+// The sums of all tasks, in order, into sums[0]; then out.
+template <class T>
+void collect(const Call<T>& call, Sums<T>* sums) {
+  const ModalArgs& args = *call.args;
+  const Modes& modes = call.tables.modes;
+  for (int i = 1; i < call.tasks; i++) sums[0].loss += sums[i].loss;
+  for (int64_t t = 0; t < args.T; t++) {
+    int64_t total = 0;
+    for (int i = 0; i < call.tasks; i++) total += sums[i].hits[t];
+    args.hits[t] = total;
+  }
+  *static_cast<T*>(args.loss) = static_cast<T>(sums[0].loss * args.scale);
+  if (!args.need_grad) return;
+  for (int i = 1; i < call.tasks; i++) {
+    sums[0].modal.merge(args, modes, sums[i].modal);
+    ModalSums::add(sums[0].readout, sums[i].readout, args.C * modes.Np);
+    ModalSums::add(sums[0].bias, sums[i].bias, args.C);
+  }
+  sums[0].modal.template write<T>(args, modes);
+  T *grad_readout = static_cast<T*>(args.grad_readout), *grad_bias = static_cast<T*>(args.grad_bias);
+  for (int64_t c = 0; c < args.C; c++) {
+    gather(modes, sums[0].readout + c * modes.Np, grad_readout + c * 2 * modes.M);
+    if (grad_bias) grad_bias[c] = static_cast<T>(sums[0].bias[c]);
+  }
+}
+
+template <class T>
+bool run(const ModalArgs& args) {
+  Call<T> call;
+  call.args = &args;
+  call.tasks = static_cast<int>(args.B < args.threads ? args.B : args.threads);
+  if (!call.tables.allocate(args)) return false;
+  const Modes& modes = call.tables.modes;
+  const size_t kept = kCheckpointBytes / (sizeof(double) * modes.Np * call.tasks);
+  call.span = kept < 64 ? 64 : static_cast<int64_t>(kept);
+  if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) || !call.bias.allocate(static_cast<size_t>(args.C))) return false;
+  for (int64_t c = 0; c < args.C; c++) {
+    spread(modes, static_cast<const T*>(args.readout) + c * 2 * modes.M, call.readout + c * modes.Np);
+    if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];
+  }
+  Scratch<char> memory;
+  if (!memory.allocate(sizeof(Sums<T>) * call.tasks)) return false;
+  Context<T> context{&call, reinterpret_cast<Sums<T>*>(memory.get())};  // all zero bytes: empty
+  parallel_run(call.tasks, task_of<T>, &context);
+  bool ok = true;
+  for (int i = 0; i < call.tasks; i++) ok = ok && context.sums[i].ok;
+  if (ok) collect(call, context.sums);
+  for (int i = 0; i < call.tasks; i++) context.sums[i].~Sums<T>();
+  return ok;
+}
+
+}  // namespace
+
+bool modal_cross_entropy_fwd(const ModalArgs& args) { return args.dtype == kFloat64 ? run<double>(args) : run<float>(args); }
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

@@ -1,0 +1,389 @@
+"""A linear recurrence by its own modes: from W and the inputs to states, or straight to a loss, with the gradient of W.
+
+The three parts: the eigenbasis (``_modal_basis.py``), the recursion in it (the ops modal_scan and modal_cross_entropy),
+and dL/dW from its sums (``_modal_gradient.py``). Here they are joined, and it is decided whether they serve a call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
+from orthokern.errors import BackendUnavailable, InputError
+from orthokern.ops import _taps
+from orthokern.ops._modal_basis import Basis, NoBasis, diagonalise
+from orthokern.ops._modal_gradient import close_pairs, gradient_of_w
+from orthokern.ops._modal_norms import norms_through_time
+
+Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
+
+OPS = {"states": "modal_scan", "loss": "modal_cross_entropy"}
+ROWS = 4096  # of a product over all steps, between two additions in float64
+INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Modes:
+    """What a call by modes needs of W besides its arguments.
+
+    Attributes:
+        w: [N, N], float64, differentiable in the matrix that was given.
+        basis: of w.
+        pairs: of ``close_pairs``.
+    """
+
+    w: Tensor
+    basis: Basis
+    pairs: Tensor
+
+
+# ---- whether a call goes by modes ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the choice of an algorithm depends on, beside W itself.
+
+    Attributes:
+        kind: "states" or "loss".
+        T, B, N, K, C: sizes; K = N for a dense matrix, C of the readout (0 for states).
+        ids: the inputs are token ids.
+        backward: gradients will be asked for.
+        dtype, device: of the floating tensors.
+        activation, message_clip, backend, lengths: as in the call.
+        started: there is an earlier basis to begin at.
+    """
+
+    kind: str
+    T: int
+    B: int
+    N: int
+    K: int
+    C: int
+    ids: bool
+    backward: bool
+    dtype: torch.dtype
+    device: torch.device
+    activation: str
+    message_clip: float
+    backend: str | None
+    lengths: bool
+    started: bool
+
+
+def why_never(call: Call) -> str | None:
+    """Why modes cannot serve a call whatever its W is, or None."""
+    if call.activation != "identity":
+        return f"the activation is {call.activation!r}, and modes are for 'identity'"
+    if call.message_clip > 0:
+        return f"message_clip is {call.message_clip:g}, and clipped gradients do not keep to the modes"
+    op = OPS[call.kind]
+    features = ("lengths",) if call.lengths else ()
+    try:
+        dispatch.choose(op, call.backend, device=call.device, dtype=call.dtype, features=features, N=call.N, C=call.C)
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def multiply_adds(call: Call) -> tuple[float, float]:
+    """Multiply-adds of a call, as many as take the same time in a product of large matrices: (modal, sequential).
+
+    Weights: a mode's step is 4 multiply-adds in float64, forward, recomputed, backward and for the diagonal; the
+    eigensolver takes as long as 250 N^3, a refinement as 40 N^3; a step of the sequential scan waits for the one
+    before, which costs about half of the speed that a product over all steps has.
+    """
+    rows, N = float(call.T * call.B), call.N
+    passes = 4 if call.backward else 1
+    readout = 3.0 * call.C * N if call.backward else 1.0 * call.C * N
+    modal = rows * (passes * 8 * N / 2 + 2 * readout) + (40 if call.started else 250) * N**3
+    step = 2.0 * N * call.K if call.K < N or call.kind == "loss" else 1.0 * N * N
+    sequential = rows * (2 * step * (2 if call.backward else 1) + (N * N if call.backward else 0) + readout)
+    if call.kind == "states":
+        products = 1 + (0 if call.ids else 1)
+        modal += rows * N * N * products * (4 if call.backward else 1)
+    return modal, sequential
+
+
+def why_not_now(call: Call) -> str | None:
+    """Why "auto" does not take modes for a call, before it has looked at W; None if it does."""
+    if torch.compiler.is_compiling():
+        return "the call is compiled, and an eigensolver has no graph"
+    if dispatch.plain_reference(call.backend):
+        return "backend 'reference' runs the scan step by step, for second derivatives"
+    if dispatch.choose(OPS[call.kind], call.backend, device=call.device, dtype=call.dtype) == "reference":
+        return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
+    if any(call.kind == "loss" and (call.lengths or not sink.sparse) for sink in _taps.SINKS):
+        return "the norms of every step are being recorded"
+    modal, sequential = multiply_adds(call)
+    if modal >= sequential:
+        return f"it would cost {modal / sequential:.2g} times as much"
+    return None
+
+
+def rounding(condition: float, T: int, dtype: torch.dtype) -> float:
+    """The relative error to expect of the modal form: the basis enlarges the rounding of what is multiplied by its
+    condition, and that of the float64 eigenvalues by that and T."""
+    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps)
+
+
+def sequential_rounding(T: int, dtype: torch.dtype) -> float:
+    """The relative error of the sequential scan of an orthogonal W: measured, 2e-5 in float32 at T = 10 000."""
+    return 2.0 * torch.finfo(dtype).eps * math.sqrt(T)
+
+
+LEAST_LIMIT = 1e-9  # an error that "modal", asked for by name, may always have
+
+
+def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) -> Modes:
+    """The modes of a matrix.
+
+    Args:
+        matrix: see ``Matrix``.
+        call: what is to be computed.
+        start: R [N, 2M] of an earlier call, or None.
+        asked: "modal" was asked for, not found by "auto": then the sums over close pairs may cost what they will.
+
+    Raises:
+        NoBasis: why not.
+    """
+    if len(matrix) == 1:
+        w, thin = matrix[0].double(), None
+    else:
+        u, s, v = (part.double() for part in matrix)
+        w = (u * s) @ v.mT
+        thin = v.detach() if v.shape[1] < v.shape[0] else None
+    if start is not None:
+        start = start.to(w)
+    with torch.no_grad():
+        basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype)
+        error, limit = rounding(basis.condition, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
+        if asked:
+            limit = max(limit, LEAST_LIMIT)
+        if not error <= limit:
+            raise NoBasis(
+                f"the condition of its eigenvectors is {basis.condition:.2g}: their rounding error, about {error:.1g}, "
+                f"would be above the {limit:.1g} of the sequential scan"
+            )
+        pairs = close_pairs(basis, call.T) if call.backward else torch.empty(0, 2, dtype=torch.int64, device=w.device)
+    if len(pairs) > 2 * call.N and not asked:
+        raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
+    return Modes(w, basis, pairs)
+
+
+def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> tuple[Modes | None, str]:
+    """The modes of a call that goes by them, else None; and why not ("" where it does).
+
+    Raises:
+        InputError: "modal" was asked for and cannot serve.
+    """
+    if algorithm not in ("auto", "modal"):
+        return None, f"algorithm is {algorithm!r}"
+    asked = algorithm == "modal"
+    why = why_never(call)
+    if why is None and not asked:
+        why = why_not_now(call)
+    if why is None:
+        try:
+            return find_modes(matrix, call, start, asked), ""
+        except NoBasis as error:
+            why = f"{'W' if len(matrix) == 1 else 'W = U diag(s) V^T'} does not suit: {error}"
+    if asked:
+        raise InputError(f"algorithm is 'modal': {why}{INSTEAD}")
+    return None, why
+
+
+# ---- calls by modes --------------------------------------------------------------------------------------------------
+
+
+def _sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right [2M, 2M], float64, of [..., 2M] both: products of ROWS rows in their dtype, added in float64."""
+    left, right = left.flatten(0, -2), right.flatten(0, -2)
+    total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
+    for a, b in zip(left.split(ROWS), right.split(ROWS), strict=True):
+        total += a.mT @ b
+    return total
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right in float64."""
+    return left.double().mT @ right.double()
+
+
+class _ModalLoss(torch.autograd.Function):
+    """modal_cross_entropy with the gradient of W. (loss, hits)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        w: Tensor,
+        x: Tensor,
+        table: Tensor | None,
+        z0: Tensor,
+        readout: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        modes: Modes,
+        reduction: str,
+        backend: str | None,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        need_grad = any(ctx.needs_input_grad)
+        basis = modes.basis
+        loss, hits, *grads = torch.ops.orthokern.modal_cross_entropy_fwd(
+            x, basis.re, basis.im, z0, table, readout, bias, target, modes.pairs if len(modes.pairs) else None,
+            reduction, need_grad, backend, lengths,
+        )  # fmt: skip
+        ctx.mark_non_differentiable(hits)
+        ctx.set_materialize_grads(False)
+        ctx.modes, ctx.given, ctx.norms = modes, (table is not None, bias is not None), None
+        if _taps.SINKS and lengths is None:
+            scale = 1.0 / target.numel() if reduction == "mean" else 1.0
+            norms = norms_through_time(x, table, z0, readout, bias, target, basis, scale, backend)
+            _taps.record_state_norms("modal_cross_entropy", norms[0])
+            ctx.norms = norms[1]
+        if need_grad:
+            ctx.save_for_backward(x if table is None else None, table, z0, readout, *grads)
+        return loss, hits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 11
+        if grad_loss is None:
+            return nothing
+        x, table, z0, readout, *grads = ctx.saved_tensors
+        grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs = grads
+        has_table, has_bias = ctx.given
+        if ctx.norms is not None:
+            _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
+        grad_w = None
+        if ctx.needs_input_grad[0]:
+            inputs = _product(grad_table, table) if has_table else _sum_over_rows(grad_x, x)
+            h = _product(readout, grad_readout) - inputs - _product(grad_z0, z0)
+            grad_w = gradient_of_w(ctx.modes.basis, h, grad_re, grad_im, ctx.modes.pairs, grad_pairs) * grad_loss
+        return (
+            grad_w,
+            None if has_table else grad_x * grad_loss,
+            grad_table * grad_loss if has_table else None,
+            grad_z0 * grad_loss,
+            grad_readout * grad_loss,
+            grad_bias * grad_loss if has_bias else None,
+            *nothing[6:],
+        )
+
+
+class _ModalStates(torch.autograd.Function):
+    """modal_scan with the gradient of W: z [T, B, 2M]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        w: Tensor,
+        x: Tensor,
+        table: Tensor | None,
+        z0: Tensor,
+        modes: Modes,
+        backend: str | None,
+        lengths: Tensor | None,
+    ) -> Tensor:
+        z = torch.ops.orthokern.modal_scan_fwd(x, modes.basis.re, modes.basis.im, z0, table, backend, lengths)
+        ctx.set_materialize_grads(False)
+        ctx.modes, ctx.backend = modes, backend
+        ctx.save_for_backward(x, table, z0, z, lengths)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_z is None:
+            return (None,) * 7
+        x, table, z0, z, lengths = ctx.saved_tensors
+        modes = ctx.modes
+        basis, pairs = modes.basis, modes.pairs
+        grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs = torch.ops.orthokern.modal_scan_bwd(
+            grad_z, z, x, basis.re, basis.im, z0, table, pairs if len(pairs) else None, True, ctx.backend, lengths
+        )
+        grad_w = None
+        if ctx.needs_input_grad[0]:
+            if lengths is not None:  # states on padding are zeros, their cotangents may be anything
+                alive = torch.arange(len(grad_z), device=lengths.device)[:, None, None] < lengths[:, None]
+                grad_z = torch.where(alive, grad_z, 0)
+            inputs = _sum_over_rows(grad_x, x) if table is None else _product(grad_table, table)
+            h = _sum_over_rows(grad_z, z) - inputs - _product(grad_z0, z0)
+            grad_w = gradient_of_w(basis, h, grad_re, grad_im, pairs, grad_pairs)
+        return (
+            grad_w,
+            None if table is not None else grad_x,
+            None if table is None else grad_table,
+            grad_z0,
+            *(None,) * 3,
+        )
+
+
+def _into_modes(
+    x: Tensor, h0: Tensor, weight: Tensor | None, bias: Tensor | None, basis: Basis, lengths: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(x, table, z0) in modal coordinates. Token ids stay, and the table takes the bias in; so does a product with
+    features, which is one over all steps."""
+    left = basis.left
+    if lengths is not None and x.is_floating_point():  # the gradient of a product reads all of x, and 0 * NaN is NaN
+        x = torch.where(torch.arange(len(x), device=x.device)[:, None, None] < lengths[:, None], x, 0)
+    z0 = (h0.double() @ left.mT).to(h0.dtype)
+    if weight is None:
+        return x @ left.to(x.dtype).mT, None, z0
+    table = (left @ weight.double()).mT
+    offset = None if bias is None else left @ bias.double()
+    if not x.is_floating_point():
+        return x, (table if offset is None else table + offset).to(h0.dtype).contiguous(), z0
+    term = x @ table.to(x.dtype)
+    return (term if offset is None else term + offset.to(x.dtype)), None, z0
+
+
+@keeps_dtype
+def modal_states(
+    x: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    modes: Modes,
+    *,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """hs [T, B, N] of the linear recurrence with W = ``modes.w``; arguments as those of ``factored_scan``."""
+    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, lengths)
+    z: Tensor = _ModalStates.apply(modes.w, term, table, z0, modes, backend, lengths)
+    return z @ modes.basis.right.to(z.dtype).mT
+
+
+@keeps_dtype
+def modal_loss(
+    x: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    readout: Tensor,
+    readout_bias: Tensor | None,
+    target: Tensor,
+    modes: Modes,
+    *,
+    reduction: str = "mean",
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(loss, hits) of ``modal_cross_entropy`` for the linear recurrence with W = ``modes.w``; x, h0, weight and bias as
+    those of ``factored_scan``, readout [C, N]."""
+    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, lengths)
+    rows = (readout.double() @ modes.basis.right).to(readout.dtype)
+    loss, hits = _ModalLoss.apply(
+        modes.w, term, table, z0, rows, readout_bias, target, modes, reduction, backend, lengths
+    )
+    return loss, hits

@@ -1,0 +1,205 @@
+"""The eigenbasis of a recurrent matrix in real form: found once, then refined as the matrix moves.
+
+Note [Modes of a recurrent matrix]
+    Let W = Q Lambda Q^-1 be real [N, N], with P pairs of conjugate eigenvalues and N - 2P real ones: M = N - P modes,
+    of which a pair is one, named by the eigenvalue lambda = a + ib with b > 0. A state is h = sum_j Re(q_j z_j), in
+    real numbers h = R z with z = [Re z_1 ... Re z_M, Im z_1 ... Im z_M] and R = [Re q_1 ..., -Im q_1 ...] [N, 2M], and
+    W h belongs to lambda_j z_j: h_t = W h_{t-1} + e_t becomes z_t = lambda z_{t-1} + R^-1 e_t, mode by mode. The
+    imaginary part of a real mode's z is always 0: its column of R and its row of R^-1 are zeros. Both together are then
+    inverse to each other on the N columns that remain.
+
+    q_j of a pair has the norm sqrt(2), of a real eigenvalue 1, so that R of a normal W (an orthogonal one, say) is
+    orthogonal.
+
+Note [Refining a basis]
+    A training step moves W little. In the basis R of an earlier W, D = R^-1 W R is nearly diagonal. As a map of complex
+    vectors it is z -> A z + B conj(z), and for the change of basis z -> z + E z + F conj(z) the terms of first order
+    cancel where
+
+        E_jk = A_jk / (lambda_k - lambda_j),      F_jk = B_jk / (conj(lambda_k) - lambda_j),
+
+    with lambda the diagonal of D. R <- R (1 + E) then leaves terms of second order: convergence is quadratic. What is
+    below the rounding of D is left alone, so that equal eigenvalues with good eigenvectors do no harm. The answer is a
+    function of W and of the start R alone; started at its own result, the refinement takes no step and returns the same
+    bits.
+
+    W = U diag(s) V^T of rank K < N has N - K eigenvalues 0, whose eigenvectors may be any basis of the null space of
+    V^T. These modes stand last; among them D vanishes, lambda is 0 by definition, and no E is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+MAX_STEPS = 6  # of a refinement; quadratic convergence from 0.1 takes four
+FARTHEST = 0.3  # largest element of E at which a step is worth taking
+REFINED = {torch.float32: 2.0**-27, torch.float64: 2.0**-40}  # by what is computed in, largest element of E at the end
+EPSILON = torch.finfo(torch.float64).eps
+
+
+class NoBasis(Exception):
+    """W has no eigenbasis that can be used; the text says why, as the end of a sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Basis:
+    """The eigenbasis of a W [N, N], see Note [Modes of a recurrent matrix]; all float64, on the device of W.
+
+    Attributes:
+        re, im: [M], the eigenvalues; im > 0, or 0 for a real one.
+        right: R [N, 2M].
+        left: R^-1 [2M, N].
+        nulls: how many of the last modes belong to the null space of a factored W.
+        condition: |R|_F |R^-1|_F / N, the factor by which the basis enlarges a rounding error on average; 1 for a
+            normal W.
+        steps: how many steps the refinement took.
+    """
+
+    re: Tensor
+    im: Tensor
+    right: Tensor
+    left: Tensor
+    nulls: int
+    condition: float
+    steps: int
+
+    @property
+    def values(self) -> Tensor:
+        """The eigenvalues [M], complex128."""
+        return torch.complex(self.re, self.im)
+
+
+def to_complex(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A real map [2M, 2M] of modal coordinates as z -> A z + B conj(z): A, B [M, M], complex."""
+    M = blocks.shape[0] // 2
+    rr, ri, ir, ii = blocks[:M, :M], blocks[:M, M:], blocks[M:, :M], blocks[M:, M:]
+    return torch.complex(rr + ii, ir - ri) / 2, torch.complex(rr - ii, ir + ri) / 2
+
+
+def to_real(a: Tensor, b: Tensor) -> Tensor:
+    """The inverse of ``to_complex``."""
+    top = torch.cat([a.real + b.real, b.imag - a.imag], 1)
+    return torch.cat([top, torch.cat([a.imag + b.imag, a.real - b.real], 1)])
+
+
+def diagonalise(
+    w: Tensor, start: Tensor | None = None, *, v: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Basis:
+    """The eigenbasis of w, refined from ``start`` where that leads to it, else solved for.
+
+    Args:
+        w: [N, N], float64.
+        start: R [N, 2M] of an earlier call, or None.
+        v: [N, K], float64, of w = U diag(s) V^T with K < N; None: w may have any rank.
+        dtype: what the basis will be used in: float32 asks for less of it. (The eigenvalues' error is of second order,
+            in float32 1e-16 too.)
+
+    Returns:
+        The basis. A function of the arguments alone.
+
+    Raises:
+        NoBasis: w is not finite, or has no basis in which it is diagonal to rounding.
+    """
+    nulls = 0 if v is None else v.shape[0] - v.shape[1]
+    if not bool(w.isfinite().all()):
+        raise NoBasis("W is not finite")
+    if start is not None:
+        try:
+            return _refined(w, start, nulls, REFINED[dtype])
+        except NoBasis:
+            pass
+    return _refined(w, _solved(w, v, nulls), nulls, REFINED[dtype])
+
+
+def _solved(w: Tensor, v: Tensor | None, nulls: int) -> Tensor:
+    """R from LAPACK's eigensolver, on the host."""
+    device, w = w.device, w.cpu()
+    N = w.shape[0]
+    if nulls:
+        # W = C V^T, C = U diag(s): W C y = C (V^T C) y, so the other eigenvectors are C y with y of V^T C [K, K].
+        # (V V^+ takes the place of V V^T: V has orthonormal columns to float32 only.)
+        assert v is not None
+        v = v.cpu()
+        q, r = torch.linalg.qr(v, mode="complete")
+        core = w @ torch.linalg.solve_triangular(r[: N - nulls].mT, q[:, : N - nulls], upper=False, left=False)
+        null = q[:, N - nulls :]
+        w = v.mT @ core
+    try:
+        values, vectors = torch.linalg.eig(w)
+    except RuntimeError as error:  # LAPACK's iteration did not converge
+        raise NoBasis(f"the eigensolver failed: {' '.join(str(error).split())}") from None
+    pairs, real = values.imag > 0, values.imag == 0
+    if nulls:
+        vectors = core.to(vectors.dtype) @ vectors
+    columns = [vectors[:, pairs], vectors[:, real].real.to(vectors.dtype)]
+    if nulls:
+        columns.append(null.to(vectors.dtype))
+    q = torch.cat(columns, 1)
+    right = torch.cat([q.real, -q.imag], 1)
+    return _normed(right, int(pairs.sum())).to(device)
+
+
+def _normed(right: Tensor, pairs: int) -> Tensor:
+    """Columns of R with the norms of the Note; the first ``pairs`` modes are pairs."""
+    M = right.shape[1] // 2
+    norms = (right[:, :M].square() + right[:, M:].square()).sum(0).sqrt()
+    norms[:pairs] /= math.sqrt(2.0)
+    return right / norms.repeat(2)
+
+
+def _inverse(right: Tensor, pairs: int) -> Tensor:
+    """R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes."""
+    M = right.shape[1] // 2
+    kept = right[:, : M + pairs]
+    inverse, info = torch.linalg.inv_ex(kept)
+    if int(info):
+        raise NoBasis("its eigenvectors are linearly dependent (W is defective)")
+    return torch.cat([inverse, inverse.new_zeros(M - pairs, right.shape[0])])
+
+
+def _refined(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
+    """Note [Refining a basis]."""
+    N, M = right.shape[0], right.shape[1] // 2
+    pairs = N - M
+    right = torch.cat([right[:, :N], torch.zeros_like(right[:, N:])], 1)
+    bound = math.sqrt(float(w.abs().sum(0).max() * w.abs().sum(1).max()))  # of |W|_2
+    null = slice(M - nulls, M)
+    last = math.inf
+    for step in range(MAX_STEPS + 1):
+        left = _inverse(right, pairs)
+        d = left @ (w @ right)
+        a, b = to_complex(d)
+        values = a.diagonal().clone()
+        values[pairs:] += b.diagonal()[pairs:]  # of a real mode, A and B hold half each
+        values[null] = 0
+        a.fill_diagonal_(0)
+        b.diagonal()[pairs:] = 0
+        remains = (a[null, null] + b[null, null]).abs()
+        a[null, null] = 0
+        b[null, null] = 0
+        sizes = left.square().sum(1).view(2, M).sum(0).sqrt(), right.square().sum(0).view(2, M).sum(0).sqrt()
+        condition = float(left.norm() * right.norm()) / N
+        rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D: of the inverse, most of all
+        e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
+        f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
+        largest = float(torch.maximum(e.abs().max(), f.abs().max()))
+        if largest <= enough:
+            if nulls and bool((remains > 1e3 * rounding[null, null]).any()):
+                raise NoBasis("the null space of V^T is not where the basis has it")
+            im = values.imag.clone()
+            im[pairs:] = 0
+            if pairs and float(im[:pairs].min()) <= 0:
+                raise NoBasis("a pair of its eigenvalues has become real")
+            return Basis(values.real.clone(), im, right, left, nulls, condition, step)
+        if not largest < min(FARTHEST, last):
+            raise NoBasis(
+                f"it is not diagonal in its eigenvectors (what remains is {largest:.1g}, their condition "
+                f"{condition:.1g}): W is defective, or eigenvalues are nearly equal"
+            )
+        last = largest
+        right = _normed(right + right @ to_real(e, f), pairs)
+    raise NoBasis(f"the refinement of its eigenvectors has not converged in {MAX_STEPS} steps")

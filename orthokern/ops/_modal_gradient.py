@@ -1,0 +1,99 @@
+"""dL/dW of a linear recurrence from sums taken in its modes.
+
+Note [Divided differences]
+    In modal coordinates (Note [Modes of a recurrent matrix] in ``_modal_basis.py``), z_t = L z_{t-1} + x_t, and
+    delta_t, the gradient of the loss with respect to z_t by way of this step and all later ones, is delta_t =
+    L^T delta_{t+1} + g_t with g_t from outside the recurrence. With a constant R, W = R L R^-1 gives
+
+        dL/dW = R^-T M R^T,     M = sum_t delta_t z_{t-1}^T     [2M, 2M].
+
+    That sum is N^2 multiply-adds a step, but nearly all of it follows from sums that are there anyway. Write
+    S = sum_t delta_t z_t^T, once with the recursion of z_t, once with that of delta_t:
+
+        S = M L^T + X,     S = G + L^T (M - delta_1 z_0^T);     X = sum_t delta_t x_t^T,  G = sum_t g_t z_t^T,
+
+        M L^T - L^T M = G - X - Z =: H,     Z = (L^T delta_1) z_0^T = dL/dz_0^T z_0.
+
+    Behind a linear readout C, G = C^T dL/dC; with a table E of inputs, X = (dL/dE)^T E; else they are one product over
+    all steps. The 2 x 2 block of modes j and k is, in complex numbers, Q_jk = sum_t delta_t[j] conj(z_{t-1}[k]) and
+    P_jk = sum_t delta_t[j] z_{t-1}[k]; delta turns by conj(lambda_j), so
+
+        Q_jk = Q(H)_jk / (conj(lambda_k) - conj(lambda_j)),     P_jk = P(H)_jk / (lambda_k - conj(lambda_j)).
+
+    The diagonal of Q is the gradient of the eigenvalues, summed directly: grad_re + i grad_im.
+
+Note [Close pairs]
+    A difference of eigenvalues d in the denominator enlarges the rounding of H. Let eps be the relative rounding of a
+    sum over time. One input x at time s and one gradient g at time u, n = u - s steps later, make |X|, |G| <= |g| |x|
+    r^n with r^2 = |lambda_j lambda_k|, so the quotient is wrong by up to 2 eps |g| |x| r^n / |d|. The direct sum has n
+    terms of |g| |x| r^(n-1), so it is wrong by eps n |g| |x| r^(n-1): the quotient loses by the factor 2 r / (n |d|).
+    What counts in M is the n at which n r^n is largest, n = 1 / (1 - r) for r < 1, though no more than T. A pair is
+    summed directly where the quotient would lose by more than a factor LOSS = 16:
+
+        |d| < 2 / (LOSS n),     n = min(T, 1 / (1 - r)) for r < 1, else T,
+
+    with the smaller of the two |d| of the pair. Other pairs are wrong by at most that factor more than the diagonal,
+    which is as large as M gets. Among evenly spread eigenvalues on the unit circle about M^2 / (8 T) pairs are close:
+    of 64 modes and 1000 steps, half a pair.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern.ops._modal_basis import Basis, to_complex, to_real
+
+LOSS = 16.0
+
+
+def close_pairs(basis: Basis, T: int) -> Tensor:
+    """The pairs of modes to be summed directly, int64 [P, 2], both orders of each; Note [Close pairs].
+
+    (j, j) is one where a mode's eigenvalue is close to its conjugate. Modes in the null space of a factored W count for
+    nothing among themselves: their block of M meets V^T R = 0 and R^-1 U = 0 on its way to the gradients of U, s and V.
+    """
+    values = basis.values
+    M = len(values)
+    r = torch.outer(values.abs(), values.abs()).sqrt()
+    n = (1.0 / (1.0 - r.clamp(max=1.0 - 1.0 / T))).clamp(max=float(T))
+    same = (values - values[:, None]).abs()
+    same.fill_diagonal_(torch.inf)
+    crossed = (values.conj() - values[:, None]).abs()
+    crossed.diagonal()[basis.im == 0] = torch.inf  # of a real mode, P_jj is Q_jj
+    close = torch.minimum(same, crossed) < 2.0 / (LOSS * n)
+    close[M - basis.nulls :, M - basis.nulls :] = False
+    return close.nonzero()
+
+
+def gradient_of_w(
+    basis: Basis, h: Tensor, grad_re: Tensor, grad_im: Tensor, pairs: Tensor, grad_pairs: Tensor
+) -> Tensor:
+    """dL/dW [N, N], Note [Divided differences].
+
+    Args:
+        basis: of W.
+        h: H [2M, 2M], float64.
+        grad_re, grad_im: [M], float64: of the eigenvalues.
+        pairs: [P, 2], those of ``close_pairs``; grad_pairs: [P, 2, 2], float64, their blocks of M.
+    """
+    values = basis.values
+    M = len(values)
+    # to_complex gives half of (rr + ii) + i (ir - ri), which is Q, and of (rr - ii) + i (ir + ri), which is P
+    q, p = to_complex(h)
+    same, crossed = (values - values[:, None]).conj(), values - values.conj()[:, None]
+    q = torch.where(same == 0, 0, q / same)
+    p = torch.where(crossed == 0, 0, p / crossed)
+    diagonal = torch.complex(grad_re, grad_im) / 2
+    q.diagonal().copy_(diagonal)
+    real = basis.im == 0
+    p.diagonal()[real] = diagonal[real]
+    q[M - basis.nulls :, M - basis.nulls :] = 0
+    p[M - basis.nulls :, M - basis.nulls :] = 0
+    m = to_real(q, p)
+    if len(pairs):
+        j, k = pairs.unbind(1)
+        for a in (0, 1):
+            for b in (0, 1):
+                m[j + a * M, k + b * M] = grad_pairs[:, a, b]
+    return basis.left.mT @ m @ basis.right.mT

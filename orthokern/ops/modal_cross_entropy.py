@@ -1,0 +1,232 @@
+"""modal_cross_entropy: a linear recurrence in its own modes, its readout and the cross-entropy in one op.
+
+Neither states nor logits are stored. Modal coordinates are those of ``orthokern/ops/modal_scan.py``: M modes, re and im
+float64 [M], a vector [..., 2M] holds the real parts of all modes, then their imaginary parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
+from orthokern.dispatch import Support
+from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_lengths, dense, given, no_second_derivative
+from orthokern.ops._register import custom_op
+from orthokern.ops.modal_scan import FEATURES, check_ids, check_pairs
+
+SUPPORT = {
+    "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
+    "triton": NO_TRITON,
+    "cuda": NO_CUDA,
+}
+dispatch.register("modal_cross_entropy", SUPPORT)
+
+GRADIENTS = 7  # of x, re, im, z0, table, readout, bias: in this order inputs and, behind loss and hits, results
+
+
+@keeps_dtype
+def modal_cross_entropy(
+    x: Tensor,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None,
+    readout: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of a linear readout of ``modal_scan``'s states. Inputs are taken as checked.
+
+    Equation:
+        z_t as in ``modal_scan``; logits_t = C z_t + bias; loss = c sum (logsumexp(logits_t) - logits_t[target_t]) over
+        all steps of all sequences, padding left out; c = 1 for "sum", 1 / (number of these steps) for "mean".
+        Backward: Note [Modal cross-entropy backward] in ``orthokern/reference/modal_cross_entropy.py``.
+
+    Args:
+        x: [T, B, 2M], float; or with a table token ids [T, B], int64, int32, int16 or uint8.
+        re, im: float64 [M], parts of the eigenvalues.
+        z0: [B, 2M], the state before the first step.
+        table: [D, 2M], what each token id adds, or None.
+        readout: [C, 2M], in modal coordinates; bias: [C] or None.
+        target: [T, B], class ids in [0, C), a dtype as for token ids.
+        reduction: "mean" or "sum".
+        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
+        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Padding of x and target is not
+            looked at.
+        x (unless ids), z0, table, readout and bias share one dtype and device; any strides.
+
+    Returns:
+        (loss, hits). loss: 0-dim, in nats. hits: int64 [T], the number of sequences whose largest logit (the first of
+        equal ones) at step t is that of the target. ``torch.ops.orthokern.modal_cross_entropy_fwd`` returns the
+        gradients too.
+
+    Saved:
+        The gradients, computed in the forward, and references to the inputs, for the refusal of second derivatives.
+        Nothing of that if no input requires a gradient.
+
+    Cost:
+        Per step and sequence 8 M flops in float64 and 4 M C in the dtype of the call for the loss; 24 M and 12 M C with
+        gradients. Memory: gradients, and for each thread the states of one sequence at every 32nd step in float64 (for
+        very long sequences more than that apart, and recomputed), [C, 2M] and [D, 2M] sums in float64, and counts [T].
+
+    Numerics:
+        Coefficients, states and adjoints in float64 from the first step to the last; the readout's products, softmax
+        and its gradient in the dtype of the call; sums over steps in that dtype over chunks of at most 256 steps and
+        float64 over chunks. The same bits for the same inputs, machine and thread count.
+    """
+    if dispatch.plain_reference(backend):
+        reference = dispatch.leaf("modal_cross_entropy", "reference")
+        _check(x, re, table, readout, target, None, lengths)
+        loss, hits, *_ = reference.modal_cross_entropy_fwd(
+            x, re, im, z0, table, readout, bias, target, None, reduction=reduction, need_grad=False, lengths=lengths
+        )
+        return loss, hits
+    need_grad = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (x, re, im, z0, table, readout, bias)
+    )
+    loss, hits, *_ = torch.ops.orthokern.modal_cross_entropy_fwd(
+        x, re, im, z0, table, readout, bias, target, None, reduction, need_grad, backend, lengths
+    )
+    return loss, hits
+
+
+def _check(
+    x: Tensor,
+    re: Tensor,
+    table: Tensor | None,
+    readout: Tensor,
+    target: Tensor,
+    pairs: Tensor | None,
+    lengths: Tensor | None,
+) -> None:
+    """The checks on values: a kernel indexes with ids, classes and modes."""
+    check_lengths(lengths, x.shape[0])
+    check_ids("x", x, table, lengths)
+    check_ids("target", target, readout, lengths)
+    check_pairs(pairs, re.shape[0])
+
+
+@custom_op(
+    "modal_cross_entropy_fwd",
+    "(Tensor x, Tensor re, Tensor im, Tensor z0, Tensor? table, Tensor readout, Tensor? bias, Tensor target, "
+    "Tensor? pairs=None, str reduction='mean', bool need_grad=True, str? backend=None, Tensor? lengths=None) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _fwd(
+    x: Tensor,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None,
+    readout: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pairs: Tensor | None = None,
+    reduction: str = "mean",
+    need_grad: bool = True,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """(loss, hits, grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs).
+
+    The gradients of the loss; what does not apply, and all unless need_grad, are empty. pairs: int64 [P, 2], modes (j,
+    k) whose sums M_jk of Note [Modal scan backward] come back as grad_pairs [P, 2, 2], float64 like grad_re and grad_im
+    [M].
+    """
+    leaf = dispatch.resolve(
+        "modal_cross_entropy", backend, device=z0.device, dtype=z0.dtype,
+        features=() if lengths is None else FEATURES, N=z0.shape[1], C=readout.shape[0],
+    )  # fmt: skip
+    _check(x, re, table, readout, target, pairs, lengths)
+    outputs = leaf.modal_cross_entropy_fwd(
+        dense(x), dense(re), dense(im), dense(z0), dense(table), dense(readout), dense(bias), dense(target),
+        dense(pairs), reduction=reduction, need_grad=need_grad, lengths=dense(lengths),
+    )  # fmt: skip
+    return apart(outputs)
+
+
+@_fwd.register_fake
+def _fwd_fake(
+    x: Tensor,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None,
+    readout: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pairs: Tensor | None = None,
+    reduction: str = "mean",
+    need_grad: bool = True,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    def like(tensor: Tensor | None, dtype: torch.dtype = z0.dtype) -> Tensor:
+        return z0.new_empty(tensor.shape if tensor is not None and need_grad else (0,), dtype=dtype)
+
+    wide = re.dtype
+    return (
+        z0.new_empty(()),
+        target.new_empty(target.shape[0], dtype=torch.int64),
+        like(x if table is None else None),
+        like(re, wide),
+        like(im, wide),
+        like(z0),
+        like(table),
+        like(readout),
+        like(bias),
+        re.new_empty((pairs.shape[0], 2, 2) if pairs is not None and need_grad else (0,)),
+    )
+
+
+@custom_op(
+    "modal_cross_entropy_bwd",
+    "(Tensor grad_loss, Tensor grad_x, Tensor grad_re, Tensor grad_im, Tensor grad_z0, Tensor grad_table, "
+    "Tensor grad_readout, Tensor grad_bias, Tensor x, Tensor re, Tensor im, Tensor z0, Tensor? table, Tensor readout, "
+    "Tensor? bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _bwd(grad_loss: Tensor, *saved: Tensor | None) -> tuple[Tensor, ...]:
+    """The saved gradients times grad_loss (0-dim), as an op of the inputs whose derivative raises.
+
+    Without it, a second derivative would silently see the saved gradients as constants.
+    """
+    return tuple(grad * grad_loss for grad in saved[:GRADIENTS] if grad is not None)
+
+
+@_bwd.register_fake
+def _bwd_fake(grad_loss: Tensor, *saved: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(grad) for grad in saved[:GRADIENTS] if grad is not None)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, re, im, z0, table, readout, bias, _, _, _, ctx.need_grad, _, _ = inputs
+    _, hits, *grads = output
+    ctx.mark_non_differentiable(hits, *grads)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*grads[:-1], x, re, im, z0, table, readout, bias)
+
+
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad_loss is None:
+        return ()
+    if not ctx.need_grad:
+        raise RuntimeError("modal_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
+    needs = ctx.needs_input_grad
+    if torch.is_grad_enabled():  # create_graph=True
+        scaled = torch.ops.orthokern.modal_cross_entropy_bwd(grad_loss, *saved)
+    else:
+        scaled = [grad * grad_loss if need else grad for grad, need in zip(saved[:GRADIENTS], needs, strict=False)]
+    return tuple(map(given, scaled, needs[:GRADIENTS]))
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+_bwd.register_autograd(no_second_derivative("modal_cross_entropy"))

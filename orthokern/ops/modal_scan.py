@@ -1,0 +1,236 @@
+"""modal_scan: a linear recurrence in its own modes, complex multiply-adds instead of a matrix product.
+
+Modal coordinates. M modes with eigenvalues re[m] + i im[m]; re and im are float64 [M], whatever the dtype of the call.
+A real eigenvalue is a mode with im = 0, whose imaginary part stays 0 if nothing is put in. A vector is a real tensor
+[..., 2M]: the real parts of all modes, then their imaginary parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
+from orthokern.dispatch import Support
+from orthokern.errors import InputError
+from orthokern.ops._common import (
+    NO_CUDA,
+    NO_TRITON,
+    apart,
+    check_lengths,
+    check_range,
+    dense,
+    given,
+    no_second_derivative,
+)
+from orthokern.ops._register import custom_op
+
+FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
+ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)  # of token ids and targets
+
+SUPPORT = {
+    "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
+    "triton": NO_TRITON,
+    "cuda": NO_CUDA,
+}
+dispatch.register("modal_scan", SUPPORT)
+
+
+@keeps_dtype
+def modal_scan(
+    x: Tensor,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The states of a diagonal complex recurrence over a whole sequence. Inputs are taken as checked.
+
+    Equation:
+        z_t = lambda * z_{t-1} + x_t mode by mode, lambda = re + i im: for each mode, with [r, s] its real and imaginary
+        part, r_t = re r_{t-1} - im s_{t-1} + x_t[r],    s_t = im r_{t-1} + re s_{t-1} + x_t[s].
+        Backward: Note [Modal scan backward] in ``orthokern/reference/modal_scan.py``.
+
+    Args:
+        x: [T, B, 2M], float; or with a table token ids [T, B] of a dtype of ID_DTYPES.
+        re, im: float64 [M], parts of the eigenvalues.
+        z0: [B, 2M], the state before the first step.
+        table: [D, 2M], what each token id adds, or None.
+        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
+        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. What stands on padding in x,
+            and in the cotangent of z, is not read.
+        x (unless ids), z0 and table share one dtype and device; any strides (what is not contiguous is copied).
+
+    Returns:
+        z [T, B, 2M], zeros after lengths[b] steps.
+
+    Saved:
+        z, and references to the inputs.
+
+    Cost:
+        8 T B M flops in float64 forward; 16 T B M backward. T B 2M elements are read and written forward, three times
+        as many backward.
+
+    Numerics:
+        Coefficients, states and their adjoints are float64 from the first step to the last, also for float32 tensors:
+        results are rounded once. The gradients of re, im, table and pairs are sums in the dtype of the call over chunks
+        of time and float64 over chunks. Where there are fewer sequences than threads, time is cut in as many pieces,
+        joined by powers of lambda: the same bits for the same inputs, machine and thread count.
+    """
+    if dispatch.plain_reference(backend):
+        reference = dispatch.leaf("modal_scan", "reference")
+        check_ids("x", x, table, lengths)
+        check_lengths(lengths, x.shape[0])
+        z: Tensor = reference.modal_scan_fwd(x, re, im, z0, table, lengths=lengths)
+        return z
+    return torch.ops.orthokern.modal_scan_fwd(x, re, im, z0, table, backend, lengths)
+
+
+def check_ids(argument: str, ids: Tensor, table: Tensor | None, lengths: Tensor | None) -> None:
+    """Raise InputError unless the token ids or targets [T, B] are rows of table; padding may hold anything.
+
+    A None table: ids are no ids but features, and there is nothing to check.
+    """
+    if table is None:
+        return
+    if ids.dtype not in ID_DTYPES:
+        names = ", ".join(map(dispatch.dtype_name, ID_DTYPES))
+        raise InputError(f"{argument} has dtype {dispatch.dtype_name(ids.dtype)}: accepted is one of {names}")
+    if ids.is_cuda:
+        return
+    if lengths is not None:
+        ids = ids.masked_fill(torch.arange(ids.shape[0]).unsqueeze(1) >= lengths, 0)
+    check_range(argument, ids, table.shape[0], "token ids" if argument == "x" else "class ids")
+
+
+def check_pairs(pairs: Tensor | None, M: int) -> None:
+    """Raise InputError unless pairs [P, 2] holds modes."""
+    if pairs is not None and pairs.numel() and not pairs.is_cuda:
+        check_range("pairs", pairs, M, "modes")
+
+
+def _leaf(z0: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
+    return dispatch.resolve(
+        "modal_scan", backend, device=z0.device, dtype=z0.dtype, features=() if lengths is None else FEATURES,
+        N=z0.shape[1],
+    )  # fmt: skip
+
+
+@custom_op(
+    "modal_scan_fwd",
+    "(Tensor x, Tensor re, Tensor im, Tensor z0, Tensor? table=None, str? backend=None, Tensor? lengths=None) "
+    "-> Tensor",
+)
+def _fwd(
+    x: Tensor,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None = None,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """z [T, B, 2M]."""
+    leaf = _leaf(z0, backend, lengths)
+    check_lengths(lengths, x.shape[0])
+    check_ids("x", x, table, lengths)
+    z: Tensor = leaf.modal_scan_fwd(dense(x), dense(re), dense(im), dense(z0), dense(table), lengths=dense(lengths))
+    return z
+
+
+@_fwd.register_fake
+def _fwd_fake(
+    x: Tensor,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None = None,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    return z0.new_empty(x.shape[0], *z0.shape)
+
+
+@custom_op(
+    "modal_scan_bwd",
+    "(Tensor grad_z, Tensor z, Tensor? x, Tensor re, Tensor im, Tensor z0, Tensor? table=None, Tensor? pairs=None, "
+    "bool need_x=True, str? backend=None, Tensor? lengths=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _bwd(
+    grad_z: Tensor,
+    z: Tensor,
+    x: Tensor | None,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None = None,
+    pairs: Tensor | None = None,
+    need_x: bool = True,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """(grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs); what does not apply is empty.
+
+    x may be None without a table. pairs: int64 [P, 2], modes (j, k), whose sums M_jk come back as grad_pairs [P, 2, 2],
+    float64 like grad_re and grad_im [M]; see Note [Modal scan backward].
+    """
+    leaf = _leaf(z0, backend, lengths)
+    check_lengths(lengths, grad_z.shape[0])
+    check_pairs(pairs, re.shape[0])
+    if x is not None:
+        check_ids("x", x, table, lengths)
+    grads = leaf.modal_scan_bwd(
+        dense(grad_z), dense(z), dense(x), dense(re), dense(im), dense(z0), dense(table), dense(pairs),
+        need_x=need_x, lengths=dense(lengths),
+    )  # fmt: skip
+    return apart(grads)
+
+
+@_bwd.register_fake
+def _bwd_fake(
+    grad_z: Tensor,
+    z: Tensor,
+    x: Tensor | None,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None = None,
+    pairs: Tensor | None = None,
+    need_x: bool = True,
+    backend: str | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    return (
+        z0.new_empty(grad_z.shape if table is None and need_x else (0,)),
+        re.new_empty(re.shape),
+        im.new_empty(im.shape),
+        z0.new_empty(z0.shape),
+        z0.new_empty(0 if table is None else table.shape),
+        re.new_empty((0,) if pairs is None else (pairs.shape[0], 2, 2)),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, re, im, z0, table, ctx.backend, lengths = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output, None if table is None else x, re, im, z0, table, lengths)
+
+
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_z: Tensor | None) -> tuple[Any, ...]:
+    if grad_z is None:
+        return ()
+    z, x, re, im, z0, table, lengths = saved
+    needs = ctx.needs_input_grad
+    grads = torch.ops.orthokern.modal_scan_bwd(grad_z, z, x, re, im, z0, table, None, needs[0], ctx.backend, lengths)
+    return tuple(map(given, grads[:5], needs[:5]))
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+_bwd.register_autograd(no_second_derivative("modal_scan"))

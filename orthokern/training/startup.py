@@ -1,0 +1,60 @@
+"""A quicker start of a command line."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_MARK = "__dynamo_disable"  # where torch's decorators look for the function that they call
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Within it torch's optimizers do not load torch.compile's front end, which takes as long as torch itself.
+
+    Their methods are decorated for a compiler that traces them, and the decorators load it at the first call. A command
+    line compiles nothing: the undecorated functions are called. Everything is put back at the end. Where the front end
+    is loaded already, or torch has no such decorators, nothing is changed.
+    """
+    with contextlib.ExitStack() as undo:
+        if "torch._dynamo" not in sys.modules:
+            _spare(undo)
+        yield
+
+
+def _spare(undo: contextlib.ExitStack) -> None:
+    for method in vars(torch.optim.Optimizer).values():
+        plain = getattr(method, "__wrapped__", None)
+        place = getattr(getattr(method, "__code__", None), "co_filename", "")
+        if plain is not None and place.endswith("_compile.py") and not hasattr(plain, _MARK):
+            setattr(plain, _MARK, plain)
+            undo.callback(_forget, plain)
+    for kind in {value for value in vars(torch.optim).values() if isinstance(value, type)}:
+        step = vars(kind).get("step")
+        plain = _below_hooks(step)
+        if step is not None and plain is not None:
+            kind.step = _without_grad(plain)
+            undo.callback(setattr, kind, "step", step)
+
+
+def _forget(plain: Any) -> None:
+    with contextlib.suppress(AttributeError):
+        delattr(plain, _MARK)
+
+
+def _below_hooks(step: Any) -> Callable[..., Any] | None:
+    """The undecorated step of an optimizer, if its decorator is the one that loads the front end."""
+    names = getattr(getattr(step, "__code__", None), "co_names", ())
+    return getattr(step, "__wrapped__", None) if "graph_break" in names else None
+
+
+def _without_grad(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return plain(self, *arguments, **options)
+
+    return step

@@ -1,0 +1,299 @@
+"""The eigenbasis of a recurrent matrix, its refinement, and dL/dW by divided differences, against loops in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from orthokern import init
+from orthokern.ops._modal_basis import Basis, NoBasis, diagonalise, to_complex, to_real
+from orthokern.ops._modal_gradient import LOSS, close_pairs, gradient_of_w
+
+MARGINS = (0.0, 0.001, 0.1, 0.3, 1.0, None)
+EPSILON = torch.finfo(torch.float64).eps
+
+
+def randn(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def haar(N: int, seed: int) -> Tensor:
+    q, r = torch.linalg.qr(randn(N, N, seed=seed))
+    return q * r.diagonal().sign()
+
+
+def factored(N: int, K: int, margin: float | None, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """u, s, v with s uniform in 1 +- margin, or N(0, 1) for None."""
+    noise = torch.rand(K, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    s = randn(K, seed=seed) if margin is None else 1 + margin * (2 * noise - 1)
+    return haar(N, 2 * seed + 1)[:, :K].clone(), s, haar(N, 2 * seed + 2)[:, :K].clone()
+
+
+def dense(N: int, margin: float | None) -> Tensor:
+    u, s, v = factored(N, N, margin)
+    return (u * s) @ v.mT
+
+
+def started(name: str, N: int) -> Tensor:
+    """A start of orthokern.init as float64."""
+    w = torch.empty(N, N)
+    init.initialize_(w, name, torch.Generator().manual_seed(0))
+    return w.double()
+
+
+def block(basis: Basis) -> Tensor:
+    """L [2M, 2M], the blocks of the eigenvalues."""
+    return to_real(torch.diag(basis.values), torch.zeros(len(basis.re), len(basis.re), dtype=torch.complex128))
+
+
+def check(w: Tensor, basis: Basis) -> None:
+    N, M = len(w), len(basis.re)
+    assert basis.right.shape == (N, 2 * M) and basis.left.shape == (2 * M, N)
+    assert (basis.im >= 0).all() and 2 * int((basis.im > 0).sum()) + int((basis.im == 0).sum()) == N
+    tolerance = 64 * EPSILON * N * basis.condition + 1e-12
+    assert (basis.right @ basis.left - torch.eye(N, dtype=torch.float64)).abs().max() < tolerance
+    assert (basis.right @ block(basis) @ basis.left - w).abs().max() < tolerance * max(1.0, float(w.abs().max()))
+    real = torch.cat([torch.zeros(M, dtype=torch.bool), basis.im == 0])
+    assert not basis.right[:, real].any() and not basis.left[real].any()
+    expected = torch.linalg.eigvals(w)
+    found = torch.cat([basis.values, basis.values[basis.im > 0].conj()])
+    assert (found[:, None] - expected).abs().min(0).values.max() < 1e-6  # a double eigenvalue splits by sqrt(epsilon)
+
+
+# ---- the basis ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize("N", [1, 2, 3, 17, 33, 128, 250])
+def test_basis(N: int, margin: float | None) -> None:
+    w = dense(N, margin)
+    basis = diagonalise(w)
+    check(w, basis)
+    if margin == 0.0:
+        assert basis.condition == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot", "glorot-uniform", "learned"])
+def test_basis_of_a_start(name: str) -> None:
+    w = started(name, 32)
+    check(w, diagonalise(w))
+
+
+@pytest.mark.parametrize("N", [2, 17, 128])
+@pytest.mark.parametrize("margin", MARGINS)
+def test_refinement_agrees_with_a_fresh_solution(N: int, margin: float | None) -> None:
+    w = dense(N, margin)
+    basis = diagonalise(w)
+    moved = w + 1e-6 * randn(N, N, seed=9)
+    refined = diagonalise(moved, basis.right)
+    assert 1 <= refined.steps <= 3
+    check(moved, refined)
+    fresh = diagonalise(moved)
+    order, other = (x.values.abs().argsort(stable=True) for x in (refined, fresh))
+    assert len(order) == len(other)
+    nearest = (refined.values[:, None] - fresh.values).abs().min(1).values
+    assert nearest.max() < 1e-10
+
+
+def test_convergence_is_quadratic() -> None:
+    w = dense(40, 0.1)
+    start = diagonalise(w).right
+    steps = [diagonalise(w + size * randn(40, 40, seed=3), start).steps for size in (1e-9, 1e-6, 1e-4)]
+    assert steps == sorted(steps) and steps[0] <= 1 and steps[-1] <= 4
+
+
+def test_a_basis_is_a_fixed_point() -> None:
+    """The refinement that begins at its own result returns its bits: what was computed before makes no difference."""
+    w = dense(33, 0.3) + 1e-5 * randn(33, 33, seed=4)
+    first = diagonalise(w, diagonalise(dense(33, 0.3)).right)
+    again = diagonalise(w, first.right)
+    assert again.steps == 0 and first.steps > 0
+    for name in ("re", "im", "right", "left"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
+
+
+@pytest.mark.parametrize("start", ["of another matrix", "of another kind", "NaN", "zeros"])
+def test_a_wrong_start_is_found_out(start: str) -> None:
+    w = dense(24, 0.1)
+    right = diagonalise(w).right
+    wrong = {
+        "of another matrix": diagonalise(haar(24, 77)).right,
+        "of another kind": torch.cat([torch.eye(24, dtype=torch.float64), torch.zeros(24, 24, dtype=torch.float64)], 1),
+        "NaN": torch.full_like(right, torch.nan),
+        "zeros": torch.zeros_like(right),
+    }[start]
+    basis, fresh = diagonalise(w, wrong), diagonalise(w)
+    for name in ("re", "im", "right", "left"):
+        assert torch.equal(getattr(basis, name), getattr(fresh, name))
+
+
+def test_eigenvalues_that_become_real() -> None:
+    """Two conjugate eigenvalues meet on the real axis: the basis of before has another form, and is given up."""
+
+    def w(x: float) -> Tensor:
+        return torch.tensor([[1.0, x], [1e-3, 1.0]], dtype=torch.float64)
+
+    before = diagonalise(w(-1e-3))
+    assert len(before.re) == 1
+    after = diagonalise(w(1e-3), before.right)
+    assert len(after.re) == 2 and (after.im == 0).all()
+    check(w(1e-3), after)
+
+
+def test_equal_eigenvalues_with_good_eigenvectors() -> None:
+    q = haar(6, 5)
+    for values in ([1.0, 1.0, 1.0, 0.5, 0.5, -1.0], [0.0] * 6, [1.0] * 6):
+        w = (q * torch.tensor(values, dtype=torch.float64)) @ q.mT
+        basis = diagonalise((w + w.mT) / 2)
+        check(w, basis)
+        assert basis.condition < 100
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-15])
+def test_defective(size: float) -> None:
+    """A Jordan block has no basis, or one of an enormous condition."""
+    w = torch.eye(5, dtype=torch.float64) + torch.diag(torch.ones(4, dtype=torch.float64), 1)
+    try:
+        assert diagonalise(w + size * randn(5, 5)).condition > 1e6
+    except NoBasis as error:
+        assert "defective" in str(error) or "dependent" in str(error)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_not_finite(value: float) -> None:
+    w = dense(4, 0.0)
+    w[1, 2] = value
+    with pytest.raises(NoBasis, match="not finite"):
+        diagonalise(w)
+
+
+@pytest.mark.parametrize(("N", "K"), [(2, 1), (17, 5), (40, 39), (33, 16)])
+def test_thin_rank(N: int, K: int) -> None:
+    u, s, v = factored(N, K, 0.1)
+    w = (u * s) @ v.mT
+    basis = diagonalise(w, v=v)
+    assert basis.nulls == N - K and not basis.values[len(basis.re) - (N - K) :].any()
+    check(w, basis)
+    turned = torch.linalg.qr(v + 1e-5 * randn(N, K, seed=6))[0]
+    moved = (u * s) @ turned.mT
+    refined = diagonalise(moved, basis.right, v=turned)
+    check(moved, refined)
+    assert refined.nulls == N - K
+    # the basis of another null space is no basis of this matrix
+    far = haar(N, 50)[:, :K]
+    check((u * s) @ far.mT, diagonalise((u * s) @ far.mT, basis.right, v=far))
+
+
+def test_complex_and_real_forms() -> None:
+    m = randn(8, 8)
+    assert torch.equal(to_real(*to_complex(m)), m) or (to_real(*to_complex(m)) - m).abs().max() < 1e-15
+    a, b = to_complex(m)
+    z = torch.complex(randn(4, seed=1), randn(4, seed=2))
+    moved = a @ z + b @ z.conj()
+    assert (torch.cat([moved.real, moved.imag]) - m @ torch.cat([z.real, z.imag])).abs().max() < 1e-13
+
+
+# ---- the gradient ------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    w: Tensor, T: int, v: Tensor | None = None, B: int = 3, pairs: Tensor | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """dL/dW of L = sum <c_t, h_t> with random c and x, from the modes and from a loop in float64; and how many pairs."""
+    N = len(w)
+    x, c, h0 = randn(T, B, N, seed=11), randn(T, B, N, seed=12), randn(B, N, seed=13)
+    states = [h0]
+    for t in range(T):
+        states.append(states[-1] @ w.mT + x[t])
+    expected, delta = torch.zeros_like(w), torch.zeros(B, N, dtype=torch.float64)
+    for t in reversed(range(T)):
+        delta = delta @ w + c[t]
+        expected += delta.mT @ states[t]
+
+    basis = diagonalise(w, v=v)
+    turn = block(basis)
+    z, g, z0 = x @ basis.left.mT, c @ basis.right, h0 @ basis.left.mT
+    zs = [z0]
+    for t in range(T):
+        zs.append(zs[-1] @ turn.mT + z[t])
+    deltas = [torch.zeros_like(z0)]
+    for t in reversed(range(T)):
+        deltas.append(deltas[-1] @ turn + g[t])
+    delta_t, before, after = torch.stack(deltas[:0:-1]), torch.stack(zs[:-1]), torch.stack(zs[1:])
+    m = torch.einsum("tbi,tbj->ij", delta_t, before)  # only its diagonal and its close pairs may be read
+    h = torch.einsum("tbi,tbj->ij", g, after) - torch.einsum("tbi,tbj->ij", delta_t, z)
+    h = h - (delta_t[0] @ turn).mT @ z0
+    M = len(basis.re)
+    blocks = m.view(2, M, 2, M)
+    close = close_pairs(basis, T) if pairs is None else pairs
+    j, k = close.unbind(1)
+    grad_re = (blocks[0, :, 0] + blocks[1, :, 1]).diagonal()
+    grad_im = (blocks[1, :, 0] - blocks[0, :, 1]).diagonal()
+    found = gradient_of_w(basis, h, grad_re, grad_im, close, blocks[:, j, :, k])
+    return found, expected, len(close)
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize(("N", "T"), list(itertools.product([1, 2, 3, 17, 33], [1, 2, 20])))
+def test_gradient_of_w(N: int, T: int, margin: float | None) -> None:
+    found, expected, _ = gradients(dense(N, margin), T)
+    assert (found - expected).norm() <= 1e-11 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot", "learned"])
+def test_gradient_at_a_start(name: str) -> None:
+    found, expected, _ = gradients(started(name, 24), 30)
+    assert (found - expected).norm() <= 1e-9 * expected.norm()
+
+
+@pytest.mark.parametrize(("N", "K"), [(2, 1), (17, 5), (33, 32)])
+def test_gradient_of_thin_factors(N: int, K: int) -> None:
+    """Of dL/dW a factored matrix needs dL/dW V and U^T dL/dW; the block of the null space counts for neither."""
+    u, s, v = factored(N, K, 0.1)
+    found, expected, _ = gradients((u * s) @ v.mT, 15, v=v)
+    assert (found @ v - expected @ v).norm() <= 1e-11 * expected.norm()
+    assert (u.mT @ found - u.mT @ expected).norm() <= 1e-11 * expected.norm()
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-14, 1e-9, 1e-5, 1e-3, 0.1])
+def test_gradient_of_nearly_equal_eigenvalues(gap: float) -> None:
+    """Real ones, two pairs, and a pair near the real axis; without the direct sums the small gaps would not do."""
+    one = torch.tensor(1.0, dtype=torch.float64)
+
+    def rotation(angle: float) -> Tensor:
+        a = angle * one
+        return torch.stack([torch.stack([a.cos(), -a.sin()]), torch.stack([a.sin(), a.cos()])])
+
+    parts = [0.9 * one[None, None], (0.9 + gap) * one[None, None], rotation(1.0), rotation(1.0 + gap), rotation(gap)]
+    w = torch.block_diag(*parts)
+    q = haar(len(w), 8)
+    found, expected, pairs = gradients(q @ w @ q.mT, 40)
+    assert (found - expected).norm() <= 1e-10 * expected.norm()
+    assert (pairs > 0) == (gap < 2 / (LOSS * 40))
+
+
+def test_the_direct_sums_are_needed() -> None:
+    q, angles = haar(4, 8), (1.0, 1.0 + 1e-11)
+    parts = [torch.tensor([[c, -s], [s, c]], dtype=torch.float64) for c, s in
+             ((float(torch.tensor(a, dtype=torch.float64).cos()), float(torch.tensor(a, dtype=torch.float64).sin()))
+              for a in angles)]  # fmt: skip
+    w = q @ torch.block_diag(*parts) @ q.mT
+    none = torch.empty(0, 2, dtype=torch.int64)
+    found, expected, _ = gradients(w, 40, pairs=none)
+    assert (found - expected).norm() > 1e-7 * expected.norm()
+    found, expected, pairs = gradients(w, 40)
+    assert pairs and (found - expected).norm() <= 1e-12 * expected.norm()
+
+
+def test_close_pairs_come_in_both_orders_and_grow_fewer_with_time() -> None:
+    basis = diagonalise(haar(64, 3))
+    counts = []
+    for T in (1, 10, 100, 10_000):
+        pairs = close_pairs(basis, T)
+        counts.append(len(pairs))
+        listed = {tuple(pair) for pair in pairs.tolist()}
+        assert listed == {(k, j) for j, k in listed}
+    assert counts == sorted(counts, reverse=True) and counts[0] > 0 == counts[-1]
