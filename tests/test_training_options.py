@@ -116,9 +116,7 @@ def test_the_environment_chooses_the_backend(
 
 def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*OPTIONS, "--hidden", 10_000_000, "--out", tmp_path / "run") == 2
-    line = (
-        "error: out of memory on cpu: 7.451e+05 GiB could not be allocated; lower --hidden (10000000) or --batch (8)\n"
-    )
+    line = "error: there is no memory for u_l0 of shape [10000000, 10000000]; accepted: sizes whose parameters fit\n"
     assert capsys.readouterr().err == line and not (tmp_path / "run").exists()
 
 
