@@ -32,8 +32,11 @@ _NUMBERS = ("lr", "grad_loss", "squarings")  # arguments that may be 0-dimension
 
 
 def _unseen(function: Function) -> Function:
-    """The function, into which Dynamo does not look. (torch's own decorator loads Dynamo at the first call, for a second
-    or two; nothing traces before something else has loaded it.)"""
+    """The function, which Dynamo does not trace.
+
+    torch's own decorator imports Dynamo at the first call, which takes a second or two. Nothing is traced before
+    something else has imported it.
+    """
     disabled: list[Function] = []
 
     @functools.wraps(function)

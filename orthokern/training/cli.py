@@ -196,7 +196,24 @@ def run(
             interrupted.
     """
     started = time.perf_counter()
-    where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}{task.headline()}"
+
+    def body() -> int:
+        try:
+            given = parser.parse(arguments)
+            timeout: float = given.get("process_timeout") or defaults["process_timeout"]
+            with without_dynamo(), distributed.processes(timeout) as shard:
+                return _run(name, parser, given, defaults, presets, complete, build, started, shard)
+        except (InputError, BackendUnavailable) as error:
+            if distributed.speaks(error):
+                raise
+            return EXIT_BAD_INPUT
+        except distributed.EndedElsewhere:
+            return EXIT_BAD_INPUT
+        except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
+            say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
+            return EXIT_INTERRUPTED
+
+    return command(body, arguments)
 
 
 # what a run's memory grows with
