@@ -161,4 +161,4 @@ def factored_scan_bwd(
         act_param, activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
         precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
     )  # fmt: skip
-    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others  # type: ignore[return-value]
+    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others

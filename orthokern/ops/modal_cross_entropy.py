@@ -14,7 +14,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_lengths, dense, given, no_second_derivative
+from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_lengths, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 from orthokern.ops.modal_scan import FEATURES, check_ids, check_pairs
 
@@ -148,9 +148,19 @@ def _fwd(
     )  # fmt: skip
     _check(x, re, table, readout, target, pairs, lengths)
     outputs = leaf.modal_cross_entropy_fwd(
-        dense(x), dense(re), dense(im), dense(z0), dense(table), dense(readout), dense(bias), dense(target),
-        dense(pairs), reduction=reduction, need_grad=need_grad, lengths=dense(lengths),
-    )  # fmt: skip
+        contiguous(x),
+        contiguous(re),
+        contiguous(im),
+        contiguous(z0),
+        contiguous(table),
+        contiguous(readout),
+        contiguous(bias),
+        contiguous(target),
+        contiguous(pairs),
+        reduction=reduction,
+        need_grad=need_grad,
+        lengths=contiguous(lengths),
+    )
     return apart(outputs)
 
 

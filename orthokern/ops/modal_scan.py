@@ -22,7 +22,7 @@ from orthokern.ops._common import (
     apart,
     check_lengths,
     check_range,
-    dense,
+    contiguous,
     given,
     no_second_derivative,
 )
@@ -141,7 +141,9 @@ def _fwd(
     leaf = _leaf(z0, backend, lengths)
     check_lengths(lengths, x.shape[0])
     check_ids("x", x, table, lengths)
-    z: Tensor = leaf.modal_scan_fwd(dense(x), dense(re), dense(im), dense(z0), dense(table), lengths=dense(lengths))
+    z: Tensor = leaf.modal_scan_fwd(
+        contiguous(x), contiguous(re), contiguous(im), contiguous(z0), contiguous(table), lengths=contiguous(lengths)
+    )
     return z
 
 
@@ -187,9 +189,17 @@ def _bwd(
     if x is not None:
         check_ids("x", x, table, lengths)
     grads = leaf.modal_scan_bwd(
-        dense(grad_z), dense(z), dense(x), dense(re), dense(im), dense(z0), dense(table), dense(pairs),
-        need_x=need_x, lengths=dense(lengths),
-    )  # fmt: skip
+        contiguous(grad_z),
+        contiguous(z),
+        contiguous(x),
+        contiguous(re),
+        contiguous(im),
+        contiguous(z0),
+        contiguous(table),
+        contiguous(pairs),
+        need_x=need_x,
+        lengths=contiguous(lengths),
+    )
     return apart(grads)
 
 

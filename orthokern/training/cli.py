@@ -17,6 +17,7 @@ from orthokern.commandline import (
     Needs,
     Parser,
     Settings,
+    command,
     device,
     integer,
     one_of,
@@ -31,6 +32,7 @@ from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import FREE_SETTINGS, LoopSettings, train
 from orthokern.training.rundir import RunFolder
+from orthokern.training.startup import without_dynamo
 from orthokern.training.task import Task
 
 __all__ = [
