@@ -22,12 +22,26 @@ namespace ORTHOKERN_ISA {
 namespace {
 
 constexpr int kClasses = 3;           // of a register tile
+constexpr int kBackSteps = 16;        // of a chunk, whose g stays in the first cache until the adjoint has it; a multiple of 4 that divides kSteps
 constexpr int kFlushChunks = 4;       // chunks whose readout gradient is summed in T
+constexpr int kProductClasses = 200;  // kProductClasses^kSteps is a double
 constexpr size_t kCheckpointBytes = 64 << 20;  // of all tasks together: longer sequences are cut in spans
 
 // Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
 template <class T>
 constexpr int kTileRows = kVectorBytes == 64 ? 8 : kVectorBytes == 32 ? 4 : kLanes<T>;
+
+// What a lane of a comparison of T holds.
+template <class T>
+struct IdOf {
+  typedef int32_t I;
+};
+template <>
+struct IdOf<double> {
+  typedef int64_t I;
+};
+template <class T>
+using Id = typename IdOf<T>::I;
 
 template <class T>
 ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
@@ -79,10 +93,11 @@ ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* pa
   for (int n = 0; n < Np; n += L) {
     V<T> w[CT];
 #pragma GCC unroll 16
-    for (int c = 0; c < CT; c++) w[c] = load(readout + static_cast<ptrdiff_t>(c) * Np + n);
+    for (int c = 0; c < CT; c++) w[c] = load(readout + static_cast<ptrdiff_t>(c) * Np + n), pin(w[c]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      const V<T> s = load(z + static_cast<ptrdiff_t>(r) * Np + n);
+      V<T> s = load(z + static_cast<ptrdiff_t>(r) * Np + n);
+      pin(s);
 #pragma GCC unroll 16
       for (int c = 0; c < CT; c++) acc[c][r] += w[c] * s;
     }
@@ -116,14 +131,12 @@ void readout_tile(const T* d, const T* z, int steps, int Np, T* gradient) {
 #pragma GCC unroll 16
     for (int v = 0; v < NV; v++) acc[c][v] = load(gradient + static_cast<ptrdiff_t>(c) * Np + v * L);
   for (int r = 0; r < steps; r++) {
-    V<T> w[CT];
-#pragma GCC unroll 16
-    for (int c = 0; c < CT; c++) w[c] = splat<T>(d[c * kSteps + r]);
 #pragma GCC unroll 16
     for (int v = 0; v < NV; v++) {
-      const V<T> s = load(z + v * L);
+      V<T> s = load(z + v * L);
+      pin(s);
 #pragma GCC unroll 16
-      for (int c = 0; c < CT; c++) acc[c][v] += w[c] * s;
+      for (int c = 0; c < CT; c++) acc[c][v] += s * d[c * kSteps + r];
     }
     z += Np;
   }
@@ -159,13 +172,11 @@ void back_tile(const T* d, int C, const T* readout, int Np, T* g) {
   for (int c = 0; c < C; c++) {
     V<T> w[NV];
 #pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) w[v] = load(readout + v * L);
+    for (int v = 0; v < NV; v++) w[v] = load(readout + v * L), pin(w[v]);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const V<T> s = splat<T>(d[r]);
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-      for (int v = 0; v < NV; v++) acc[r][v] += s * w[v];
-    }
+      for (int v = 0; v < NV; v++) acc[r][v] += w[v] * d[r];
     d += kSteps, readout += Np;
   }
 #pragma GCC unroll 16
@@ -199,13 +210,13 @@ template <class T>
 struct Sums {
   ModalSums modal;
   Scratch<double> readout, bias;  // [C][Np], [C]
-  Scratch<int32_t> hits;          // [T]
+  Scratch<Id<T>> hits;            // [T], and room for whole vectors
   double loss;
   bool ok;
 
   bool allocate(const ModalArgs& a, const Modes& modes) {
     loss = 0;
-    if (!hits.allocate(static_cast<size_t>(a.T))) return false;
+    if (!hits.allocate(static_cast<size_t>(a.T) + kLanes<T>)) return false;
     if (!a.need_grad) return true;
     return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) && bias.allocate(static_cast<size_t>(a.C));
   }
@@ -223,7 +234,7 @@ struct Worker {
   Scratch<T> gradient;          // [C][Np]: the readout's, over a few chunks
   Scratch<double> state, delta;  // [Np]
   Scratch<double> starts, spans;  // [span][Np]: states before the chunks of a span; [spans][Np]: before each span
-  int64_t targets[kSteps];
+  Id<T> targets[kSteps];
   int unflushed = 0;
 
   Worker(const Call<T>& c, Sums<T>& s) : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
@@ -243,13 +254,15 @@ struct Worker {
     spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
   }
 
-  // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as exponentials.
+  // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as logits. Lanes run over steps.
   template <bool kGrad>
   void readout_and_loss(int64_t b, int64_t t, int steps) {
-    constexpr int L = kLanes<T>;
-    const T scale = static_cast<T>(args.scale);
-    read_column(args.target, static_cast<int>(args.target_bytes), t * args.B + b, args.B, steps, targets);
-    double loss = 0;
+    typedef typename Vec<T>::I I;
+    constexpr int L = kLanes<T>, W = kLanes<double>;
+    const V<T> zero = V<T>{}, scale = splat<T>(static_cast<T>(args.scale));
+    read_column(args.target, args.target_bytes, t * args.B + b, args.B, steps, targets);
+    for (int r = steps; r % L; r++) targets[r] = -1;  // no class: counts for nothing
+    V<double> loss = V<double>{}, product = loss + 1.0;
     for (int begin = 0; begin < steps; begin += L) {
       T* at = d + begin;
       const T* rows = z + static_cast<ptrdiff_t>(1 + begin) * Np;
@@ -257,36 +270,51 @@ struct Worker {
       for (; c + kClasses <= C; c += kClasses)
         logits_of<T, kClasses>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
       for (; c < C; c++) logits_of<T, 1>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
-      V<T> top = load(at);
-      typename Vec<T>::I best = typename Vec<T>::I{};
+      I target, best = I{};
+      memcpy(&target, targets + begin, sizeof target);
+      const I valid = target >= 0;
+      V<T> top = load(at), hit = top;
       for (c = 1; c < C; c++) {
         const V<T> l = load(at + static_cast<ptrdiff_t>(c) * kSteps);
-        const typename Vec<T>::I more = l > top;
-        best = more ? best - best + c : best;
+        const I more = l > top;
+        best = more ? I{} + c : best;
         top = more ? l : top;
+        hit = target == c ? l : hit;
       }
-      const int count = steps - begin < L ? steps - begin : L;
-      T tops[L], others[L];
-      store(tops, top);
-      for (int r = 0; r < count; r++) loss += static_cast<double>(tops[r]) - static_cast<double>(at[targets[begin + r] * kSteps + r]);
-      // 1 + the sum of the other classes: a small loss keeps its digits.
-      V<T> rest = V<T>{};
+      hit = valid ? hit : top;
+      V<T> rest = zero;  // the other classes: a small loss keeps its digits in 1 + rest
       for (c = 0; c < C; c++) {
         const V<T> p = vexp<T>(load(at + static_cast<ptrdiff_t>(c) * kSteps) - top);
         if (kGrad) store(at + static_cast<ptrdiff_t>(c) * kSteps, p);
-        rest += best == c ? V<T>{} : p;
+        rest += best == c ? zero : p;
       }
-      store(others, rest);
-      double product = 1;  // one logarithm for the rows of a vector; at most C^16
-      for (int r = 0; r < count; r++) product *= 1.0 + static_cast<double>(others[r]);
-      loss += log(product);
-      for (int r = 0; r < count; r++) sums.hits[t + begin + r] += best[r] == targets[begin + r];
+      I count;
+      memcpy(&count, sums.hits + t + begin, sizeof count);
+      count -= (best == target);  // true is -1
+      memcpy(sums.hits + t + begin, &count, sizeof count);
+      T tops[L], hits[L], others[L];
+      store(tops, top), store(hits, hit), store(others, valid ? rest : zero);
+      for (int i = 0; i < L; i += W) {
+        loss += load_wide(tops + i) - load_wide(hits + i);
+        product *= 1.0 + load_wide(others + i);
+      }
       if (!kGrad) continue;
       const V<T> share = scale / (rest + T(1));
-      for (c = 0; c < C; c++) store(at + static_cast<ptrdiff_t>(c) * kSteps, load(at + static_cast<ptrdiff_t>(c) * kSteps) * share);
-      for (int r = 0; r < count; r++) at[targets[begin + r] * kSteps + r] -= scale;
+      for (c = 0; c < C; c++) {
+        T* p = at + static_cast<ptrdiff_t>(c) * kSteps;
+        const V<T> value = load(p) * share - (target == c ? scale : zero);
+        store(p, valid ? value : zero);
+      }
     }
-    sums.loss += loss;
+    // One logarithm for many rows. A lane's product is at most C^(kSteps / W), that of all lanes C^kSteps.
+    if (C <= kProductClasses) {
+      double all = 1;
+      for (int i = 0; i < W; i++) all *= product[i];
+      sums.loss += log(all);
+    } else {
+      for (int i = 0; i < W; i++) sums.loss += log(product[i]);
+    }
+    for (int i = 0; i < W; i++) sums.loss += loss[i];
   }
 
   void forward_only(int64_t b) {
@@ -318,13 +346,17 @@ struct Worker {
     readout_and_loss<true>(b, t, steps);
     readout_gradient<T>(d, C, z + Np, steps, Np, gradient);
     for (int c = 0; c < C; c++) {
-      T sum = 0;
-      for (int r = 0; r < steps; r++) sum += d[c * kSteps + r];
-      sums.bias[c] += static_cast<double>(sum);
+      V<T> sum = V<T>{};
+      for (int r = 0; r < steps; r += kLanes<T>) sum += load(d + c * kSteps + r);
+      sums.bias[c] += static_cast<double>(sum_lanes<T>(sum));
     }
     if (++unflushed == kFlushChunks) flush();
-    back_product<T>(d, C, call.readout, steps, Np, g);
-    retreat<T>(modes, steps, delta, g);
+    for (int first = (steps - 1) / kBackSteps * kBackSteps; first >= 0; first -= kBackSteps) {
+      const int count = steps - first < kBackSteps ? steps - first : kBackSteps;
+      T* here = g + static_cast<ptrdiff_t>(first) * Np;
+      back_product<T>(d + first, C, call.readout, count, Np, here);
+      retreat<T>(modes, count, delta, here);
+    }
     sums.modal.template add_chunk<T>(args, modes, steps, g, z, input.ids);
     if (!args.grad_x) return;
     T* to = static_cast<T*>(args.grad_x);
@@ -339,7 +371,8 @@ struct Worker {
       if (keep) memcpy(starts + (i - first) * Np, state, sizeof(double) * Np);
       if (keep && i + 1 == last) break;
       input.take(b, t, steps);
-      advance<T, false>(modes, input.rows, steps, state, z);
+      if (steps == kSteps && input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
+      else advance<T, false>(modes, input.rows, steps, state, z);
     }
   }
 

@@ -74,7 +74,7 @@ struct Worker {
       if (call.local) continue;
       for (int r = 0; r < steps; r++)
         spread(modes, t + r ? row(states, t + r - 1, b) : row(static_cast<const T*>(args.z0), 0, b), z + static_cast<ptrdiff_t>(r) * Np);
-      if (args.table) read_column(args.ids, static_cast<int>(args.id_bytes), t * args.B + b, args.B, steps, ids);
+      if (args.table) read_column(args.ids, args.id_bytes, t * args.B + b, args.B, steps, ids);
       sums->template add_chunk<T>(args, modes, steps, g, z, ids);
       for (int r = 0; grad_x && r < steps; r++) gather(modes, g + static_cast<ptrdiff_t>(r) * Np, row(grad_x, t + r, b));
     }
