@@ -176,6 +176,7 @@ def loops(results: Results) -> list[Table]:
     notes = "In brackets µs per time step, theirs and ours."
     for table, title in (
         ("loops", "Loops in torch: how many times as long as ours they take, forward and backward"),
+        ("modal", "Linear scans by modes: how many times as long the sequential one takes, forward and backward"),
         ("modules", "Modules with their input projection: how many times as long as ours torch.nn.RNN takes"),
     ):
         rows = of(results, table)
@@ -264,7 +265,7 @@ def small_ops(results: Results) -> list[Table]:
 
 
 KNOWN = (
-    "scan", "loops", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling", "accuracy",
+    "scan", "loops", "modal", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling", "accuracy",
     "table5",
 )  # fmt: skip
 
@@ -313,7 +314,7 @@ CURVES = {"T": {"N": 128, "B": 50}, "B": {"N": 128, "T": 100}, "N": {"T": 30, "B
 
 def accuracy(results: Results) -> list[Table]:
     rows = of(results, "accuracy")
-    errors = [row for row in rows if row["measure"] == "relative error"]
+    errors = [row for row in rows if row["measure"] == "relative error" and "eager" in row["details"]]
     beside = [row for row in rows if row["measure"] != "relative error"]
     if not errors:
         return []
@@ -334,7 +335,19 @@ def accuracy(results: Results) -> list[Table]:
         "RMS of the difference from float64 over RMS of the float64 result. "
         "✗: more than twice eager torch's; nothing is marked otherwise."
     )
-    return [Table(title, ["", *(f"T={size['T']}" for size in columns)], cells, note)]
+    found = [Table(title, ["", *(f"T={size['T']}" for size in columns)], cells, note)]
+    return found + modal_accuracy([row for row in rows if "sequential" in row["details"]])
+
+
+def modal_accuracy(rows: list[Row]) -> list[Table]:
+    if not rows:
+        return []
+
+    def cell(row: Row) -> str:
+        return f"{row['value']:.1e} / {row['details']['sequential']:.1e}"
+
+    title = "Error of a linear recurrence's loss and gradients in float32, by modes / step by step"
+    return [by_size(rows, title, cell, lambda value: f"{value:.0e}")]
 
 
 def table5(results: Results) -> list[Table]:

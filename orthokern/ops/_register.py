@@ -30,8 +30,10 @@ Function = Callable[..., Any]
 
 
 def _unseen(function: Function) -> Function:
-    """The function, into which Dynamo does not look. (torch's own decorator loads Dynamo at the first call, for a second
-    or two; nothing traces before something else has loaded it.)"""
+    """The function, into which Dynamo does not look.
+
+    torch's own decorator loads Dynamo at the first call, which takes seconds; nothing traces before it is loaded.
+    """
     disabled: list[Function] = []
 
     @functools.wraps(function)
