@@ -71,3 +71,50 @@ def test_error_by_T(benchmark: Any, bench: Bench, size: Size, activation: str) -
         case = f"{activation}: {name}"
         bench.record("accuracy", case, size, "relative error", error, better="lower", details={"eager": eager_error})
         bench.record("accuracy", case, size, "error over eager torch's", error / eager_error, bar=BAR, better="lower")
+
+
+LOSS_SIZES = [{"N": 128, "T": T, "B": 10} for T in (100, 1000, 10000)]
+LOSS_QUICK = [{"N": 32, "T": 50, "B": 3}]
+LOSS_RESULTS = ("loss", "grad_u", "grad_s", "grad_v", "grad_readout", "grad_table")
+# Largest error by modes: bar and goal, up to T = 10 000 and a margin of 0.1.
+MODAL = (1e-6, 1e-7)
+
+
+@pytest.mark.parametrize("margin", (0.0, 0.001, 0.1))
+@pytest.mark.sizes(LOSS_SIZES, quick=LOSS_QUICK)
+def test_error_of_a_loss(benchmark: Any, bench: Bench, size: Size, margin: float) -> None:
+    """Loss and gradients behind a readout, by modes and step by step, and their distance from float64.
+
+    Token ids, s uniform in 1 +- margin; the states grow with the margin and T, and the readout is scaled down to them.
+    """
+    N, T, B = size["N"], size["T"], size["B"]
+    generator = torch.Generator().manual_seed(T)
+    u, _, v = factors(N, generator)
+    s = 1 + margin * (2 * torch.rand(N, generator=generator) - 1)
+    table, readout = torch.randn(N, 10, generator=generator), torch.randn(9, N, generator=generator)
+    ids = torch.randint(0, 10, (T, B), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 9, (T, B), generator=generator, dtype=torch.uint8)
+
+    def results(inputs: list[Tensor], algorithm: str) -> list[Tensor]:
+        for tensor in inputs:
+            tensor.requires_grad_()
+        u, s, v, readout, table = inputs
+        loss = functional.scan_cross_entropy(
+            ids, (u, s, v), readout, target, weight=table, activation="identity", algorithm=algorithm
+        ).loss
+        return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+    states = functional.factored_scan(ids.long(), u, s, v, weight=table, activation="identity")
+    inputs = [u, s, v, readout / states.square().mean().sqrt(), table]
+    benchmark.group = "accuracy, loss and gradients"
+    modal = benchmark.pedantic(lambda: results(inputs, "modal"), rounds=1, warmup_rounds=1)
+    sequential = results(inputs, "sequential")
+    exact = results([tensor.detach().double() for tensor in inputs], "sequential")
+    for name, mine, other, right in zip(LOSS_RESULTS, modal, sequential, exact, strict=True):
+        error, beside = relative_error(mine, right), relative_error(other, right)
+        if not error < TOLERANCE:
+            raise WrongResult(f"{name} by modes is off by {error:.3g} (relative RMS), tolerated is {TOLERANCE:g}")
+        bench.record(
+            "accuracy", f"by modes, margin {margin:g}: {name}", size, "relative error", error,
+            bar=MODAL[0], goal=MODAL[1], better="lower", details={"sequential": beside},
+        )  # fmt: skip

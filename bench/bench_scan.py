@@ -295,3 +295,59 @@ def test_lengths(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
             "tolerance": TOLERANCE,
         },
     )
+
+
+MODAL_SIZES = [{"N": 128, "T": T, "B": B} for T, B in ((1000, 50), (10020, 50), (10020, 1))]
+MODAL_QUICK = [{"N": 33, "T": 40, "B": 3}]
+# Time of the sequential scan over that by modes, states, T = 10 020, B = 50: bar and goal.
+STATES = (1.6, 2.0)
+
+
+@pytest.mark.parametrize("what", ("states", "loss"))
+@pytest.mark.sizes(MODAL_SIZES, quick=MODAL_QUICK)
+def test_modal(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
+    """A linear scan of token ids by modes and step by step, forward and backward, the eigenbasis found in every call:
+    its states; or the cross-entropy of a readout with nine classes, whose states are not made."""
+    N, T, B = size["N"], size["T"], size["B"]
+    generator = torch.Generator().manual_seed(T)
+    u, _, v = factors(N, generator)
+    s = 1 + 0.001 * (2 * torch.rand(N, generator=generator) - 1)
+    table, readout = torch.randn(N, 10, generator=generator), 0.01 * torch.randn(9, N, generator=generator)
+    ids = torch.randint(0, 10, (T, B), generator=generator)
+    target = torch.randint(0, 9, (T, B), generator=generator)
+    cotangent = torch.randn(T, B, N, generator=generator) if what == "states" else None
+    inputs = [u, s, v, table, *([readout] if what == "loss" else [])]
+    for tensor in inputs:
+        tensor.requires_grad_()
+
+    def step(algorithm: str) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"weight": table, "activation": "identity", "algorithm": algorithm}
+        if what == "states":
+            hs = functional.factored_scan(ids, u, s, v, **options)
+            return torch.autograd.grad(hs, inputs, cotangent)
+        loss = functional.scan_cross_entropy(ids, (u, s, v), readout, target, **options).loss
+        return torch.autograd.grad(loss, inputs)
+
+    # the sequential scan is the less exact of the two, see bench_accuracy.py
+    error = check(f"{what} by modes", step("modal"), step("sequential"), 10 * TOLERANCE)
+    benchmark.group = f"linear scan, {what}, forward and backward"
+    calls = {name: functools.partial(step, name) for name in ("modal", "sequential")}
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(9 if T < 5000 else 5))
+    bar, goal = STATES if what == "states" and T > 5000 and B > 1 else (None, None)
+    bench.record(
+        "modal",
+        f"sequential over modal, {what}",
+        size,
+        "times as long",
+        ratio(seconds["sequential"], seconds["modal"]),
+        bar=bar,
+        goal=goal,
+        details={
+            "us_per_step": round(1e6 * median(seconds["modal"]) / T, 3),
+            "peer_us_per_step": round(1e6 * median(seconds["sequential"]) / T, 3),
+            "ms": spread_ms(seconds["modal"]),
+            "peer_ms": spread_ms(seconds["sequential"]),
+            "error": error,
+            "tolerance": 10 * TOLERANCE,
+        },
+    )

@@ -125,7 +125,7 @@ def memory(op: str, inputs: str, activation: str, T: int, N: int, every: int) ->
     }
 
 
-def copy(T: int, N: int) -> dict[str, Any]:
+def copy(T: int, N: int, algorithm: str) -> dict[str, Any]:
     """Peak of a process that trains on the copy task for a few iterations and evaluates."""
     from orthokern.tasks import copy as task
     from orthokern.training import train
@@ -133,7 +133,7 @@ def copy(T: int, N: int) -> dict[str, Any]:
     from orthokern.training.progress import Progress
     from orthokern.training.rundir import RunFolder
 
-    settings = task.complete({**task.DEFAULTS, "T": T, "hidden": N, "iterations": 4})
+    settings = task.complete({**task.DEFAULTS, "T": T, "hidden": N, "iterations": 4, "algorithm": algorithm})
     experiment = task.CopyExperiment(settings)
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", "copy", settings)
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--inputs", choices=("tokens", "features"), default="tokens")
     parser.add_argument("--activation", choices=("tanh", "prelu", "oplu"), default="tanh")
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="K", help="keep every K-th state only")
+    parser.add_argument("--algorithm", choices=("auto", "modal", "sequential"), default="auto", help="of the copy task")
     parser.add_argument("--T", type=int, required=True)
     parser.add_argument("--N", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -159,7 +160,7 @@ def main() -> None:
     if given.what == "memory":
         found = memory(given.op, given.inputs, given.activation, given.T, given.N, given.checkpoint_every)
     else:
-        found = copy(given.T, given.N)
+        found = copy(given.T, given.N, given.algorithm)
     print(json.dumps(found))
 
 

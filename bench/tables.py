@@ -77,6 +77,7 @@ def loops(results: Results) -> list[Table]:
     notes = "In parentheses: µs per time step, theirs / ours."
     for table, title in (
         ("loops", "Loops over time written in torch: their time divided by ours, forward and backward"),
+        ("modal", "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward"),
         ("modules", "Modules with input projection: time of torch.nn.RNN divided by ours, forward and backward"),
     ):
         rows = of(results, table)
@@ -171,8 +172,8 @@ def small_ops(results: Results) -> list[Table]:
 
 
 KNOWN = (
-    "scan", "loops", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling", "accuracy",
-    "table5",
+    "scan", "loops", "modal", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling",
+    "accuracy", "table5",
 )  # fmt: skip
 # What a table without a layout of its own is about, and how its measures read. tests/test_bench_smoke.py asks for both.
 SUBJECTS = {
@@ -248,7 +249,7 @@ CURVES = {"T": {"N": 128, "B": 50}, "B": {"N": 128, "T": 100}, "N": {"T": 30, "B
 
 def accuracy(results: Results) -> list[Table]:
     rows = of(results, "accuracy")
-    errors = [row for row in rows if row["measure"] == "relative error"]
+    errors = [row for row in rows if row["measure"] == "relative error" and "eager" in row["details"]]
     beside = [row for row in rows if row["measure"] != "relative error"]
     if not errors:
         return []
@@ -266,7 +267,19 @@ def accuracy(results: Results) -> list[Table]:
         cells.append(line)
     title = f"Error of the factored scan in float32, ours / eager torch, {size_label(columns[0], 'T')}"
     note = f"{RELATIVE_ERROR} ✗ marks an error of ours above twice that of eager torch; other cells have no mark."
-    return [Table(title, direction(errors), ["", *(f"T={size['T']}" for size in columns)], cells, note)]
+    found = [Table(title, direction(errors), ["", *(f"T={size['T']}" for size in columns)], cells, note)]
+    return found + modal_accuracy([row for row in rows if "sequential" in row["details"]])
+
+
+def modal_accuracy(rows: list[Row]) -> list[Table]:
+    if not rows:
+        return []
+
+    def cell(row: Row) -> str:
+        return f"{row['value']:.1e} / {row['details']['sequential']:.1e}"
+
+    title = "Error of a linear recurrence's loss and gradients in float32, modal / sequential"
+    return [by_size(rows, title, cell, lambda value: f"{value:.0e}")]
 
 
 def table5(results: Results) -> list[Table]:

@@ -94,33 +94,32 @@ def why_never(call: Call) -> str | None:
 
 
 def multiply_adds(call: Call) -> tuple[float, float]:
-    """Multiply-adds of a call, as many as take the same time in a product of large matrices: (modal, sequential).
+    """Multiply-adds of a loss, as many as take the same time in a product of large matrices: (modal, sequential).
 
-    Weights: a mode's step is 4 multiply-adds in float64, forward, recomputed, backward and for the diagonal; the
-    eigensolver takes as long as 250 N^3, a refinement as 40 N^3; a step of the sequential scan waits for the one
-    before, which costs about half of the speed that a product over all steps has.
+    Weights, from profiles on a CPU: a mode's step is 4 multiply-adds in float64, which count twice, made forward, again
+    in the backward, backward, and for the diagonal; its readout works in pieces that fit into registers, at half the
+    rate of a product. The eigensolver takes as long as 250 N^3, a refinement as 40 N^3.
     """
-    rows, N = float(call.T * call.B), call.N
-    passes = 4 if call.backward else 1
-    readout = 3.0 * call.C * N if call.backward else 1.0 * call.C * N
-    modal = rows * (passes * 8 * N / 2 + 2 * readout) + (40 if call.started else 250) * N**3
-    step = 2.0 * N * call.K if call.K < N or call.kind == "loss" else 1.0 * N * N
-    sequential = rows * (2 * step * (2 if call.backward else 1) + (N * N if call.backward else 0) + readout)
-    if call.kind == "states":
-        products = 1 + (0 if call.ids else 1)
-        modal += rows * N * N * products * (4 if call.backward else 1)
+    rows, N, step = float(call.T * call.B), call.N, 2.0 * call.N * call.K
+    passes, directions = (4, 2) if call.backward else (1, 1)
+    readout = float(call.C * N * (3 if call.backward else 1))
+    modal = rows * (passes * 4 * N + 2 * readout) + (40 if call.started else 250) * N**3
+    sequential = rows * (directions * step + (N * N if call.backward else 0) + readout)
     return modal, sequential
 
 
 def why_not_now(call: Call) -> str | None:
-    """Why "auto" does not take modes for a call, before it has looked at W; None if it does."""
+    """Why "auto" does not take modes for a loss, before it has looked at W; None if it does.
+
+    (For states, which have to be taken into modes and out again by products as large as the scan's own, it never does.)
+    """
     if torch.compiler.is_compiling():
         return "the call is compiled, and an eigensolver has no graph"
     if dispatch.plain_reference(call.backend):
         return "backend 'reference' runs the scan step by step, for second derivatives"
     if dispatch.choose(OPS[call.kind], call.backend, device=call.device, dtype=call.dtype) == "reference":
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
-    if any(call.kind == "loss" and (call.lengths or not sink.sparse) for sink in _taps.SINKS):
+    if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
     modal, sequential = multiply_adds(call)
     if modal >= sequential:

@@ -44,7 +44,8 @@ def norms_through_time(
     states: list[Tensor] = []
     z, done = z0, 0
     for t in steps:
-        z = torch.ops.orthokern.modal_scan_fwd(x[done : t + 1], basis.re, basis.im, z, table, backend, None)[-1]
+        passed = torch.ops.orthokern.modal_scan_fwd(x[done : t + 1], basis.re, basis.im, z, table, backend, None)
+        z = passed[-1].clone()  # and not a view, which would keep all states
         states.append(z)
         done = t + 1
     right, left = basis.right.to(z0.dtype), basis.left.to(z0.dtype)

@@ -61,10 +61,16 @@ def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) ->
     return torch.cat(found).view(target.shape) == target
 
 
-def _readout_loss(
-    hs: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor, lengths: Tensor | None, backend: str | None
+def _readout(
+    hs: Tensor,
+    readout: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lengths: Tensor | None,
+    backend: str | None,
+    reduction: str = "sum",
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the cross-entropy over all steps that count, hits [T])."""
+    """(the cross-entropy over all steps that count, hits [T])."""
     target = target.to(torch.int64)
     alive = None if lengths is None else torch.arange(len(hs), device=hs.device)[:, None] < lengths
     if alive is None:
@@ -75,7 +81,7 @@ def _readout_loss(
         right = torch.zeros_like(alive)
         right[alive] = _hits(rows, readout, bias, ids)
         hits = right.sum(1)
-    return linear_cross_entropy(rows, readout, bias, ids, reduction="sum", backend=backend), hits
+    return linear_cross_entropy(rows, readout, bias, ids, reduction=reduction, backend=backend), hits
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -138,9 +144,7 @@ class _Chunks:
                     break
                 index, lengths = self._alive(start, stop)
                 hs = self.scan([self.x[start:stop, index], h[index], *rest], lengths)
-                loss, hits = _readout_loss(
-                    hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend
-                )
+                loss, hits = _readout(hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend)
                 total += loss.double()
                 self.hits[start:stop] = hits
                 h = h.index_copy(0, index, hs[-1]) if lengths is not None else hs[-1]
@@ -167,9 +171,7 @@ class _Chunks:
                 readout, bias, *rest = leaves
                 assert readout is not None
                 hs = self.scan([piece, h, *rest], lengths)
-                loss, hits = _readout_loss(
-                    hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend
-                )
+                loss, hits = _readout(hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend)
                 asked = [h, *([piece] if grad_x is not None else [])]
                 asked += [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
                 grad_loss = torch.full_like(loss, self.scale)
@@ -220,13 +222,9 @@ def _sequential(
     step = h0.numel() * h0.element_size()
     if len(x) * step <= KEPT or _taps.SINKS or dispatch.plain_reference(scan.backend):
         hs = scan([x, h0, *rest], lengths)
-        if lengths is None:
-            loss = linear_cross_entropy(
-                hs.flatten(0, 1), readout, readout_bias, target.flatten().to(torch.int64),
-                reduction=reduction, backend=scan.backend,
-            )  # fmt: skip
-            return loss, _hits(hs, readout, readout_bias, target).sum(1)
-        loss, hits = _readout_loss(hs, readout, readout_bias, target, lengths, scan.backend)
+        if lengths is None:  # with the reduction of the readout itself: its bits
+            return _readout(hs, readout, readout_bias, target, None, scan.backend, reduction)
+        loss, hits = _readout(hs, readout, readout_bias, target, lengths, scan.backend)
         return loss * scale, hits
     loss, hits = _ChunkedLoss.apply(scan, max(1, CHUNK // step), scale, target, lengths, *tensors)
     return loss, hits
