@@ -146,10 +146,15 @@ def loop(problem: Problem) -> dict[str, Tensor]:
     }
 
 
-def test_long_sequences_keep_their_digits_in_float32() -> None:
+@pytest.mark.parametrize("blanks", [False, True])
+def test_long_sequences_keep_their_digits_in_float32(blanks: bool) -> None:
+    """Measured: at most 7e-8. The table's gradient of a blank loses most of them where its terms are rounded."""
     problem = Problem(16, 10_000, 2, 9, margin=1e-4).to(torch.float32)
     problem.table = 0.05 * problem.table
-    assert_near(problem.loss("cpu"), loop(problem), 2e-7)
+    if blanks:
+        problem.x[10:] = 0
+        problem.target[10:] = 0
+    assert_near(problem.loss("cpu"), loop(problem), 1e-7)
 
 
 def test_long_runs_of_one_id() -> None:

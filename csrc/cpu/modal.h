@@ -171,16 +171,19 @@ void advance(const Modes& modes, const double* const* in, int steps, double* sta
   for (; at < modes.Mp; at += L) advance_block<T, 1, kStore>(modes, at, in, steps, state, z);
 }
 
-// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place.
-template <class T, int K>
-void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g) {
+// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place. With kTable also table[id of step r] += delta_r, in
+// float64: delta turns with its mode, so that its sum over many steps is far smaller than what rounding every one of them would leave. A run of
+// steps with one id, as a blank's, is added up in registers.
+template <class T, int K, bool kTable>
+void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g, const int64_t* ids, double* table) {
   constexpr int L = kLanes<double>;
   const int Mp = modes.Mp, Np = modes.Np;
-  V<double> a[K], b[K], dr[K], di[K];
+  V<double> a[K], b[K], dr[K], di[K], sum_r[K], sum_i[K];
 #pragma GCC unroll 8
   for (int k = 0; k < K; k++) {
     a[k] = load(modes.re + at + k * L), b[k] = load(modes.im + at + k * L);
     dr[k] = load(delta + at + k * L), di[k] = load(delta + Mp + at + k * L);
+    sum_r[k] = sum_i[k] = V<double>{};
   }
   for (int r = steps - 1; r >= 0; r--) {
     T* here = g + static_cast<ptrdiff_t>(r) * Np + at;
@@ -191,17 +194,32 @@ void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g) {
       dr[k] = real + b[k] * di[k];
       di[k] = imag - b[k] * old;
       store_narrow<T>(here + k * L, dr[k]), store_narrow<T>(here + Mp + k * L, di[k]);
+      if (kTable) sum_r[k] += dr[k], sum_i[k] += di[k];
+    }
+    if (!kTable || (r && ids[r - 1] == ids[r])) continue;
+    double* row = table + ids[r] * Np + at;
+#pragma GCC unroll 8
+    for (int k = 0; k < K; k++) {
+      store(row + k * L, load(row + k * L) + sum_r[k]), store(row + Mp + k * L, load(row + Mp + k * L) + sum_i[k]);
+      sum_r[k] = sum_i[k] = V<double>{};
     }
   }
 #pragma GCC unroll 8
   for (int k = 0; k < K; k++) store(delta + at + k * L, dr[k]), store(delta + Mp + at + k * L, di[k]);
 }
-template <class T>
-void retreat(const Modes& modes, int steps, double* delta, T* g) {
+template <class T, bool kTable>
+void retreat_over(const Modes& modes, int steps, double* delta, T* g, const int64_t* ids, double* table) {
   constexpr int L = kLanes<double>;
   int at = 0;
-  for (; at + kModeVectors * L <= modes.Mp; at += kModeVectors * L) retreat_block<T, kModeVectors>(modes, at, steps, delta, g);
-  for (; at < modes.Mp; at += L) retreat_block<T, 1>(modes, at, steps, delta, g);
+  for (; at + kModeVectors * L <= modes.Mp; at += kModeVectors * L)
+    retreat_block<T, kModeVectors, kTable>(modes, at, steps, delta, g, ids, table);
+  for (; at < modes.Mp; at += L) retreat_block<T, 1, kTable>(modes, at, steps, delta, g, ids, table);
+}
+// table [D][Np], or null.
+template <class T>
+void retreat(const Modes& modes, int steps, double* delta, T* g, const int64_t* ids, double* table) {
+  if (table) retreat_over<T, true>(modes, steps, delta, g, ids, table);
+  else retreat_over<T, false>(modes, steps, delta, g, nullptr, nullptr);
 }
 // delta <- conj(lambda) delta: from the adjoint of the first step to that of the state before it.
 inline void step_back(const Modes& modes, double* delta) {
@@ -212,49 +230,36 @@ inline void step_back(const Modes& modes, double* delta) {
   }
 }
 
-// The sums over a chunk: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of it, and with kTable table[id of step r] += delta_r, where a run of steps
-// with one id, as a blank's, is added up in registers. z holds the states before each step.
-template <class T, int K, bool kTable>
-void sums_block(const Modes& modes, int at, int steps, const T* delta, const T* z, const int64_t* ids, double* re, double* im, double* table) {
+// The sums over a chunk that the coefficients' gradient is made of: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of it. z holds the states
+// before each step.
+template <class T, int K>
+void diagonal_block(const Modes& modes, int at, int steps, const T* delta, const T* z, double* re, double* im) {
   constexpr int L = kLanes<T>;
   const int Mp = modes.Mp, Np = modes.Np;
-  V<T> real[K], imag[K], sum_r[K], sum_i[K];
+  V<T> real[K], imag[K];
 #pragma GCC unroll 8
   for (int k = 0; k < K; k++) real[k] = imag[k] = V<T>{};
-  for (int r = 0; r < steps;) {
-    int end = steps;
-    if (kTable) {
-      for (end = r + 1; end < steps && ids[end] == ids[r];) end++;
+  for (int r = 0; r < steps; r++) {
+    const T *d = delta + static_cast<ptrdiff_t>(r) * Np + at, *s = z + static_cast<ptrdiff_t>(r) * Np + at;
 #pragma GCC unroll 8
-      for (int k = 0; k < K; k++) sum_r[k] = sum_i[k] = V<T>{};
+    for (int k = 0; k < K; k++) {
+      V<T> dr = load(d + k * L), di = load(d + Mp + k * L), zr = load(s + k * L), zi = load(s + Mp + k * L);
+      pin(dr), pin(di), pin(zr), pin(zi);
+      real[k] += dr * zr;
+      imag[k] += di * zr;
+      real[k] += di * zi;
+      imag[k] -= dr * zi;
     }
-    double* row = kTable ? table + ids[r] * Np + at : nullptr;
-    for (; r < end; r++) {
-      const T *d = delta + static_cast<ptrdiff_t>(r) * Np + at, *s = z + static_cast<ptrdiff_t>(r) * Np + at;
-#pragma GCC unroll 8
-      for (int k = 0; k < K; k++) {
-        V<T> dr = load(d + k * L), di = load(d + Mp + k * L), zr = load(s + k * L), zi = load(s + Mp + k * L);
-        pin(dr), pin(di), pin(zr), pin(zi);
-        real[k] += dr * zr;
-        imag[k] += di * zr;
-        real[k] += di * zi;
-        imag[k] -= dr * zi;
-        if (kTable) sum_r[k] += dr, sum_i[k] += di;
-      }
-    }
-    if (!kTable) continue;
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k++) add_wide<T>(row + k * L, sum_r[k]), add_wide<T>(row + Mp + k * L, sum_i[k]);
   }
 #pragma GCC unroll 8
   for (int k = 0; k < K; k++) add_wide<T>(re + at + k * L, real[k]), add_wide<T>(im + at + k * L, imag[k]);
 }
-template <class T, bool kTable>
-void chunk_sums(const Modes& modes, int steps, const T* delta, const T* z, const int64_t* ids, double* re, double* im, double* table) {
+template <class T>
+void diagonal_sums(const Modes& modes, int steps, const T* delta, const T* z, double* re, double* im) {
   constexpr int L = kLanes<T>, K = kVectorBytes == 64 ? 4 : 2;
   int at = 0;
-  for (; at + K * L <= modes.Mp; at += K * L) sums_block<T, K, kTable>(modes, at, steps, delta, z, ids, re, im, table);
-  for (; at < modes.Mp; at += L) sums_block<T, 1, kTable>(modes, at, steps, delta, z, ids, re, im, table);
+  for (; at + K * L <= modes.Mp; at += K * L) diagonal_block<T, K>(modes, at, steps, delta, z, re, im);
+  for (; at < modes.Mp; at += L) diagonal_block<T, 1>(modes, at, steps, delta, z, re, im);
 }
 
 // sums[p] += sum_r (delta_r[j] as a column) (z_{r-1}[k] as a row) for the pairs (j, k).
@@ -374,11 +379,10 @@ struct ModalSums {
     return (!args.table || table.allocate(static_cast<size_t>(args.D) * modes.Np)) && re.allocate(modes.Mp) && im.allocate(modes.Mp) &&
            pairs.allocate(static_cast<size_t>(4 * args.P));
   }
-  // delta: the adjoints of the chunk's steps; z: the states before them.
+  // delta: the adjoints of the chunk's steps; z: the states before them. The table's sums are retreat's.
   template <class T>
-  void add_chunk(const ModalArgs& args, const Modes& modes, int steps, const T* delta, const T* z, const int64_t* ids) {
-    if (args.table) chunk_sums<T, true>(modes, steps, delta, z, ids, re, im, table);
-    else chunk_sums<T, false>(modes, steps, delta, z, ids, re, im, table);
+  void add_chunk(const ModalArgs& args, const Modes& modes, int steps, const T* delta, const T* z) {
+    diagonal_sums<T>(modes, steps, delta, z, re, im);
     if (args.P) pair_sums<T>(modes, steps, delta, z, args.pairs, args.P, pairs);
   }
   void merge(const ModalArgs& args, const Modes& modes, const ModalSums& other) {

@@ -357,10 +357,10 @@ struct Worker {
       const int count = steps - first < kBackSteps ? steps - first : kBackSteps;
       T* here = g + static_cast<ptrdiff_t>(first) * Np;
       back_product<T>(d + first, C, call.readout, count, Np, here);
-      retreat<T>(modes, count, delta, here);
+      retreat<T>(modes, count, delta, here, input.ids + first, pass == kErrors ? nullptr : sums.modal.table.get());
     }
     if (pass == kErrors) return;
-    sums.modal.template add_chunk<T>(args, modes, steps, g, z, input.ids);
+    sums.modal.template add_chunk<T>(args, modes, steps, g, z);
     if (args.grad_x) write_rows<T>(modes, g, SequenceRows<T>(static_cast<T*>(args.grad_x), args, b), t, steps);
   }
 

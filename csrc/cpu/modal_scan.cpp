@@ -57,13 +57,14 @@ struct Worker {
       const int steps = static_cast<int>((last - begin) % kSteps ? (last - begin) % kSteps : kSteps);
       const int64_t t = last - steps;
       read_rows(modes, grad_z, t, steps, g.get());
-      retreat<T>(modes, steps, state, g);
+      double* table = args.table && !call.ends ? sums->table.get() : nullptr;
+      if (table) read_column(args.ids, args.id_bytes, t * args.B + b, args.B, steps, ids);
+      retreat<T>(modes, steps, state, g, ids, table);
       last = t;
       if (call.ends) continue;
       if (t) read_rows(modes, states, t - 1, steps, z.get());
       else spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, z.get()), read_rows(modes, states, 0, steps - 1, z + Np);
-      if (args.table) read_column(args.ids, args.id_bytes, t * args.B + b, args.B, steps, ids);
-      sums->template add_chunk<T>(args, modes, steps, g, z, ids);
+      sums->template add_chunk<T>(args, modes, steps, g, z);
       if (args.grad_x) write_rows<T>(modes, g, grad_x, t, steps);
     }
   }

@@ -75,13 +75,16 @@ def modal_cross_entropy(
 
     Cost:
         Per step and sequence 8 M flops in float64 and 4 M C in the dtype of the call for the loss; 24 M and 12 M C with
-        gradients. Memory: gradients, and XX
-        very long sequences more than that apart, and recomputed), [C, 2M] and [D, 2M] sums in float64, and counts [T].
+        gradients. Memory: the gradients; for each thread the state of one sequence at every 64th step in float64 (very
+        long sequences are cut in spans, 64 MiB for all threads), sums [C, 2M] and [D, 2M] in float64, and counts [T].
+        A batch that leaves a third of the threads idle is cut in pieces of time, one for a thread: half as much work
+        again, and [T, B, C] elements, where these take less than 256 MiB.
 
     Numerics:
-        Coefficients, states and adjoints in float64 from the first step to the last; the readout's products, softmax
-        and its gradient in the dtype of the call; sums over steps in that dtype over chunks of at most 256 steps and
-        float64 over chunks. The same bits for the same inputs, machine and thread count.
+        Coefficients, states, adjoints and the sums of adjoints that are the table's gradient: float64 from the first
+        step to the last. The readout's products, softmax and its gradient in the dtype of the call; sums over steps for
+        the other gradients in that dtype over at most 256 steps, in float64 over those. A logit that is NaN counts as no
+        hit. The same bits for the same inputs, machine and thread count.
     """
     if dispatch.plain_reference(backend):
         reference = dispatch.leaf("modal_cross_entropy", "reference")
