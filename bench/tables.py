@@ -265,8 +265,8 @@ def small_ops(results: Results) -> list[Table]:
 
 
 KNOWN = (
-    "scan", "loops", "modal", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling", "accuracy",
-    "table5",
+    "scan", "loops", "modal", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling",
+    "accuracy", "table5",
 )  # fmt: skip
 
 

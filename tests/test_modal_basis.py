@@ -202,7 +202,7 @@ def test_complex_and_real_forms() -> None:
 def gradients(
     w: Tensor, T: int, v: Tensor | None = None, B: int = 3, pairs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """dL/dW of L = sum <c_t, h_t> with random c and x, from the modes and from a loop in float64; and how many pairs."""
+    """dL/dW of L = sum <c_t, h_t> with random c and x, by modes and from a loop; and how many pairs."""
     N = len(w)
     x, c, h0 = randn(T, B, N, seed=11), randn(T, B, N, seed=12), randn(B, N, seed=13)
     states = [h0]

@@ -36,7 +36,7 @@ def _spare(undo: contextlib.ExitStack) -> None:
         step = vars(kind).get("step")
         plain = _below_hooks(step)
         if step is not None and plain is not None:
-            kind.step = _without_grad(plain)
+            setattr(kind, "step", _without_grad(plain))  # noqa: B010
             undo.callback(setattr, kind, "step", step)
 
 
