@@ -152,6 +152,17 @@ def test_long_sequences_keep_their_digits_in_float32() -> None:
     assert_near(problem.loss("cpu"), loop(problem), 2e-7)
 
 
+def test_long_runs_of_one_id() -> None:
+    """Chunks of time in which nothing but a blank comes are jumped over."""
+    problem = Problem(5, 1200, 4, D=3)
+    problem.x[100:1100] = 1
+    problem.x[500, 2] = 2
+    lengths = torch.tensor([1200, 700, 1000, 130])
+    for chosen in (None, lengths):
+        assert_near(problem.loss("cpu", lengths=chosen), problem.loss("reference", lengths=chosen), 1e-11)
+        assert_near(problem.scan("cpu", lengths=chosen), problem.scan("reference", lengths=chosen), 1e-11)
+
+
 @pytest.mark.parametrize("dtype", ID_DTYPES)
 def test_every_dtype_of_ids(dtype: torch.dtype) -> None:
     problem = Problem(3, 70, 3, 5)
@@ -174,7 +185,7 @@ def test_strided_inputs() -> None:
 def test_threads_divide_the_work(threads: int, B: int) -> None:
     """Over sequences, and over time where there are few of them; twice the same bits."""
     lengths = some_lengths(B, 700, "any")
-    problem, before = Problem(5, 700, B), torch.get_num_threads()
+    problem, before = Problem(5, 700, B, tokens=B != 3), torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
         for chosen in (None, lengths):

@@ -6,7 +6,7 @@
 //
 // A task takes a range of sequences, one after another. Forward, the recurrence alone runs over a sequence and leaves its state before every
 // chunk of kSteps steps; then, chunk by chunk from the end, states are made again, as rows [step][Np] of type T beside the logits [class][step],
-// and everything of the chunk is done with them in the nearest caches.
+// and everything of the chunk is done with them in the nearest caches. A batch that leaves threads idle is cut in pieces of time: see Pass.
 //
 // Per step and sequence, in vectors of 64 bytes, float32, N = 2 M = 128, C = 9: the recurrence three times 32 multiply-adds (float64), readout, its
 // transpose and its gradient 72 each, diagonal 16: 330 multiply-adds; about 90 loads, stores, conversions and shuffles beside them that go to
@@ -22,12 +22,27 @@ namespace ORTHOKERN_ISA {
 namespace {
 
 constexpr int kClasses = 3;           // of a register tile
+constexpr int kBackSteps = 16;        // of a chunk, whose g stays in the first cache until the adjoint has it; a multiple of 4 that divides kSteps
 constexpr int kFlushChunks = 4;       // chunks whose readout gradient is summed in T
+constexpr int kProductClasses = 200;  // kProductClasses^kSteps is a double
+constexpr double kErrorBytes = 256 << 20;      // of d, kept where sequences are cut in pieces
 constexpr size_t kCheckpointBytes = 64 << 20;  // of all tasks together: longer sequences are cut in spans
 
 // Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
 template <class T>
 constexpr int kTileRows = kVectorBytes == 64 ? 8 : kVectorBytes == 32 ? 4 : kLanes<T>;
+
+// What a lane of a comparison of T holds.
+template <class T>
+struct IdOf {
+  typedef int32_t I;
+};
+template <>
+struct IdOf<double> {
+  typedef int64_t I;
+};
+template <class T>
+using Id = typename IdOf<T>::I;
 
 template <class T>
 ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
@@ -79,10 +94,11 @@ ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* pa
   for (int n = 0; n < Np; n += L) {
     V<T> w[CT];
 #pragma GCC unroll 16
-    for (int c = 0; c < CT; c++) w[c] = load(readout + static_cast<ptrdiff_t>(c) * Np + n);
+    for (int c = 0; c < CT; c++) w[c] = load(readout + static_cast<ptrdiff_t>(c) * Np + n), pin(w[c]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      const V<T> s = load(z + static_cast<ptrdiff_t>(r) * Np + n);
+      V<T> s = load(z + static_cast<ptrdiff_t>(r) * Np + n);
+      pin(s);
 #pragma GCC unroll 16
       for (int c = 0; c < CT; c++) acc[c][r] += w[c] * s;
     }
@@ -116,14 +132,12 @@ void readout_tile(const T* d, const T* z, int steps, int Np, T* gradient) {
 #pragma GCC unroll 16
     for (int v = 0; v < NV; v++) acc[c][v] = load(gradient + static_cast<ptrdiff_t>(c) * Np + v * L);
   for (int r = 0; r < steps; r++) {
-    V<T> w[CT];
-#pragma GCC unroll 16
-    for (int c = 0; c < CT; c++) w[c] = splat<T>(d[c * kSteps + r]);
 #pragma GCC unroll 16
     for (int v = 0; v < NV; v++) {
-      const V<T> s = load(z + v * L);
+      V<T> s = load(z + v * L);
+      pin(s);
 #pragma GCC unroll 16
-      for (int c = 0; c < CT; c++) acc[c][v] += w[c] * s;
+      for (int c = 0; c < CT; c++) acc[c][v] += s * d[c * kSteps + r];
     }
     z += Np;
   }
@@ -159,13 +173,11 @@ void back_tile(const T* d, int C, const T* readout, int Np, T* g) {
   for (int c = 0; c < C; c++) {
     V<T> w[NV];
 #pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) w[v] = load(readout + v * L);
+    for (int v = 0; v < NV; v++) w[v] = load(readout + v * L), pin(w[v]);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const V<T> s = splat<T>(d[r]);
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-      for (int v = 0; v < NV; v++) acc[r][v] += s * w[v];
-    }
+      for (int v = 0; v < NV; v++) acc[r][v] += w[v] * d[r];
     d += kSteps, readout += Np;
   }
 #pragma GCC unroll 16
@@ -185,13 +197,19 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
+// What a pass over pieces does. Whole sequences take kAll (or kLoss, without gradients) alone. With more pieces, kEnds finds the states between them;
+// kErrors does what the loss asks for, keeps d and finds the adjoints between pieces; kSums makes states and adjoints again for the sums over them.
+enum Pass { kAll, kLoss, kEnds, kErrors, kSums };
+
 template <class T>
 struct Call {
   const ModalArgs* args;
   ModalTables<T> tables;
+  Pieces pieces;
   Scratch<T> readout, bias;  // [C][Np], [C]
-  int tasks;
+  Scratch<T> errors;         // [B][chunks][C][kSteps]: d, where sequences are cut in pieces
   int64_t span;              // chunks whose states are kept at one time
+  Pass pass;
 };
 
 // What a task sums up. All zero bytes: empty.
@@ -199,13 +217,14 @@ template <class T>
 struct Sums {
   ModalSums modal;
   Scratch<double> readout, bias;  // [C][Np], [C]
-  Scratch<int32_t> hits;          // [T]
+  Scratch<Id<T>> hits;            // [T], and room for whole vectors
   double loss;
   bool ok;
 
   bool allocate(const ModalArgs& a, const Modes& modes) {
+    if (hits) return true;  // by an earlier pass
     loss = 0;
-    if (!hits.allocate(static_cast<size_t>(a.T))) return false;
+    if (!hits.allocate(static_cast<size_t>(a.T) + kLanes<T>)) return false;
     if (!a.need_grad) return true;
     return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) && bias.allocate(static_cast<size_t>(a.C));
   }
@@ -219,11 +238,12 @@ struct Worker {
   Sums<T>& sums;
   const int C, Np;
   ModalInput<T> input;
-  Scratch<T> z, g, d;           // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
+  Scratch<T> z, g, buffer;      // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
+  T* d;                         // [C][kSteps]: in buffer, or in the call's errors
   Scratch<T> gradient;          // [C][Np]: the readout's, over a few chunks
   Scratch<double> state, delta;  // [Np]
   Scratch<double> starts, spans;  // [span][Np]: states before the chunks of a span; [spans][Np]: before each span
-  int64_t targets[kSteps];
+  Id<T> targets[kSteps];
   int unflushed = 0;
 
   Worker(const Call<T>& c, Sums<T>& s) : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
@@ -231,25 +251,23 @@ struct Worker {
   bool allocate() {
     const int64_t chunks = (args.T + kSteps - 1) / kSteps, kept = chunks < call.span ? chunks : call.span;
     if (!input.allocate(args, modes, call.tables.table) || !z.allocate(static_cast<size_t>(1 + kSteps) * Np) ||
-        !d.allocate(static_cast<size_t>(C) * kSteps) || !state.allocate(Np))
+        !buffer.allocate(static_cast<size_t>(C) * kSteps) || !state.allocate(Np))
       return false;
+    d = buffer;
     if (!args.need_grad) return true;
     return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) && delta.allocate(Np) &&
            starts.allocate(static_cast<size_t>(kept) * Np, false) && spans.allocate(static_cast<size_t>((chunks + call.span - 1) / call.span) * Np, false);
   }
 
-  void start(int64_t b) {
-    memset(state, 0, sizeof(double) * Np);
-    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
-  }
-
-  // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as exponentials.
+  // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as logits. Lanes run over steps.
   template <bool kGrad>
   void readout_and_loss(int64_t b, int64_t t, int steps) {
-    constexpr int L = kLanes<T>;
-    const T scale = static_cast<T>(args.scale);
-    read_column(args.target, static_cast<int>(args.target_bytes), t * args.B + b, args.B, steps, targets);
-    double loss = 0;
+    typedef typename Vec<T>::I I;
+    constexpr int L = kLanes<T>, W = kLanes<double>;
+    const V<T> zero = V<T>{}, scale = splat<T>(static_cast<T>(args.scale));
+    read_column(args.target, args.target_bytes, t * args.B + b, args.B, steps, targets);
+    for (int r = steps; r % L; r++) targets[r] = -1;  // no class: counts for nothing
+    V<double> loss = V<double>{}, product = loss + 1.0;
     for (int begin = 0; begin < steps; begin += L) {
       T* at = d + begin;
       const T* rows = z + static_cast<ptrdiff_t>(1 + begin) * Np;
@@ -257,47 +275,51 @@ struct Worker {
       for (; c + kClasses <= C; c += kClasses)
         logits_of<T, kClasses>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
       for (; c < C; c++) logits_of<T, 1>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
-      V<T> top = load(at);
-      typename Vec<T>::I best = typename Vec<T>::I{};
+      I target, best = I{};
+      memcpy(&target, targets + begin, sizeof target);
+      const I valid = target >= 0;
+      V<T> top = load(at), hit = top;
       for (c = 1; c < C; c++) {
         const V<T> l = load(at + static_cast<ptrdiff_t>(c) * kSteps);
-        const typename Vec<T>::I more = l > top;
-        best = more ? best - best + c : best;
+        const I more = l > top;
+        best = more ? I{} + c : best;
         top = more ? l : top;
+        hit = target == c ? l : hit;
       }
-      const int count = steps - begin < L ? steps - begin : L;
-      T tops[L], others[L];
-      store(tops, top);
-      for (int r = 0; r < count; r++) loss += static_cast<double>(tops[r]) - static_cast<double>(at[targets[begin + r] * kSteps + r]);
-      // 1 + the sum of the other classes: a small loss keeps its digits.
-      V<T> rest = V<T>{};
+      hit = valid ? hit : top;
+      V<T> rest = zero;  // the other classes: a small loss keeps its digits in 1 + rest
       for (c = 0; c < C; c++) {
         const V<T> p = vexp<T>(load(at + static_cast<ptrdiff_t>(c) * kSteps) - top);
         if (kGrad) store(at + static_cast<ptrdiff_t>(c) * kSteps, p);
-        rest += best == c ? V<T>{} : p;
+        rest += best == c ? zero : p;
       }
-      store(others, rest);
-      double product = 1;  // one logarithm for the rows of a vector; at most C^16
-      for (int r = 0; r < count; r++) product *= 1.0 + static_cast<double>(others[r]);
-      loss += log(product);
-      for (int r = 0; r < count; r++) sums.hits[t + begin + r] += best[r] == targets[begin + r];
+      I count;
+      memcpy(&count, sums.hits + t + begin, sizeof count);
+      count -= (best == target);  // true is -1
+      memcpy(sums.hits + t + begin, &count, sizeof count);
+      T tops[L], hits[L], others[L];
+      store(tops, top), store(hits, hit), store(others, valid ? rest : zero);
+      for (int i = 0; i < L; i += W) {
+        loss += load_wide(tops + i) - load_wide(hits + i);
+        product *= 1.0 + load_wide(others + i);
+      }
       if (!kGrad) continue;
       const V<T> share = scale / (rest + T(1));
-      for (c = 0; c < C; c++) store(at + static_cast<ptrdiff_t>(c) * kSteps, load(at + static_cast<ptrdiff_t>(c) * kSteps) * share);
-      for (int r = 0; r < count; r++) at[targets[begin + r] * kSteps + r] -= scale;
+      for (c = 0; c < C; c++) {
+        T* p = at + static_cast<ptrdiff_t>(c) * kSteps;
+        const V<T> value = load(p) * share - (target == c ? scale : zero);
+        store(p, valid ? value : zero);
+      }
     }
-    sums.loss += loss;
-  }
-
-  void forward_only(int64_t b) {
-    const int64_t length = length_of(args, b);
-    start(b);
-    for (int64_t t = 0; t < length; t += kSteps) {
-      const int steps = static_cast<int>(length - t < kSteps ? length - t : kSteps);
-      input.take(b, t, steps);
-      advance<T, true>(modes, input.rows, steps, state, z + Np);
-      readout_and_loss<false>(b, t, steps);
+    // One logarithm for many rows. A lane's product is at most C^(kSteps / W), that of all lanes C^kSteps.
+    if (C <= kProductClasses) {
+      double all = 1;
+      for (int i = 0; i < W; i++) all *= product[i];
+      sums.loss += log(all);
+    } else {
+      for (int i = 0; i < W; i++) sums.loss += log(product[i]);
     }
+    for (int i = 0; i < W; i++) sums.loss += loss[i];
   }
 
   void flush() {
@@ -309,26 +331,37 @@ struct Worker {
     unflushed = 0;
   }
 
-  // Everything of a chunk; starts from state before it and delta after it.
+  // A chunk, from the state before it and, but for kLoss, delta after it.
   void chunk(int64_t b, int64_t t, int steps, const double* before) {
+    const Pass pass = call.pass;
     input.take(b, t, steps);
-    memcpy(state, before, sizeof(double) * Np);
+    if (before != state) memcpy(state, before, sizeof(double) * Np);
     for (int n = 0; n < Np; n++) z[n] = static_cast<T>(before[n]);
     advance<T, true>(modes, input.rows, steps, state, z + Np);
-    readout_and_loss<true>(b, t, steps);
-    readout_gradient<T>(d, C, z + Np, steps, Np, gradient);
-    for (int c = 0; c < C; c++) {
-      T sum = 0;
-      for (int r = 0; r < steps; r++) sum += d[c * kSteps + r];
-      sums.bias[c] += static_cast<double>(sum);
+    if (pass == kLoss) {
+      readout_and_loss<false>(b, t, steps);
+      return;
     }
-    if (++unflushed == kFlushChunks) flush();
-    back_product<T>(d, C, call.readout, steps, Np, g);
-    retreat<T>(modes, steps, delta, g);
+    if (call.errors) d = call.errors + (b * ((args.T + kSteps - 1) / kSteps) + t / kSteps) * C * kSteps;
+    if (pass != kSums) {
+      readout_and_loss<true>(b, t, steps);
+      readout_gradient<T>(d, C, z + Np, steps, Np, gradient);
+      for (int c = 0; c < C; c++) {
+        V<T> sum = V<T>{};
+        for (int r = 0; r < steps; r += kLanes<T>) sum += load(d + c * kSteps + r);
+        sums.bias[c] += static_cast<double>(sum_lanes<T>(sum));
+      }
+      if (++unflushed == kFlushChunks) flush();
+    }
+    for (int first = (steps - 1) / kBackSteps * kBackSteps; first >= 0; first -= kBackSteps) {
+      const int count = steps - first < kBackSteps ? steps - first : kBackSteps;
+      T* here = g + static_cast<ptrdiff_t>(first) * Np;
+      back_product<T>(d + first, C, call.readout, count, Np, here);
+      retreat<T>(modes, count, delta, here);
+    }
+    if (pass == kErrors) return;
     sums.modal.template add_chunk<T>(args, modes, steps, g, z, input.ids);
-    if (!args.grad_x) return;
-    T* to = static_cast<T*>(args.grad_x);
-    for (int r = 0; r < steps; r++) gather(modes, g + static_cast<ptrdiff_t>(r) * Np, to + ((t + r) * args.B + b) * 2 * modes.M);
+    if (args.grad_x) write_rows<T>(modes, g, SequenceRows<T>(static_cast<T*>(args.grad_x), args, b), t, steps);
   }
 
   // The recurrence alone over chunks first .. last, the state before each one kept.
@@ -339,20 +372,20 @@ struct Worker {
       if (keep) memcpy(starts + (i - first) * Np, state, sizeof(double) * Np);
       if (keep && i + 1 == last) break;
       input.take(b, t, steps);
-      advance<T, false>(modes, input.rows, steps, state, z);
+      if (steps == kSteps && input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
+      else advance<T, false>(modes, input.rows, steps, state, z);
     }
   }
 
-  void with_gradients(int64_t b) {
-    const int64_t length = length_of(args, b), chunks = (length + kSteps - 1) / kSteps, count = (chunks + call.span - 1) / call.span;
-    start(b);
+  // Chunks begin .. end of a sequence from the last to the first; state is what comes before them, delta after them.
+  void backward(int64_t b, int64_t length, int64_t begin, int64_t end) {
+    const int64_t span = call.span, count = (end - begin + span - 1) / span;
     for (int64_t s = 0; s < count; s++) {
       memcpy(spans + s * Np, state, sizeof(double) * Np);
-      if (s + 1 < count) run_span(b, length, s * call.span, (s + 1) * call.span, false);
+      if (s + 1 < count) run_span(b, length, begin + s * span, begin + (s + 1) * span, false);
     }
-    memset(delta, 0, sizeof(double) * Np);
     for (int64_t s = count - 1; s >= 0; s--) {
-      const int64_t first = s * call.span, last = s + 1 < count ? first + call.span : chunks;
+      const int64_t first = begin + s * span, last = s + 1 < count ? first + span : end;
       memcpy(state, spans + s * Np, sizeof(double) * Np);
       run_span(b, length, first, last, true);
       for (int64_t i = last - 1; i >= first; i--) {
@@ -360,10 +393,38 @@ struct Worker {
         chunk(b, t, static_cast<int>(length - t < kSteps ? length - t : kSteps), starts + (i - first) * Np);
       }
     }
-    step_back(modes, delta);
-    gather(modes, delta.get(), static_cast<T*>(args.grad_z0) + b * 2 * modes.M);
-    if (!args.grad_x) return;
-    for (int64_t t = length; t < args.T; t++) memset(static_cast<T*>(args.grad_x) + (t * args.B + b) * 2 * modes.M, 0, sizeof(T) * 2 * modes.M);
+  }
+
+  void piece(int64_t b, int cut) {
+    const Pieces& pieces = call.pieces;
+    const Pass pass = call.pass;
+    const int64_t length = length_of(args, b);
+    const int64_t begin = (pieces.border(b, cut) + kSteps - 1) / kSteps, end = (pieces.border(b, cut + 1) + kSteps - 1) / kSteps;
+    if (pass == kEnds) memset(state, 0, sizeof(double) * Np);
+    else memcpy(state, pieces.at(pieces.states, modes, b, cut), sizeof(double) * Np);
+    if (pass == kEnds) {
+      run_span(b, length, begin, end, false);
+      memcpy(pieces.at(pieces.ends, modes, b, cut), state, sizeof(double) * Np);
+      return;
+    }
+    if (pass == kLoss) {
+      for (int64_t t = begin * kSteps; t < end * kSteps && t < length; t += kSteps)
+        chunk(b, t, static_cast<int>(length - t < kSteps ? length - t : kSteps), state);
+      return;
+    }
+    if (pass == kErrors) memset(delta, 0, sizeof(double) * Np);
+    else memcpy(delta, pieces.at(pieces.deltas, modes, b, cut), sizeof(double) * Np);
+    backward(b, length, begin, end);
+    if (pass == kErrors) {
+      memcpy(pieces.at(pieces.ends, modes, b, cut), delta, sizeof(double) * Np);
+      return;
+    }
+    if (cut == 0) {
+      step_back(modes, delta);
+      gather(modes, delta.get(), static_cast<T*>(args.grad_z0) + b * 2 * modes.M);
+    }
+    const SequenceRows<T> grad_x(static_cast<T*>(args.grad_x), args, b);
+    for (int64_t t = length; cut + 1 == pieces.cuts && args.grad_x && t < args.T; t++) memset(grad_x[t], 0, sizeof(T) * 2 * modes.M);
   }
 };
 
@@ -382,11 +443,7 @@ void task_of(void* context, int task) {
   Worker<T> worker(*c.call, sums);
   sums.ok = sums.allocate(args, c.call->tables.modes) && worker.allocate();
   if (!sums.ok) return;
-  const int64_t end = first_sequence(args, task + 1, c.call->tasks);
-  for (int64_t b = first_sequence(args, task, c.call->tasks); b < end; b++) {
-    if (args.need_grad) worker.with_gradients(b);
-    else worker.forward_only(b);
-  }
+  c.call->pieces.each(task, [&](int64_t b, int cut) { worker.piece(b, cut); });
   if (args.need_grad) worker.flush();
 }
 
@@ -395,15 +452,16 @@ template <class T>
 void collect(const Call<T>& call, Sums<T>* sums) {
   const ModalArgs& args = *call.args;
   const Modes& modes = call.tables.modes;
-  for (int i = 1; i < call.tasks; i++) sums[0].loss += sums[i].loss;
+  const int tasks = call.pieces.tasks;
+  for (int i = 1; i < tasks; i++) sums[0].loss += sums[i].loss;
   for (int64_t t = 0; t < args.T; t++) {
     int64_t total = 0;
-    for (int i = 0; i < call.tasks; i++) total += sums[i].hits[t];
+    for (int i = 0; i < tasks; i++) total += sums[i].hits[t];
     args.hits[t] = total;
   }
   *static_cast<T*>(args.loss) = static_cast<T>(sums[0].loss * args.scale);
   if (!args.need_grad) return;
-  for (int i = 1; i < call.tasks; i++) {
+  for (int i = 1; i < tasks; i++) {
     sums[0].modal.merge(args, modes, sums[i].modal);
     ModalSums::add(sums[0].readout, sums[i].readout, args.C * modes.Np);
     ModalSums::add(sums[0].bias, sums[i].bias, args.C);
@@ -420,24 +478,44 @@ template <class T>
 bool run(const ModalArgs& args) {
   Call<T> call;
   call.args = &args;
-  call.tasks = static_cast<int>(args.B < args.threads ? args.B : args.threads);
   if (!call.tables.allocate(args)) return false;
   const Modes& modes = call.tables.modes;
-  const size_t kept = kCheckpointBytes / (sizeof(double) * modes.Np * call.tasks);
+  const int64_t chunks = (args.T + kSteps - 1) / kSteps;
+  const double error_bytes = static_cast<double>(args.B) * static_cast<double>(chunks) * static_cast<double>(args.C) * kSteps * sizeof(T);
+  if (!call.pieces.allocate(args, modes, error_bytes < kErrorBytes)) return false;
+  const int tasks = call.pieces.tasks;
+  const bool cut = call.pieces.cuts > 1;
+  const size_t kept = kCheckpointBytes / (sizeof(double) * modes.Np * tasks);
   call.span = kept < 64 ? 64 : static_cast<int64_t>(kept);
   if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) || !call.bias.allocate(static_cast<size_t>(args.C))) return false;
+  if (cut && args.need_grad && !call.errors.allocate(static_cast<size_t>(args.B * chunks * args.C) * kSteps, false)) return false;
   for (int64_t c = 0; c < args.C; c++) {
     spread(modes, static_cast<const T*>(args.readout) + c * 2 * modes.M, call.readout + c * modes.Np);
     if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];
   }
+  for (int64_t b = 0; b < args.B; b++) spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, call.pieces.at(call.pieces.states, modes, b, 0));
   Scratch<char> memory;
-  if (!memory.allocate(sizeof(Sums<T>) * call.tasks)) return false;
+  if (!memory.allocate(sizeof(Sums<T>) * tasks)) return false;
   Context<T> context{&call, reinterpret_cast<Sums<T>*>(memory.get())};  // all zero bytes: empty
-  parallel_run(call.tasks, task_of<T>, &context);
   bool ok = true;
-  for (int i = 0; i < call.tasks; i++) ok = ok && context.sums[i].ok;
+  const auto pass_over = [&](Pass pass) {
+    call.pass = pass;
+    if (ok) parallel_run(tasks, task_of<T>, &context);
+    for (int i = 0; i < tasks; i++) ok = ok && context.sums[i].ok;
+  };
+  if (cut) {
+    pass_over(kEnds);
+    call.pieces.join(modes, false);
+  }
+  if (cut && args.need_grad) {
+    pass_over(kErrors);
+    call.pieces.join(modes, true);
+    pass_over(kSums);
+  } else {
+    pass_over(args.need_grad ? kAll : kLoss);
+  }
   if (ok) collect(call, context.sums);
-  for (int i = 0; i < call.tasks; i++) context.sums[i].~Sums<T>();
+  for (int i = 0; i < tasks; i++) context.sums[i].~Sums<T>();
   return ok;
 }
 

@@ -75,7 +75,7 @@ def modal_cross_entropy(
 
     Cost:
         Per step and sequence 8 M flops in float64 and 4 M C in the dtype of the call for the loss; 24 M and 12 M C with
-        gradients. Memory: gradients, and for each thread the states of one sequence at every 32nd step in float64 (for
+        gradients. Memory: gradients, and XX
         very long sequences more than that apart, and recomputed), [C, 2M] and [D, 2M] sums in float64, and counts [T].
 
     Numerics:
