@@ -105,6 +105,8 @@ def test_error_of_a_loss(benchmark: Any, bench: Bench, size: Size, margin: float
         return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 
     states = functional.factored_scan(ids.long(), u, s, v, weight=table, activation="identity")
+    if not bool(states.isfinite().all()):
+        pytest.skip(f"at a margin of {margin:g} the states of {T} steps leave the range of float32")
     inputs = [u, s, v, readout / states.square().mean().sqrt(), table]
     benchmark.group = "accuracy, loss and gradients"
     modal = benchmark.pedantic(lambda: results(inputs, "modal"), rounds=1, warmup_rounds=1)
