@@ -83,8 +83,8 @@ def modal_cross_entropy(
     Numerics:
         Coefficients, states, adjoints and the sums of adjoints that are the table's gradient: float64 from the first
         step to the last. The readout's products, softmax and its gradient in the dtype of the call; sums over steps for
-        the other gradients in that dtype over at most 256 steps, in float64 over those. A NaN logit counts as no
-        hit. The same bits for the same inputs, machine and thread count.
+        the other gradients in that dtype over at most 256 steps, in float64 over those. Where logits are NaN,
+        the hits are undefined. The same bits for the same inputs, machine and thread count.
     """
     if dispatch.plain_reference(backend):
         reference = dispatch.leaf("modal_cross_entropy", "reference")
