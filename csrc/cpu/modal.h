@@ -3,8 +3,8 @@
 //
 // Vectors of M modes lie as [re Mp][im Mp], Mp = M rounded up to whole vectors of the call's type, with zeros behind M in the coefficients
 // and in everything that enters: so what stands there stays zero. Lanes run over modes: a table's row and a step's features are read with
-// unit stride, no lane is lost to the number of sequences, and each sequence has its own length. Coefficients, states and adjoints are float64 in
-// registers from the first step of a chunk to the last; the rows that a chunk leaves behind for products and sums are of type T.
+// unit stride, no lane is lost to the number of sequences, and each sequence has its own length. Coefficients, states and adjoints are
+// float64 in registers from the first step of a chunk to the last; the rows that a chunk leaves behind for products and sums are of type T.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -104,7 +104,8 @@ struct SequenceRows {
   ptrdiff_t stride;  // elements from step to step
   int size;          // 2M
 
-  SequenceRows(T* base, const ModalArgs& args, int64_t b) : first(base + b * 2 * args.M), stride(args.B * 2 * args.M), size(static_cast<int>(2 * args.M)) {}
+  SequenceRows(T* base, const ModalArgs& args, int64_t b)
+      : first(base + b * 2 * args.M), stride(args.B * 2 * args.M), size(static_cast<int>(2 * args.M)) {}
   T* operator[](int64_t t) const { return first + t * stride; }
   void prefetch(int64_t t) const {
     const char* at = reinterpret_cast<const char*>((*this)[t]);
@@ -136,8 +137,8 @@ inline void write_rows(const Modes& modes, const T* from, const SequenceRows<T>&
   if (stream) stream_fence();
 }
 
-// Modes at .. at + K vectors, `steps` steps: state [Np] goes on, in[r] [Np] is added in step r, and with kStore the state after step r goes to
-// z + r Np.
+// Modes at .. at + K vectors, `steps` steps: state [Np] goes on, in[r] [Np] is added in step r, and with kStore the state after step r
+// goes to z + r Np.
 template <class T, int K, bool kStore>
 void advance_block(const Modes& modes, int at, const double* const* in, int steps, double* state, T* z) {
   constexpr int L = kLanes<double>;
@@ -171,9 +172,9 @@ void advance(const Modes& modes, const double* const* in, int steps, double* sta
   for (; at < modes.Mp; at += L) advance_block<T, 1, kStore>(modes, at, in, steps, state, z);
 }
 
-// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place. With kTable also table[id of step r] += delta_r, in
-// float64: delta turns with its mode, so that its sum over many steps is far smaller than what rounding every one of them would leave. A run of
-// steps with one id, as a blank's, is added up in registers.
+// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place. With kTable also table[id of step r]
+// += delta_r, in float64: delta turns with its mode, so that its sum over many steps is far smaller than what rounding every one of them
+// would leave. A run of steps with one id, as a blank's, is added up in registers.
 template <class T, int K, bool kTable>
 void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g, const int64_t* ids, double* table) {
   constexpr int L = kLanes<double>;
@@ -230,8 +231,8 @@ inline void step_back(const Modes& modes, double* delta) {
   }
 }
 
-// The sums over a chunk that the coefficients' gradient is made of: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of it. z holds the states
-// before each step.
+// The sums over a chunk that the coefficients' gradient is made of: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of it. z holds the
+// states before each step.
 template <class T, int K>
 void diagonal_block(const Modes& modes, int at, int steps, const T* delta, const T* z, double* re, double* im) {
   constexpr int L = kLanes<T>;
@@ -285,10 +286,14 @@ inline void read_column_as(const I* ids, int64_t stride, int steps, R* to) {
 template <class R>
 inline void read_column(const void* ids, int64_t bytes, int64_t first, int64_t stride, int steps, R* to) {
   switch (bytes) {
-    case 1: return read_column_as(static_cast<const uint8_t*>(ids) + first, stride, steps, to);
-    case 2: return read_column_as(static_cast<const int16_t*>(ids) + first, stride, steps, to);
-    case 4: return read_column_as(static_cast<const int32_t*>(ids) + first, stride, steps, to);
-    default: return read_column_as(static_cast<const int64_t*>(ids) + first, stride, steps, to);
+    case 1:
+      return read_column_as(static_cast<const uint8_t*>(ids) + first, stride, steps, to);
+    case 2:
+      return read_column_as(static_cast<const int16_t*>(ids) + first, stride, steps, to);
+    case 4:
+      return read_column_as(static_cast<const int32_t*>(ids) + first, stride, steps, to);
+    default:
+      return read_column_as(static_cast<const int64_t*>(ids) + first, stride, steps, to);
   }
 }
 
@@ -297,7 +302,7 @@ template <class T>
 struct ModalInput {
   const ModalArgs* args;
   const Modes* modes;
-  const double* table;      // [D][Np], or null
+  const double* table;       // [D][Np], or null
   Scratch<double> features;  // [kSteps][Np] without a table
   int64_t ids[kSteps];
   const double* rows[kSteps];
@@ -331,8 +336,8 @@ template <class T>
 struct ModalTables {
   Modes modes;
   Scratch<double> coefficients, table;
-  // A whole chunk of one token id: z <- lambda^kSteps z + held[id], held[id] = sum_j lambda^j table[id] over j < kSteps; [Np], [D][Np]. Null unless
-  // there are so many steps that this pays.
+  // A whole chunk of one token id: z <- lambda^kSteps z + held[id], held[id] = sum_j lambda^j table[id] over j < kSteps; [Np], [D][Np].
+  // Null unless there are so many steps that this pays.
   Scratch<double> power, held;
 
   bool allocate(const ModalArgs& args) {
@@ -412,12 +417,14 @@ inline int64_t first_sequence(const ModalArgs& args, int task, int tasks) {
   double total = 0, before = 0;
   for (int64_t b = 0; b < args.B; b++) total += static_cast<double>(args.lengths[b]);
   int64_t b = 0;
-  while (b < args.B && before + 0.5 * static_cast<double>(args.lengths[b]) < total * task / tasks) before += static_cast<double>(args.lengths[b++]);
+  while (b < args.B && before + 0.5 * static_cast<double>(args.lengths[b]) < total * task / tasks)
+    before += static_cast<double>(args.lengths[b++]);
   return b;
 }
 
-// Where a sequence's time is cut into pieces, a task for each. A piece that does not begin its sequence starts from a state that is found first: every
-// piece runs from zero, and the results are joined, one after another, by lambda^steps. The adjoint does the same from the end.
+// Where a sequence's time is cut into pieces, a task for each. A piece that does not begin its sequence starts from a state that is found
+// first: every piece runs from zero, and the results are joined, one after another, by lambda^steps. The adjoint does the same from the
+// end.
 struct Pieces {
   const ModalArgs* args;
   int tasks, cuts;         // cuts: of each sequence; 1: a task takes a range of whole sequences
@@ -425,7 +432,8 @@ struct Pieces {
   Scratch<double> states;  // [B][cuts][Np]: the state before each piece
   Scratch<double> deltas;  // [B][cuts][Np]: the adjoint after it
 
-  // The passes over pieces take about half as much again as one over sequences: worth it where the batch leaves a third of the threads idle.
+  // The passes over pieces take about half as much again as one over sequences: worth it where the batch leaves a third of the threads
+  // idle.
   bool allocate(const ModalArgs& a, const Modes& modes, bool may_cut) {
     args = &a;
     const int64_t chunks = (a.T + kSteps - 1) / kSteps;

@@ -1,17 +1,19 @@
-// A linear recurrence in its own modes, its readout and the cross-entropy, loss and all gradients in one call; neither states nor logits are
-// stored.
+// A linear recurrence in its own modes, its readout and the cross-entropy, loss and all gradients in one call; neither states nor logits
+// are stored.
 //
 //   z_t = lambda z_{t-1} + x_t,  logits = C z_t + b,  d_t = c (softmax(logits) - onehot(target)),  g_t = C^T d_t,
 //   delta_t = conj(lambda) delta_{t+1} + g_t,  and the sums of d_t z_t^T, d_t, delta_t (by id), delta_t conj(z_{t-1})
 //
-// A task takes a range of sequences, one after another. Forward, the recurrence alone runs over a sequence and leaves its state before every
-// chunk of kSteps steps; then, chunk by chunk from the end, states are made again, as rows [step][Np] of type T beside the logits [class][step],
-// and everything of the chunk is done with them in the nearest caches. A batch that leaves threads idle is cut in pieces of time: see Pass.
+// A task takes a range of sequences, one after another. Forward, the recurrence alone runs over a sequence and leaves its state before
+// every chunk of kSteps steps; then, chunk by chunk from the end, states are made again, as rows [step][Np] of type T beside the logits
+// [class][step], and everything of the chunk is done with them in the nearest caches. A batch that leaves threads idle is cut in pieces of
+// time: see Pass.
 //
-// The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence: readout, its transpose and its gradient
-// 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials 7: 303, and 32 for the recurrence alone wherever a chunk has more than one
-// token id. Loads, stores, conversions and shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a
-// cycle (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
+// The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence: readout, its transpose and
+// its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials 7: 303, and 32 for the recurrence alone
+// wherever a chunk has more than one token id. Loads, stores, conversions and shuffles go to other units. T = 10 020, B = 50: 152 million
+// cycles of a core that does one such multiply-add a cycle (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of
+// CPU time, 21 ms for the loss alone.
 #include <math.h>
 
 #include "cpu/modal.h"
@@ -22,16 +24,19 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-constexpr int kClasses = 3;           // of a register tile
-constexpr int kBackSteps = 16;        // of a chunk, whose g stays in the first cache until the adjoint has it; a multiple of 4 that divides kSteps
-constexpr int kFlushChunks = 4;       // chunks whose readout gradient is summed in T
-constexpr int kProductClasses = 200;  // kProductClasses^kSteps is a double
+constexpr int kClasses = 3;  // of a register tile
+constexpr int kBackSteps =
+    16;  // of a chunk, whose g stays in the first cache until the adjoint has it; a multiple of 4 that divides kSteps
+constexpr int kFlushChunks = 4;                // chunks whose readout gradient is summed in T
+constexpr int kProductClasses = 200;           // kProductClasses^kSteps is a double
 constexpr double kErrorBytes = 256 << 20;      // of d, kept where sequences are cut in pieces
 constexpr size_t kCheckpointBytes = 64 << 20;  // of all tasks together: longer sequences are cut in spans
 
 // Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
 template <class T>
-constexpr int kTileRows = kVectorBytes == 64 ? 8 : kVectorBytes == 32 ? 4 : kLanes<T>;
+constexpr int kTileRows = kVectorBytes == 64   ? 8
+                          : kVectorBytes == 32 ? 4
+                                               : kLanes<T>;
 
 // What a lane of a comparison of T holds.
 template <class T>
@@ -118,7 +123,8 @@ void logits_of(const T* z, const T* readout, const T* bias, int Np, T* logits) {
 #pragma GCC unroll 16
   for (int c = 0; c < CT; c++) {
     static_assert(L / R <= 2, "a tile's sums are whole or in two lanes");
-    const V<T> sum = L == R ? parts[0][c] : pick<T>(parts[0][c], parts[L / R - 1][c], even) + pick<T>(parts[0][c], parts[L / R - 1][c], odd);
+    const V<T> sum =
+        L == R ? parts[0][c] : pick<T>(parts[0][c], parts[L / R - 1][c], even) + pick<T>(parts[0][c], parts[L / R - 1][c], odd);
     store(logits + static_cast<ptrdiff_t>(c) * kSteps, sum + bias[c]);
   }
 }
@@ -158,7 +164,8 @@ void readout_rows(const T* d, const T* z, int steps, int Np, T* gradient) {
 template <class T>
 void readout_gradient(const T* d, int C, const T* z, int steps, int Np, T* gradient) {
   int c = 0;
-  for (; c + kClasses <= C; c += kClasses) readout_rows<T, kClasses>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
+  for (; c + kClasses <= C; c += kClasses)
+    readout_rows<T, kClasses>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
   for (; c < C; c++) readout_rows<T, 1>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
 }
 
@@ -198,8 +205,9 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
-// What a pass over pieces does. Whole sequences take kAll (or kLoss, without gradients) alone. With more pieces, kEnds finds the states between them;
-// kErrors does what the loss asks for, keeps d and finds the adjoints between pieces; kSums makes states and adjoints again for the sums over them.
+// What a pass over pieces does. Whole sequences take kAll (or kLoss, without gradients) alone. With more pieces, kEnds finds the states
+// between them; kErrors does what the loss asks for, keeps d and finds the adjoints between pieces; kSums makes states and adjoints again
+// for the sums over them.
 enum Pass { kAll, kLoss, kEnds, kErrors, kSums };
 
 template <class T>
@@ -239,15 +247,16 @@ struct Worker {
   Sums<T>& sums;
   const int C, Np;
   ModalInput<T> input;
-  Scratch<T> z, g, buffer;      // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
-  T* d;                         // [C][kSteps]: in buffer, or in the call's errors
-  Scratch<T> gradient;          // [C][Np]: the readout's, over a few chunks
-  Scratch<double> state, delta;  // [Np]
+  Scratch<T> z, g, buffer;        // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
+  T* d;                           // [C][kSteps]: in buffer, or in the call's errors
+  Scratch<T> gradient;            // [C][Np]: the readout's, over a few chunks
+  Scratch<double> state, delta;   // [Np]
   Scratch<double> starts, spans;  // [span][Np]: states before the chunks of a span; [spans][Np]: before each span
   Id<T> targets[kSteps];
   int unflushed = 0;
 
-  Worker(const Call<T>& c, Sums<T>& s) : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
+  Worker(const Call<T>& c, Sums<T>& s)
+      : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
 
   bool allocate() {
     const int64_t chunks = (args.T + kSteps - 1) / kSteps, kept = chunks < call.span ? chunks : call.span;
@@ -257,7 +266,8 @@ struct Worker {
     d = buffer;
     if (!args.need_grad) return true;
     return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) && delta.allocate(Np) &&
-           starts.allocate(static_cast<size_t>(kept) * Np, false) && spans.allocate(static_cast<size_t>((chunks + call.span - 1) / call.span) * Np, false);
+           starts.allocate(static_cast<size_t>(kept) * Np, false) &&
+           spans.allocate(static_cast<size_t>((chunks + call.span - 1) / call.span) * Np, false);
   }
 
   // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as logits. Lanes run over steps.
@@ -274,8 +284,10 @@ struct Worker {
       const T* rows = z + static_cast<ptrdiff_t>(1 + begin) * Np;
       int c = 0;
       for (; c + kClasses <= C; c += kClasses)
-        logits_of<T, kClasses>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
-      for (; c < C; c++) logits_of<T, 1>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
+        logits_of<T, kClasses>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np,
+                               at + static_cast<ptrdiff_t>(c) * kSteps);
+      for (; c < C; c++)
+        logits_of<T, 1>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
       I target, best = I{};
       memcpy(&target, targets + begin, sizeof target);
       const I valid = target >= 0;
@@ -494,7 +506,8 @@ bool run(const ModalArgs& args) {
     spread(modes, static_cast<const T*>(args.readout) + c * 2 * modes.M, call.readout + c * modes.Np);
     if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];
   }
-  for (int64_t b = 0; b < args.B; b++) spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, call.pieces.at(call.pieces.states, modes, b, 0));
+  for (int64_t b = 0; b < args.B; b++)
+    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, call.pieces.at(call.pieces.states, modes, b, 0));
   Scratch<char> memory;
   if (!memory.allocate(sizeof(Sums<T>) * tasks)) return false;
   Context<T> context{&call, reinterpret_cast<Sums<T>*>(memory.get())};  // all zero bytes: empty

@@ -1,5 +1,5 @@
-// The states of a linear recurrence in its own modes, and its backward: see modal.h. Work is divided over sequences, and over time where there are few
-// of them.
+// The states of a linear recurrence in its own modes, and its backward: see modal.h. Work is divided over sequences, and over time where
+// there are few of them.
 //
 // Memory traffic bounds it: forward x in, z out; backward dL/dz and z in, grad_x out.
 #include "cpu/modal.h"
@@ -16,8 +16,8 @@ struct Call {
   Pieces pieces;
   ModalSums* sums;  // [tasks] (backward)
   bool backward;
-  bool ends;        // this pass finds the ends of pieces that start from zero
-  bool* failed;     // [tasks]
+  bool ends;     // this pass finds the ends of pieces that start from zero
+  bool* failed;  // [tasks]
 };
 
 template <class T>
@@ -117,7 +117,8 @@ bool run(const ModalArgs& args, bool backward) {
   const int tasks = call.pieces.tasks;
   call.failed = failed;
   call.sums = backward ? reinterpret_cast<ModalSums*>(memory.get()) : nullptr;  // all zero bytes: empty
-  for (int64_t b = 0; b < args.B; b++) spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, call.pieces.at(call.pieces.states, modes, b, 0));
+  for (int64_t b = 0; b < args.B; b++)
+    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, call.pieces.at(call.pieces.states, modes, b, 0));
   if (call.pieces.cuts > 1) {
     call.ends = true;
     parallel_run(tasks, task_of<T>, &call);
