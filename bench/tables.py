@@ -367,7 +367,8 @@ def speed_summary(results: Results) -> list[Table]:
 
 def error_summary(results: Results) -> list[Table]:
     """Errors of the states, and the largest of all gradients."""
-    rows = [row for row in of(results, "accuracy") if row["measure"] == "relative error"]
+    rows = of(results, "accuracy")
+    rows = [row for row in rows if row["measure"] == "relative error" and "eager" in row["details"]]
     if not rows:
         return []
     columns, cells = sizes(rows), []

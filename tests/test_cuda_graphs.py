@@ -41,6 +41,8 @@ class Streams:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.module, name)
+        if name.endswith("_plan"):  # plans have no stream
+            return function
         return lambda arguments: function({**arguments, "stream": getattr(self.local, "stream", 0)})
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from orthokern import InputError, functional
+from orthokern import InputError, dispatch, functional
 from orthokern.init import haar_orthogonal_
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
-from orthokern.ops import cayley as cayley_op
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for, split_parameters
 
 
@@ -120,13 +119,14 @@ def test_the_legacy_step_is_the_released_formula() -> None:
 
 def test_equal_shapes_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
-    real = cayley_op.step
+    leaf = dispatch.resolve("cayley", None, device=torch.device("cpu"), dtype=torch.float64, N=5, K=5)
+    real = leaf.cayley_of_many
 
-    def counting(m: Tensor, g: Tensor, lr: Any, backend: str | None = None) -> Tensor:
-        calls.append(tuple(m.shape))
-        return real(m, g, lr, backend)
+    def counting(steps: Any) -> Any:
+        calls.extend(tuple(m.shape) for m, _, _ in steps)
+        return real(steps)
 
-    monkeypatch.setattr(cayley_op, "step", counting)
+    monkeypatch.setattr(leaf, "cayley_of_many", counting)
     bases = [basis(5, 5), basis(5, 2), basis(5, 5), basis(3, 5, 5), basis(5, 5, dtype=torch.float32), basis(5, 5)]
     for p in bases[:-1]:
         p.grad = torch.randn_like(p)

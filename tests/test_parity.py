@@ -223,7 +223,7 @@ def test_the_same_bits_twice(op: str, backend: str, dtype: torch.dtype) -> None:
 
 @each(*OPS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-def test_one_thread_and_two_agree(op: str, backend: str, dtype: torch.dtype) -> None:
+def test_one_thread_and_two_agree(op: str, backend: str, dtype: torch.dtype, same_bits: bool = True) -> None:
     for B in (1, 2, 5, 50):
         problem = scan_problem(op, B=B, T=6, N=33, activation="prelu", inputs="features", gap=1e-6).to(dtype)
         expected, plain = run_scan(problem.to(torch.float64), "reference"), run_scan(problem, "reference")
@@ -235,7 +235,7 @@ def test_one_thread_and_two_agree(op: str, backend: str, dtype: torch.dtype) -> 
             for result in results:
                 assert_matches_reference(result[name], expected[name], plain[name], name=name)
         # a row's own recurrence cannot depend on who computes it
-        assert torch.equal(results[0]["hs"], results[1]["hs"])
+        assert not same_bits or torch.equal(results[0]["hs"], results[1]["hs"])
 
 
 @each(*OPS)
@@ -584,7 +584,7 @@ def test_harness_accepts_the_reference_as_a_leaf(op: str, monkeypatch: pytest.Mo
     test_what_is_not_needed_is_empty(op, "cpu")
     test_nothing_writes_to_inputs(op, "cpu")
     test_units_on_a_threshold(op, "cpu", "modrelu")
-    test_one_thread_and_two_agree(op, "cpu", torch.float32)
+    test_one_thread_and_two_agree(op, "cpu", torch.float32, same_bits=False)  # torch's products promise no bits
     test_gradcheck_of_the_kernels(op, "cpu")
     test_a_long_scan_stays_exact(op, "cpu")
 

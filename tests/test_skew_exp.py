@@ -99,7 +99,8 @@ def test_matrices_of_a_batch_do_not_act_on_one_another() -> None:
         alone = a[k].clone().requires_grad_()
         q = functional.skew_exp(alone)
         q.backward(g[k])
-        assert torch.allclose(p[k], q, rtol=0, atol=1e-15)
+        # 1.1e-15 at the largest norm where the products of a batch are summed in another order than one product
+        assert torch.allclose(p[k], q, rtol=0, atol=4e-15)
         assert together.grad is not None
         assert alone.grad is not None
         assert torch.allclose(together.grad[k], alone.grad, rtol=1e-13, atol=1e-14)

@@ -43,6 +43,7 @@ from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
 from orthokern.nn.rnn import _Recurrent
+from orthokern.ops._register import untraced
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
 
@@ -271,7 +272,7 @@ def _parts(optimizer: Optimizer) -> list[Optimizer]:
     return list(parts.values())
 
 
-@torch.compiler.disable
+@untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
     # parts have stepped, and been here, on their own

@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 _NUMBERS = ("lr", "grad_loss", "squarings")  # arguments that may be 0-dimensional
 
 
-def _unseen(function: Function) -> Function:
+def untraced(function: Function) -> Function:
     """The function, which Dynamo does not trace.
 
     torch's own decorator imports Dynamo at the first call, which takes a second or two. Nothing is traced before
@@ -58,7 +58,7 @@ class CustomOp:
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         kernel = self._guarded(keeps_dtype(kernel))
-        _LIBRARY.impl(name, _unseen(kernel), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, untraced(kernel), "CompositeExplicitAutograd")
 
     def _guarded(self, function: Function) -> Function:
         """A kernel or fake that refuses in one line what no tensor argument may be, and sizes beyond the memory: the
@@ -138,7 +138,7 @@ class CustomOp:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys, *inputs)
 
-        _LIBRARY.impl(self.name, _unseen(autograd_kernel), "Autograd", with_keyset=True)
+        _LIBRARY.impl(self.name, untraced(autograd_kernel), "Autograd", with_keyset=True)
 
 
 def _is_tensor(given: tuple[Any, ...], index: int) -> bool:

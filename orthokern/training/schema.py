@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orthokern._state import check_constants, check_integer, check_like, check_real, check_tensor, constants, misfit
+from orthokern.nn._loss import KEY as BASIS
 from orthokern.training.task import Task
 
 __all__ = ["check_payload", "check_rng", "json_value"]
@@ -65,10 +66,21 @@ def check_payload(payload: Mapping[str, Any], fresh: Mapping[str, Any], task: Ta
 
 def check_model(state: Any, task: Task) -> None:
     """Raises InputError unless a state fits the task's model, its parameters finite."""
-    check_like("model", state, task.model.state_dict())
+    check_like("model", state, {**task.model.state_dict(), **_bases(state, task.model)})
     for name, _ in task.model.named_parameters():
         if not bool(state[name].isfinite().all()):
             raise misfit(f"model.{name}", state[name], "finite numbers; some are not")
+
+
+def _bases(state: Any, model: nn.Module) -> dict[str, Any]:
+    """The eigenbases in a state, which its modules check when they load them; a new model has none."""
+    prefixes = tuple(f"{name}." if name else "" for name, _ in model.named_modules())
+    names = [name for name in state if isinstance(name, str) and BASIS in name] if isinstance(state, dict) else []
+    return {name: state[name] for name in names if name[: name.index(BASIS)] in prefixes and _is_basis(state[name])}
+
+
+def _is_basis(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float64 and bool(value.isfinite().all())
 
 
 def _check_best(best: Any, iteration: int) -> None:
