@@ -244,9 +244,19 @@ def test_activation_parity(cuda: Any, order: str, dtype: torch.dtype, activation
             assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
 
+@pytest.mark.parametrize("N", [6, 1200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_pairs_of_memory_that_is_not_aligned(cuda: Any, dtype: torch.dtype, N: int) -> None:
+    x, grad_y = (torch.randn(1 + 5 * N, dtype=dtype)[1:].view(5, N) for _ in range(2))
+    y = torch.ops.orthokern.activation_fwd(x, None, "oplu", "cuda")
+    assert torch.equal(y, torch.ops.orthokern.activation_fwd(x, None, "oplu", "reference"))
+    actual = torch.ops.orthokern.activation_bwd(grad_y, x, None, "oplu", "cuda")[0]
+    assert torch.equal(actual, torch.ops.orthokern.activation_bwd(grad_y, x, None, "oplu", "reference")[0])
+
+
 def test_activation_of_memory_that_is_not_aligned(cuda: Any) -> None:
     """A view that begins in the middle of a vector is contiguous, but must not be read in vectors."""
-    x, grad_y = torch.randn(1 + 50 * 1200)[1:].view(50, 1200), torch.randn(50, 1200)
+    x, grad_y = torch.randn(1 + 50 * 1200)[1:].view(50, 1200), torch.randn(1 + 50 * 1200)[1:].view(50, 1200)
     for activation, size in (("tanh", 0), ("oplu", 0), ("prelu", 1), ("modrelu", 1200)):
         param = torch.full((size,), 0.3) if size else None
         y = torch.ops.orthokern.activation_fwd(x, param, activation, "cuda")

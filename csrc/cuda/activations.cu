@@ -178,6 +178,8 @@ void launch_width(const ActivationArgs& args, const Shape& s) {
 template <class T, class A, bool backward>
 void launch_activation(const ActivationArgs& args, const Shape& s) {
   constexpr int wide = 16 / sizeof(T), narrow = A::pairs ? 2 : 1;
+  for (const void* p : {args.x, static_cast<const void*>(args.y), args.grad_y, static_cast<const void*>(args.grad_x)})
+    if (reinterpret_cast<uintptr_t>(p) % (narrow * sizeof(T))) throw Error("activations: a tensor that is read in pairs is not aligned to them");
   if (s.width == wide) launch_width<T, A, wide, backward>(args, s);
   else launch_width<T, A, narrow, backward>(args, s);
 }

@@ -31,14 +31,16 @@ wishes: dict[str, int] = {}
 
 
 def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name: str) -> Tensor | None:
-    """`tensor` as the kernels read it: on this device, of this dtype, contiguous."""
+    """`tensor` as the kernels read it: on this device, of this dtype, contiguous, its first element at a multiple of 16
+    bytes (a contiguous view may begin anywhere, and a misaligned vector access is an error on a GPU)."""
     if tensor is None:
         return None
     if tensor.device != device or device.type != DEVICE:
         raise ValueError(f"{name} is on {tensor.device}: the cuda backend takes tensors of one CUDA device")
     if tensor.dtype != dtype:
         raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
-    return tensor.contiguous()
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def addressed(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from orthokern._state import check_integer, check_real, misfit
 from orthokern.errors import InputError
 
-__all__ = ["check_new", "check_rate"]
+__all__ = ["check_certificate", "check_matrix", "check_new", "check_rate"]
 
 
 def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
@@ -43,3 +45,27 @@ def check_rate(index: int, group: dict[str, Any]) -> None:
         raise InputError(
             f"lr of group {index}{role} must be finite and at least 0, got {rate!r}; no parameter was changed"
         )
+
+
+def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raises InputError unless a value is a finite, dense floating tensor of a shape."""
+    fine = isinstance(value, Tensor) and value.layout == torch.strided and value.is_floating_point()
+    if not fine or tuple(value.shape) != shape or not bool(value.isfinite().all()):
+        raise misfit(name, value, f"a finite floating tensor {list(shape)}")
+
+
+def check_certificate(name: str, value: Any, M: int, K: int) -> None:
+    """Raises InputError unless a saved value has the parts and shapes of a projection's certificate. One of three to
+    five parts is of an earlier version."""
+    if not isinstance(value, (tuple, list)) or not 3 <= len(value) <= 6 or not isinstance(value[1], Tensor):
+        raise misfit(name, value, "the six parts of a certificate")
+    v = value[1]
+    k = v.shape[-1] if v.dim() == 2 else 0
+    for part, tensor, shape in (("anchor", value[0], (M, K)), ("v", v, (K, k)), ("image", value[2], (M, k))):
+        check_matrix(f"{name}.{part}", tensor, shape)
+        if tensor.dtype != v.dtype:
+            raise misfit(f"{name}.{part}", tensor, f"one dtype with v, {v.dtype}")
+    for part, number in zip(("level", "whole"), value[3:5], strict=False):
+        check_real(f"{name}.{part}", number, 0.0)
+    if len(value) == 6:
+        check_integer(f"{name}.served", value[5])

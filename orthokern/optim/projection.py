@@ -14,8 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from orthokern import _autocast
 from orthokern._products import ieee_products
+from orthokern._state import check_integer, misfit
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import spectral
+from orthokern.optim._checks import check_certificate, check_matrix
 
 __all__ = ["SpectralNormProjection"]
 
@@ -194,13 +196,8 @@ class SpectralNormProjection:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InputError: the state is of other matrices."""
-        shapes = [None if w is None else list(w.shape) for w in state["before"]]
-        for index, (shape, w) in enumerate(zip(shapes, self.matrices, strict=False)):
-            if shape is not None and shape != list(w.shape):
-                raise InputError(f"state of constrained matrix {index} has shape {shape}: accepted is {list(w.shape)}")
-        if len(shapes) != len(self._matrices):
-            raise InputError(f"the state is of {len(shapes)} matrices: accepted is one of {len(self._matrices)}")
+        """Raises: InputError: the state is of other matrices, or not one of a projection."""
+        self._check_state(state)
         devices = [w.device for w in self.matrices]
         self._before = [
             None if w is None else w.to(device, copy=True) for w, device in zip(state["before"], devices, strict=True)
@@ -212,6 +209,29 @@ class SpectralNormProjection:
             for c, device in zip(state["certificates"], devices, strict=True)
         ]
         self.counts = dict(state["counts"])
+
+    def _check_state(self, state: Any) -> None:
+        """Raises InputError unless names, types, shapes and ranges of a state are those of these matrices'."""
+        if not isinstance(state, dict) or state.keys() != {"before", "bounds", "certificates", "counts"}:
+            raise misfit("state", state, "a dict of before, bounds, certificates and counts")
+        n = len(self._matrices)
+        for name in ("before", "bounds", "certificates"):
+            if not isinstance(state[name], list):
+                raise misfit(name, state[name], "a list")
+            if len(state[name]) != n:
+                raise InputError(f"the state is of {len(state[name])} matrices: accepted is one of {n}")
+        if not isinstance(state["counts"], dict) or state["counts"].keys() != self.counts.keys():
+            raise misfit("counts", state["counts"], f"a dict of {', '.join(self.counts)}")
+        for name, count in state["counts"].items():
+            check_integer(f"counts.{name}", count)
+        for index, w in enumerate(self.matrices):
+            before, bound, certificate = (state[name][index] for name in ("before", "bounds", "certificates"))
+            if before is not None:
+                check_matrix(f"before.{index}", before, tuple(w.shape))
+            if type(bound) is not float or not bound >= 0:
+                raise misfit(f"bounds.{index}", bound, "a number of at least 0")
+            if certificate is not None:
+                check_certificate(f"certificates.{index}", certificate, max(w.shape), min(w.shape))
 
     def _upper_bounds(self) -> list[float]:
         """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
