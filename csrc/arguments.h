@@ -1,8 +1,8 @@
-// How the native module reads what Python hands it: a dict with the fields of a struct, numbers and addresses. A null pointer is None.
+// How the native module reads what Python hands it: a dict with the fields of a struct, numbers and addresses. A null
+// pointer is None.
 #pragma once
 
 #include <pybind11/pybind11.h>
-
 #include <stdint.h>
 #include <string.h>
 
@@ -24,7 +24,8 @@ inline std::string next_name(const char*& names) {
   return std::string(begin, length);
 }
 
-// Sets each field that it visits to the value under its name. TypeError for a missing field and, from done(), for a key that is no field.
+// Sets each field that it visits to the value under its name. TypeError for a missing field and, from done(), for a key
+// that is no field.
 class Arguments {
  public:
   enum Missing { kRefused, kKeepsItsValue };
@@ -57,7 +58,9 @@ class Arguments {
   }
 
  private:
-  [[noreturn]] void refuse(const std::string& why) const { throw pybind11::type_error(std::string(function_) + ": " + why); }
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw pybind11::type_error(std::string(function_) + ": " + why);
+  }
 
   template <class T>
   void read(const std::string& name, T& field) {
@@ -69,7 +72,8 @@ class Arguments {
       field = value.cast<T>();
     }
     if constexpr (std::is_same_v<T, int>)  // the kernels rely on it to be in their list
-      if (name == "activation" && !visit_activation(field, [](auto) {})) throw std::invalid_argument("unknown activation " + std::to_string(field));
+      if (name == "activation" && !visit_activation(field, [](auto) {}))
+        throw std::invalid_argument("unknown activation " + std::to_string(field));
   }
   template <class T>
   void read(const std::string& name, std::vector<T>& structs);
@@ -95,7 +99,8 @@ template <class T>
 void Arguments::read(const std::string& name, std::vector<T>& structs) {
   const pybind11::object values = take(name);
   for (const pybind11::handle& value : values)
-    structs.push_back(read_arguments(function_, pybind11::reinterpret_borrow<pybind11::dict>(value), &T::template fields<Arguments>));
+    structs.push_back(
+        read_arguments(function_, pybind11::reinterpret_borrow<pybind11::dict>(value), &T::template fields<Arguments>));
 }
 
 }  // namespace orthokern

@@ -1,7 +1,8 @@
 // orthokern._C: the table of contents of the native kernels.
 //
-// Every function takes addresses as integers and sizes, and no torch type: one build serves every torch version. The only caller is
-// orthokern/cpu/_call.py, which has checked dtype, contiguity and device. The GIL is released while a kernel runs.
+// Every function takes addresses as integers and sizes, and no torch type: one build serves every torch version. The
+// only caller is orthokern/cpu/_call.py, which has checked dtype, contiguity and device. The GIL is released while a
+// kernel runs.
 #include <pybind11/pybind11.h>
 
 #include <new>
@@ -22,7 +23,8 @@ namespace {
 
 // The function `name` reads its arguments, which `fields` lists, and runs a kernel of the instruction set in use.
 template <class Args>
-void bind(py::module_& m, const char* name, bool (*CpuKernels::*kernel)(const Args&), void (Args::*fields)(Arguments&)) {
+void bind(py::module_& m, const char* name, bool (*CpuKernels::*kernel)(const Args&),
+          void (Args::*fields)(Arguments&)) {
   m.def(name, [=](const py::dict& given) {
     const Args args = read_arguments(name, given, fields);
     bool ok;
@@ -49,8 +51,9 @@ PYBIND11_MODULE(_C, m) {
         return names;
       },
       "The instruction sets that were built and that this machine can run, best first.");
-  m.def("select_isa", [](const std::string& name) { return cpu_select(name.empty() ? nullptr : name.c_str()); },
-        "Choose among isas() (\"\": the best). False if it is not there.");
+  m.def(
+      "select_isa", [](const std::string& name) { return cpu_select(name.empty() ? nullptr : name.c_str()); },
+      "Choose among isas() (\"\": the best). False if it is not there.");
   m.def("thread_pool", [] { return std::string(parallel_pool()); }, "Where the threads come from.");
 
   m.def(
@@ -58,16 +61,21 @@ PYBIND11_MODULE(_C, m) {
       [] {
         const char* const reads[] = {"nothing", "output", "input"};  // in the order of act::Reads
         py::dict rows;
-#define ORTHOKERN_ROW(A) rows[py::int_(int{act::A::number})] = py::make_tuple(reads[act::A::reads], bool{act::A::has_parameter}, bool{act::A::pairs});
+#define ORTHOKERN_ROW(A)                \
+  rows[py::int_(int{act::A::number})] = \
+      py::make_tuple(reads[act::A::reads], bool{act::A::has_parameter}, bool{act::A::pairs});
         ORTHOKERN_ACTIVATIONS(ORTHOKERN_ROW)
 #undef ORTHOKERN_ROW
         return rows;
       },
-      "The activations of the kernels: number -> (what backward reads, whether it has a parameter, whether it works on pairs).");
+      "The activations of the kernels: number -> (what backward reads, whether it has a parameter, whether it works on "
+      "pairs).");
 
   py::class_<Buffer>(m, "Buffer", py::buffer_protocol(), "Uninitialised memory from the pool of large results.")
       .def(py::init<size_t>(), py::arg("bytes"))
-      .def_buffer([](Buffer& b) { return py::buffer_info(static_cast<uint8_t*>(b.memory()), static_cast<py::ssize_t>(b.bytes())); });
+      .def_buffer([](Buffer& b) {
+        return py::buffer_info(static_cast<uint8_t*>(b.memory()), static_cast<py::ssize_t>(b.bytes()));
+      });
   m.def(
       "empty_cache",
       [] {
@@ -75,8 +83,10 @@ PYBIND11_MODULE(_C, m) {
         BufferPool::scratch().release();
       },
       "Give waiting memory back to the system.");
-  m.def("cache_bytes", [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },
-        "Bytes of results in use and waiting.");
+  m.def(
+      "cache_bytes",
+      [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },
+      "Bytes of results in use and waiting.");
 
   // One op, one stem: csrc/cpu/<op>.cpp.
   bind(m, "factored_scan_fwd", &CpuKernels::factored_scan_fwd, &ScanArgs::forward<Arguments>);
@@ -87,7 +97,8 @@ PYBIND11_MODULE(_C, m) {
   bind(m, "gru_scan_bwd", &CpuKernels::gru_scan_bwd, &GruArgs::backward<Arguments>);
   bind(m, "activation_fwd", &CpuKernels::activation_fwd, &ActivationArgs::forward<Arguments>);
   bind(m, "activation_bwd", &CpuKernels::activation_bwd, &ActivationArgs::backward<Arguments>);
-  bind(m, "linear_cross_entropy_fwd", &CpuKernels::linear_cross_entropy_fwd, &LinearCrossEntropyArgs::fields<Arguments>);
+  bind(m, "linear_cross_entropy_fwd", &CpuKernels::linear_cross_entropy_fwd,
+       &LinearCrossEntropyArgs::fields<Arguments>);
   bind(m, "modal_scan_fwd", &CpuKernels::modal_scan_fwd, &ModalArgs::scan<Arguments>);
   bind(m, "modal_scan_bwd", &CpuKernels::modal_scan_bwd, &ModalArgs::scan_backward<Arguments>);
   bind(m, "modal_cross_entropy_fwd", &CpuKernels::modal_cross_entropy_fwd, &ModalArgs::cross_entropy<Arguments>);

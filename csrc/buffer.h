@@ -1,8 +1,9 @@
 // Large results on the CPU, from memory that is kept.
 //
-// A fresh allocation of 256 MB costs more than the scan that fills it: 65 000 page faults, each with a page of zeros. The C library gives
-// such blocks back to the system at once, so every training iteration would pay again. Here a freed block waits for the next request of
-// about its size. What is held, in use and waiting, never exceeds the most that was ever in use at one time.
+// A fresh allocation of 256 MB costs more than the scan that fills it: 65 000 page faults, each with a page of zeros.
+// The C library gives such blocks back to the system at once, so every training iteration would pay again. Here a freed
+// block waits for the next request of about its size. What is held, in use and waiting, never exceeds the most that was
+// ever in use at one time.
 #pragma once
 
 #include <stddef.h>
@@ -22,8 +23,8 @@ class BufferPool {
     size_t bytes;
   };
 
-  // Results, which tensors hold, and scratch, which a call gives back when it ends: apart, since the most that is in use at one time is a fair
-  // bound for either, but results and scratch are at their most at different times.
+  // Results, which tensors hold, and scratch, which a call gives back when it ends: apart, since the most that is in
+  // use at one time is a fair bound for either, but results and scratch are at their most at different times.
   static BufferPool& results() {
     static BufferPool* pool = new BufferPool;  // never destroyed: tensors may outlive static destruction
     return *pool;
@@ -38,7 +39,8 @@ class BufferPool {
     std::lock_guard<std::mutex> lock(mutex_);
     size_t best = waiting_.size();
     for (size_t i = 0; i < waiting_.size(); i++)
-      if (waiting_[i].bytes >= bytes && waiting_[i].bytes <= bytes + bytes / 4 && (best == waiting_.size() || waiting_[i].bytes < waiting_[best].bytes))
+      if (waiting_[i].bytes >= bytes && waiting_[i].bytes <= bytes + bytes / 4 &&
+          (best == waiting_.size() || waiting_[i].bytes < waiting_[best].bytes))
         best = i;
     Block block;
     if (best < waiting_.size()) {
@@ -83,7 +85,8 @@ class BufferPool {
     void* memory = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return {nullptr, 0};
     // Cut to a huge page's boundary, and ask for huge pages: 512 times fewer faults on first use.
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(memory), aligned = (begin + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(memory),
+                    aligned = (begin + kHugePage - 1) / kHugePage * kHugePage;
     if (aligned > begin) munmap(memory, aligned - begin);
     const uintptr_t end = begin + bytes + kHugePage;
     if (end > aligned + bytes) munmap(reinterpret_cast<void*>(aligned + bytes), end - aligned - bytes);
@@ -110,7 +113,8 @@ class BufferPool {
   size_t live_bytes_ = 0, waiting_bytes_ = 0, peak_bytes_ = 0;
 };
 
-// One block, as an object with Python's buffer protocol: torch.frombuffer keeps it alive as long as the tensor's storage.
+// One block, as an object with Python's buffer protocol: torch.frombuffer keeps it alive as long as the tensor's
+// storage.
 class Buffer {
  public:
   explicit Buffer(size_t bytes) : bytes_(bytes), block_(BufferPool::results().take(bytes)) {}

@@ -1,4 +1,5 @@
-// The activations: one struct each, and the list that every switch over them is generated from. orthokern/_activations.py has the same rows.
+// The activations: one struct each, and the list that every switch over them is generated from.
+// orthokern/_activations.py has the same rows.
 //
 //   name       phi(a)                            phi'(a), as backward sees it          gradient of its parameter p
 //   identity   a                                 1
@@ -9,14 +10,15 @@
 //   oplu       pairs (a, b) -> (max, min)        the same exchange of the pair
 //   softsign   a / (1 + |a|)                     (1 - |h|)^2
 //
-// h is the output, a the input, g the gradient of h. Every phi maps 0 to 0: units and rows that fill a vector or a tile stay zero.
+// h is the output, a the input, g the gradient of h. Every phi maps 0 to 0: units and rows that fill a vector or a tile
+// stay zero.
 //
 // A struct derives from Traits and has
 //   forward<M>(a, p)            phi(a)
 //   backward<M>(saved, g, p)    phi'(a) g; `saved` is a where the struct reads kInput, else h
 //   parameter_grad<M>(saved, g, p)  with a parameter: what one element adds to the gradient of p
-// or, on pairs of units, the same forward and backward from both members of the pair. V is a vector of lanes on the CPU and a scalar on the
-// GPU; M::tanh is tanh of a V. An integer literal stands for its value in every lane.
+// or, on pairs of units, the same forward and backward from both members of the pair. V is a vector of lanes on the CPU
+// and a scalar on the GPU; M::tanh is tanh of a V. An integer literal stands for its value in every lane.
 #pragma once
 
 #if defined(__CUDACC__)

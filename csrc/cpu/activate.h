@@ -21,7 +21,8 @@ ORTHOKERN_INLINE V<T> activate(V<T> a, V<T> param) {
   else return A::template forward<VectorMath<T>>(a, param);
 }
 
-// phi'(a) * g from `saved`, which is a where A needs its input, else the output; adds to *param_grad what the parameter gets.
+// phi'(a) * g from `saved`, which is a where A needs its input, else the output; adds to *param_grad what the parameter
+// gets.
 template <class T, class A>
 ORTHOKERN_INLINE V<T> activate_grad(V<T> saved, V<T> g, V<T> param, V<T>* param_grad) {
   (void)param, (void)param_grad;
@@ -30,7 +31,8 @@ ORTHOKERN_INLINE V<T> activate_grad(V<T> saved, V<T> g, V<T> param, V<T>* param_
   else return A::template backward<VectorMath<T>>(saved, g, param);
 }
 
-// The parameter of every unit, padded with zeros to whole vectors: [round_up(N, L)] from [1] or [N] (or zeros without a parameter).
+// The parameter of every unit, padded with zeros to whole vectors: [round_up(N, L)] from [1] or [N] (or zeros without a
+// parameter).
 template <class T>
 inline bool expand_param(Scratch<T>* to, const T* param, int64_t size, int64_t N) {
   const int64_t padded = (N + kLanes<T> - 1) / kLanes<T> * kLanes<T>;

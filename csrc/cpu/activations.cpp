@@ -1,4 +1,5 @@
-// The activations by themselves on the CPU: one pass over memory, 8 (float32) bytes per element forward and 12 backward.
+// The activations by themselves on the CPU: one pass over memory, 8 (float32) bytes per element forward and 12
+// backward.
 #include "cpu/activate.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -13,10 +14,10 @@ constexpr int64_t kSumRows = 64;
 template <class T>
 struct ActivationCall {
   const ActivationArgs* args;
-  int64_t rows, N;   // as walked: one unit per column, or everything in one row where units do not matter
+  int64_t rows, N;  // as walked: one unit per column, or everything in one row where units do not matter
   int tasks;
-  Scratch<T> param;        // [round_up(N)], or one vector where all units share it
-  Scratch<double> sums;    // [tasks][round_up(N)] or [tasks][L]
+  Scratch<T> param;      // [round_up(N)], or one vector where all units share it
+  Scratch<double> sums;  // [tasks][round_up(N)] or [tasks][L]
   bool flat;
 };
 
@@ -31,7 +32,9 @@ void activation_rows(ActivationCall<T>& call, int task, int64_t begin, int64_t e
   auto one = [&](int64_t at, int count, V<T> param, V<T>* param_grad) {
     const V<T> a = count == L ? load(x + at) : load_part(x + at, count);
     V<T> y = activate<T, A>(a, param);
-    if (BACKWARD) y = activate_grad<T, A>(A::needs_input ? a : y, count == L ? load(grad_y + at) : load_part(grad_y + at, count), param, param_grad);
+    if (BACKWARD)
+      y = activate_grad<T, A>(A::needs_input ? a : y, count == L ? load(grad_y + at) : load_part(grad_y + at, count),
+                              param, param_grad);
     if (count == L) store(out + at, y);
     else store_part(out + at, y, count);
   };
@@ -70,7 +73,8 @@ void activation_task(void* context, int task) {
   const int64_t parts = (whole + unit - 1) / unit;
   const int64_t begin = parts * task / call.tasks * unit, stop = parts * (task + 1) / call.tasks * unit;
   const int64_t end = stop < whole ? stop : whole;
-  visit_activation(call.args->activation, [&](auto a) { activation_rows<T, decltype(a), BACKWARD>(call, task, begin, end); });
+  visit_activation(call.args->activation,
+                   [&](auto a) { activation_rows<T, decltype(a), BACKWARD>(call, task, begin, end); });
 }
 
 template <class T, bool BACKWARD>
@@ -85,7 +89,8 @@ bool run(const ActivationArgs& args) {
   const int64_t useful = args.rows * args.N / 16384 + 1;  // a thread is not worth waking for less
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
   const int64_t padded = call.flat ? L : (call.N + L - 1) / L * L;
-  if (!expand_param(&call.param, static_cast<const T*>(args.act_param), args.act_param_size, call.flat ? L : call.N)) return false;
+  if (!expand_param(&call.param, static_cast<const T*>(args.act_param), args.act_param_size, call.flat ? L : call.N))
+    return false;
   if (BACKWARD && !call.sums.allocate(static_cast<size_t>(call.tasks) * padded)) return false;
   parallel_run(call.tasks, activation_task<T, BACKWARD>, &call);
   if (BACKWARD && args.grad_act_param) {
@@ -104,8 +109,12 @@ bool run(const ActivationArgs& args) {
 
 }  // namespace
 
-bool activation_fwd(const ActivationArgs& args) { return args.dtype == kFloat64 ? run<double, false>(args) : run<float, false>(args); }
-bool activation_bwd(const ActivationArgs& args) { return args.dtype == kFloat64 ? run<double, true>(args) : run<float, true>(args); }
+bool activation_fwd(const ActivationArgs& args) {
+  return args.dtype == kFloat64 ? run<double, false>(args) : run<float, false>(args);
+}
+bool activation_bwd(const ActivationArgs& args) {
+  return args.dtype == kFloat64 ? run<double, true>(args) : run<float, true>(args);
+}
 
 }  // namespace ORTHOKERN_ISA
 }  // namespace orthokern

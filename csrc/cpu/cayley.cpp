@@ -3,7 +3,8 @@
 //     A = G M^T - M G^T,    X = lr/2 A (skew),    M_new = M - 2 (I + X)^-1 X M.
 //
 // Square route, 2 K >= N. Everything stays in panels (panels.h):
-//     P = G M^T  ->  X = lr/2 (P - P^T), in place  ->  its norms choose how (I + X)^-1 X is taken, Note [Which series]  ->
+//     P = G M^T  ->  X = lr/2 (P - P^T), in place  ->  its norms choose how (I + X)^-1 X is taken, Note [Which series]
+//                ->
 //     column panels of M, a few at a time and in the cache:  D = (I + X)^-1 X M,  out = M - 2 D.
 //
 // Thin route, 2 K < N: nothing of size N x N. A = P Q^T with P = [G, M] and Q = [M, -G], both [N, 2K], hence
@@ -12,25 +13,32 @@
 //
 // Note [Which series]
 //     (I + X)^-1 X = X - X^2 + X^3 - ...; with S = X^2 (symmetric: half a product) and Z = X - S = X (I - X):
-//         first      X               4 N^3 flops in all       next term X^2: symmetric, so it changes |M| at every step: allowed only
+//         first      X               4 N^3 flops in all       next term X^2: symmetric, so it changes |M| at every
+//                    step: allowed only
 //                                                              where 3000 steps of it stay below one step's rounding
 //         second     Z               5 N^3                     next term X^3: skew, harmless for orthogonality
 //         fourth     (I + S) Z       7 N^3                     next term X^5
-//         LU         of I + X        6.7 N^3, at a lower rate  without pivoting while X is moderate (lu.h), with it otherwise
-//         large                      4.7 N^3, at a lower rate  for an X that turns M as a whole by about 90 degrees or more: the correction
-//                                                              is no smaller than M then, and M_new = 2 (I + X)^-1 M - M rounds least
-//     How large the next term is, is bounded from X's and S's rows and Frobenius norms, never from M: the choice is exact mathematics for any
+//         LU         of I + X        6.7 N^3, at a lower rate  without pivoting while X is moderate (lu.h), with it
+//                    otherwise
+//         large                      4.7 N^3, at a lower rate  for an X that turns M as a whole by about 90 degrees or
+//                                    more: the correction
+//                                                              is no smaller than M then, and M_new = 2 (I + X)^-1 M -
+//                                                              M rounds least
+//     How large the next term is, is bounded from X's and S's rows and Frobenius norms, never from M: the choice is
+//     exact mathematics for any
 //     M, orthogonal or not, and depends on nothing but the numbers.
 //
-// Limit: the rate of the multiply-adds. Float32, 2 matrices on 2 cores with AVX-512, form `first`, 4 N^3 operations a matrix; share of
-// torch's SGEMM rate (1536^3) beside it, best of many: 77 % at N = 64, 86 at 128, 96 at 256, 95 at 512, 91 at 1000. The products alone reach SGEMM's rate while
-// their factors fit the second cache. What is left: at small N packing, transposes and one fork; at N = 1000 the left factor, which is
-// read from the third cache once for each group of panels.
+// Limit: the rate of the multiply-adds. Float32, 2 matrices on 2 cores with AVX-512, form `first`, 4 N^3 operations a
+// matrix; share of torch's SGEMM rate (1536^3) beside it, best of many: 77 % at N = 64, 86 at 128, 96 at 256, 95 at
+// 512, 91 at 1000. The products alone reach SGEMM's rate while their factors fit the second cache. What is left: at
+// small N packing, transposes and one fork; at N = 1000 the left factor, which is read from the third cache once for
+// each group of panels.
 //
-// Rounding: every form but `large` rounds against the small correction, never against M, but for the one last subtraction.
+// Rounding: every form but `large` rounds against the small correction, never against M, but for the one last
+// subtraction.
 //
-// Threads: with at least one matrix for each thread a thread keeps a matrix to itself; otherwise rows and panels of a matrix are shared out.
-// The bits are the same either way and for any number of threads.
+// Threads: with at least one matrix for each thread a thread keeps a matrix to itself; otherwise rows and panels of a
+// matrix are shared out. The bits are the same either way and for any number of threads.
 #include "cpu/cayley.h"
 
 #include "cpu/cayley_square.h"
@@ -40,8 +48,8 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-// Memory of `count` owners, in allocations of their own: the C library keeps what is freed in moderate pieces for the next call, and returns
-// larger ones to the system, which then has to clear all of it again at every step.
+// Memory of `count` owners, in allocations of their own: the C library keeps what is freed in moderate pieces for the
+// next call, and returns larger ones to the system, which then has to clear all of it again at every step.
 class MemoryList {
  public:
   MemoryList() : list_(nullptr), count_(0) {}
@@ -56,7 +64,9 @@ class MemoryList {
     if (list_) count_ = count;
     return list_ != nullptr;
   }
-  char* allocate(int i, size_t bytes) { return posix_memalign(&list_[i], 64, bytes) == 0 ? static_cast<char*>(list_[i]) : nullptr; }
+  char* allocate(int i, size_t bytes) {
+    return posix_memalign(&list_[i], 64, bytes) == 0 ? static_cast<char*>(list_[i]) : nullptr;
+  }
 
  private:
   void** list_;
@@ -102,15 +112,18 @@ bool cayley(const CayleyArgs& args) {
   if (args.batch <= 0 || args.N <= 0 || args.K <= 0) return true;
   FlushDenormals flush;
   const bool thin = 2 * args.K < args.N;
-  // A thread more has to save more than the microseconds that waking it takes: once for a batch of matrices, some ten times for a matrix
-  // that is shared.
+  // A thread more has to save more than the microseconds that waking it takes: once for a batch of matrices, some ten
+  // times for a matrix that is shared.
   const double flops = static_cast<double>(args.N) * args.K * (thin ? 10 * args.K : 4 * args.N);
   const bool cooperate = flops > 1.6e7;
   double useful = cooperate ? flops / 4e6 * args.batch : flops / 2e5 * args.batch;
   if (!cooperate && useful > args.batch) useful = args.batch;
   const int threads = useful < args.threads ? max_of(1, static_cast<int>(useful)) : max_of(1, args.threads);
-  if (args.dtype == 0) return thin ? batch<float, ThinRoute>(args, threads, cooperate) : batch<float, SquareRoute>(args, threads, cooperate);
-  return thin ? batch<double, ThinRoute>(args, threads, cooperate) : batch<double, SquareRoute>(args, threads, cooperate);
+  if (args.dtype == 0)
+    return thin ? batch<float, ThinRoute>(args, threads, cooperate)
+                : batch<float, SquareRoute>(args, threads, cooperate);
+  return thin ? batch<double, ThinRoute>(args, threads, cooperate)
+              : batch<double, SquareRoute>(args, threads, cooperate);
 }
 
 }  // namespace ORTHOKERN_ISA

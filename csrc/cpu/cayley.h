@@ -10,7 +10,7 @@ namespace orthokern {
 
 struct CayleyArgs {
   int64_t batch, N, K;
-  int dtype;         // 0 float32, 1 float64
+  int dtype;  // 0 float32, 1 float64
   int threads;
   const void* m;     // [batch, N, K], contiguous
   const void* g;     // [batch, N, K], contiguous: the gradient with respect to m

@@ -20,11 +20,12 @@ struct Epsilon<double> {
 };
 
 // Bounds on what a series may leave out, relative to M.
-constexpr double kSkewRemainder = 1.0 / 32;        // of the rounding unit
+constexpr double kSkewRemainder = 1.0 / 32;         // of the rounding unit
 constexpr double kSymmetricRemainder = 1.0 / 2048;  // the same, where it adds up over the steps
 // Up to this Frobenius norm of X, LU without pivoting loses nothing against LU with it.
 constexpr double kNoPivotNorm = 4;
-// From this root mean square of X's singular values on, M_new = 2 (I + X)^-1 M - M has the smaller error and drift (measured, N = 128).
+// From this root mean square of X's singular values on, M_new = 2 (I + X)^-1 M - M has the smaller error and drift
+// (measured, N = 128).
 constexpr double kLargeTurn = 0.75;
 // The same for a thin M, from the root mean square of c Q'^T P' (see thin_step).
 constexpr double kLargeThinTurn = 1.5;

@@ -10,27 +10,27 @@ namespace {
 // What one matrix needs on the square route.
 template <class T>
 struct SquareWork {
-  Panels<T> x;     // [N, N]: P, then X, then Z
-  Panels<T> s;     // [N, N]: the panels of G, then S or the LU factors
-  T* inverses;     // [blocks][W][W]: of diagonal blocks
-  double* sums;    // [N]: squared norms of rows
-  int* swaps;      // [N]
+  Panels<T> x;   // [N, N]: P, then X, then Z
+  Panels<T> s;   // [N, N]: the panels of G, then S or the LU factors
+  T* inverses;   // [blocks][W][W]: of diagonal blocks
+  double* sums;  // [N]: squared norms of rows
+  int* swaps;    // [N]
 };
 // What one thread needs.
 template <class T>
 struct GroupWork {
-  T* m;      // panels of M or M^T, [N, group * W]
-  T* d;      // panels of D, the same
-  T* tile;   // [kMaxRows, W]
+  T* m;     // panels of M or M^T, [N, group * W]
+  T* d;     // panels of D, the same
+  T* tile;  // [kMaxRows, W]
 };
 
 struct SquareShape {
   int N, K;
-  int blocks;        // panels of N columns
-  int columns;       // panels of K columns
-  int rows;          // rows given to a panel
-  int group;         // panels of M that a thread takes through the cache at once
-  int lu_group;      // panels of an [N, N] matrix that share one pass over it: more than one where it outgrows the cache
+  int blocks;    // panels of N columns
+  int columns;   // panels of K columns
+  int rows;      // rows given to a panel
+  int group;     // panels of M that a thread takes through the cache at once
+  int lu_group;  // panels of an [N, N] matrix that share one pass over it: more than one where it outgrows the cache
   ptrdiff_t stride;  // elements from a panel to the next
 };
 
@@ -44,7 +44,8 @@ SquareShape square_shape(int N, int K, int threads) {
   s.columns = ceil_div(K, W);
   s.rows = panel_rows<T>(N);
   s.stride = static_cast<ptrdiff_t>(s.rows) * W;
-  const int cached = static_cast<int>((512 << 10) / (s.stride * sizeof(T)));  // two such groups and what streams past: a share of L2
+  const int cached =
+      static_cast<int>((512 << 10) / (s.stride * sizeof(T)));  // two such groups and what streams past: a share of L2
   const int groups = max_of(ceil_div(s.blocks, max_of(cached, 1)), min_of(threads, s.columns));
   s.group = ceil_div(s.blocks, groups);
   s.lu_group = s.stride * sizeof(T) * s.blocks > (1200 << 10) ? max_of(1, 128 / W) : 1;
@@ -118,8 +119,8 @@ Norms norms(const Panels<T>& x, int N, double* sums, int threads) {
   return {square_root(total), square_root(largest)};
 }
 
-// s = x^2 for x [N, N]: the tiles of rows and panels that reach above the diagonal, then their mirror images. group: panels that share one
-// pass over x.
+// s = x^2 for x [N, N]: the tiles of rows and panels that reach above the diagonal, then their mirror images. group:
+// panels that share one pass over x.
 template <class T>
 void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int threads) {
   constexpr int W = kWidth<T>;
@@ -129,13 +130,15 @@ void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int t
     const RowTiles split(min_of(end * W, N));
     for (int j = 0, row = 0; j < split.tiles; row += split.count(j), j++) {
       const int from = max_of(first, row / W);
-      product<T>(x, row, split.count(j), 0, N, x.from(from), end - from, min_of(W, N - (end - 1) * W), nullptr, T(1), s.from(from));
+      product<T>(x, row, split.count(j), 0, N, x.from(from), end - from, min_of(W, N - (end - 1) * W), nullptr, T(1),
+                 s.from(from));
     }
   });
   mirror<T>(s, N, threads);
 }
 
-// Chooses the form for x = X and prepares it. kSecond: x = Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the factors of I + X.
+// Chooses the form for x = X and prepares it. kSecond: x = Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the
+// factors of I + X.
 template <class T>
 Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int threads) {
   constexpr int W = kWidth<T>;
@@ -143,8 +146,8 @@ Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int th
   const double skew_limit = kSkewRemainder * Epsilon<T>::value;
   const Norms x = norms<T>(w.x, N, w.sums, threads);
   if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * Epsilon<T>::value) return kFirst;
-  // The least that S's norms can be, given X's: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If even these leave too much, S is not
-  // worth forming.
+  // The least that S's norms can be, given X's: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If even these
+  // leave too much, S is not worth forming.
   const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / square_root(square_root(N));
   if (2 * least_row * least_norm * least_norm * least_norm <= skew_limit) {
     square_skew<T>(w.x, N, shape.lu_group, w.s, threads);
@@ -199,7 +202,8 @@ void subtract_product(const Panels<T>& x, const Panels<T>& m, int N, int cols, T
     const ProductTile<T> tile = product_tile_for_rows<T, 2, false>(count);
     T* to = out + row * K;
     int c = 0;
-    for (; c + W <= cols; c += W) tile(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), to + c, K);
+    for (; c + W <= cols; c += W)
+      tile(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), to + c, K);
     if (c == cols) continue;
     const int left = cols - c;
     const ProductTile<T> rest = left <= kLanes<T> ? product_tile_for_rows<T, 1, false>(count) : tile;
@@ -211,8 +215,8 @@ void subtract_product(const Panels<T>& x, const Panels<T>& m, int N, int cols, T
 
 // Columns [col0, col0 + cols) of the step: m, out [N, K] row-major.
 template <class T>
-void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, const Lu<T>& lu, const GroupWork<T>& g, const T* m, int col0,
-                  int cols, T* out) {
+void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, const Lu<T>& lu, const GroupWork<T>& g,
+                  const T* m, int col0, int cols, T* out) {
   constexpr int W = kWidth<T>;
   const int N = shape.N, K = shape.K;
   const int panels = ceil_div(cols, W), last = last_width<T>(cols);
@@ -235,8 +239,8 @@ void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, c
 
 // m, g, out [N, K].
 template <class T>
-void square_step(const SquareShape& shape, const SquareWork<T>& w, const Slot<SquareWork<T>, GroupWork<T>>* slots, const T* m, const T* g,
-                 double lr, T* out, int threads) {
+void square_step(const SquareShape& shape, const SquareWork<T>& w, const Slot<SquareWork<T>, GroupWork<T>>* slots,
+                 const T* m, const T* g, double lr, T* out, int threads) {
   constexpr int W = kWidth<T>;
   const int N = shape.N, K = shape.K;
   share(threads, ceil_div(N, kRowsPerItem), [&](int t) {
@@ -286,7 +290,8 @@ struct SquareRoute {
     thread->d = from.take<T>(own.stride * own.group);
     thread->tile = from.take<T>(kMaxRows * kWidth<T>);
   }
-  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out, int threads) const {
+  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out,
+            int threads) const {
     square_step<T>(threads > 1 ? shared : own, work, slots, m, g, lr, out, threads);
   }
 };

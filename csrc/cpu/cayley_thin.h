@@ -12,10 +12,10 @@ constexpr int kThinParts = 32;  // at most so many partial Gram matrices
 
 struct ThinShape {
   int N, K;
-  int columns;         // panels of K columns
-  int blocks;          // panels of 2 K columns
-  ptrdiff_t stride;    // of panels with K rows
-  ptrdiff_t stride2;   // of panels with 2 K rows
+  int columns;           // panels of K columns
+  int blocks;            // panels of 2 K columns
+  ptrdiff_t stride;      // of panels with K rows
+  ptrdiff_t stride2;     // of panels with 2 K rows
   ptrdiff_t row_stride;  // of panels with kThinRows rows
   int parts, part_rows;
 };
@@ -63,7 +63,8 @@ void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, b
         T* to = out.at(i * W + row, q);
         const bool narrow = q == panels - 1 && last <= kLanes<T>;
         const int count = split.count(j);
-        const ProductTile<T> tile = narrow ? product_tile_for_rows<T, 1, true>(count) : product_tile_for_rows<T, 2, true>(count);
+        const ProductTile<T> tile =
+            narrow ? product_tile_for_rows<T, 1, true>(count) : product_tile_for_rows<T, 2, true>(count);
         tile(a.at(0, i) + row, 0, b.at(0, q), rows, add ? to : nullptr, W, T(1), to, W);
       }
   }
@@ -71,8 +72,8 @@ void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, b
 
 // m, g, out [N, K].
 template <class T>
-void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots, const T* m, const T* g,
-               double lr, T* out, int threads) {
+void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots,
+               const T* m, const T* g, double lr, T* out, int threads) {
   constexpr int W = kWidth<T>;
   const int N = s.N, K = s.K;
   share(threads, min_of(threads, s.parts), [&](int t) {
@@ -96,8 +97,8 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
   for (int part = 1; part < s.parts; part++)
     for (ptrdiff_t i = 0; i < whole; i++) work.grams[i] += work.grams[part * whole + i];
 
-  // A power of two t that makes t G about as large as M: with P' = [t G, M] and Q' = [M, -t G], t A = P' Q'^T, the blocks of Q'^T P' are of
-  // one size and pivots are chosen among equals.
+  // A power of two t that makes t G about as large as M: with P' = [t G, M] and Q' = [M, -t G], t A = P' Q'^T, the
+  // blocks of Q'^T P' are of one size and pivots are chosen among equals.
   double gg = 0, mm = 0;
   for (int i = 0; i < K; i++) {
     gg += static_cast<double>(element<T>(h.gg, i, i));
@@ -151,7 +152,8 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
       for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W);
     });
   }
-  // D = c P' W = G (c t W's upper half) + M (c W's lower half), and M_new = M - 2 D; if large, D = P' W and M_new = 2 D - M.
+  // D = c P' W = G (c t W's upper half) + M (c W's lower half), and M_new = M - 2 D; if large, D = P' W and M_new = 2 D
+  // - M.
   const double scale = large ? 1 : c;
   for (int q = 0; q < s.columns; q++)
     for (int i = 0; i < 2 * K; i++)
@@ -204,7 +206,8 @@ struct ThinRoute {
     thread->g = from.take<T>(s.columns * s.row_stride);
     thread->d = from.take<T>(s.columns * s.row_stride);
   }
-  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out, int threads) const {
+  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out,
+            int threads) const {
     thin_step<T>(s, work, slots, m, g, lr, out, threads);
   }
 };

@@ -4,8 +4,12 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
-bool dense_scan_fwd(const ScanArgs& args) { return args.dtype == kFloat64 ? scan_forward<double>(args) : scan_forward<float>(args); }
-bool dense_scan_bwd(const ScanArgs& args) { return args.dtype == kFloat64 ? scan_backward<double>(args) : scan_backward<float>(args); }
+bool dense_scan_fwd(const ScanArgs& args) {
+  return args.dtype == kFloat64 ? scan_forward<double>(args) : scan_forward<float>(args);
+}
+bool dense_scan_bwd(const ScanArgs& args) {
+  return args.dtype == kFloat64 ? scan_backward<double>(args) : scan_backward<float>(args);
+}
 
 }  // namespace ORTHOKERN_ISA
 }  // namespace orthokern

@@ -1,26 +1,32 @@
 // The register-blocked product that every CPU kernel here is made of, and its two storage forms.
 //
-// Blocked rows:  a matrix of R rows and C columns is stored as [ceil(C/L)][R][L], L lanes of a vector: column c of row r lies at
-//                block(c / L) + r * L + c % L. Broadcasting an element and storing a vector of a row both need constant offsets only, and a
+// Blocked rows:  a matrix of R rows and C columns is stored as [ceil(C/L)][R][L], L lanes of a vector: column c of row
+// r lies at
+//                block(c / L) + r * L + c % L. Broadcasting an element and storing a vector of a row both need constant
+//                offsets only, and a
 //                product's output is at once the next product's input.
-// Panels:        a weight matrix of `depth` rows and `cols` columns is packed as panels of 2 L columns, each [depth][2 L] and contiguous;
+// Panels:        a weight matrix of `depth` rows and `cols` columns is packed as panels of 2 L columns, each [depth][2
+// L] and contiguous;
 //                a last panel of at most L columns is [depth][L]. Missing columns are zero.
 //
 //            panel  <- 2 L columns ->
 //            +---------------------+
-//   rows     |  b0  |  b1          |   per step of depth: 2 loads of weights, one broadcast a row, 2 fused multiply-adds a row
+//   rows     |  b0  |  b1          |   per step of depth: 2 loads of weights, one broadcast a row, 2 fused
+//            multiply-adds a row
 //   +----+   |      |              |
 //   | a  | x |      |              | = MR x 2 accumulators, all in registers
 //   +----+   +---------------------+
 //
-// With 32 registers two panels are taken at once, 6 rows x 4 vectors: 10 loads for 24 multiply-adds instead of 15 for 26. A core alone does
-// not feel that; one that shares its issue slots with another thread of the machine gains some 8 %.
+// With 32 registers two panels are taken at once, 6 rows x 4 vectors: 10 loads for 24 multiply-adds instead of 15 for
+// 26. A core alone does not feel that; one that shares its issue slots with another thread of the machine gains some 8
+// %.
 //
-// Each output element is one chain of multiply-adds in ascending depth, whatever the tile it falls in: results do not depend on how rows
-// are grouped. A call with few rows takes several panels at once, so that there are chains enough to hide the latency.
+// Each output element is one chain of multiply-adds in ascending depth, whatever the tile it falls in: results do not
+// depend on how rows are grouped. A call with few rows takes several panels at once, so that there are chains enough to
+// hide the latency.
 //
-// A deep product goes through its depth in chunks: what a chunk takes of `a` and of a panel then stays in the nearest cache for all tiles,
-// and the sums wait in `out` meanwhile (a chain goes on where it stopped: no bit changes).
+// A deep product goes through its depth in chunks: what a chunk takes of `a` and of a panel then stays in the nearest
+// cache for all tiles, and the sums wait in `out` meanwhile (a chain goes on where it stopped: no bit changes).
 #pragma once
 
 #include "cpu/simd.h"
@@ -29,10 +35,11 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 
 constexpr int kMaxSegments = 3;
-constexpr int kHalfRows = kMaxRows / 2;         // rows of a tile of two panels
-constexpr bool kWideTiles = kMaxRows >= 12;     // registers for 6 rows x 4 vectors, the weights and a broadcast
-constexpr int kChunkBytes = 512;                // of a chunk's depth in a row of `a`: 8 vectors' worth of AVX-512, 32 KB of two panels
-constexpr size_t kNearWeights = 512 << 10;      // bytes of a packed matrix that stay in the second cache by themselves
+constexpr int kHalfRows = kMaxRows / 2;      // rows of a tile of two panels
+constexpr bool kWideTiles = kMaxRows >= 12;  // registers for 6 rows x 4 vectors, the weights and a broadcast
+constexpr int kChunkBytes =
+    512;  // of a chunk's depth in a row of `a`: 8 vectors' worth of AVX-512, 32 KB of two panels
+constexpr size_t kNearWeights = 512 << 10;  // bytes of a packed matrix that stay in the second cache by themselves
 
 // One stretch of the depth: `depth` columns of a blocked matrix, blocks `block` elements apart, at its first row.
 template <class T>
@@ -42,10 +49,12 @@ struct Segment {
   int depth;
 };
 
-// Traffic with memory that rides along with a product, a few vectors after every stretch of its depth. In one go it would fill the few
-// buffers that a core has for outstanding lines, and the multiply-adds would wait behind it; spread out it costs next to nothing.
+// Traffic with memory that rides along with a product, a few vectors after every stretch of its depth. In one go it
+// would fill the few buffers that a core has for outstanding lines, and the multiply-adds would wait behind it; spread
+// out it costs next to nothing.
 //
-// An errand is a grid of vectors, rows within blocks of columns: fetched ahead of their use, or copied to memory past the caches.
+// An errand is a grid of vectors, rows within blocks of columns: fetched ahead of their use, or copied to memory past
+// the caches.
 template <class T>
 struct Errand {
   const T* from;
@@ -76,8 +85,11 @@ template <class T>
 class Errands {
  public:
   Errands() : count_(0) {}
-  void fetch(const T* from, ptrdiff_t row, ptrdiff_t block, int rows, int blocks) { add({from, nullptr, row, block, 0, 0, rows, rows * blocks, 0, 0}); }
-  void copy(const T* from, ptrdiff_t from_row, ptrdiff_t from_block, T* to, ptrdiff_t to_row, ptrdiff_t to_block, int rows, int blocks) {
+  void fetch(const T* from, ptrdiff_t row, ptrdiff_t block, int rows, int blocks) {
+    add({from, nullptr, row, block, 0, 0, rows, rows * blocks, 0, 0});
+  }
+  void copy(const T* from, ptrdiff_t from_row, ptrdiff_t from_block, T* to, ptrdiff_t to_row, ptrdiff_t to_block,
+            int rows, int blocks) {
     add({from, to, from_row, from_block, to_row, to_block, rows, rows * blocks, 0, 0});
   }
   // To be done with in so many stops.
@@ -103,14 +115,14 @@ class Errands {
 };
 
 template <class T>
-using TileKernel = void (*)(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out,
-                            ptrdiff_t out_block, bool add, const T* ahead, Errands<T>* errands);
+using TileKernel = void (*)(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride,
+                            T* out, ptrdiff_t out_block, bool add, const T* ahead, Errands<T>* errands);
 
-// PANELS panels of two vectors, or (PANELS == 0) one panel of one vector: out = a . panels, or (add) out += a . panels. With PREFETCH a vector of
-// every panel row at `ahead` is brought into the second cache meanwhile.
+// PANELS panels of two vectors, or (PANELS == 0) one panel of one vector: out = a . panels, or (add) out += a . panels.
+// With PREFETCH a vector of every panel row at `ahead` is brought into the second cache meanwhile.
 template <class T, int MR, int PANELS, bool PREFETCH>
-void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out, ptrdiff_t out_block, bool add,
-                 const T* ahead, Errands<T>* errands) {
+void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out,
+                 ptrdiff_t out_block, bool add, const T* ahead, Errands<T>* errands) {
   constexpr int L = kLanes<T>;
   constexpr int W = PANELS == 0 ? 1 : 2;        // vectors of a panel row
   constexpr int NP = PANELS == 0 ? 1 : PANELS;  // panels
@@ -204,9 +216,10 @@ struct Packed {
     cols = cols_;
     return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth, false);
   }
-  // Fill rows [row0, row0 + rows) of panels [first, last) from w(row, col) = source[row * row_stride + col * col_stride] * scale[col] (scale may
-  // be null).
-  void fill(int first, int last, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride, const T* scale) {
+  // Fill rows [row0, row0 + rows) of panels [first, last) from w(row, col) = source[row * row_stride + col *
+  // col_stride] * scale[col] (scale may be null).
+  void fill(int first, int last, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
+            const T* scale) {
     for (int p = first; p < last; p++) {
       const int width = narrow(p) ? kLanes<T> : kWidth;
       const int count = cols - p * kWidth < width ? cols - p * kWidth : width;
@@ -214,18 +227,20 @@ struct Packed {
       const T* from = source + p * kWidth * col_stride;
       for (int r = 0; r < rows; r++) {
         for (int c = 0; c < count; c++)
-          to[static_cast<ptrdiff_t>(r) * width + c] = from[r * row_stride + c * col_stride] * (scale ? scale[p * kWidth + c] : T(1));
+          to[static_cast<ptrdiff_t>(r) * width + c] =
+              from[r * row_stride + c * col_stride] * (scale ? scale[p * kWidth + c] : T(1));
         for (int c = count; c < width; c++) to[static_cast<ptrdiff_t>(r) * width + c] = 0;
       }
     }
   }
 };
 
-// out = a . w for blocked a (given by its segments) and blocked out, R rows; in the last chunk panels one after another, so that `after(first_block, last_block)`
-// may finish those columns while they are in the nearest cache. out is neither a nor what the errands read.
+// out = a . w for blocked a (given by its segments) and blocked out, R rows; in the last chunk panels one after
+// another, so that `after(first_block, last_block)` may finish those columns while they are in the nearest cache. out
+// is neither a nor what the errands read.
 template <class T, class After>
-ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block,
-                               Errands<T>* errands, const After& after) {
+ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
+                               ptrdiff_t out_block, Errands<T>* errands, const After& after) {
   constexpr int L = kLanes<T>;
   constexpr int kChunk = kChunkBytes / sizeof(T);
   const int panels = w.panel_count(), wide = panels - (w.narrow(panels - 1) ? 1 : 0);
@@ -241,7 +256,8 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
     int parts = 1, k_end = k;
     int take_depth = segments[s].depth - from;
     if (segments[s].depth >= kChunk + kChunk / 2) {  // in pieces of about a length
-      const int pieces = (segments[s].depth + kChunk - 1) / kChunk, piece = round_up((segments[s].depth + pieces - 1) / pieces, L);
+      const int pieces = (segments[s].depth + kChunk - 1) / kChunk,
+                piece = round_up((segments[s].depth + pieces - 1) / pieces, L);
       if (take_depth > piece) take_depth = piece;
     }
     part[0] = {segments[s].a + from / L * segments[s].block, segments[s].block, take_depth};
@@ -270,9 +286,11 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
         TileKernel<T> kernel;
         if (narrow) kernel = tile_kernel_for_rows<T, 0, false>(count);
         else if (take == 4) kernel = tile_kernel_for_rows<T, 4, false>(count);
-        else if (take == 2) kernel = fetch ? tile_kernel_for_rows<T, 2, true>(count) : tile_kernel_for_rows<T, 2, false>(count);
+        else if (take == 2)
+          kernel = fetch ? tile_kernel_for_rows<T, 2, true>(count) : tile_kernel_for_rows<T, 2, false>(count);
         else kernel = fetch ? tile_kernel_for_rows<T, 1, true>(count) : tile_kernel_for_rows<T, 1, false>(count);
-        kernel(at, parts, panel, stride, out + 2 * p * out_block + row * L, out_block, k > 0, next + i / 2 * stride + i % 2 * L, errands);
+        kernel(at, parts, panel, stride, out + 2 * p * out_block + row * L, out_block, k > 0,
+               next + i / 2 * stride + i % 2 * L, errands);
         row += count;
       }
       if (last) after(2 * p, narrow ? 2 * p + 1 : 2 * (p + take));
@@ -282,7 +300,8 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
   errands->finish();
 }
 template <class T>
-inline void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out, ptrdiff_t out_block) {
+inline void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
+                     ptrdiff_t out_block) {
   Errands<T> none;
   multiply<T>(segments, segment_count, w, rows, out, out_block, &none, [](int, int) {});
 }

@@ -1,21 +1,24 @@
-// gru_scan on the CPU: the equations are in orthokern/ops/gru_scan.py, those of the backward in Note [GRU scan backward] of the reference.
+// gru_scan on the CPU: the equations are in orthokern/ops/gru_scan.py, those of the backward in Note [GRU scan
+// backward] of the reference.
 //
-// As in scan.h a thread owns rows of the batch for the whole sequence, and a group of at most kGroupRows of them at a time keeps its state
-// blocked in the caches. Threads meet nowhere: what is summed over sequences (the gradients of weights and biases) is left to products over
-// all steps afterwards, for which the backward writes the one factor that nobody has yet.
+// As in scan.h a thread owns rows of the batch for the whole sequence, and a group of at most kGroupRows of them at a
+// time keeps its state blocked in the caches. Threads meet nowhere: what is summed over sequences (the gradients of
+// weights and biases) is left to products over all steps afterwards, for which the backward writes the one factor that
+// nobody has yet.
 //
-//              forward                                          backward, from the last step
-//   kanai      r, m = r*h  <- epilogue of h  W_r^T              d_r                    <- epilogue of d_n W_n
-//              z           <- epilogue of h  W_z^T              ghat, d_z, d_n of t-1  <- epilogue of [d_r d_z] [W_r; W_z]
-//              n, h        <- epilogue of m  W_n^T
-//   torch      r, z        <- epilogues, as above               d_r, d_z, d_q, d_n of t-1 <- epilogue of [d_r d_z d_q] [W_r; W_z; W_n]
-//              q, n, h     <- epilogue of h  W_n^T
+//   forward
+//     kanai   r, m = r*h  <- epilogue of h W_r^T      z <- epilogue of h W_z^T      n, h <- epilogue of m W_n^T
+//     torch   r, z        <- epilogues of h W_r^T, h W_z^T                          q, n, h <- epilogue of h W_n^T
+//   backward, from the last step
+//     kanai   d_r <- epilogue of d_n W_n              ghat, d_z, d_n of t-1      <- epilogue of [d_r d_z] [W_r; W_z]
+//     torch                                           d_r, d_z, d_q, d_n of t-1  <- epilogue of [d_r d_z d_q] W
 //
-// Every gate is finished a panel of 2 L columns at a time, while the product's result is in the nearest cache. Weights are packed once a call.
+// Every gate is finished a panel of 2 L columns at a time, while the product's result is in the nearest cache. Weights
+// are packed once a call.
 //
-// Sequences of different lengths: step t works on the first R_t rows of a group, those up to the last one that still runs, and passes over the
-// ended ones between them. In a batch sorted by falling length no product touches a row that has ended. Padding in the results is zeros.
-// Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
+// Sequences of different lengths: step t works on the first R_t rows of a group, those up to the last one that still
+// runs, and passes over the ended ones between them. In a batch sorted by falling length no product touches a row that
+// has ended. Padding in the results is zeros. Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -25,7 +28,7 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-constexpr int kGruGroupRows = 104;           // of a group: its state stays in L2 whatever the batch
+constexpr int kGruGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
 constexpr int64_t kGruStreamBytes = 8 << 20;  // gates larger than this go past the caches
 
 // 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
@@ -74,7 +77,9 @@ template <class T>
 void block_rows(const GruPlan<T>& plan, const T* from, int R, T* to) {
   constexpr int L = kLanes<T>;
   for (int b = 0; b < plan.blocks(); b++)
-    for (int r = 0; r < R; r++) store(to + (static_cast<ptrdiff_t>(b) * R + r) * L, read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
+    for (int r = 0; r < R; r++)
+      store(to + (static_cast<ptrdiff_t>(b) * R + r) * L,
+            read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
 }
 
 // Which rows [row0, row0 + R) of a group run at which step.
@@ -89,7 +94,12 @@ struct GruRows {
   Scratch<int> running;   // ragged: [T] how many run; fewer than R_t where a row in between has ended
 
   GruRows(const GruPlan<T>& plan_, int row0_, int R_)
-      : plan(plan_), row0(row0_), R(R_), ragged(plan_.args->lengths != nullptr), longest(static_cast<int>(plan_.args->T)), shortest(longest) {}
+      : plan(plan_),
+        row0(row0_),
+        R(R_),
+        ragged(plan_.args->lengths != nullptr),
+        longest(static_cast<int>(plan_.args->T)),
+        shortest(longest) {}
 
   bool allocate() {
     if (!ragged) return true;
@@ -134,7 +144,8 @@ struct GruRows {
     if (!ragged || !result) return;
     for (int64_t t = shortest; t < plan.args->T; t++)
       for (int r = 0; r < R; r++)
-        if (steps[r] <= t) memset(static_cast<T*>(result) + (t * plan.B + row0 + r) * width, 0, static_cast<size_t>(width) * sizeof(T));
+        if (steps[r] <= t)
+          memset(static_cast<T*>(result) + (t * plan.B + row0 + r) * width, 0, static_cast<size_t>(width) * sizeof(T));
   }
 };
 
@@ -144,8 +155,9 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   const GruArgs& args = *plan.args;
   const ptrdiff_t N = plan.N, block = static_cast<ptrdiff_t>(R) * L;
   const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;  // a product writes whole panels
-  Scratch<T> state, next, acc, m, z;                                      // [N/L][R][L] each
-  if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !m.allocate(size) || !z.allocate(size)) return false;
+  Scratch<T> state, next, acc, m, z;                                     // [N/L][R][L] each
+  if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !m.allocate(size) || !z.allocate(size))
+    return false;
   GruRows<T> rows(plan, row0, R);
   if (!rows.allocate()) return false;
   rows.clear_padding(args.hs, N);
@@ -214,7 +226,8 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   const GruArgs& args = *plan.args;
   const ptrdiff_t N = plan.N, block = static_cast<ptrdiff_t>(R) * L;
   const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
-  // direct: the part of ghat_{t-1} that needs no product; d_z and d_r of two steps, because a product still reads those of the one after.
+  // direct: the part of ghat_{t-1} that needs no product; d_z and d_r of two steps, because a product still reads those
+  // of the one after.
   Scratch<T> acc, direct, d_n, d_r[2], d_z[2], d_q[2];
   if (!acc.allocate(size) || !direct.allocate(size) || !d_n.allocate(size)) return false;
   for (int i = 0; i < 2; i++)
@@ -230,9 +243,12 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   auto rows_of = [&](const void* from, int64_t t, int width) {
     return static_cast<T*>(const_cast<void*>(from)) + (t * plan.B + row0) * width * N;
   };
-  auto state_before = [&](int64_t t) { return t ? rows_of(args.saved_hs, t - 1, 1) : static_cast<const T*>(args.h0) + row0 * N; };
+  auto state_before = [&](int64_t t) {
+    return t ? rows_of(args.saved_hs, t - 1, 1) : static_cast<const T*>(args.h0) + row0 * N;
+  };
 
-  // The start of step t for some blocks: acc holds what came through the products of step t + 1, direct what came around them.
+  // The start of step t for some blocks: acc holds what came through the products of step t + 1, direct what came
+  // around them.
   auto begin = [&](int64_t t, int first, int last) {
     const T *g = rows_of(args.grad_hs, t, 1), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
     const T* pre = KANAI ? nullptr : rows_of(args.saved_pre, t, 1);
@@ -244,7 +260,8 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
       const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
       const V<T> ghat = read(g + of_h, count) + (load(acc + at) + load(direct + at));
       square += ghat * ghat;
-      const V<T> z = read(gates + of_r + N, count), n = read(gates + of_r + 2 * N, count), before = read(h + of_h, count);
+      const V<T> z = read(gates + of_r + N, count), n = read(gates + of_r + 2 * N, count),
+                 before = read(h + of_h, count);
       const V<T> z_out = ghat * (before - n) * (z * (one - z));
       const V<T> n_out = ghat * (one - z) * (one - n * n);
       store(to_z + at, z_out);
@@ -319,7 +336,9 @@ void gru_task(void* context, int task) {
     const int row0 = first + (last - first) * g / groups, R = first + (last - first) * (g + 1) / groups - row0;
     double* norms = call.norms + task * plan.args->T;
     bool ok;
-    if (call.backward) ok = plan.args->kanai ? backward_rows<T, true>(plan, norms, row0, R) : backward_rows<T, false>(plan, norms, row0, R);
+    if (call.backward)
+      ok = plan.args->kanai ? backward_rows<T, true>(plan, norms, row0, R)
+                            : backward_rows<T, false>(plan, norms, row0, R);
     else ok = plan.args->kanai ? forward_rows<T, true>(plan, row0, R) : forward_rows<T, false>(plan, row0, R);
     if (!ok) call.failed = true;
   }
@@ -370,7 +389,8 @@ bool run_gru(const GruArgs& args, bool backward) {
   call.backward = backward, call.failed = false;
   if (!share_gru_rows(&plan)) return false;
   const void* large = backward ? args.grad_x : args.gates;
-  plan.stream = plan.N % kLanes<T> == 0 && args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGruStreamBytes &&
+  plan.stream = plan.N % kLanes<T> == 0 &&
+                args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGruStreamBytes &&
                 reinterpret_cast<uintptr_t>(large) % kVectorBytes == 0;
   const int N = plan.N;
   if (backward) {
@@ -381,7 +401,8 @@ bool run_gru(const GruArgs& args, bool backward) {
       if (!plan.gate[g].allocate(N, N)) return false;
     if (!plan.bias.allocate(3 * static_cast<size_t>(plan.padded()))) return false;
     if (args.bias)
-      for (int g = 0; g < 3; g++) memcpy(plan.bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * N, N * sizeof(T));
+      for (int g = 0; g < 3; g++)
+        memcpy(plan.bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * N, N * sizeof(T));
   }
   parallel_run(plan.threads, gru_pack_task<T>, &call);
   parallel_run(plan.threads, gru_task<T>, &call);
@@ -398,8 +419,12 @@ bool run_gru(const GruArgs& args, bool backward) {
 
 }  // namespace
 
-bool gru_scan_fwd(const GruArgs& args) { return args.dtype == kFloat64 ? run_gru<double>(args, false) : run_gru<float>(args, false); }
-bool gru_scan_bwd(const GruArgs& args) { return args.dtype == kFloat64 ? run_gru<double>(args, true) : run_gru<float>(args, true); }
+bool gru_scan_fwd(const GruArgs& args) {
+  return args.dtype == kFloat64 ? run_gru<double>(args, false) : run_gru<float>(args, false);
+}
+bool gru_scan_bwd(const GruArgs& args) {
+  return args.dtype == kFloat64 ? run_gru<double>(args, true) : run_gru<float>(args, true);
+}
 
 }  // namespace ORTHOKERN_ISA
 }  // namespace orthokern

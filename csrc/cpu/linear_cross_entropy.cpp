@@ -3,9 +3,9 @@
 //   logits = hidden W^T + b,  loss = sum (log sum exp(logits) - logits[target]),  d = softmax(logits) - onehot(target)
 //   grad_hidden = d W,  grad_W = d^T hidden,  grad_b = sum d
 //
-// A thread takes a range of rows in groups of up to 104: hidden becomes blocked rows with a column of ones (gemm.h), logits and d exist for
-// the group only, in L2, and the gradients of W and b are a product over the group's rows (outer.h). Memory traffic: hidden in, grad_hidden
-// out, nothing else; 6 N C flops a row.
+// A thread takes a range of rows in groups of up to 104: hidden becomes blocked rows with a column of ones (gemm.h),
+// logits and d exist for the group only, in L2, and the gradients of W and b are a product over the group's rows
+// (outer.h). Memory traffic: hidden in, grad_hidden out, nothing else; 6 N C flops a row.
 #include <math.h>
 
 #include "cpu/gemm.h"
@@ -18,7 +18,7 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-constexpr int kRows = 13 * 8;  // most rows of a group: whole tiles
+constexpr int kRows = 13 * 8;              // most rows of a group: whole tiles
 constexpr int64_t kStreamAbove = 8 << 20;  // bytes
 
 ORTHOKERN_INLINE float max_lanes(V<float> v) {
@@ -48,12 +48,12 @@ template <class T>
 struct ReadoutCall {
   const LinearCrossEntropyArgs* args;
   int N, C, tasks;
-  int depth;              // N, and one more with a bias
-  Packed<T> weight;       // [depth, C]: W^T, b
-  Packed<T> weight_t;     // [C, N]: W
-  Scratch<double> loss;   // [tasks]
-  Scratch<T>* sums;       // [tasks]: [round_up(C)][ldc], or null
-  int rows;               // of a group: fewer where they are long, so that states and their gradients stay in L2
+  int depth;             // N, and one more with a bias
+  Packed<T> weight;      // [depth, C]: W^T, b
+  Packed<T> weight_t;    // [C, N]: W
+  Scratch<double> loss;  // [tasks]
+  Scratch<T>* sums;      // [tasks]: [round_up(C)][ldc], or null
+  int rows;              // of a group: fewer where they are long, so that states and their gradients stay in L2
   bool stream;
   bool failed;
 };
@@ -71,9 +71,11 @@ void readout_task(void* context, int task) {
   const T scale = args.mean ? T(1) / static_cast<T>(args.rows) : T(1);
   const V<T> zero = V<T>{};
   const V<T> lowest = splat<T>(T(-3e38));
-  // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; a group's rows are `block` apart from block to block.
+  // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; a group's rows are `block` apart from block
+  // to block.
   Scratch<T> h, d, out;
-  if (!h.allocate(static_cast<size_t>(h_blocks) * rows * L) || !d.allocate(static_cast<size_t>(round_up(C, 2 * L)) * rows) ||
+  if (!h.allocate(static_cast<size_t>(h_blocks) * rows * L) ||
+      !d.allocate(static_cast<size_t>(round_up(C, 2 * L)) * rows) ||
       !out.allocate(static_cast<size_t>(round_up(N, 2 * L)) * rows)) {
     call.failed = true;
     return;
@@ -118,7 +120,8 @@ void readout_task(void* context, int task) {
         total += p;
       }
       const T sum = add_lanes(total);
-      loss += static_cast<double>(greatest - hit) + static_cast<double>(sizeof(T) == 4 ? logf(static_cast<float>(sum)) : log(sum));
+      loss += static_cast<double>(greatest - hit) +
+              static_cast<double>(sizeof(T) == 4 ? logf(static_cast<float>(sum)) : log(sum));
       if (!call.sums) continue;
       const T share = scale / sum;
       for (int b = 0; b < c_blocks; b++) store(at + b * block, load(at + b * block) * share);
@@ -156,12 +159,16 @@ bool run(const LinearCrossEntropyArgs& args) {
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
   call.sums = nullptr;
   call.failed = false;
-  call.stream = args.grad_hidden && call.N % L == 0 && reinterpret_cast<uintptr_t>(args.grad_hidden) % kVectorBytes == 0 &&
+  call.stream = args.grad_hidden && call.N % L == 0 &&
+                reinterpret_cast<uintptr_t>(args.grad_hidden) % kVectorBytes == 0 &&
                 args.rows * args.N * static_cast<int64_t>(sizeof(T)) > kStreamAbove;
   const T* weight = static_cast<const T*>(args.weight);
-  if (!call.weight.allocate(call.depth, call.C) || !call.weight_t.allocate(call.C, call.N) || !call.loss.allocate(call.tasks)) return false;
+  if (!call.weight.allocate(call.depth, call.C) || !call.weight_t.allocate(call.C, call.N) ||
+      !call.loss.allocate(call.tasks))
+    return false;
   call.weight.fill(0, call.weight.panel_count(), 0, call.N, weight, 1, call.N, nullptr);
-  if (args.bias) call.weight.fill(0, call.weight.panel_count(), call.N, 1, static_cast<const T*>(args.bias), 0, 1, nullptr);
+  if (args.bias)
+    call.weight.fill(0, call.weight.panel_count(), call.N, 1, static_cast<const T*>(args.bias), 0, 1, nullptr);
   call.weight_t.fill(0, call.weight_t.panel_count(), 0, call.C, weight, call.N, 1, nullptr);
 
   const ptrdiff_t ldc = round_up(call.depth, L);
@@ -195,7 +202,9 @@ bool run(const LinearCrossEntropyArgs& args) {
 
 }  // namespace
 
-bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs& args) { return args.dtype == kFloat64 ? run<double>(args) : run<float>(args); }
+bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs& args) {
+  return args.dtype == kFloat64 ? run<double>(args) : run<float>(args);
+}
 
 }  // namespace ORTHOKERN_ISA
 }  // namespace orthokern

@@ -1,19 +1,22 @@
 // Block LU of a matrix in panel storage, and the solve with it.
 //
-// A = L U by blocks of W x W (W the width of a panel), so that apart from the factorisation of one panel at a time everything is a long
-// product:
+// A = L U by blocks of W x W (W the width of a panel), so that apart from the factorisation of one panel at a time
+// everything is a long product:
 //
 //      D U U U U    row blocks above the diagonal:  U(i, p) = L(i, i)^-1 (A(i, p) - L(i, <i) U(<i, p))
 //      L D U U U    below:                          L(i, p) = (A(i, p) - L(i, <p) U(<p, p)) U(p, p)^-1
 //      L L D U U
-//      L L L D U    Left-looking: a panel is finished in one visit. Panels are visited in groups: where the matrix outgrows the cache, the
-//      L L L L D    columns of L that a group needs are read once for the whole group.
+//      L L L D U
+//      L L L L D
 //
-// Without pivoting L(i, i) = I, U(i, i) is the whole diagonal block and its inverse is kept: all else is products. That is for a positive
-// definite symmetric part that is not small against the rest: for I + X with X skew, the symmetric part of every Schur complement is at least
-// I and its norm at most 1 + |X|^2.
-// With pivoting, rows are exchanged within a panel as in the textbook method, the diagonal block holds unit L and U, and substitution takes
-// the inverses' place: explicit ones made a thin M shrink by 4e-10 a step (float32, measured).
+// Left-looking: a panel is finished in one visit. Panels are visited in groups: where the matrix outgrows the cache, the
+// columns of L that a group needs are read once for the whole group.
+//
+// Without pivoting L(i, i) = I, U(i, i) is the whole diagonal block and its inverse is kept: all else is products. That
+// is for a positive definite symmetric part that is not small against the rest: for I + X with X skew, the symmetric
+// part of every Schur complement is at least I and its norm at most 1 + |X|^2. With pivoting, rows are exchanged within
+// a panel as in the textbook method, the diagonal block holds unit L and U, and substitution takes the inverses' place:
+// explicit ones made a thin M shrink by 4e-10 a step (float32, measured).
 #pragma once
 
 #include "cpu/panels.h"
@@ -33,8 +36,8 @@ struct Lu {
   T* inverse(int block) const { return inverses + static_cast<ptrdiff_t>(block) * kWidth<T> * kWidth<T>; }
 };
 
-// Lane numbers of the two vectors of a row, to pick out a column by comparison: writing one element of a row and reading the row back at
-// once would stall.
+// Lane numbers of the two vectors of a row, to pick out a column by comparison: writing one element of a row and
+// reading the row back at once would stall.
 template <class T>
 struct Columns {
   typename Vec<T>::I first, second;
@@ -82,11 +85,12 @@ inline void swap_rows(T* a, T* b) {
 template <class T>
 inline void apply_swaps(const int* swaps, int row0, int row1, T* panel) {
   for (int i = row0; i < row1; i++)
-    if (swaps[i] != i) swap_rows(panel + static_cast<ptrdiff_t>(i) * kWidth<T>, panel + static_cast<ptrdiff_t>(swaps[i]) * kWidth<T>);
+    if (swaps[i] != i)
+      swap_rows(panel + static_cast<ptrdiff_t>(i) * kWidth<T>, panel + static_cast<ptrdiff_t>(swaps[i]) * kWidth<T>);
 }
 
-// Textbook LU with partial pivoting of the panel [rows, W], of which `size` columns count: unit L below the diagonal, U on and above it.
-// swaps [size]: relative to the panel's first row.
+// Textbook LU with partial pivoting of the panel [rows, W], of which `size` columns count: unit L below the diagonal, U
+// on and above it. swaps [size]: relative to the panel's first row.
 template <class T>
 inline void factor_panel(T* panel, int rows, int size, int* swaps) {
   constexpr int L = kLanes<T>;
@@ -121,7 +125,8 @@ inline void factor_panel(T* panel, int rows, int size, int* swaps) {
   }
 }
 
-// b = L^-1 b and b = U^-1 b for a diagonal block [size, size] that holds unit L and U, and b [size, W]; both have rows of W.
+// b = L^-1 b and b = U^-1 b for a diagonal block [size, size] that holds unit L and U, and b [size, W]; both have rows
+// of W.
 template <class T>
 inline void lower_solve(const T* a, int size, T* b) {
   constexpr int L = kLanes<T>;

@@ -1,10 +1,11 @@
-// What the modal kernels are made of: the recurrence z_t = lambda z_{t-1} + x_t of one sequence over a chunk of at most kSteps steps, its
-// adjoint, and the sums over a chunk's steps.
+// What the modal kernels are made of: the recurrence z_t = lambda z_{t-1} + x_t of one sequence over a chunk of at most
+// kSteps steps, its adjoint, and the sums over a chunk's steps.
 //
-// Vectors of M modes lie as [re Mp][im Mp], Mp = M rounded up to whole vectors of the call's type, with zeros behind M in the coefficients
-// and in everything that enters: so what stands there stays zero. Lanes run over modes: a table's row and a step's features are read with
-// unit stride, no lane is lost to the number of sequences, and each sequence has its own length. Coefficients, states and adjoints are
-// float64 in registers from the first step of a chunk to the last; the rows that a chunk leaves behind for products and sums are of type T.
+// Vectors of M modes lie as [re Mp][im Mp], Mp = M rounded up to whole vectors of the call's type, with zeros behind M
+// in the coefficients and in everything that enters: so what stands there stays zero. Lanes run over modes: a table's
+// row and a step's features are read with unit stride, no lane is lost to the number of sequences, and each sequence
+// has its own length. Coefficients, states and adjoints are float64 in registers from the first step of a chunk to the
+// last; the rows that a chunk leaves behind for products and sums are of type T.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -57,10 +58,12 @@ ORTHOKERN_INLINE V<double> widen(V<T> v, int i) {
 template <class T>
 ORTHOKERN_INLINE void add_wide(double* to, V<T> v) {
 #pragma GCC unroll 2
-  for (int i = 0; i < kLanes<T> / kLanes<double>; i++) store(to + i * kLanes<double>, load(to + i * kLanes<double>) + widen<T>(v, i));
+  for (int i = 0; i < kLanes<T> / kLanes<double>; i++)
+    store(to + i * kLanes<double>, load(to + i * kLanes<double>) + widen<T>(v, i));
 }
 
-// Keeps a loaded vector in a register: GCC would load it anew for each multiply-add, more loads than the machine has ports for.
+// Keeps a loaded vector in a register: GCC would load it anew for each multiply-add, more loads than the machine has
+// ports for.
 template <class X>
 ORTHOKERN_INLINE void pin(X& v) {
 #if defined(__AVX512F__)
@@ -72,7 +75,8 @@ ORTHOKERN_INLINE void pin(X& v) {
 #endif
 }
 
-// Modes that one pass of the recurrence takes, in vectors of double: real and imaginary parts of states and coefficients in registers.
+// Modes that one pass of the recurrence takes, in vectors of double: real and imaginary parts of states and
+// coefficients in registers.
 constexpr int kModeVectors = kVectorBytes == 64 ? 4 : 2;
 
 // Token ids up to which, and steps for each of them from which, ModalTables::held is made.
@@ -97,7 +101,8 @@ inline void gather(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[modes.M + m] = static_cast<R>(from[modes.Mp + m]);
 }
 
-// The rows of one sequence in a tensor [T, B, 2M]. They lie far apart, on a page each, so that no prefetcher of the machine finds them.
+// The rows of one sequence in a tensor [T, B, 2M]. They lie far apart, on a page each, so that no prefetcher of the
+// machine finds them.
 template <class T>
 struct SequenceRows {
   T* first;          // step 0 of the sequence
@@ -137,8 +142,8 @@ inline void write_rows(const Modes& modes, const T* from, const SequenceRows<T>&
   if (stream) stream_fence();
 }
 
-// Modes at .. at + K vectors, `steps` steps: state [Np] goes on, in[r] [Np] is added in step r, and with kStore the state after step r
-// goes to z + r Np.
+// Modes at .. at + K vectors, `steps` steps: state [Np] goes on, in[r] [Np] is added in step r, and with kStore the
+// state after step r goes to z + r Np.
 template <class T, int K, bool kStore>
 void advance_block(const Modes& modes, int at, const double* const* in, int steps, double* state, T* z) {
   constexpr int L = kLanes<double>;
@@ -168,13 +173,14 @@ template <class T, bool kStore>
 void advance(const Modes& modes, const double* const* in, int steps, double* state, T* z) {
   constexpr int L = kLanes<double>;
   int at = 0;
-  for (; at + kModeVectors * L <= modes.Mp; at += kModeVectors * L) advance_block<T, kModeVectors, kStore>(modes, at, in, steps, state, z);
+  for (; at + kModeVectors * L <= modes.Mp; at += kModeVectors * L)
+    advance_block<T, kModeVectors, kStore>(modes, at, in, steps, state, z);
   for (; at < modes.Mp; at += L) advance_block<T, 1, kStore>(modes, at, in, steps, state, z);
 }
 
-// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place. With kTable also table[id of step r]
-// += delta_r, in float64: delta turns with its mode, so that its sum over many steps is far smaller than what rounding every one of them
-// would leave. A run of steps with one id, as a blank's, is added up in registers.
+// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place. With kTable also
+// table[id of step r] += delta_r, in float64: delta turns with its mode, so that its sum over many steps is far smaller
+// than what rounding every one of them would leave. A run of steps with one id, as a blank's, is added up in registers.
 template <class T, int K, bool kTable>
 void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g, const int64_t* ids, double* table) {
   constexpr int L = kLanes<double>;
@@ -231,8 +237,8 @@ inline void step_back(const Modes& modes, double* delta) {
   }
 }
 
-// The sums over a chunk that the coefficients' gradient is made of: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of it. z holds the
-// states before each step.
+// The sums over a chunk that the coefficients' gradient is made of: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of
+// it. z holds the states before each step.
 template <class T, int K>
 void diagonal_block(const Modes& modes, int at, int steps, const T* delta, const T* z, double* re, double* im) {
   constexpr int L = kLanes<T>;
@@ -265,7 +271,8 @@ void diagonal_sums(const Modes& modes, int steps, const T* delta, const T* z, do
 
 // sums[p] += sum_r (delta_r[j] as a column) (z_{r-1}[k] as a row) for the pairs (j, k).
 template <class T>
-void pair_sums(const Modes& modes, int steps, const T* delta, const T* z, const int64_t* pairs, int64_t P, double* sums) {
+void pair_sums(const Modes& modes, int steps, const T* delta, const T* z, const int64_t* pairs, int64_t P,
+               double* sums) {
   const int Mp = modes.Mp, Np = modes.Np;
   for (int64_t p = 0; p < P; p++) {
     const T *d = delta + pairs[2 * p], *s = z + pairs[2 * p + 1];
@@ -336,8 +343,8 @@ template <class T>
 struct ModalTables {
   Modes modes;
   Scratch<double> coefficients, table;
-  // A whole chunk of one token id: z <- lambda^kSteps z + held[id], held[id] = sum_j lambda^j table[id] over j < kSteps; [Np], [D][Np].
-  // Null unless there are so many steps that this pays.
+  // A whole chunk of one token id: z <- lambda^kSteps z + held[id], held[id] = sum_j lambda^j table[id] over j <
+  // kSteps; [Np], [D][Np]. Null unless there are so many steps that this pays.
   Scratch<double> power, held;
 
   bool allocate(const ModalArgs& args) {
@@ -381,8 +388,8 @@ struct ModalSums {
   Scratch<double> table, re, im, pairs;  // [D][Np], [Mp], [Mp], [P][4]
 
   bool allocate(const ModalArgs& args, const Modes& modes) {
-    return (!args.table || table.allocate(static_cast<size_t>(args.D) * modes.Np)) && re.allocate(modes.Mp) && im.allocate(modes.Mp) &&
-           pairs.allocate(static_cast<size_t>(4 * args.P));
+    return (!args.table || table.allocate(static_cast<size_t>(args.D) * modes.Np)) && re.allocate(modes.Mp) &&
+           im.allocate(modes.Mp) && pairs.allocate(static_cast<size_t>(4 * args.P));
   }
   // delta: the adjoints of the chunk's steps; z: the states before them. The table's sums are retreat's.
   template <class T>
@@ -422,9 +429,9 @@ inline int64_t first_sequence(const ModalArgs& args, int task, int tasks) {
   return b;
 }
 
-// Where a sequence's time is cut into pieces, a task for each. A piece that does not begin its sequence starts from a state that is found
-// first: every piece runs from zero, and the results are joined, one after another, by lambda^steps. The adjoint does the same from the
-// end.
+// Where a sequence's time is cut into pieces, a task for each. A piece that does not begin its sequence starts from a
+// state that is found first: every piece runs from zero, and the results are joined, one after another, by
+// lambda^steps. The adjoint does the same from the end.
 struct Pieces {
   const ModalArgs* args;
   int tasks, cuts;         // cuts: of each sequence; 1: a task takes a range of whole sequences
@@ -432,8 +439,8 @@ struct Pieces {
   Scratch<double> states;  // [B][cuts][Np]: the state before each piece
   Scratch<double> deltas;  // [B][cuts][Np]: the adjoint after it
 
-  // The passes over pieces take about half as much again as one over sequences: worth it where the batch leaves a third of the threads
-  // idle.
+  // The passes over pieces take about half as much again as one over sequences: worth it where the batch leaves a third
+  // of the threads idle.
   bool allocate(const ModalArgs& a, const Modes& modes, bool may_cut) {
     args = &a;
     const int64_t chunks = (a.T + kSteps - 1) / kSteps;
@@ -444,7 +451,9 @@ struct Pieces {
     const size_t size = static_cast<size_t>(a.B) * cuts * modes.Np;
     return ends.allocate(size) && states.allocate(size) && deltas.allocate(size);
   }
-  double* at(const Scratch<double>& of, const Modes& modes, int64_t b, int cut) const { return of + (b * cuts + cut) * modes.Np; }
+  double* at(const Scratch<double>& of, const Modes& modes, int64_t b, int cut) const {
+    return of + (b * cuts + cut) * modes.Np;
+  }
   // The first step of a piece; that of piece `cuts` is the end.
   int64_t border(int64_t b, int64_t cut) const {
     const int64_t length = length_of(*args, b), step = (length + kSteps - 1) / kSteps * cut / cuts * kSteps;

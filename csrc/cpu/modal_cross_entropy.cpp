@@ -1,19 +1,19 @@
-// A linear recurrence in its own modes, its readout and the cross-entropy, loss and all gradients in one call; neither states nor logits
-// are stored.
+// A linear recurrence in its own modes, its readout and the cross-entropy, loss and all gradients in one call; neither
+// states nor logits are stored.
 //
 //   z_t = lambda z_{t-1} + x_t,  logits = C z_t + b,  d_t = c (softmax(logits) - onehot(target)),  g_t = C^T d_t,
 //   delta_t = conj(lambda) delta_{t+1} + g_t,  and the sums of d_t z_t^T, d_t, delta_t (by id), delta_t conj(z_{t-1})
 //
-// A task takes a range of sequences, one after another. Forward, the recurrence alone runs over a sequence and leaves its state before
-// every chunk of kSteps steps; then, chunk by chunk from the end, states are made again, as rows [step][Np] of type T beside the logits
-// [class][step], and everything of the chunk is done with them in the nearest caches. A batch that leaves threads idle is cut in pieces of
-// time: see Pass.
+// A task takes a range of sequences, one after another. Forward, the recurrence alone runs over a sequence and leaves
+// its state before every chunk of kSteps steps; then, chunk by chunk from the end, states are made again, as rows
+// [step][Np] of type T beside the logits [class][step], and everything of the chunk is done with them in the nearest
+// caches. A batch that leaves threads idle is cut in pieces of time: see Pass.
 //
-// The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence: readout, its transpose and
-// its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials 7: 303, and 32 for the recurrence alone
-// wherever a chunk has more than one token id. Loads, stores, conversions and shuffles go to other units. T = 10 020, B = 50: 152 million
-// cycles of a core that does one such multiply-add a cycle (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of
-// CPU time, 21 ms for the loss alone.
+// The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence:
+// readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
+// 7: 303, and 32 for the recurrence alone wherever a chunk has more than one token id. Loads, stores, conversions and
+// shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a cycle
+// (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
 #include <math.h>
 
 #include "cpu/modal.h"
@@ -124,7 +124,8 @@ void logits_of(const T* z, const T* readout, const T* bias, int Np, T* logits) {
   for (int c = 0; c < CT; c++) {
     static_assert(L / R <= 2, "a tile's sums are whole or in two lanes");
     const V<T> sum =
-        L == R ? parts[0][c] : pick<T>(parts[0][c], parts[L / R - 1][c], even) + pick<T>(parts[0][c], parts[L / R - 1][c], odd);
+        L == R ? parts[0][c]
+               : pick<T>(parts[0][c], parts[L / R - 1][c], even) + pick<T>(parts[0][c], parts[L / R - 1][c], odd);
     store(logits + static_cast<ptrdiff_t>(c) * kSteps, sum + bias[c]);
   }
 }
@@ -205,9 +206,9 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
-// What a pass over pieces does. Whole sequences take kAll (or kLoss, without gradients) alone. With more pieces, kEnds finds the states
-// between them; kErrors does what the loss asks for, keeps d and finds the adjoints between pieces; kSums makes states and adjoints again
-// for the sums over them.
+// What a pass over pieces does. Whole sequences take kAll (or kLoss, without gradients) alone. With more pieces, kEnds
+// finds the states between them; kErrors does what the loss asks for, keeps d and finds the adjoints between pieces;
+// kSums makes states and adjoints again for the sums over them.
 enum Pass { kAll, kLoss, kEnds, kErrors, kSums };
 
 template <class T>
@@ -235,7 +236,8 @@ struct Sums {
     loss = 0;
     if (!hits.allocate(static_cast<size_t>(a.T) + kLanes<T>)) return false;
     if (!a.need_grad) return true;
-    return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) && bias.allocate(static_cast<size_t>(a.C));
+    return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) &&
+           bias.allocate(static_cast<size_t>(a.C));
   }
 };
 
@@ -265,8 +267,8 @@ struct Worker {
       return false;
     d = buffer;
     if (!args.need_grad) return true;
-    return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) && delta.allocate(Np) &&
-           starts.allocate(static_cast<size_t>(kept) * Np, false) &&
+    return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) &&
+           delta.allocate(Np) && starts.allocate(static_cast<size_t>(kept) * Np, false) &&
            spans.allocate(static_cast<size_t>((chunks + call.span - 1) / call.span) * Np, false);
   }
 
@@ -287,7 +289,8 @@ struct Worker {
         logits_of<T, kClasses>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np,
                                at + static_cast<ptrdiff_t>(c) * kSteps);
       for (; c < C; c++)
-        logits_of<T, 1>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np, at + static_cast<ptrdiff_t>(c) * kSteps);
+        logits_of<T, 1>(rows, call.readout + static_cast<ptrdiff_t>(c) * Np, call.bias + c, Np,
+                        at + static_cast<ptrdiff_t>(c) * kSteps);
       I target, best = I{};
       memcpy(&target, targets + begin, sizeof target);
       const I valid = target >= 0;
@@ -412,7 +415,8 @@ struct Worker {
     const Pieces& pieces = call.pieces;
     const Pass pass = call.pass;
     const int64_t length = length_of(args, b);
-    const int64_t begin = (pieces.border(b, cut) + kSteps - 1) / kSteps, end = (pieces.border(b, cut + 1) + kSteps - 1) / kSteps;
+    const int64_t begin = (pieces.border(b, cut) + kSteps - 1) / kSteps,
+                  end = (pieces.border(b, cut + 1) + kSteps - 1) / kSteps;
     if (pass == kEnds) memset(state, 0, sizeof(double) * Np);
     else memcpy(state, pieces.at(pieces.states, modes, b, cut), sizeof(double) * Np);
     if (pass == kEnds) {
@@ -437,7 +441,8 @@ struct Worker {
       gather(modes, delta.get(), static_cast<T*>(args.grad_z0) + b * 2 * modes.M);
     }
     const SequenceRows<T> grad_x(static_cast<T*>(args.grad_x), args, b);
-    for (int64_t t = length; cut + 1 == pieces.cuts && args.grad_x && t < args.T; t++) memset(grad_x[t], 0, sizeof(T) * 2 * modes.M);
+    for (int64_t t = length; cut + 1 == pieces.cuts && args.grad_x && t < args.T; t++)
+      memset(grad_x[t], 0, sizeof(T) * 2 * modes.M);
   }
 };
 
@@ -494,14 +499,18 @@ bool run(const ModalArgs& args) {
   if (!call.tables.allocate(args)) return false;
   const Modes& modes = call.tables.modes;
   const int64_t chunks = (args.T + kSteps - 1) / kSteps;
-  const double error_bytes = static_cast<double>(args.B) * static_cast<double>(chunks) * static_cast<double>(args.C) * kSteps * sizeof(T);
+  const double error_bytes =
+      static_cast<double>(args.B) * static_cast<double>(chunks) * static_cast<double>(args.C) * kSteps * sizeof(T);
   if (!call.pieces.allocate(args, modes, error_bytes < kErrorBytes)) return false;
   const int tasks = call.pieces.tasks;
   const bool cut = call.pieces.cuts > 1;
   const size_t kept = kCheckpointBytes / (sizeof(double) * modes.Np * tasks);
   call.span = kept < 64 ? 64 : static_cast<int64_t>(kept);
-  if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) || !call.bias.allocate(static_cast<size_t>(args.C))) return false;
-  if (cut && args.need_grad && !call.errors.allocate(static_cast<size_t>(args.B * chunks * args.C) * kSteps, false)) return false;
+  if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) ||
+      !call.bias.allocate(static_cast<size_t>(args.C)))
+    return false;
+  if (cut && args.need_grad && !call.errors.allocate(static_cast<size_t>(args.B * chunks * args.C) * kSteps, false))
+    return false;
   for (int64_t c = 0; c < args.C; c++) {
     spread(modes, static_cast<const T*>(args.readout) + c * 2 * modes.M, call.readout + c * modes.Np);
     if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];
@@ -535,7 +544,9 @@ bool run(const ModalArgs& args) {
 
 }  // namespace
 
-bool modal_cross_entropy_fwd(const ModalArgs& args) { return args.dtype == kFloat64 ? run<double>(args) : run<float>(args); }
+bool modal_cross_entropy_fwd(const ModalArgs& args) {
+  return args.dtype == kFloat64 ? run<double>(args) : run<float>(args);
+}
 
 }  // namespace ORTHOKERN_ISA
 }  // namespace orthokern

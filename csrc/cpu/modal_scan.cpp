@@ -1,5 +1,5 @@
-// The states of a linear recurrence in its own modes, and its backward: see modal.h. Work is divided over sequences, and over time where
-// there are few of them.
+// The states of a linear recurrence in its own modes, and its backward: see modal.h. Work is divided over sequences,
+// and over time where there are few of them.
 //
 // Memory traffic bounds it: forward x in, z out; backward dL/dz and z in, grad_x out.
 #include "cpu/modal.h"
@@ -32,7 +32,8 @@ struct Worker {
 
   explicit Worker(Call<T>& c) : call(c), args(*c.args), modes(c.tables.modes), Np(modes.Np) {}
   bool allocate() {
-    return (call.backward || input.allocate(args, modes, call.tables.table)) && z.allocate(static_cast<size_t>(kSteps) * Np) &&
+    return (call.backward || input.allocate(args, modes, call.tables.table)) &&
+           z.allocate(static_cast<size_t>(kSteps) * Np) &&
            (!call.backward || g.allocate(static_cast<size_t>(kSteps) * Np)) && state.allocate(Np);
   }
   void forward(int64_t b, int64_t begin, int64_t end) {
@@ -50,7 +51,8 @@ struct Worker {
   }
 
   void backward(int64_t b, int64_t begin, int64_t end, ModalSums* sums) {
-    const SequenceRows<const T> grad_z(static_cast<const T*>(args.grad_z), args, b), states(static_cast<const T*>(args.states), args, b);
+    const SequenceRows<const T> grad_z(static_cast<const T*>(args.grad_z), args, b),
+        states(static_cast<const T*>(args.states), args, b);
     const SequenceRows<T> grad_x(static_cast<T*>(args.grad_x), args, b);
     int64_t ids[kSteps];
     for (int64_t last = end; last > begin;) {
@@ -63,7 +65,9 @@ struct Worker {
       last = t;
       if (call.ends) continue;
       if (t) read_rows(modes, states, t - 1, steps, z.get());
-      else spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, z.get()), read_rows(modes, states, 0, steps - 1, z + Np);
+      else
+        spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, z.get()),
+            read_rows(modes, states, 0, steps - 1, z + Np);
       sums->template add_chunk<T>(args, modes, steps, g, z);
       if (args.grad_x) write_rows<T>(modes, g, grad_x, t, steps);
     }
@@ -86,7 +90,8 @@ struct Worker {
     }
     T* out = static_cast<T*>(call.backward ? args.grad_x : args.z);
     const SequenceRows<T> rows(out, args, b);
-    for (int64_t t = length_of(args, b); cut + 1 == pieces.cuts && out && t < args.T; t++) memset(rows[t], 0, sizeof(T) * 2 * modes.M);
+    for (int64_t t = length_of(args, b); cut + 1 == pieces.cuts && out && t < args.T; t++)
+      memset(rows[t], 0, sizeof(T) * 2 * modes.M);
   }
 };
 
@@ -138,8 +143,12 @@ bool run(const ModalArgs& args, bool backward) {
 
 }  // namespace
 
-bool modal_scan_fwd(const ModalArgs& args) { return args.dtype == kFloat64 ? run<double>(args, false) : run<float>(args, false); }
-bool modal_scan_bwd(const ModalArgs& args) { return args.dtype == kFloat64 ? run<double>(args, true) : run<float>(args, true); }
+bool modal_scan_fwd(const ModalArgs& args) {
+  return args.dtype == kFloat64 ? run<double>(args, false) : run<float>(args, false);
+}
+bool modal_scan_bwd(const ModalArgs& args) {
+  return args.dtype == kFloat64 ? run<double>(args, true) : run<float>(args, true);
+}
 
 }  // namespace ORTHOKERN_ISA
 }  // namespace orthokern

@@ -1,5 +1,5 @@
-// What the bindings hand to the CPU kernels: plain addresses and sizes, no torch. Contiguous, row-major; the element type is `dtype`.
-// B batch, T time, N hidden, K rank, D input features or number of token ids, C classes.
+// What the bindings hand to the CPU kernels: plain addresses and sizes, no torch. Contiguous, row-major; the element
+// type is `dtype`. B batch, T time, N hidden, K rank, D input features or number of token ids, C classes.
 #pragma once
 
 #include <stdint.h>
@@ -15,22 +15,22 @@ enum Dtype { kFloat32 = 0, kFloat64 = 1 };
 struct ScanArgs {
   int64_t B, T, N, K, D;
   int dtype;
-  int activation;            // a number of common/activations.h
+  int activation;  // a number of common/activations.h
   int threads;
   int64_t checkpoint_every;  // 0: every state is kept
   double message_clip;       // backward: bound of |delta_t|, 0: none
   const int64_t* lengths;    // [B] in [1, T], steps of each sequence; null: T for all
 
-  const void* x;          // [T, B, N] if weight is null, else [T, B, D]; null with tokens
-  const int64_t* tokens;  // [T, B] in [0, D), or null
-  const void* first;      // [N, K], V; null for dense_scan
-  const void* scale;      // [K], s; null for dense_scan
-  const void* second;     // [N, K], U; W [N, N] for dense_scan
-  const void* h0;         // [B, N]
-  const void* weight;     // [N, D] or null
-  const void* bias;       // [N] or null
-  const void* act_param;  // [act_param_size] or null
-  int64_t act_param_size; // 1 or N
+  const void* x;           // [T, B, N] if weight is null, else [T, B, D]; null with tokens
+  const int64_t* tokens;   // [T, B] in [0, D), or null
+  const void* first;       // [N, K], V; null for dense_scan
+  const void* scale;       // [K], s; null for dense_scan
+  const void* second;      // [N, K], U; W [N, N] for dense_scan
+  const void* h0;          // [B, N]
+  const void* weight;      // [N, D] or null
+  const void* bias;        // [N] or null
+  const void* act_param;   // [act_param_size] or null
+  int64_t act_param_size;  // 1 or N
 
   // forward results
   void* hs;    // [T, B, N]
@@ -38,13 +38,13 @@ struct ScanArgs {
   void* pre;   // [T, B, N] or null
 
   // backward: what comes in
-  const void* grad_hs;  // [T, B, N]
-  const void* states;   // hs [T, B, N], or ckpt
+  const void* grad_hs;    // [T, B, N]
+  const void* states;     // hs [T, B, N], or ckpt
   const void* saved_pre;  // [T, B, N] or null
   // and the results
-  void* grad_x;          // like x, or null
-  void* grad_map;        // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
-  void* grad_h0;         // [B, N]
+  void* grad_x;    // like x, or null
+  void* grad_map;  // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
+  void* grad_h0;   // [B, N]
   void* grad_weight;     // [N, D] or null
   void* grad_bias;       // [N] or null
   void* grad_act_param;  // [act_param_size] or null
@@ -52,8 +52,8 @@ struct ScanArgs {
 
   template <class Visit>
   void common(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, checkpoint_every, lengths, x, tokens, first, scale, second, h0, weight,
-                     bias, act_param, act_param_size);
+    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, checkpoint_every, lengths, x, tokens, first,
+                     scale, second, h0, weight, bias, act_param, act_param_size);
   }
   template <class Visit>
   void forward(Visit& visit) {
@@ -63,8 +63,8 @@ struct ScanArgs {
   template <class Visit>
   void backward(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_weight, grad_bias, grad_act_param,
-                     grad_norm);
+    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_weight, grad_bias,
+                     grad_act_param, grad_norm);
   }
 };
 
@@ -72,11 +72,11 @@ struct ScanArgs {
 struct GruArgs {
   int64_t B, T, N;
   int dtype, threads;
-  int kanai;         // 1: the reset gate before W_n; 0: after, as torch has it
-  const void* w;     // [3N, N]
-  const void* h0;    // [B, N]
-  const void* x;     // [T, B, 3N]       (forward)
-  const void* bias;  // [3N] or null     (forward)
+  int kanai;               // 1: the reset gate before W_n; 0: after, as torch has it
+  const void* w;           // [3N, N]
+  const void* h0;          // [B, N]
+  const void* x;           // [T, B, 3N]       (forward)
+  const void* bias;        // [3N] or null     (forward)
   const int64_t* lengths;  // [B] in [1, T], steps of each sequence; null: T for all. Results are zero after them.
 
   // forward results
@@ -101,8 +101,8 @@ struct GruArgs {
   }
   template <class Visit>
   void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, grad_hs, saved_hs, saved_gates, saved_pre, grad_x, factor, grad_h0,
-                     grad_norm);
+    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, grad_hs, saved_hs, saved_gates, saved_pre,
+                     grad_x, factor, grad_h0, grad_norm);
   }
 };
 
@@ -112,10 +112,10 @@ struct ActivationArgs {
   const void* x;          // [rows, N]
   const void* act_param;  // [act_param_size] or null
   int64_t act_param_size;
-  void* y;                // [rows, N]           (forward)
-  const void* grad_y;     // [rows, N]           (backward)
-  void* grad_x;           // [rows, N]
-  void* grad_act_param;   // [act_param_size] or null
+  void* y;               // [rows, N]           (forward)
+  const void* grad_y;    // [rows, N]           (backward)
+  void* grad_x;          // [rows, N]
+  void* grad_act_param;  // [act_param_size] or null
 
   template <class Visit>
   void forward(Visit& visit) {
@@ -123,7 +123,8 @@ struct ActivationArgs {
   }
   template <class Visit>
   void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, threads, x, act_param, act_param_size, grad_y, grad_x, grad_act_param);
+    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, threads, x, act_param, act_param_size, grad_y, grad_x,
+                     grad_act_param);
   }
 };
 
@@ -142,11 +143,13 @@ struct LinearCrossEntropyArgs {
 
   template <class Visit>
   void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, C, dtype, threads, mean, hidden, weight, bias, target, loss, grad_hidden, grad_weight, grad_bias);
+    ORTHOKERN_FIELDS(visit, rows, N, C, dtype, threads, mean, hidden, weight, bias, target, loss, grad_hidden,
+                     grad_weight, grad_bias);
   }
 };
 
-// modal_scan, forward and backward, and modal_cross_entropy. M modes; a vector [2M] holds the real parts, then the imaginary ones.
+// modal_scan, forward and backward, and modal_cross_entropy. M modes; a vector [2M] holds the real parts, then the
+// imaginary ones.
 struct ModalArgs {
   int64_t B, T, M, D, C, P;
   int dtype, threads;
@@ -158,30 +161,30 @@ struct ModalArgs {
   const void* x;           // [T, B, 2M], or null with ids
   const void* ids;         // [T, B] in [0, D), of id_bytes: 1 (unsigned), 2, 4 or 8, or null
   int64_t id_bytes;
-  const void* table;       // [D, 2M] or null
-  const void* z0;          // [B, 2M]
-  const int64_t* pairs;    // [P, 2] in [0, M), or null
+  const void* table;     // [D, 2M] or null
+  const void* z0;        // [B, 2M]
+  const int64_t* pairs;  // [P, 2] in [0, M), or null
 
   const void* readout;     // [C, 2M]                                           (modal_cross_entropy, to hits)
   const void* bias;        // [C] or null
   const void* target_ids;  // [T, B] in [0, C), of target_bytes, as ids
   int64_t target_bytes;
-  void* loss;              // []
-  int64_t* hits;           // [T]
+  void* loss;     // []
+  int64_t* hits;  // [T]
 
-  void* z;                 // [T, B, 2M]                                        (modal_scan, forward)
-  const void* grad_z;      // [T, B, 2M]                                        (modal_scan, backward)
-  const void* states;      // [T, B, 2M]                                        (modal_scan, backward)
+  void* z;             // [T, B, 2M]                                        (modal_scan, forward)
+  const void* grad_z;  // [T, B, 2M]                                        (modal_scan, backward)
+  const void* states;  // [T, B, 2M]                                        (modal_scan, backward)
 
   // gradients, all or none (but for grad_x) in modal_cross_entropy
-  void* grad_x;            // [T, B, 2M] or null
-  void* grad_z0;           // [B, 2M]
-  void* grad_table;        // [D, 2M] or null
-  void* grad_readout;      // [C, 2M]
-  void* grad_bias;         // [C] or null
-  double* grad_re;         // [M]
-  double* grad_im;         // [M]
-  double* grad_pairs;      // [P, 2, 2] or null
+  void* grad_x;        // [T, B, 2M] or null
+  void* grad_z0;       // [B, 2M]
+  void* grad_table;    // [D, 2M] or null
+  void* grad_readout;  // [C, 2M]
+  void* grad_bias;     // [C] or null
+  double* grad_re;     // [M]
+  double* grad_im;     // [M]
+  double* grad_pairs;  // [P, 2, 2] or null
 
   template <class Visit>
   void common(Visit& visit) {
@@ -206,7 +209,8 @@ struct ModalArgs {
   void cross_entropy(Visit& visit) {
     common(visit);
     gradients(visit);
-    ORTHOKERN_FIELDS(visit, C, need_grad, scale, readout, bias, target_ids, target_bytes, loss, hits, grad_readout, grad_bias);
+    ORTHOKERN_FIELDS(visit, C, need_grad, scale, readout, bias, target_ids, target_bytes, loss, hits, grad_readout,
+                     grad_bias);
   }
 };
 

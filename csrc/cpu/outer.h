@@ -1,8 +1,8 @@
 // The product over rows that every parameter gradient is made of: C += sum over rows r of d_r^T h_r.
 //
-// d and h are kept as [block of L columns][row][L] over the rows of several time steps, C [columns of d][ldc] row-major. One call sums its
-// rows in registers and then adds once to C, so that a sum over 10^6 rows is a sum of sums of about a hundred: its rounding error grows
-// with the number of calls, not of rows.
+// d and h are kept as [block of L columns][row][L] over the rows of several time steps, C [columns of d][ldc]
+// row-major. One call sums its rows in registers and then adds once to C, so that a sum over 10^6 rows is a sum of sums
+// of about a hundred: its rounding error grows with the number of calls, not of rows.
 //
 //                 h  <- NV vectors ->
 //   d  MR columns [ MR x NV accumulators ]   per row: NV loads, MR broadcasts, MR x NV multiply-adds
@@ -27,7 +27,8 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
 #pragma GCC unroll 16
     for (int n = 0; n < NV; n++) {
       acc[i][n] = V<T>{};
-      __builtin_prefetch(c + i * ldc + n * L, 1, 3);  // wanted when the rows are through; C is larger than the caches at N = 1000
+      __builtin_prefetch(c + i * ldc + n * L, 1,
+                         3);  // wanted when the rows are through; C is larger than the caches at N = 1000
     }
   for (int r = 0; r < rows; r++) {
     V<T> x[NV];
@@ -48,14 +49,18 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
     for (int n = 0; n < NV; n++) store(c + i * ldc + n * L, load(c + i * ldc + n * L) + acc[i][n]);
 }
 
-// d: d_blocks blocks, h: h_blocks blocks, each block `block` elements after the last, `rows` rows of each; C [d_blocks * L][ldc].
+// d: d_blocks blocks, h: h_blocks blocks, each block `block` elements after the last, `rows` rows of each; C [d_blocks
+// * L][ldc].
 template <class T>
-inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdiff_t block, int rows, T* c, ptrdiff_t ldc) {
+inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdiff_t block, int rows, T* c,
+                      ptrdiff_t ldc) {
   constexpr int L = kLanes<T>;
   constexpr int MR = kOuterRows<T>;
   for (int j = 0; j < h_blocks;) {
     const int left = h_blocks - j;
-    const int take = left == 4 ? 2 : left < 3 ? left : 3;  // 4 as 2 + 2: a single vector would leave the multipliers waiting
+    const int take = left == 4  ? 2
+                     : left < 3 ? left
+                                : 3;  // 4 as 2 + 2: a single vector would leave the multipliers waiting
     for (int i = 0; i < d_blocks; i++) {
       for (int k = 0; k < L; k += MR) {
         const T* from = d + i * block + k;

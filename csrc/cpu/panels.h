@@ -2,18 +2,20 @@
 //
 // A matrix of R rows and C columns is kept as panels of W = 2 L columns (L lanes of a vector): element (r, c) stands at
 //     panel(c / W) + r * W + c % W.
-// One form serves as left factor (broadcast an element), as right factor (load W of a row) and as result, so that the output of a product is
-// at once either factor of the next one, and a factorisation in place needs no repacking. gemm.h's two forms would need a copy between
-// every two steps here; its inner loop is the same.
+// One form serves as left factor (broadcast an element), as right factor (load W of a row) and as result, so that the
+// output of a product is at once either factor of the next one, and a factorisation in place needs no repacking.
+// gemm.h's two forms would need a copy between every two steps here; its inner loop is the same.
 //
 //                      k                         W columns of the right factor
 //            +-----------------+                 +-----+
-//   MR rows  |  a, one element |        depth k  |  b  |   per step of depth: 2 loads, MR broadcasts, 2 MR fused multiply-adds
+//   MR rows  |  a, one element |        depth k  |  b  |   per step of depth: 2 loads, MR broadcasts, 2 MR fused
+//            multiply-adds
 //            +-----------------+                 |     |
-//                                                +-----+   result: MR x 2 vectors in registers, out = add + alpha * (a . b)
+//                                                +-----+   result: MR x 2 vectors in registers, out = add + alpha * (a
+//                                                . b)
 //
-// Each element of a result is one chain of multiply-adds in ascending depth, whatever the tile or the thread it falls to: results do not
-// depend on how rows and panels are shared out.
+// Each element of a result is one chain of multiply-adds in ascending depth, whatever the tile or the thread it falls
+// to: results do not depend on how rows and panels are shared out.
 #pragma once
 
 #include "cpu/parallel.h"
@@ -80,22 +82,22 @@ struct Panels {
   Panels from(int panel) const { return {p + panel * stride, stride}; }
 };
 
-// Rows that a panel of `rows` rows is given: whole vectors of rows for the transposes, and no power-of-two distance between panels, which
-// would put all of them into the same few sets of the nearest cache.
+// Rows that a panel of `rows` rows is given: whole vectors of rows for the transposes, and no power-of-two distance
+// between panels, which would put all of them into the same few sets of the nearest cache.
 template <class T>
 inline int panel_rows(int rows) {
   return ceil_div(rows, kLanes<T>) * kLanes<T> + 4;
 }
 
-// a: MR rows (or, transposed, MR columns) of panels, b: [depth, W] of one panel, add and out: [MR, NV * L] with row distances of their own.
-// add may be null, and may be out.
+// a: MR rows (or, transposed, MR columns) of panels, b: [depth, W] of one panel, add and out: [MR, NV * L] with row
+// distances of their own. add may be null, and may be out.
 template <class T>
-using ProductTile = void (*)(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T* add, ptrdiff_t add_row, T alpha, T* out,
-                             ptrdiff_t out_row);
+using ProductTile = void (*)(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T* add, ptrdiff_t add_row,
+                             T alpha, T* out, ptrdiff_t out_row);
 
 template <class T, int MR, int NV, bool TRANSPOSED>
-void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T* add, ptrdiff_t add_row, T alpha, T* out,
-                  ptrdiff_t out_row) {
+void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T* add, ptrdiff_t add_row, T alpha,
+                  T* out, ptrdiff_t out_row) {
   constexpr int L = kLanes<T>;
   constexpr int W = kWidth<T>;
   V<T> acc[MR][NV];
@@ -106,7 +108,8 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
   while (depth > 0) {
     const int count = TRANSPOSED || depth < W ? depth : W;
     if (!TRANSPOSED && depth > W) {
-      // The next panel's rows are far away: no hardware prefetcher guesses the jump, which costs 3 % where A comes from the third cache.
+      // The next panel's rows are far away: no hardware prefetcher guesses the jump, which costs 3 % where A comes from
+      // the third cache.
 #pragma GCC unroll 16
       for (int r = 0; r < MR; r++) {
         __builtin_prefetch(a + a_stride + r * W, 0, 3);
@@ -132,7 +135,8 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 2
-      for (int n = 0; n < NV; n++) store(out + r * out_row + n * L, load(add + r * add_row + n * L) + alpha * acc[r][n]);
+      for (int n = 0; n < NV; n++)
+        store(out + r * out_row + n * L, load(add + r * add_row + n * L) + alpha * acc[r][n]);
   } else {
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++)
@@ -145,8 +149,9 @@ template <class T, int NV, bool TRANSPOSED>
 inline ProductTile<T> product_tile_for_rows(int rows) {
 #define ORTHOKERN_ROWS(m) product_tile<T, (m <= kMaxRows ? m : 1), NV, TRANSPOSED>
   static constexpr ProductTile<T> tiles[] = {
-      ORTHOKERN_ROWS(1), ORTHOKERN_ROWS(2), ORTHOKERN_ROWS(3),  ORTHOKERN_ROWS(4),  ORTHOKERN_ROWS(5),  ORTHOKERN_ROWS(6), ORTHOKERN_ROWS(7),
-      ORTHOKERN_ROWS(8), ORTHOKERN_ROWS(9), ORTHOKERN_ROWS(10), ORTHOKERN_ROWS(11), ORTHOKERN_ROWS(12), ORTHOKERN_ROWS(13)};
+      ORTHOKERN_ROWS(1),  ORTHOKERN_ROWS(2),  ORTHOKERN_ROWS(3), ORTHOKERN_ROWS(4), ORTHOKERN_ROWS(5),
+      ORTHOKERN_ROWS(6),  ORTHOKERN_ROWS(7),  ORTHOKERN_ROWS(8), ORTHOKERN_ROWS(9), ORTHOKERN_ROWS(10),
+      ORTHOKERN_ROWS(11), ORTHOKERN_ROWS(12), ORTHOKERN_ROWS(13)};
 #undef ORTHOKERN_ROWS
   return tiles[rows - 1];
 }
@@ -159,11 +164,12 @@ struct RowTiles {
 };
 
 // One result of a product: rows [row0, row0 + rows) of `panels` panels, the last of them `last` columns wide.
-//   out(panel q) = add(panel q) + alpha * a[rows, k0 .. k0 + depth) . b[k0 .. k0 + depth, panel q],  k0 a multiple of W.
+//   out(panel q) = add(panel q) + alpha * a[rows, k0 .. k0 + depth) . b[k0 .. k0 + depth, panel q],  k0 a multiple of
+//   W.
 // out may be add; it may be a when the product has one panel of depth and one of width, and it may not be b.
 template <class T>
-ORTHOKERN_INLINE void product(const Panels<T>& a, int row0, int rows, int k0, int depth, const Panels<T>& b, int panels, int last,
-                              const Panels<T>* add, T alpha, const Panels<T>& out) {
+ORTHOKERN_INLINE void product(const Panels<T>& a, int row0, int rows, int k0, int depth, const Panels<T>& b, int panels,
+                              int last, const Panels<T>* add, T alpha, const Panels<T>& out) {
   constexpr int W = kWidth<T>;
   const RowTiles split(rows);
   for (int i = 0, row = row0; i < split.tiles; row += split.count(i), i++) {
@@ -172,7 +178,8 @@ ORTHOKERN_INLINE void product(const Panels<T>& a, int row0, int rows, int k0, in
     for (int q = 0; q < panels; q++) {
       const bool narrow = q == panels - 1 && last <= kLanes<T>;
       const ProductTile<T> tile = narrow ? product_tile_for_rows<T, 1, false>(count) : wide;
-      tile(a.at(row, k0 / W), a.stride, b.at(k0, q), depth, add ? add->at(row, q) : nullptr, W, alpha, out.at(row, q), W);
+      tile(a.at(row, k0 / W), a.stride, b.at(k0, q), depth, add ? add->at(row, q) : nullptr, W, alpha, out.at(row, q),
+           W);
     }
   }
 }
@@ -183,8 +190,8 @@ inline int last_width(int cols) {
   return cols - (ceil_div(cols, kWidth<T>) - 1) * kWidth<T>;
 }
 
-// Panels of rows [row0, row0 + rows) and columns [col0, col0 + cols) of a row-major matrix: source [*, ld]. The columns that fill up the
-// last panel are zero.
+// Panels of rows [row0, row0 + rows) and columns [col0, col0 + cols) of a row-major matrix: source [*, ld]. The columns
+// that fill up the last panel are zero.
 template <class T>
 inline void pack(const T* source, ptrdiff_t ld, int row0, int rows, int col0, int cols, const Panels<T>& to) {
   constexpr int L = kLanes<T>;
@@ -238,8 +245,10 @@ ORTHOKERN_INLINE V<T> gather_pieces(const T* from, ptrdiff_t step) {
 #endif
 }
 
-// Interleaves the halves of every 16 bytes of a and b: a becomes the lower halves of both, b the upper ones, in units of `unit` elements.
-//     float, unit 1: a0 b0 a1 b1 | a2 b2 a3 b3     unit 2: a0 a1 b0 b1 | a2 a3 b2 b3        double, unit 1: a0 b0 | a1 b1
+// Interleaves the halves of every 16 bytes of a and b: a becomes the lower halves of both, b the upper ones, in units
+// of `unit` elements.
+//     float, unit 1: a0 b0 a1 b1 | a2 b2 a3 b3     unit 2: a0 a1 b0 b1 | a2 a3 b2 b3        double, unit 1: a0 b0 | a1
+//     b1
 template <class T>
 ORTHOKERN_INLINE void interleave(V<T>& a, V<T>& b, int unit) {
   constexpr int L = kLanes<T>;
@@ -256,7 +265,8 @@ ORTHOKERN_INLINE void interleave(V<T>& a, V<T>& b, int unit) {
   b = pick<T>(x, y, high);
 }
 
-// v[j][i] = from[i * step + j], an L x L block. Most of the transpose is done by loads of 16 bytes: only one port shuffles.
+// v[j][i] = from[i * step + j], an L x L block. Most of the transpose is done by loads of 16 bytes: only one port
+// shuffles.
 template <class T>
 ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[kLanes<T>]) {
   constexpr int L = kLanes<T>;
@@ -267,7 +277,8 @@ ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[k
     for (int i = 0; i < P; i++) v[c + i] = gather_pieces(from + i * step + c, P * step);
     interleave<T>(v[c], v[c + 1], 1);
     if (P == 2) continue;
-    V<T>&v1 = v[c + 1], &v2 = v[c + P - 2], &v3 = v[c + P - 1];  // rows 0 and 1 of columns 0 and 1, of 2 and 3 are in v[c] and v1
+    V<T>&v1 = v[c + 1], &v2 = v[c + P - 2],
+    &v3 = v[c + P - 1];  // rows 0 and 1 of columns 0 and 1, of 2 and 3 are in v[c] and v1
     interleave<T>(v2, v3, 1);
     interleave<T>(v[c], v2, 2);
     interleave<T>(v1, v3, 2);
@@ -277,7 +288,8 @@ ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[k
   }
 }
 
-// Panels of the transpose: source [*, ld] row-major; its rows [row0, row0 + rows) become columns 0 .. rows of `to`, its `depth` columns rows.
+// Panels of the transpose: source [*, ld] row-major; its rows [row0, row0 + rows) become columns 0 .. rows of `to`, its
+// `depth` columns rows.
 template <class T>
 inline void pack_transposed(const T* source, ptrdiff_t ld, int row0, int rows, int depth, const Panels<T>& to) {
   constexpr int L = kLanes<T>;

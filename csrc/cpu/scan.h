@@ -3,27 +3,30 @@
 //   forward    h_t = phi(a_t),  a_t = map(h_{t-1}) + e_t
 //   backward   ghat_t = g_t + map^T(delta_{t+1}),  delta_t = clip(phi'(a_t) * ghat_t)
 //
-// Sequences do not depend on each other: a thread owns rows of the batch for the whole sequence, and threads meet only at the end, to add up
-// the parameter gradients. Per step and row group of R rows (registers < L1 < L2 < memory):
+// Sequences do not depend on each other: a thread owns rows of the batch for the whole sequence, and threads meet only
+// at the end, to add up the parameter gradients. Per step and row group of R rows (registers < L1 < L2 < memory):
 //
 //   registers  one tile of 13 rows x 2 vectors of a product (gemm.h)
 //   L1         the state, blocked [N/L][R][L]; one panel of weights
-//   L2         all panels (packed once per call, s folded into those of V, or of U in backward); the ring of the last steps
-//   memory     e_t or x_t or token ids in, h_t out (past the caches, when there is much of it); in backward g_t, h_t in, grad_x out
+//   L2         all panels (packed once per call, s folded into those of V, or of U in backward); the ring of the last
+//              steps
+//   memory     e_t or x_t or token ids in, h_t out (past the caches, when there is much of it); in backward g_t, h_t
+//              in, grad_x out
 //
-// The input projection W_in x_t + b is part of the product: x_t and a one stand after the state as further columns, W_in and b below the
-// map's rows in the panels. Token ids instead pick a row of a table W_in^T + b.
+// The input projection W_in x_t + b is part of the product: x_t and a one stand after the state as further columns,
+// W_in and b below the map's rows in the panels. Token ids instead pick a row of a table W_in^T + b.
 //
-// Backward keeps delta_t and [h_{t-1}, x_t, 1] of the last few steps in a ring of blocked rows. A full ring (about 128 rows) is one product
-// (outer.h) into this thread's sums: the gradients of the map, of W_in and of b without a second pass over memory. Which steps share a ring
-// depends on t and the lengths alone, so the sums do not change when states are recomputed from checkpoints.
+// Backward keeps delta_t and [h_{t-1}, x_t, 1] of the last few steps in a ring of blocked rows. A full ring (about 128
+// rows) is one product (outer.h) into this thread's sums: the gradients of the map, of W_in and of b without a second
+// pass over memory. Which steps share a ring depends on t and the lengths alone, so the sums do not change when states
+// are recomputed from checkpoints.
 //
-// Sequences of different lengths: step t works on the first R_t rows of a group, those up to the last one that still runs, and the ring holds
-// just these. In a batch sorted by falling length no step touches a row that has ended; in any other order such rows between the running ones
-// are computed along and cleared. Padding in the results is zeros.
+// Sequences of different lengths: step t works on the first R_t rows of a group, those up to the last one that still
+// runs, and the ring holds just these. In a batch sorted by falling length no step touches a row that has ended; in any
+// other order such rows between the running ones are computed along and cleared. Padding in the results is zeros.
 //
-// Cost per step and sequence: 4 N K (factored) or 2 N^2 (dense) flops and 2 N D for the projection each way, and 2 N (N + D + 1) for the
-// gradients; memory traffic: forward 4 N bytes (8 N with a dense e), backward 8 N (12 N).
+// Cost per step and sequence: 4 N K (factored) or 2 N^2 (dense) flops and 2 N D for the projection each way, and 2 N (N
+// + D + 1) for the gradients; memory traffic: forward 4 N bytes (8 N with a dense e), backward 8 N (12 N).
 #pragma once
 
 #include "cpu/activate.h"
@@ -44,20 +47,20 @@ template <class T>
 struct ScanPlan {
   const ScanArgs* args;
   int B, N, K, D;
-  int X;              // extra columns of the product: D and the one for the bias, 0 without features
+  int X;  // extra columns of the product: D and the one for the bias, 0 without features
   bool bias_column;
   bool factored;
-  bool stream;        // write results past the caches
+  bool stream;  // write results past the caches
   int threads;
-  T clip;             // of delta, infinite without one
-  Scratch<int> begin; // [threads + 1]: rows [begin[i], begin[i + 1]) of the batch are task i's
-  Packed<T> first;    // forward, factored: [N, K] V diag(s)
-  Packed<T> second;   // forward: [K or N (+ X), N] U^T or W^T, W_in^T, b
-  Packed<T> first_t;  // backward, factored: [N, K] U diag(s)
-  Packed<T> second_t; // backward: [K, N] V^T, or [N, N] W
-  Packed<T> input_t;  // backward with features whose gradient is wanted: [N, D] W_in
-  Scratch<T> table;   // [D, round_up(N)]: W_in^T + b, for token ids
-  Scratch<T> param;   // [round_up(N)]
+  T clip;              // of delta, infinite without one
+  Scratch<int> begin;  // [threads + 1]: rows [begin[i], begin[i + 1]) of the batch are task i's
+  Packed<T> first;     // forward, factored: [N, K] V diag(s)
+  Packed<T> second;    // forward: [K or N (+ X), N] U^T or W^T, W_in^T, b
+  Packed<T> first_t;   // backward, factored: [N, K] U diag(s)
+  Packed<T> second_t;  // backward: [K, N] V^T, or [N, N] W
+  Packed<T> input_t;   // backward with features whose gradient is wanted: [N, D] W_in
+  Scratch<T> table;    // [D, round_up(N)]: W_in^T + b, for token ids
+  Scratch<T> param;    // [round_up(N)]
 
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
@@ -88,8 +91,8 @@ struct ScanRows {
   static constexpr int L = kLanes<T>;
   const ScanPlan<T>& plan;
   const ScanArgs& args;
-  int row0, R;       // rows [row0, row0 + R) of the batch
-  ptrdiff_t block;   // elements from one block of a blocked matrix of R rows to the next
+  int row0, R;                   // rows [row0, row0 + R) of the batch
+  ptrdiff_t block;               // elements from one block of a blocked matrix of R rows to the next
   Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
   Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
   int longest;                   // steps of the longest row
@@ -98,7 +101,8 @@ struct ScanRows {
   Scratch<int> running;          // [T + 1] how many run; fewer than R_t where a row in between has ended
   Scratch<int> place;            // [longest] first row of step t in the ring, see place_steps
 
-  ScanRows(const ScanPlan<T>& plan_, int row0_, int R_) : plan(plan_), args(*plan_.args), row0(row0_), R(R_), block(R_ * L) {}
+  ScanRows(const ScanPlan<T>& plan_, int row0_, int R_)
+      : plan(plan_), args(*plan_.args), row0(row0_), R(R_), block(R_ * L) {}
 
   bool allocate() {
     // The product writes whole panels: room for two blocks.
@@ -121,9 +125,9 @@ struct ScanRows {
     }
     return true;
   }
-  // Steps share a ring of `capacity` rows, at least 2 R, in groups from the first step on, each as long as its rows fit, one step's after the
-  // other's. A group has two steps or more, and later steps no more rows: so the last step of one group never lies where the first step of the
-  // next does, which it still needs.
+  // Steps share a ring of `capacity` rows, at least 2 R, in groups from the first step on, each as long as its rows
+  // fit, one step's after the other's. A group has two steps or more, and later steps no more rows: so the last step of
+  // one group never lies where the first step of the next does, which it still needs.
   bool place_steps(int capacity) {
     if (!place.allocate(longest)) return false;
     int next_place = 0;
@@ -167,7 +171,8 @@ struct ScanRows {
     for (int r = 0; r < rows; r++) {
       T* row = to + r * stride;
       for (int b = 0; b < whole; b++) store(row + b * L, load(from + b * from_block + r * L));
-      if (whole * L < columns) store_part(row + whole * L, load(from + whole * from_block + r * L), columns - whole * L);
+      if (whole * L < columns)
+        store_part(row + whole * L, load(from + whole * from_block + r * L), columns - whole * L);
     }
   }
   // x_t and the one, blocked.
@@ -178,17 +183,18 @@ struct ScanRows {
       for (int r = 0; r < active[t]; r++) to[(plan.D / L) * to_block + r * L + plan.D % L] = 1;
   }
 
-  // Rows [R_t] of the batch at step t of a row-major [T, B, N], fetched ahead for the columns after a product's first panel; the first panel's
-  // are fetched for step `then` (none if it is outside [0, T)), a product earlier.
+  // Rows [R_t] of the batch at step t of a row-major [T, B, N], fetched ahead for the columns after a product's first
+  // panel; the first panel's are fetched for step `then` (none if it is outside [0, T)), a product earlier.
   void fetch_rows(Errands<T>* errands, const T* from, int64_t t, int64_t then) const {
     const ptrdiff_t step = static_cast<ptrdiff_t>(plan.B) * plan.N;
     const T* rows = from + row0 * static_cast<ptrdiff_t>(plan.N);
     if (plan.blocks() > 2) errands->fetch(rows + t * step + 2 * L, plan.N, L, active[t], plan.blocks() - 2);
-    if (then >= 0 && then < args.T) errands->fetch(rows + then * step, plan.N, L, active[then], plan.blocks() < 2 ? plan.blocks() : 2);
+    if (then >= 0 && then < args.T)
+      errands->fetch(rows + then * step, plan.N, L, active[then], plan.blocks() < 2 ? plan.blocks() : 2);
   }
 
-  // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`, h_t itself is left in the
-  // state: the errands of the next step's product write it.
+  // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`,
+  // h_t itself is left in the state: the errands of the next step's product write it.
   template <class A>
   void step(int64_t t, T* h_out, T* pre_out, bool stream) {
     const int N = plan.N, R_t = active[t];
@@ -271,7 +277,8 @@ struct ScanRows {
   // The last state of a streamed sequence, which no further product writes.
   void write_last(T* h_out) const {
     for (int b = 0; b < plan.blocks(); b++)
-      for (int r = 0; r < active[longest - 1]; r++) store_stream(h_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, load(state + b * block + r * L));
+      for (int r = 0; r < active[longest - 1]; r++)
+        store_stream(h_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, load(state + b * block + r * L));
   }
   void swap_states() { state.swap(next); }
 };
@@ -317,14 +324,20 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
   const ptrdiff_t ring_block = static_cast<ptrdiff_t>(slots) * R * L;
   const ptrdiff_t ldc = static_cast<ptrdiff_t>(blocks + x_blocks) * L;
   // Token gradients are summed over a few steps before they are added to the total, for the same reason as in outer.h.
-  const int64_t token_steps = args.tokens && params ? slots * ((plan.D + static_cast<int64_t>(slots) * R - 1) / (static_cast<int64_t>(slots) * R)) : 0;
+  const int64_t token_steps =
+      args.tokens && params
+          ? slots * ((plan.D + static_cast<int64_t>(slots) * R - 1) / (static_cast<int64_t>(slots) * R))
+          : 0;
 
   ScanRows<T> rows(plan, row0, R);
   if (!rows.allocate()) return false;
-  // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with step t.
+  // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
+  // step t.
   Scratch<T> delta, inputs, dx, ending;
   if (!rows.place_steps(slots * R) || !ending.allocate(static_cast<size_t>(padded) * R) ||
-      !delta.allocate(static_cast<size_t>(blocks) * ring_block) || !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) || !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
+      !delta.allocate(static_cast<size_t>(blocks) * ring_block) ||
+      !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
+      !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
     return false;
   // With checkpoints: the states (and pre-activations) of one segment, [every][R][N].
   Scratch<T> segment, segment_pre;
@@ -361,7 +374,8 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
   };
   // delta of step t on its way to grad_x past the caches.
   auto write_delta = [&](Errands<T>* errands, int64_t t) {
-    errands->copy(delta + static_cast<ptrdiff_t>(rows.place[t]) * L, L, ring_block, grad_x + (t * B + row0) * N, N, L, rows.active[t], blocks);
+    errands->copy(delta + static_cast<ptrdiff_t>(rows.place[t]) * L, L, ring_block, grad_x + (t * B + row0) * N, N, L,
+                  rows.active[t], blocks);
   };
 
   const int64_t last = rows.longest - 1;
@@ -384,11 +398,14 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
     auto state_rows = [&](int64_t k) -> const T* {
       if (k < 0) return static_cast<const T*>(args.h0) + row0 * N;
       if (!every) return states + (k * B + row0) * N;
-      return k < start ? states + ((k + 1) / every * B + row0) * N : segment + static_cast<ptrdiff_t>(k - start) * R * N;
+      return k < start ? states + ((k + 1) / every * B + row0) * N
+                       : segment + static_cast<ptrdiff_t>(k - start) * R * N;
     };
     const ptrdiff_t here = (t * B + row0) * N;
     const T* g_rows = grad_hs + here;
-    const T* a_rows = !pre_wanted ? nullptr : every ? segment_pre + static_cast<ptrdiff_t>(t - start) * R * N : saved_pre + here;
+    const T* a_rows = !pre_wanted ? nullptr
+                      : every     ? segment_pre + static_cast<ptrdiff_t>(t - start) * R * N
+                                  : saved_pre + here;
     const T* h_now = inputs + later_place;  // h_t waits in the ring, beside delta_{t+1}
     T* d_now = delta + here_place;
     for (int r = 0; r < R_t; r++)
@@ -425,7 +442,8 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
           V<T> g = load_part(g_at + r * N, count);
           if (!ends) g += load(q_at + r * L);
           square += g * g;
-          const V<T> saved = pre_wanted ? load_part(a_rows + r * N + b * L, count) : load(ends ? ending + b * rows.block + r * L : h_at + r * L);
+          const V<T> saved = pre_wanted ? load_part(a_rows + r * N + b * L, count)
+                                        : load(ends ? ending + b * rows.block + r * L : h_at + r * L);
           store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, &param_grad)));
         }
         if (x_to)
@@ -466,8 +484,10 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
     rows.read_rows(h_before, N, R_t, N, inputs + here_place, ring_block);
     if (!params) continue;
     if (plan.X) rows.read_features(t, inputs + blocks * ring_block + here_place, ring_block);
-    if (!rows.gapless(t)) rows.clear_ended(t, inputs + here_place, ring_block, blocks + x_blocks);  // what is there may not be finite
-    if (rows.place[t] == 0) outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
+    if (!rows.gapless(t))
+      rows.clear_ended(t, inputs + here_place, ring_block, blocks + x_blocks);  // what is there may not be finite
+    if (rows.place[t] == 0)
+      outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
     if (token_steps && t % token_steps == 0) {
       const ptrdiff_t n = static_cast<ptrdiff_t>(plan.D) * padded;
       for (ptrdiff_t i = 0; i < n; i += L) {
@@ -525,12 +545,13 @@ void pack_task(void* context, int task) {
   for (int i = 0; i < jobs.count; i++) {
     const PackJob<T>& j = jobs.job[i];
     const int panels = j.to->panel_count();
-    j.to->fill(panels * task / jobs.parts, panels * (task + 1) / jobs.parts, j.row0, j.rows, j.source, j.row_stride, j.col_stride, j.scale);
+    j.to->fill(panels * task / jobs.parts, panels * (task + 1) / jobs.parts, j.row0, j.rows, j.source, j.row_stride,
+               j.col_stride, j.scale);
   }
 }
 
-// Each task gets about the same number of steps, summed over its rows. Where neighbours of very different lengths leave a task without rows, it
-// has nothing to do.
+// Each task gets about the same number of steps, summed over its rows. Where neighbours of very different lengths leave
+// a task without rows, it has nothing to do.
 template <class T>
 bool share_rows(ScanPlan<T>* plan) {
   const int64_t tasks = plan->threads;
@@ -560,7 +581,8 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->clip = static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf());
   if (!share_rows(plan)) return false;
   const int N = plan->N, K = plan->K, D = plan->D;
-  const T *u = static_cast<const T*>(args.second), *s = static_cast<const T*>(args.scale), *v = static_cast<const T*>(args.first);
+  const T *u = static_cast<const T*>(args.second), *s = static_cast<const T*>(args.scale),
+          *v = static_cast<const T*>(args.first);
   const T *weight = static_cast<const T*>(args.weight), *bias = static_cast<const T*>(args.bias);
 
   const bool aligned = N % kLanes<T> == 0;
@@ -571,7 +593,8 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   PackJobs<T> jobs;
   jobs.count = 0;
   jobs.parts = plan->threads;
-  auto add = [&jobs](Packed<T>* to, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride, const T* scale) {
+  auto add = [&jobs](Packed<T>* to, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
+                     const T* scale) {
     jobs.job[jobs.count++] = {to, row0, rows, source, row_stride, col_stride, scale};
   };
   if (!backward || args.checkpoint_every) {
@@ -588,7 +611,9 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
       const int padded = plan->padded();
       if (!plan->table.allocate(static_cast<size_t>(D) * padded)) return false;
       for (int n = 0; n < N; n++)
-        for (int d = 0; d < D; d++) plan->table[static_cast<ptrdiff_t>(d) * padded + n] = weight[static_cast<ptrdiff_t>(n) * D + d] + (bias ? bias[n] : T(0));
+        for (int d = 0; d < D; d++)
+          plan->table[static_cast<ptrdiff_t>(d) * padded + n] =
+              weight[static_cast<ptrdiff_t>(n) * D + d] + (bias ? bias[n] : T(0));
     }
   }
   if (backward) {
@@ -647,7 +672,8 @@ void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
     for (int i = 1; i < plan.threads; i++) sum += sums[i].gradients[at];
     return sum;
   };
-  T *map = static_cast<T*>(args.grad_map), *weight = static_cast<T*>(args.grad_weight), *bias = static_cast<T*>(args.grad_bias);
+  T *map = static_cast<T*>(args.grad_map), *weight = static_cast<T*>(args.grad_weight),
+    *bias = static_cast<T*>(args.grad_bias);
   for (int n = 0; n < N; n++) {
     for (int m = 0; m < N; m++) map[static_cast<ptrdiff_t>(n) * N + m] = total(n * ldc + m);
     if (plan.X) {
@@ -683,7 +709,8 @@ bool scan_backward(const ScanArgs& args) {
   bool ok = true;
   for (int i = 0; i < plan.threads && ok; i++) {
     ScanSums<T>& s = call.sums[i];
-    ok = s.param.allocate(padded) && s.norm.allocate(args.T) && (!args.grad_map || s.gradients.allocate(padded * ldc)) &&
+    ok = s.param.allocate(padded) && s.norm.allocate(args.T) &&
+         (!args.grad_map || s.gradients.allocate(padded * ldc)) &&
          (!args.tokens || (s.table_part.allocate(plan.D * padded) && s.table_total.allocate(plan.D * padded)));
   }
   if (ok) {

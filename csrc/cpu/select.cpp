@@ -14,32 +14,47 @@
 
 namespace orthokern {
 
-#define ORTHOKERN_DECLARE(isa)                                   \
-  namespace isa {                                                \
-  bool factored_scan_fwd(const ScanArgs&);                       \
-  bool factored_scan_bwd(const ScanArgs&);                       \
-  bool dense_scan_fwd(const ScanArgs&);                          \
-  bool dense_scan_bwd(const ScanArgs&);                          \
-  bool gru_scan_fwd(const GruArgs&);                             \
-  bool gru_scan_bwd(const GruArgs&);                             \
-  bool activation_fwd(const ActivationArgs&);                    \
-  bool activation_bwd(const ActivationArgs&);                    \
-  bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&);  \
-  bool modal_scan_fwd(const ModalArgs&);                         \
-  bool modal_scan_bwd(const ModalArgs&);                         \
-  bool modal_cross_entropy_fwd(const ModalArgs&);                \
-  bool cayley(const CayleyArgs&);                                \
-  bool gram(const SpectralArgs&);                                \
-  bool is_definite(const SpectralArgs&);                         \
-  bool distance(const SpectralArgs&);                            \
-  bool wide_product(const SpectralArgs&);                        \
-  bool subtract_product(const SpectralArgs&);                    \
+#define ORTHOKERN_DECLARE(isa)                                  \
+  namespace isa {                                               \
+  bool factored_scan_fwd(const ScanArgs&);                      \
+  bool factored_scan_bwd(const ScanArgs&);                      \
+  bool dense_scan_fwd(const ScanArgs&);                         \
+  bool dense_scan_bwd(const ScanArgs&);                         \
+  bool gru_scan_fwd(const GruArgs&);                            \
+  bool gru_scan_bwd(const GruArgs&);                            \
+  bool activation_fwd(const ActivationArgs&);                   \
+  bool activation_bwd(const ActivationArgs&);                   \
+  bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&); \
+  bool modal_scan_fwd(const ModalArgs&);                        \
+  bool modal_scan_bwd(const ModalArgs&);                        \
+  bool modal_cross_entropy_fwd(const ModalArgs&);               \
+  bool cayley(const CayleyArgs&);                               \
+  bool gram(const SpectralArgs&);                               \
+  bool is_definite(const SpectralArgs&);                        \
+  bool distance(const SpectralArgs&);                           \
+  bool wide_product(const SpectralArgs&);                       \
+  bool subtract_product(const SpectralArgs&);                   \
   }
-#define ORTHOKERN_TABLE(isa)                                                                                                      \
-  {#isa, isa::factored_scan_fwd, isa::factored_scan_bwd, isa::dense_scan_fwd, isa::dense_scan_bwd, isa::gru_scan_fwd,   \
-   isa::gru_scan_bwd, isa::activation_fwd, isa::activation_bwd, isa::linear_cross_entropy_fwd, isa::modal_scan_fwd,                   \
-   isa::modal_scan_bwd, isa::modal_cross_entropy_fwd, isa::cayley, isa::gram,                                                         \
-   isa::is_definite, isa::distance, isa::wide_product, isa::subtract_product}
+#define ORTHOKERN_TABLE(isa)      \
+  {#isa,                          \
+   isa::factored_scan_fwd,        \
+   isa::factored_scan_bwd,        \
+   isa::dense_scan_fwd,           \
+   isa::dense_scan_bwd,           \
+   isa::gru_scan_fwd,             \
+   isa::gru_scan_bwd,             \
+   isa::activation_fwd,           \
+   isa::activation_bwd,           \
+   isa::linear_cross_entropy_fwd, \
+   isa::modal_scan_fwd,           \
+   isa::modal_scan_bwd,           \
+   isa::modal_cross_entropy_fwd,  \
+   isa::cayley,                   \
+   isa::gram,                     \
+   isa::is_definite,              \
+   isa::distance,                 \
+   isa::wide_product,             \
+   isa::subtract_product}
 
 ORTHOKERN_DECLARE(baseline)
 #if ORTHOKERN_HAVE_AVX2
@@ -66,8 +81,8 @@ static bool machine_has(const char* isa) {
   __builtin_cpu_init();
   if (strcmp(isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (strcmp(isa, "avx512") == 0)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 #endif
   return false;
 }
@@ -125,9 +140,9 @@ void* large_scratch(size_t* bytes) {
 }
 void free_large_scratch(void* memory, size_t bytes) { BufferPool::scratch().give({memory, bytes}); }
 
-// torch keeps a pool of OpenMP threads that spin for a while after each of its operators: threads of our own would fight them for the cores.
-// GOMP_parallel is the entry to that same pool (GNU's, LLVM's and Intel's runtimes all export it), found among the libraries that torch has
-// loaded; where there is none, plain threads do.
+// torch keeps a pool of OpenMP threads that spin for a while after each of its operators: threads of our own would
+// fight them for the cores. GOMP_parallel is the entry to that same pool (GNU's, LLVM's and Intel's runtimes all export
+// it), found among the libraries that torch has loaded; where there is none, plain threads do.
 void parallel_run(int tasks, void (*fn)(void* context, int task), void* context) {
   if (tasks <= 1) {
     if (tasks == 1) fn(context, 0);
@@ -146,6 +161,8 @@ void parallel_run(int tasks, void (*fn)(void* context, int task), void* context)
   for (std::thread& t : threads) t.join();
 }
 
-const char* parallel_pool() { return dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "openmp (shared with torch)" : "own threads"; }
+const char* parallel_pool() {
+  return dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "openmp (shared with torch)" : "own threads";
+}
 
 }  // namespace orthokern

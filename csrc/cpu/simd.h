@@ -1,8 +1,10 @@
-// Vectors for the CPU kernels, from the compiler's vector extensions (GCC and clang): one source for AVX-512, AVX2, NEON and the baseline.
+// Vectors for the CPU kernels, from the compiler's vector extensions (GCC and clang): one source for AVX-512, AVX2,
+// NEON and the baseline.
 //
-// Every file that includes this header is compiled once per instruction set, with ORTHOKERN_ISA naming it, and everything lives in
-// namespace orthokern::ORTHOKERN_ISA. The standard library's templates stay out of these files: their instantiations carry the same
-// name in every instruction set, the linker keeps one of them, and a machine without AVX-512 could end up in AVX-512 code.
+// Every file that includes this header is compiled once per instruction set, with ORTHOKERN_ISA naming it, and
+// everything lives in namespace orthokern::ORTHOKERN_ISA. The standard library's templates stay out of these files:
+// their instantiations carry the same name in every instruction set, the linker keeps one of them, and a machine
+// without AVX-512 could end up in AVX-512 code.
 #pragma once
 
 #include <stddef.h>
@@ -143,8 +145,8 @@ ORTHOKERN_INLINE T sum_lanes(V<T> v) {
   return s;
 }
 
-// p / q within about one rounding: AVX-512 has a cheap estimate of 1 / q, good to 14 bits, and one correction of the quotient by its exact
-// remainder doubles them for far less than a division.
+// p / q within about one rounding: AVX-512 has a cheap estimate of 1 / q, good to 14 bits, and one correction of the
+// quotient by its exact remainder doubles them for far less than a division.
 ORTHOKERN_INLINE V<float> quotient(V<float> p, V<float> q) {
 #if defined(__AVX512F__)
   const V<float> r = (V<float>)_mm512_maskz_rcp14_ps((__mmask16)-1, (__m512)q);
@@ -156,7 +158,8 @@ ORTHOKERN_INLINE V<float> quotient(V<float> p, V<float> q) {
 }
 ORTHOKERN_INLINE V<double> quotient(V<double> p, V<double> q) { return p / q; }
 
-// Subnormal numbers cost a hundred cycles each where a state decays over thousands of steps: flushed to zero for the life of this object.
+// Subnormal numbers cost a hundred cycles each where a state decays over thousands of steps: flushed to zero for the
+// life of this object.
 class FlushDenormals {
  public:
 #if defined(__SSE2__)
@@ -180,8 +183,9 @@ class FlushDenormals {
 #endif
 };
 
-// Zeroed scratch memory on a cache-line boundary, freed with the object. Large scratch is kept from call to call and lies on huge pages: the
-// weights of N = 500 are read from end to end every step, more pages of 4 KiB than the translation buffers hold.
+// Zeroed scratch memory on a cache-line boundary, freed with the object. Large scratch is kept from call to call and
+// lies on huge pages: the weights of N = 500 are read from end to end every step, more pages of 4 KiB than the
+// translation buffers hold.
 template <class T>
 class Scratch {
  public:

@@ -1,22 +1,26 @@
-// What the spectral-norm projection is made of: W^T W, whether a symmetric matrix is positive definite, and three passes over a matrix, in
-// float64 where its own dtype would cost digits.
+// What the spectral-norm projection is made of: W^T W, whether a symmetric matrix is positive definite, and three
+// passes over a matrix, in float64 where its own dtype would cost digits.
 //
 // The first two work on panels (panels.h) and take half of a general product's operations, M K^2 and K^3 / 3.
 //
-//     W^T W:      block (p, i) = (columns of panel p)^T . panel i, for p <= i; the blocks below the diagonal are copied.
+//     W^T W:      block (p, i) = (columns of panel p)^T . panel i, for p <= i; the blocks below the diagonal are
+//                 copied.
 //     Cholesky:   A = R^T R by rows of blocks of W x W, left-looking, in the upper half only:
 //                     R(p, p)^T R(p, p) = A(p, p) - R(<p, p)^T R(<p, p)        one thread
 //                     R(p, i) = R(p, p)^-T (A(p, i) - R(<p, p)^T R(<p, i))     p < i, shared out
-//                 It exists in exact arithmetic if and only if A is positive definite. In floating point every R(p, i) comes from products
-//                 and substitutions alone, so that R^T R differs from A by no more than about (K + 4) u sqrt(a_ii a_jj), u the unit roundoff
-//                 (Higham 2002, theorem 10.3, and three roundings for the reciprocals of pivots): no inverse of a diagonal block, for which that
+//                 It exists in exact arithmetic if and only if A is positive definite. In floating point every R(p, i)
+//                 comes from products
+//                 and substitutions alone, so that R^T R differs from A by no more than about (K + 4) u sqrt(a_ii
+//                 a_jj), u the unit roundoff
+//                 (Higham 2002, theorem 10.3, and three roundings for the reciprocals of pivots): no inverse of a
+//                 diagonal block, for which that
 //                 would not hold.
 //
-// Both factors of every product are read in the order they are stored in, a's columns as scalars. Limit: the rate of the multiply-adds; a
-// chunk of both panels stays in the nearest cache.
+// Both factors of every product are read in the order they are stored in, a's columns as scalars. Limit: the rate of
+// the multiply-adds; a chunk of both panels stays in the nearest cache.
 //
-// The passes: |A - B|_F (rows in W's dtype, their sum in float64), and W V and W - T V^T for few columns of V (both in float64, which lives in
-// registers and the nearest cache only: a copy of W in it would take five times the traffic).
+// The passes: |A - B|_F (rows in W's dtype, their sum in float64), and W V and W - T V^T for few columns of V (both in
+// float64, which lives in registers and the nearest cache only: a copy of W in it would take five times the traffic).
 //
 // Each element is one chain in ascending order, apart from a chunk's sums: the bits depend on no number of threads.
 #include "cpu/ops.h"
@@ -29,7 +33,8 @@ namespace {
 constexpr int kDepth = 256;     // of a chunk
 constexpr int kPackRows = 128;  // that one item of packing covers
 
-// Item `item` of `items` for shared-out work that shrinks with the index: there and back over the threads, so that all get about as much.
+// Item `item` of `items` for shared-out work that shrinks with the index: there and back over the threads, so that all
+// get about as much.
 inline int there_and_back(int item, int items, int threads) {
   const int round = item / threads, first = round * threads, count = min_of(threads, items - first);
   return round % 2 ? first + count - 1 - (item - first) : item;
@@ -37,25 +42,28 @@ inline int there_and_back(int item, int items, int threads) {
 
 // out [columns, W] (+)= alpha (columns [0, columns) of panel a)^T . panel b, over `depth` rows; add may be null.
 template <class T>
-void transposed_product(const T* a, int columns, const T* b, int depth, const T* add, ptrdiff_t add_row, T alpha, T* out, ptrdiff_t out_row) {
+void transposed_product(const T* a, int columns, const T* b, int depth, const T* add, ptrdiff_t add_row, T alpha,
+                        T* out, ptrdiff_t out_row) {
   const RowTiles split(columns);
   for (int i = 0, row = 0; i < split.tiles; row += split.count(i), i++)
-    product_tile_for_rows<T, 2, true>(split.count(i))(a + row, 0, b, depth, add ? add + row * add_row : nullptr, add_row, alpha,
-                                                      out + row * out_row, out_row);
+    product_tile_for_rows<T, 2, true>(split.count(i))(a + row, 0, b, depth, add ? add + row * add_row : nullptr,
+                                                      add_row, alpha, out + row * out_row, out_row);
 }
 
 template <class T>
 bool gram_of(const SpectralArgs& args) {
   constexpr int L = kLanes<T>;
   constexpr int W = kWidth<T>;
-  const int M = static_cast<int>(args.M), K = static_cast<int>(args.K), blocks = ceil_div(K, W), threads = max_of(1, args.threads);
+  const int M = static_cast<int>(args.M), K = static_cast<int>(args.K), blocks = ceil_div(K, W),
+            threads = max_of(1, args.threads);
   const T* w = static_cast<const T*>(args.w);
   T* out = static_cast<T*>(args.out);
   const ptrdiff_t stride = static_cast<ptrdiff_t>(panel_rows<T>(M)) * W;
   Scratch<T> memory;
   if (!memory.allocate(stride * blocks, false)) return false;
   const Panels<T> panels = {memory, stride};
-  share(threads, ceil_div(M, kPackRows), [&](int item) { pack<T>(w, K, item * kPackRows, min_of(kPackRows, M - item * kPackRows), 0, K, panels); });
+  share(threads, ceil_div(M, kPackRows),
+        [&](int item) { pack<T>(w, K, item * kPackRows, min_of(kPackRows, M - item * kPackRows), 0, K, panels); });
   share(threads, blocks, [&](int item) {
     const int i = blocks - 1 - there_and_back(item, blocks, threads), width = min_of(W, K - i * W);
     alignas(64) T edge[W * W];  // where the matrix ends within a panel
@@ -65,12 +73,15 @@ bool gram_of(const SpectralArgs& args) {
         T* block = out + static_cast<ptrdiff_t>(p) * W * K + i * W;
         const int columns = min_of(W, K - p * W);
         if (width == W) {
-          transposed_product<T>(panels.at(k, p), columns, panels.at(k, i), depth, k > 0 ? block : nullptr, K, T(1), block, K);
+          transposed_product<T>(panels.at(k, p), columns, panels.at(k, i), depth, k > 0 ? block : nullptr, K, T(1),
+                                block, K);
           continue;
         }
         transposed_product<T>(panels.at(k, p), columns, panels.at(k, i), depth, nullptr, 0, T(1), edge, W);
         for (int r = 0; r < columns; r++)
-          for (int c = 0; c < width; c++) block[static_cast<ptrdiff_t>(r) * K + c] = (k > 0 ? block[static_cast<ptrdiff_t>(r) * K + c] : T(0)) + edge[r * W + c];
+          for (int c = 0; c < width; c++)
+            block[static_cast<ptrdiff_t>(r) * K + c] =
+                (k > 0 ? block[static_cast<ptrdiff_t>(r) * K + c] : T(0)) + edge[r * W + c];
       }
     }
   });
@@ -82,7 +93,8 @@ bool gram_of(const SpectralArgs& args) {
       T* to = out + static_cast<ptrdiff_t>(i) * L * K + j * L;
       if (i == j || rows < L) {
         for (int r = 0; r < rows; r++)
-          for (int c = 0; c < (i == j ? r : L); c++) to[static_cast<ptrdiff_t>(r) * K + c] = from[static_cast<ptrdiff_t>(c) * K + r];
+          for (int c = 0; c < (i == j ? r : L); c++)
+            to[static_cast<ptrdiff_t>(r) * K + c] = from[static_cast<ptrdiff_t>(c) * K + r];
         continue;
       }
       V<T> v[L];
@@ -94,8 +106,8 @@ bool gram_of(const SpectralArgs& args) {
   return true;
 }
 
-// R(p, p) of a block [size, size] with rows of W, in place on and above the diagonal; what is below it is left undefined. False if there is
-// none.
+// R(p, p) of a block [size, size] with rows of W, in place on and above the diagonal; what is below it is left
+// undefined. False if there is none.
 template <class T>
 bool factor_block(T* a, int size) {
   constexpr int L = kLanes<T>;
@@ -206,7 +218,8 @@ bool distance_of(const SpectralArgs& args) {
     const int row = item * kPassRows;
     const T* b = static_cast<const T*>(args.other);
     const ptrdiff_t at = static_cast<ptrdiff_t>(row) * K;
-    squares_of_rows<T>(static_cast<const T*>(args.w) + at, b ? b + at : nullptr, min_of(kPassRows, M - row), K, sums + row);
+    squares_of_rows<T>(static_cast<const T*>(args.w) + at, b ? b + at : nullptr, min_of(kPassRows, M - row), K,
+                       sums + row);
   });
   double sum = 0;
   for (int r = 0; r < M; r++) sum += sums[r];
@@ -216,11 +229,13 @@ bool distance_of(const SpectralArgs& args) {
 
 // A block of up to kPassBlock rows of W, float64: what is read of V then serves all of them.
 constexpr int kPassBlock = 4;
-constexpr int kPassStride = kPassColumns + 8;  // rows 4 KiB apart would take a store for one of them for a store to another
+constexpr int kPassStride =
+    kPassColumns + 8;  // rows 4 KiB apart would take a store for one of them for a store to another
 
 typedef double WideBlock[kPassBlock][kPassStride];
 
-// fn(row, rows, k, columns, block) for the blocks of W [M, K], columns [k, k + columns) of rows [row, row + rows); the block's other rows are 0.
+// fn(row, rows, k, columns, block) for the blocks of W [M, K], columns [k, k + columns) of rows [row, row + rows); the
+// block's other rows are 0.
 template <class T, class Fn>
 void for_wide_blocks(const SpectralArgs& args, const Fn& fn) {
   const int M = static_cast<int>(args.M), K = static_cast<int>(args.K);
@@ -292,7 +307,8 @@ void subtract_of(const SpectralArgs& args) {
   });
 }
 
-// A thread more has to save more than the few microseconds that waking it takes, in `is_definite` once for each row of blocks.
+// A thread more has to save more than the few microseconds that waking it takes, in `is_definite` once for each row of
+// blocks.
 inline SpectralArgs with_useful_threads(const SpectralArgs& args, double flops) {
   SpectralArgs given = args;
   const double useful = flops / 4e6;

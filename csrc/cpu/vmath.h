@@ -1,8 +1,8 @@
 // exp and tanh on vectors, float and double, to about one unit in the last place.
 //
-// Both reduce y = n ln 2 + r, |r| <= ln(2)/2, and take a polynomial for (e^r - 1 - r) / r^2 (Taylor's coefficients: at degree 5 (float) and
-// 11 (double) the truncation is below half a unit in the last place). tanh goes through m = e^{2|x|} - 1, which is small where tanh is:
-// tanh |x| = m / (m + 2) has no cancellation anywhere.
+// Both reduce y = n ln 2 + r, |r| <= ln(2)/2, and take a polynomial for (e^r - 1 - r) / r^2 (Taylor's coefficients: at
+// degree 5 (float) and 11 (double) the truncation is below half a unit in the last place). tanh goes through m =
+// e^{2|x|} - 1, which is small where tanh is: tanh |x| = m / (m + 2) has no cancellation anywhere.
 #pragma once
 
 #include "cpu/simd.h"
@@ -21,7 +21,8 @@ struct Exp2<float> {
   static constexpr float kLowest = -87.0f, kHighest = 88.0f;
   static constexpr float kTanhLimit = 20.0f;  // of 2|x|: tanh(10) is 1 in float
   static ORTHOKERN_INLINE V<float> tail(V<float> r) {
-    return 0.5f + r * (1.6666667e-1f + r * (4.1666668e-2f + r * (8.3333338e-3f + r * (1.3888889e-3f + r * 1.9841270e-4f))));
+    return 0.5f +
+           r * (1.6666667e-1f + r * (4.1666668e-2f + r * (8.3333338e-3f + r * (1.3888889e-3f + r * 1.9841270e-4f))));
   }
 };
 template <>
@@ -33,16 +34,16 @@ struct Exp2<double> {
   static constexpr double kLowest = -708.0, kHighest = 709.0;
   static constexpr double kTanhLimit = 44.0;
   static ORTHOKERN_INLINE V<double> tail(V<double> r) {
-    return 0.5 +
-           r * (1.0 / 6 +
-                r * (1.0 / 24 +
-                     r * (1.0 / 120 +
-                          r * (1.0 / 720 +
-                               r * (1.0 / 5040 +
-                                    r * (1.0 / 40320 +
-                                         r * (1.0 / 362880 +
-                                              r * (1.0 / 3628800 +
-                                                   r * (1.0 / 39916800 + r * (1.0 / 479001600 + r * (1.0 / 6227020800.0)))))))))));
+    return 0.5 + r * (1.0 / 6 +
+                      r * (1.0 / 24 +
+                           r * (1.0 / 120 +
+                                r * (1.0 / 720 +
+                                     r * (1.0 / 5040 +
+                                          r * (1.0 / 40320 +
+                                               r * (1.0 / 362880 +
+                                                    r * (1.0 / 3628800 +
+                                                         r * (1.0 / 39916800 +
+                                                              r * (1.0 / 479001600 + r * (1.0 / 6227020800.0)))))))))));
   }
 };
 

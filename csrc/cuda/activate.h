@@ -15,7 +15,8 @@ struct ScalarMath {
   static ORTHOKERN_HD double tanh(double a) { return ::tanh(a); }
 };
 
-// phi(a). `other` is a of the other unit of the pair, read where A works on pairs; `second` whether this is the second of the two.
+// phi(a). `other` is a of the other unit of the pair, read where A works on pairs; `second` whether this is the second
+// of the two.
 template <class A, class V>
 __device__ __forceinline__ V activate(V a, V other, bool second, V parameter) {
   if constexpr (A::pairs) return A::forward(a, other, second);
@@ -37,24 +38,28 @@ __device__ __forceinline__ V parameter_grad(V g, V saved, V parameter) {
 }
 
 // The same by number, which is the same in all lanes. The bindings refuse a number that is not in the list.
-#define ORTHOKERN_SWITCH(call)                    \
-  switch (activation) {                           \
-    ORTHOKERN_ACTIVATIONS(call)                   \
-  }                                               \
+#define ORTHOKERN_SWITCH(call)                        \
+  switch (activation) { ORTHOKERN_ACTIVATIONS(call) } \
   return NAN;
 __device__ __forceinline__ float activate(int activation, float a, float other, bool second, float parameter) {
-#define ORTHOKERN_CASE(A) case act::A::number: return activate<act::A>(a, other, second, parameter);
+#define ORTHOKERN_CASE(A) \
+  case act::A::number:    \
+    return activate<act::A>(a, other, second, parameter);
   ORTHOKERN_SWITCH(ORTHOKERN_CASE)
 #undef ORTHOKERN_CASE
 }
-__device__ __forceinline__ float activate_grad(int activation, float g, float saved, float other_g, float other_saved, bool second,
-                                               float parameter) {
-#define ORTHOKERN_CASE(A) case act::A::number: return activate_grad<act::A>(g, saved, other_g, other_saved, second, parameter);
+__device__ __forceinline__ float activate_grad(int activation, float g, float saved, float other_g, float other_saved,
+                                               bool second, float parameter) {
+#define ORTHOKERN_CASE(A) \
+  case act::A::number:    \
+    return activate_grad<act::A>(g, saved, other_g, other_saved, second, parameter);
   ORTHOKERN_SWITCH(ORTHOKERN_CASE)
 #undef ORTHOKERN_CASE
 }
 __device__ __forceinline__ float parameter_grad(int activation, float g, float saved, float parameter) {
-#define ORTHOKERN_CASE(A) case act::A::number: return parameter_grad<act::A>(g, saved, parameter);
+#define ORTHOKERN_CASE(A) \
+  case act::A::number:    \
+    return parameter_grad<act::A>(g, saved, parameter);
   ORTHOKERN_SWITCH(ORTHOKERN_CASE)
 #undef ORTHOKERN_CASE
 }

@@ -1,4 +1,5 @@
-// The table of contents of the CUDA kernels, for csrc/bindings.cpp and for the host harness of the tests (tests/cuda_host/module.cpp).
+// The table of contents of the CUDA kernels, for csrc/bindings.cpp and for the host harness of the tests
+// (tests/cuda_host/module.cpp).
 //
 // Every function takes a dict with the fields of a struct. The GIL is released while it launches.
 #pragma once
@@ -33,15 +34,16 @@ struct Results {
 
 // `plan_name` plans a scan from sizes; `run_name` launches it as planned.
 template <class Args, class Plan, class Wish>
-void bind_scan(pybind11::module_& m, const char* plan_name, const char* run_name, Plan (*plan)(const Args&, bool, const Wish&),
-               void (*run)(const Args&, bool, const Plan&, void*)) {
+void bind_scan(pybind11::module_& m, const char* plan_name, const char* run_name,
+               Plan (*plan)(const Args&, bool, const Wish&), void (*run)(const Args&, bool, const Plan&, void*)) {
   m.def(plan_name, [=](const pybind11::dict& given) {
     Args args{};
     bool backward = false;
     Arguments arguments(plan_name, given);
     args.planned(arguments);
     ORTHOKERN_FIELDS(arguments, backward);
-    const Wish wish = read_arguments(plan_name, arguments.take("wish"), &Wish::template fields<Arguments>, Arguments::kKeepsItsValue);
+    const Wish wish =
+        read_arguments(plan_name, arguments.take("wish"), &Wish::template fields<Arguments>, Arguments::kKeepsItsValue);
     arguments.done();
     Plan made;
     {
@@ -76,10 +78,18 @@ inline void bind(pybind11::module_& m) {
   bind(m, "activation_bwd", activation_bwd, &ActivationArgs::backward<Arguments>);
   m.def(
       "activation_workspace",
-      [](Dict given) { return activation_workspace(read_arguments("activation_workspace", given, &ActivationArgs::backward<Arguments>)); }, "Bytes.");
+      [](Dict given) {
+        return activation_workspace(
+            read_arguments("activation_workspace", given, &ActivationArgs::backward<Arguments>));
+      },
+      "Bytes.");
   bind(m, "cayley", cayley, &CayleyArgs::fields<Arguments>);
-  m.def("cayley_workspace", [](Dict given) { return cayley_workspace(read_arguments("cayley_workspace", given, &CayleyArgs::fields<Arguments>)); },
-        "Bytes.");
+  m.def(
+      "cayley_workspace",
+      [](Dict given) {
+        return cayley_workspace(read_arguments("cayley_workspace", given, &CayleyArgs::fields<Arguments>));
+      },
+      "Bytes.");
 }
 
 }  // namespace cuda

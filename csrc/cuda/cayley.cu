@@ -1,8 +1,10 @@
 // The Cayley step, batched over matrices of any shapes. There are two ways, and the shape alone decides (`way_of`):
 //
 //     one block     K up to 64, and all of it in shared memory: one launch, a block for each matrix.
-//     tiles         everything else: tiled products, 64 x 64 results a block, so that even a single matrix is spread over many
-//                   multiprocessors; the decisions between kernels are made on the device. The matrices of a launch lie along blockIdx.z.
+//     tiles         everything else: tiled products, 64 x 64 results a block, so that even a single matrix is spread
+//                   over many
+//                   multiprocessors; the decisions between kernels are made on the device. The matrices of a launch lie
+//                   along blockIdx.z.
 //
 // By tiles, square, K = N, with c = lr/2:
 //     skew       X = c (G M^T - M G^T), the upper half of the tiles, mirrored
@@ -11,41 +13,52 @@
 //     eliminate  D = (I + X)^-1 Y                    Note [Elimination]; nothing if the series has converged
 //     finish     out = M - 2 D                       (large: 2 D - M)
 //
-// By tiles, thin, K < N: nothing of size N x N, and systems of K x K. With H = M^T G, the part G' = G - M H of G that is orthogonal to M, and
-// E = G'^T G':
+// By tiles, thin, K < N: nothing of size N x N, and systems of K x K. With H = M^T G, the part G' = G - M H of G that
+// is orthogonal to M, and E = G'^T G':
 //     A M = M B + G' and A G' = -M E with B = H - H^T, so the ansatz (I + c A)^-1 M = M a - c G' a leads to
 //     (I + F) a = I,  F = c B + c^2 E,    hence    M_new = M - 2 (M F + c G') a    (large: 2 (M - c G') a - M).
-// This uses M^T M = I, but for H, where the deviation would be amplified: H = (2 I - M^T M) M^T G, exact to second order. Elsewhere a step
-// carries a deviation on without enlarging it.
+// This uses M^T M = I, but for H, where the deviation would be amplified: H = (2 I - M^T M) M^T G, exact to second
+// order. Elsewhere a step carries a deviation on without enlarging it.
 //
-// One block, with R = I - (I + X)^-1 = (I + X)^-1 X, or of F, which Note [Pivots of two] gives as accurately as X itself is:
+// One block, with R = I - (I + X)^-1 = (I + X)^-1 X, or of F, which Note [Pivots of two] gives as accurately as X
+// itself is:
 //     square     M_new = M - 2 R M
 //     thin       M_new = M - 2 ((M - c G') R + c G'),  since F a = R and a = I - R
 //
 // Note [Elimination]
-//     Gauss-Jordan in blocks of 64 without pivoting on [I + X | Y]: per block, (1) every block of threads inverts the diagonal block in registers
-//     and multiplies its 64 columns of the row with it, (2) the other rows subtract. Both X and F have a symmetric part >= 0, so the pivots of
-//     I + X and I + F never vanish. It takes 3 N^3 operations where LU and two triangular solves take 8/3 N^3, all of them in products, with
+//     Gauss-Jordan in blocks of 64 without pivoting on [I + X | Y]: per block, (1) every block of threads inverts the
+//     diagonal block in registers
+//     and multiplies its 64 columns of the row with it, (2) the other rows subtract. Both X and F have a symmetric part
+//     >= 0, so the pivots of
+//     I + X and I + F never vanish. It takes 3 N^3 operations where LU and two triangular solves take 8/3 N^3, all of
+//     them in products, with
 //     2 N/64 launches; an LU panel by panel would leave most of the chip waiting.
 //
 // Note [Series]
-//     D = X M - X^2 M + X^3 M - ... With M orthogonal, the k-th term has the norm |X^k|_F, and X is skew: |X|_2 <= (|X^k|_F / sqrt 2)^(1/k).
-//     A term costs 2 N^3 operations, so the series pays for few terms: small steps, which training makes. It goes on until what is left out is
+//     D = X M - X^2 M + X^3 M - ... With M orthogonal, the k-th term has the norm |X^k|_F, and X is skew: |X|_2 <=
+//     (|X^k|_F / sqrt 2)^(1/k).
+//     A term costs 2 N^3 operations, so the series pays for few terms: small steps, which training makes. It goes on
+//     until what is left out is
 //     below eps / 2048 of M: a symmetric remainder changes |M| in the same direction at every step.
 //
 // Note [Large steps]
-//     Where X turns M as a whole by about 90 degrees or more, the correction is no smaller than M, and 2 (I + X)^-1 M - M rounds least.
+//     Where X turns M as a whole by about 90 degrees or more, the correction is no smaller than M, and 2 (I + X)^-1 M -
+//     M rounds least.
 //
 // Note [Pivots of two]
-//     Up to 64 x 64, a block of threads inverts in place, by Gauss-Jordan with pivots of 2 x 2. That has half as many dependent steps, and it suits
-//     a skew X: where X is large, a single pivot of I + X is 1, and what it multiplies grows to |X|^2, while [1 x; -x 1]^-1 is below 1 / |x|.
+//     Up to 64 x 64, a block of threads inverts in place, by Gauss-Jordan with pivots of 2 x 2. That has half as many
+//     dependent steps, and it suits
+//     a skew X: where X is large, a single pivot of I + X is 1, and what it multiplies grows to |X|^2, while [1 x; -x
+//     1]^-1 is below 1 / |x|.
 //     With the pivot block P, Q = P^-1, and D_pj = I and D_ij = 0 in the pivot's own columns, D becomes
 //         Q D_pj in the pivot's rows,  D_ij - D_ip Q D_pj elsewhere.
-//     The one-block step keeps the diagonal without the I where the step is small. Then P = I + D_pp, the second line holds in the pivot block too,
+//     The one-block step keeps the diagonal without the I where the step is small. Then P = I + D_pp, the second line
+//     holds in the pivot block too,
 //     and D ends as (I + X)^-1 - I = -R, accurate relative to X: no difference of numbers near 1 is ever taken.
 //
-// Limit: the rate of the multiply-adds for large N; for smaller N by tiles the latency of 2 N/64 + 3 kernels and of 32 dependent pairs of pivots in
-// each second one; in one block that of N/2 pairs, with a barrier each, beside the multiply-adds of one multiprocessor.
+// Limit: the rate of the multiply-adds for large N; for smaller N by tiles the latency of 2 N/64 + 3 kernels and of 32
+// dependent pairs of pivots in each second one; in one block that of N/2 pairs, with a barrier each, beside the
+// multiply-adds of one multiprocessor.
 #include <type_traits>
 
 #include "cuda/cayley_block.h"
@@ -65,8 +78,8 @@ Way way_of(const CayleyMatrices& some) {
   return some.K < some.N ? kThinTiles : kSquareTiles;
 }
 
-// `batch` matrices of one shape in one launch, beginning with number `skip` of their CayleyMatrices; the workspace from `memory` on.
-// Returns the bytes that they take of it.
+// `batch` matrices of one shape in one launch, beginning with number `skip` of their CayleyMatrices; the workspace from
+// `memory` on. Returns the bytes that they take of it.
 template <class T>
 int64_t lay_out(Matrices<T>& w, const CayleyMatrices& some, int64_t skip, int64_t, char*) {
   const int64_t size = some.N * some.K;
@@ -101,8 +114,8 @@ int64_t lay_out(Work<T>& w, const CayleyMatrices& some, int64_t skip, int64_t ba
 
 unsigned tiles_of(int64_t rows) { return static_cast<unsigned>((rows + kTile - 1) / kTile); }
 
-// f(batch, number of matrices) for one launch after the other of the matrices that go this way, which Some describes. Launches follow one another
-// on the stream, so they share the workspace. Returns the bytes that the largest takes.
+// f(batch, number of matrices) for one launch after the other of the matrices that go this way, which Some describes.
+// Launches follow one another on the stream, so they share the workspace. Returns the bytes that the largest takes.
 template <class T, class Some, class F>
 int64_t each_launch(const CayleyArgs& args, Way way, F f) {
   Batch<Some> batch{};
@@ -140,7 +153,8 @@ template <class T>
 void eliminate(const Batch<Work<T>>& all, int order, unsigned batch, cudaStream_t stream) {
   for (int first = 0; first < order; first += kTile) {
     const unsigned across = tiles_of(2 * order - (first + kTile < order ? first + kTile : order));
-    launch(cayley_rows_kernel<T>, {dim3(across, 1, batch), dim3(kThreads), stream, sizeof(RowsShared<T>)}, all, first, first == 0);
+    launch(cayley_rows_kernel<T>, {dim3(across, 1, batch), dim3(kThreads), stream, sizeof(RowsShared<T>)}, all, first,
+           first == 0);
     launch(cayley_update_kernel<T>, {dim3(across, tiles_of(order) - 1, batch), dim3(kThreads), stream}, all, first);
   }
 }
@@ -177,13 +191,15 @@ void run(const CayleyArgs& args) {
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   each_launch<T, Matrices<T>>(args, kAlone, [&](const auto& all, unsigned batch) { step_alone(all, batch, stream); });
   for (const Way way : {kSquareTiles, kThinTiles})
-    each_launch<T, Work<T>>(args, way, [&](const auto& all, unsigned batch) { step_by_tiles(all, batch, way == kThinTiles, stream); });
+    each_launch<T, Work<T>>(
+        args, way, [&](const auto& all, unsigned batch) { step_by_tiles(all, batch, way == kThinTiles, stream); });
 }
 
 template <class T>
 int64_t workspace(const CayleyArgs& args) {
   const auto nothing = [](const auto&, unsigned) {};
-  const int64_t square = each_launch<T, Work<T>>(args, kSquareTiles, nothing), thin = each_launch<T, Work<T>>(args, kThinTiles, nothing);
+  const int64_t square = each_launch<T, Work<T>>(args, kSquareTiles, nothing),
+                thin = each_launch<T, Work<T>>(args, kThinTiles, nothing);
   return square > thin ? square : thin;
 }
 
@@ -191,7 +207,9 @@ int64_t workspace(const CayleyArgs& args) {
 
 void cayley(const CayleyArgs& args) { args.dtype == kFloat64 ? run<double>(args) : run<float>(args); }
 
-int64_t cayley_workspace(const CayleyArgs& args) { return args.dtype == kFloat64 ? workspace<double>(args) : workspace<float>(args); }
+int64_t cayley_workspace(const CayleyArgs& args) {
+  return args.dtype == kFloat64 ? workspace<double>(args) : workspace<float>(args);
+}
 
 }  // namespace cuda
 }  // namespace orthokern

@@ -1,5 +1,5 @@
-// What the kernels of the Cayley step share: the matrices of a launch, a tile's product, and the inverse of up to 64 x 64 in registers.
-// cayley.cu has the mathematics.
+// What the kernels of the Cayley step share: the matrices of a launch, a tile's product, and the inverse of up to 64 x
+// 64 in registers. cayley.cu has the mathematics.
 #pragma once
 
 #include "cuda/launch.h"
@@ -9,15 +9,18 @@ namespace orthokern {
 namespace cuda {
 namespace {
 
-constexpr int kTile = 64, kDepth = 16, kThreads = 256;  // a block's result, the slice of the sum in shared memory; 4 x 4 results a thread
-constexpr int kPitch = kTile + 4;                       // keeps rows of a slice 16-byte aligned and out of each other's banks
-constexpr int kIterations = 3;                          // of the series, from this N on:
+constexpr int kTile = 64, kDepth = 16,
+              kThreads = 256;      // a block's result, the slice of the sum in shared memory; 4 x 4 results a thread
+constexpr int kPitch = kTile + 4;  // keeps rows of a slice 16-byte aligned and out of each other's banks
+constexpr int kIterations = 3;     // of the series, from this N on:
 constexpr int kSeriesFrom = 129;
-constexpr double kLargeTurn = 0.75;                     // root mean square of X's singular values, or of F's
-constexpr int kLargestBatch = 65535;                    // matrices in one launch
-constexpr int kMostShapes = 16;                         // of them
-constexpr int kMostShared = 94 << 10;                   // bytes of dynamic shared memory of one block; with the static 99 KB, which every GPU has
-static_assert(kTile * kDepth % kThreads == 0 && kTile * kTile == 16 * kThreads, "every thread loads and computes the same number of elements");
+constexpr double kLargeTurn = 0.75;   // root mean square of X's singular values, or of F's
+constexpr int kLargestBatch = 65535;  // matrices in one launch
+constexpr int kMostShapes = 16;       // of them
+constexpr int kMostShared =
+    94 << 10;  // bytes of dynamic shared memory of one block; with the static 99 KB, which every GPU has
+static_assert(kTile * kDepth % kThreads == 0 && kTile * kTile == 16 * kThreads,
+              "every thread loads and computes the same number of elements");
 
 enum Status { kSeries, kConverged, kEliminate, kLarge };
 
@@ -44,8 +47,9 @@ struct Accuracy<double> {
   static constexpr float unit = 1.11e-16f;
 };
 
-// acc[r][c] += sum over k < depth of a(i, k) b(k, j), for the thread's rows i = 4 (thread / 16) + r and columns j = 4 (thread % 16) + c of the
-// tile. a and b give 0 outside their matrix. *_along_k: whether neighbours in memory are neighbours in k, so that threads load them together.
+// acc[r][c] += sum over k < depth of a(i, k) b(k, j), for the thread's rows i = 4 (thread / 16) + r and columns j = 4
+// (thread % 16) + c of the tile. a and b give 0 outside their matrix. *_along_k: whether neighbours in memory are
+// neighbours in k, so that threads load them together.
 template <bool a_along_k, bool b_along_k, class T, class A, class B>
 __device__ __forceinline__ void multiply(T (&acc)[4][4], int depth, Slices<T>& shared, A a, B b) {
   constexpr int loads = kTile * kDepth / kThreads;
@@ -114,10 +118,10 @@ __device__ __forceinline__ double sum_of(const double* partial, int count) {
 template <class T>
 struct Matrices {
   int N, K;
-  const T *m, *g;     // [N, K]
-  const double* lr;   // [] or null
+  const T *m, *g;    // [N, K]
+  const double* lr;  // [] or null
   double rate;
-  T* out;             // [N, K]
+  T* out;  // [N, K]
 
   __device__ __forceinline__ Matrices at(int64_t matrix) const {
     Matrices w = *this;
@@ -135,22 +139,23 @@ template <class T>
 struct Work : Matrices<T> {
   using Matrices<T>::N;
   using Matrices<T>::K;
-  int width;          // of a row of `system`
-  int order;          // of `system`: N, or K if thin
-  int tiles;          // ceil(order / kTile)
+  int width;  // of a row of `system`
+  int order;  // of `system`: N, or K if thin
+  int tiles;  // ceil(order / kTile)
   int iterations;
-  T* system;          // [order, width]: X or F, then the right-hand side, which becomes the solution
-  T* sum;             // [N, N]: D of the series                           thin: [N, K] G'
-  T* terms;           // [2, N, N]: the newest terms                       thin: [N, K] M F + c G' or M - c G'
-  T* gram;            // thin: [K, 2K] M^T [M, G]
-  T* h;               // thin: [K, K]
-  double* squares;    // [iterations + 2, tiles^2]: sums of squares by tile, of X or F, then of each term
-  int* status;        // [iterations + 2]: after the beginning, after each iteration, and what it comes to
+  T* system;        // [order, width]: X or F, then the right-hand side, which becomes the solution
+  T* sum;           // [N, N]: D of the series                           thin: [N, K] G'
+  T* terms;         // [2, N, N]: the newest terms                       thin: [N, K] M F + c G' or M - c G'
+  T* gram;          // thin: [K, 2K] M^T [M, G]
+  T* h;             // thin: [K, K]
+  double* squares;  // [iterations + 2, tiles^2]: sums of squares by tile, of X or F, then of each term
+  int* status;      // [iterations + 2]: after the beginning, after each iteration, and what it comes to
 
   __device__ __forceinline__ Work at(int64_t matrix) const {
     Work w = *this;
     static_cast<Matrices<T>&>(w) = Matrices<T>::at(matrix);
-    const int64_t size = static_cast<int64_t>(N) * K, own = static_cast<int64_t>(order) * order, stages = iterations + 2;
+    const int64_t size = static_cast<int64_t>(N) * K, own = static_cast<int64_t>(order) * order,
+                  stages = iterations + 2;
     const bool thin = K < N;
     w.system += matrix * order * width;
     w.sum += matrix * size, w.terms += matrix * (thin ? 1 : 2) * size;
@@ -159,14 +164,20 @@ struct Work : Matrices<T> {
     return w;
   }
   __device__ __forceinline__ T* row(int i) const { return system + static_cast<int64_t>(i) * width; }
-  __device__ __forceinline__ double* squares_of(int stage) const { return squares + static_cast<int64_t>(stage) * tiles * tiles; }
+  __device__ __forceinline__ double* squares_of(int stage) const {
+    return squares + static_cast<int64_t>(stage) * tiles * tiles;
+  }
   // Whether X or F, whose squares are stage 0, turns M as a whole. All threads of a block ask.
-  __device__ __forceinline__ bool large() const { return sum_of(squares_of(0), tiles * tiles) > kLargeTurn * kLargeTurn * order; }
-  // What is to be done after `done` terms beyond the first: evaluated by every block alike, written down by one for the kernels to come.
+  __device__ __forceinline__ bool large() const {
+    return sum_of(squares_of(0), tiles * tiles) > kLargeTurn * kLargeTurn * order;
+  }
+  // What is to be done after `done` terms beyond the first: evaluated by every block alike, written down by one for the
+  // kernels to come.
   __device__ __forceinline__ int settle(int done) const {
     int state = status[done];
     if (state == kSeries) {
-      const float norm = sqrtf(static_cast<float>(sum_of(squares_of(done + 1), tiles * tiles)));  // |X^(done + 1)|_F, if M is orthogonal
+      const float norm = sqrtf(
+          static_cast<float>(sum_of(squares_of(done + 1), tiles * tiles)));  // |X^(done + 1)|_F, if M is orthogonal
       const float tolerance = Accuracy<T>::unit / 2048 * sqrtf(static_cast<float>(N));
       const float bound = exp2f(log2f(norm * sqrtf(0.5f)) / (done + 1));  // of |X|_2
       // Measured in this norm, a random X looks up to about four times as large as it is.
@@ -181,8 +192,9 @@ struct Work : Matrices<T> {
   __device__ __forceinline__ int settled() const { return status[iterations + 1]; }
 };
 
-// The matrices of one launch, of up to kMostShapes shapes: shape s has the matrices from number first[s] on. By tiles they are all square or all
-// thin, and the grid is that of the largest in each direction; blocks that lie outside their own matrix return.
+// The matrices of one launch, of up to kMostShapes shapes: shape s has the matrices from number first[s] on. By tiles
+// they are all square or all thin, and the grid is that of the largest in each direction; blocks that lie outside their
+// own matrix return.
 template <class Some>
 struct Batch {
   int shapes;
@@ -201,8 +213,9 @@ struct Pivots {
   T row[2][kTile], column[2][kTile];  // Q D_pj and D_ip of a pair
 };
 
-// Note [Pivots of two] on a matrix of up to kTile, of which the thread has the elements (4 (thread / 16) + r, 4 (thread % 16) + c), in place: X
-// becomes (I + X)^-1 - I, or, plain, any matrix its inverse. Beyond its order it is 0, or I if plain.
+// Note [Pivots of two] on a matrix of up to kTile, of which the thread has the elements (4 (thread / 16) + r, 4 (thread
+// % 16) + c), in place: X becomes (I + X)^-1 - I, or, plain, any matrix its inverse. Beyond its order it is 0, or I if
+// plain.
 template <class T>
 __device__ __forceinline__ void invert(T (&d)[4][4], int order, bool plain) {
   ORTHOKERN_SHARED(Pivots<T>, pivots, [2]);  // taken in turns, so that one barrier a pair is enough
@@ -210,7 +223,9 @@ __device__ __forceinline__ void invert(T (&d)[4][4], int order, bool plain) {
   const T one = plain ? T(0) : T(1);
   for (int first = 0; first < order; first += 4) {
 #pragma unroll
-    for (int half = 0; half < 4; half += 2) {  // the pair first + half, first + half + 1; both halves are written out, so that d stays in registers
+    for (int half = 0; half < 4;
+         half +=
+         2) {  // the pair first + half, first + half + 1; both halves are written out, so that d stays in registers
       if (first + half >= order) break;
       Pivots<T>& s = pivots[half / 2];
       const auto own = [&](int c) { return column == first && c / 2 == half / 2; };  // a column of the pivot's
@@ -236,12 +251,14 @@ __device__ __forceinline__ void invert(T (&d)[4][4], int order, bool plain) {
       }
       __syncthreads();
       if (row >= order || column >= order) continue;
-      const Quad<T> s0 = quad(s.row[0] + column), s1 = quad(s.row[1] + column), left = quad(s.column[0] + row), right = quad(s.column[1] + row);
+      const Quad<T> s0 = quad(s.row[0] + column), s1 = quad(s.row[1] + column), left = quad(s.column[0] + row),
+                    right = quad(s.column[1] + row);
 #pragma unroll
       for (int r = 0; r < 4; r++)
 #pragma unroll
         for (int c = 0; c < 4; c++)
-          if (row != first || r / 2 != half / 2) d[r][c] = (own(c) ? T(0) : d[r][c]) - left.v[r] * s0.v[c] - right.v[r] * s1.v[c];
+          if (row != first || r / 2 != half / 2)
+            d[r][c] = (own(c) ? T(0) : d[r][c]) - left.v[r] * s0.v[c] - right.v[r] * s1.v[c];
     }
   }
 }

@@ -7,7 +7,8 @@ namespace orthokern {
 namespace cuda {
 namespace {
 
-// Rows in shared memory are `pitch` numbers apart: an odd number of quads, so that neighbouring rows lie in banks of their own.
+// Rows in shared memory are `pitch` numbers apart: an odd number of quads, so that neighbouring rows lie in banks of
+// their own.
 __host__ __device__ constexpr int64_t pitch_of(int64_t columns) { return ((columns + 3) / 4 | 1) * 4; }
 
 // Bytes of a block's dynamic shared memory, Held below.
@@ -17,8 +18,8 @@ constexpr int64_t shared_bytes(int64_t N, int64_t K) {
 }
 static_assert(shared_bytes<double>(kTile, kTile) <= kMostShared, "square matrices up to kTile go one block each");
 
-// f(i, j, value) for the elements of a^T b, [order, order], order up to kTile: a and b [depth, order]. A thread has 4 x 4 of them; where there are
-// more threads than that takes, neighbouring lanes share the sum. f may write to a and b.
+// f(i, j, value) for the elements of a^T b, [order, order], order up to kTile: a and b [depth, order]. A thread has 4 x
+// 4 of them; where there are more threads than that takes, neighbouring lanes share the sum. f may write to a and b.
 template <class T, class F>
 __device__ __forceinline__ void inner_products(const T* a, const T* b, int order, int depth, int pitch, F f) {
   const int across = (order + 3) / 4;
@@ -54,7 +55,8 @@ template <class T, class F>
 __device__ __forceinline__ void products(const T* a, const T* b, int rows, int order, int pitch, F f) {
   const int across = (order + 3) / 4, down = (rows + 3) / 4;
   for (int tile = threadIdx.x; tile < down * across; tile += kThreads) {
-    const int row = tile / across, column = tile % across * 4;  // and the rows row + down, ...: those of a warp are neighbours
+    const int row = tile / across,
+              column = tile % across * 4;  // and the rows row + down, ...: those of a warp are neighbours
     const T* left[4];
     T acc[4][4] = {};
 #pragma unroll
@@ -89,19 +91,22 @@ __device__ __forceinline__ void products(const T* a, const T* b, int rows, int o
   }
 }
 
-static_assert(kMostShared + 2 * sizeof(Pivots<double>) + kThreads / 32 * sizeof(double) <= 99 << 10, "the shared memory of every GPU");
+static_assert(kMostShared + 2 * sizeof(Pivots<double>) + kThreads / 32 * sizeof(double) <= 99 << 10,
+              "the shared memory of every GPU");
 
 // What a block holds of its matrix.
 template <class T>
 struct Held {
   int pitch;
-  T* x;  // [K, K]  square: G^T, then G M^T      thin: 2 I - M^T M, then G'^T G'      at last (I + X)^-1, or without the I
+  // [K, K]  square: G^T, then G M^T      thin: 2 I - M^T M, then G'^T G'      at last (I + X)^-1, or without the I
+  T* x;
   T* m;  // [N, K]  square: M^T, then M          thin: M, then M - c G'
   T* g;  // [N, K]                               thin: G, then G'
   T* h;  // [K, K]                               thin: M^T G, then H
 };
 
-// x = G M^T, m = M. Both are read along k, so the product takes their transposes; the elements of M stay in registers in between.
+// x = G M^T, m = M. Both are read along k, so the product takes their transposes; the elements of M stay in registers
+// in between.
 template <class T>
 __device__ __forceinline__ void hold_square(const Matrices<T>& w, const Held<T>& s) {
   constexpr int own = kTile * kTile / kThreads;
@@ -152,7 +157,8 @@ __device__ __forceinline__ void hold_thin(const Matrices<T>& w, const Held<T>& s
 
 // The whole step of one matrix. blockIdx.x: which one.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_block_kernel(const __grid_constant__ Batch<Matrices<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_block_kernel(const __grid_constant__ Batch<Matrices<T>> all) {
   const Matrices<T> w = all.at(blockIdx.x);
   const int N = w.N, K = w.K, pitch = static_cast<int>(pitch_of(K));
   const bool thin = K < N;

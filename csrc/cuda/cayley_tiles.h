@@ -7,11 +7,13 @@ namespace orthokern {
 namespace cuda {
 namespace {
 
-// ------------------------------------------------------------------------------------------------------------------ square
+// ------------------------------------------------------------------------------------------------------------------
+// square
 
 // X = c (G M^T - M G^T). grid.x: the tiles on and above the diagonal.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_skew_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_skew_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   int index = blockIdx.x, tile_row = 0;
@@ -19,8 +21,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_skew_
   while (index >= w.tiles - tile_row) index -= w.tiles - tile_row++;
   const int row = tile_row * kTile, column = (tile_row + index) * kTile;
   T acc[4][4] = {};
-  auto left = [&](const T* p, T sign) { return [=](int i, int k) { return row + i < w.N ? sign * p[w.index(row + i, k)] : T(0); }; };
-  auto right = [&](const T* p) { return [=](int k, int j) { return column + j < w.N ? p[w.index(column + j, k)] : T(0); }; };
+  auto left = [&](const T* p, T sign) {
+    return [=](int i, int k) { return row + i < w.N ? sign * p[w.index(row + i, k)] : T(0); };
+  };
+  auto right = [&](const T* p) {
+    return [=](int k, int j) { return column + j < w.N ? p[w.index(column + j, k)] : T(0); };
+  };
   multiply<true, true>(acc, w.N, slices[0], left(w.g, T(1)), right(w.m));
   multiply<true, true>(acc, w.N, slices[0], left(w.m, T(-1)), right(w.g));
   const T c = w.c();
@@ -40,7 +46,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_skew_
 
 // The tile of X times a matrix [N, N].
 template <class T>
-__device__ __forceinline__ void times_x(T (&acc)[4][4], const Work<T>& w, int row, int column, Slices<T>& slices, const T* matrix, int stride) {
+__device__ __forceinline__ void times_x(T (&acc)[4][4], const Work<T>& w, int row, int column, Slices<T>& slices,
+                                        const T* matrix, int stride) {
   multiply<true, false>(
       acc, w.N, slices, [&](int i, int k) { return row + i < w.N ? w.row(row + i)[k] : T(0); },
       [&](int k, int j) { return column + j < w.N ? matrix[static_cast<int64_t>(k) * stride + column + j] : T(0); });
@@ -48,7 +55,8 @@ __device__ __forceinline__ void times_x(T (&acc)[4][4], const Work<T>& w, int ro
 
 // The right-hand side X M, which is also the first term; or M, for a large step.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_begin_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_begin_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -71,14 +79,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_begin
 
 // The next term of the series, number `done` + 2.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_iterate_kernel(const __grid_constant__ Batch<Work<T>> all, int done) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_iterate_kernel(const __grid_constant__ Batch<Work<T>> all, int done) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
   if (done >= w.iterations || row >= w.N || column >= w.N || w.settle(done) != kSeries) return;
   const int64_t size = static_cast<int64_t>(w.N) * w.N;
   T acc[4][4] = {};
-  times_x(acc, w, row, column, slices[0], done ? w.terms + (done - 1) % 2 * size : w.system + w.N, done ? w.N : w.width);
+  times_x(acc, w, row, column, slices[0], done ? w.terms + (done - 1) % 2 * size : w.system + w.N,
+          done ? w.N : w.width);
   T* term = w.terms + done % 2 * size;
   double squares = 0;
   each(acc, row, column, w.N, w.N, [&](int i, int j, T value) {
@@ -94,18 +104,21 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_itera
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_finish_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_finish_kernel(const __grid_constant__ Batch<Work<T>> all) {
   const Work<T> w = all.at(blockIdx.z);
   const int state = w.settled();
   if (state == kConverged) return;
   const int64_t size = static_cast<int64_t>(w.N) * w.N;
-  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < size; at += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < size;
+       at += static_cast<int64_t>(gridDim.x) * kThreads) {
     const T d = w.row(static_cast<int>(at / w.N))[w.N + at % w.N];
     w.out[at] = state == kLarge ? 2 * d - w.m[at] : w.m[at] - 2 * d;
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------- elimination
+// -------------------------------------------------------------------------------------------------------------
+// elimination
 
 template <class T>
 struct RowsShared {
@@ -113,11 +126,11 @@ struct RowsShared {
   T inverse[kTile][kTile + 1];
 };
 
-// The block of rows from `first` on: the columns behind it (blockIdx.x) are multiplied by the inverse of its diagonal block. settle: the first
-// launch of a square step, which looks at the last term of the series.
+// The block of rows from `first` on: the columns behind it (blockIdx.x) are multiplied by the inverse of its diagonal
+// block. settle: the first launch of a square step, which looks at the last term of the series.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_rows_kernel(const __grid_constant__ Batch<Work<T>> all, int first,
-                                                                                         bool settle) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_rows_kernel(const __grid_constant__ Batch<Work<T>> all, int first, bool settle) {
   RowsShared<T>& s = *dynamic_shared<RowsShared<T>>();
   const Work<T> w = all.at(blockIdx.z);
   const int size = min(kTile, w.order - first), begin = first + size, column = begin + blockIdx.x * kTile;
@@ -140,7 +153,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_rows_
 
 // The other rows subtract. blockIdx.y: their tiles; the rows of the block itself are left out.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_update_kernel(const __grid_constant__ Batch<Work<T>> all, int first) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_update_kernel(const __grid_constant__ Batch<Work<T>> all, int first) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int size = min(kTile, w.order - first), column = first + size + blockIdx.x * kTile;
@@ -155,11 +169,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_updat
   each(acc, row, column, w.order, w.width, [&](int i, int c, T value) { w.row(i)[c] -= value; });
 }
 
-// -------------------------------------------------------------------------------------------------------------------- thin
+// --------------------------------------------------------------------------------------------------------------------
+// thin
 
 // gram = M^T [M, G]
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_gram_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_gram_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -176,21 +192,24 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_gram_
 
 // H = (2 I - M^T M) M^T G
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_coefficients_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_coefficients_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
   if (row >= w.K || column >= w.K) return;
   T acc[4][4] = {};
   multiply<true, false>(
-      acc, w.K, slices[0], [&](int i, int k) { return row + i < w.K ? T(2 * (row + i == k)) - w.gram[2 * w.index(row + i, 0) + k] : T(0); },
+      acc, w.K, slices[0],
+      [&](int i, int k) { return row + i < w.K ? T(2 * (row + i == k)) - w.gram[2 * w.index(row + i, 0) + k] : T(0); },
       [&](int k, int j) { return column + j < w.K ? w.gram[2 * w.index(k, 0) + w.K + column + j] : T(0); });
   each(acc, row, column, w.K, w.K, [&](int i, int j, T value) { w.h[w.index(i, j)] = value; });
 }
 
 // M times a matrix [K, K] whose rows lie `stride` apart.
 template <class T>
-__device__ __forceinline__ void m_times(T (&acc)[4][4], const Work<T>& w, const T* left, int row, int column, Slices<T>& slices, const T* matrix, int stride) {
+__device__ __forceinline__ void m_times(T (&acc)[4][4], const Work<T>& w, const T* left, int row, int column,
+                                        Slices<T>& slices, const T* matrix, int stride) {
   multiply<true, false>(
       acc, w.K, slices, [&](int i, int k) { return row + i < w.N ? left[w.index(row + i, k)] : T(0); },
       [&](int k, int j) { return column + j < w.K ? matrix[static_cast<int64_t>(k) * stride + column + j] : T(0); });
@@ -198,7 +217,8 @@ __device__ __forceinline__ void m_times(T (&acc)[4][4], const Work<T>& w, const 
 
 // G' = G - M H
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_project_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_project_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -210,7 +230,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_proje
 
 // F = c (H - H^T) + c^2 G'^T G', beside the identity
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_system_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_system_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -233,7 +254,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_syste
 
 // terms = M F + c G', or M - c G' for a large step
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_turn_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_turn_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;
@@ -251,7 +273,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_turn_
 
 // out = M - 2 terms a, or 2 terms a - M
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1) cayley_thin_finish_kernel(const __grid_constant__ Batch<Work<T>> all) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
+    cayley_thin_finish_kernel(const __grid_constant__ Batch<Work<T>> all) {
   ORTHOKERN_SHARED(Slices<T>, slices, [1]);
   const Work<T> w = all.at(blockIdx.z);
   const int row = blockIdx.y * kTile, column = blockIdx.x * kTile;

@@ -6,7 +6,9 @@
 namespace orthokern {
 namespace cuda {
 
-ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wish) { return plan_scan<false>(args, backward, wish); }
+ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wish) {
+  return plan_scan<false>(args, backward, wish);
+}
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
   run_scan<false>(args, backward, plan, stream);
 }
@@ -14,9 +16,10 @@ void run_scan_carry(const ScanCarryArgs& a) {
   const DeviceGuard guard(a.device);
   const size_t bytes = 2 * static_cast<size_t>(a.N) * sizeof(double);
   if (bytes > device_limits().shared_per_block)
-    throw Error("algorithm='chunked' serves N up to " + std::to_string(device_limits().shared_per_block / 16) + " here, and N is " +
-                std::to_string(a.N) + ": use algorithm='sequential'");
-  launch(scan_carry_kernel, {dim3(static_cast<unsigned>(a.B)), dim3(kCarryThreads), static_cast<cudaStream_t>(a.stream), bytes}, a.power,
+    throw Error("algorithm='chunked' serves N up to " + std::to_string(device_limits().shared_per_block / 16) +
+                " here, and N is " + std::to_string(a.N) + ": use algorithm='sequential'");
+  launch(scan_carry_kernel,
+         {dim3(static_cast<unsigned>(a.B)), dim3(kCarryThreads), static_cast<cudaStream_t>(a.stream), bytes}, a.power,
          a.ends, a.starts, static_cast<int>(a.count), static_cast<int>(a.B), static_cast<int>(a.N));
 }
 

@@ -1,11 +1,13 @@
-// factored_scan on CUDA: h_t = phi(U (s * (V^T h_{t-1})) + e_t), and its adjoint recurrence. scan.h says what a caller passes,
-// scan_resident.h, scan_cluster.h and scan_steps.h how a step is carried out.
+// factored_scan on CUDA: h_t = phi(U (s * (V^T h_{t-1})) + e_t), and its adjoint recurrence. scan.h says what a caller
+// passes, scan_resident.h, scan_cluster.h and scan_steps.h how a step is carried out.
 #include "cuda/scan_launch.h"
 
 namespace orthokern {
 namespace cuda {
 
-ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish) { return plan_scan<true>(args, backward, wish); }
+ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish) {
+  return plan_scan<true>(args, backward, wish);
+}
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
   run_scan<true>(args, backward, plan, stream);
 }

@@ -1,10 +1,13 @@
 // gru_scan for small N: one block owns sequences for all of their steps, and meets no other block.
 //
-//   registers      w, or backward its transpose: lane (w, l) of warp w has, of each of the three matrices, the tile of 8 rows
+//   registers      w, or backward its transpose: lane (w, l) of warp w has, of each of the three matrices, the tile of
+//                  8 rows
 //                  [16 w + 8 (l / 16), ...) and C columns, as in scan_resident.h
-//   shared memory  the vectors that the products read; rings of the inputs of the next kGruAhead steps, filled by cp.async, each element by
+//   shared memory  the vectors that the products read; rings of the inputs of the next kGruAhead steps, filled by
+//                  cp.async, each element by
 //                  the thread that reads it; backward: squares of the last steps, to be summed kNormSteps at a time
-//   memory         forward: x_t in, r, z, n, h_t (q) out; backward: g_t, h', r, z, n (q) in, d_r, d_z, d_n and the factor of W_n out
+//   memory         forward: x_t in, r, z, n, h_t (q) out; backward: g_t, h', r, z, n (q) in, d_r, d_z, d_n and the
+//                  factor of W_n out
 //
 // Products of a step, a barrier after each line:
 //
@@ -13,11 +16,11 @@
 //              n of m; h                                   carry of (d_r, d_z); d_z, d_n of the step before
 //   torch      r, z, q of h; h                             carry of (d_r, d_z, d_q); the same of the step before
 //
-// After a product, the 16 lanes of a tile exchange sums until each row is complete: of r and z together one row a lane (r in lanes 0 to 7, z in
-// 8 to 15), of all else one row in every two lanes, of which the first counts.
+// After a product, the 16 lanes of a tile exchange sums until each row is complete: of r and z together one row a lane
+// (r in lanes 0 to 7, z in 8 to 15), of all else one row in every two lanes, of which the first counts.
 //
-// C warps serve N up to 16 C; 24 C weights a thread. A product of N x N is N^2 / 128 clocks of fused multiply-adds; a line above costs some 200
-// more: loads of the vectors, exchanges, the barrier (docs/cuda-scans.md).
+// C warps serve N up to 16 C; 24 C weights a thread. A product of N x N is N^2 / 128 clocks of fused multiply-adds; a
+// line above costs some 200 more: loads of the vectors, exchanges, the barrier (docs/cuda-scans.md).
 #pragma once
 
 #include "cuda/gru_units.h"
@@ -28,7 +31,7 @@ namespace cuda {
 
 constexpr int kGruAhead = 4;  // steps that inputs are fetched ahead: some 2 us, more than device memory takes to answer
 
-struct GruMemory {  // the block's shared memory, in bytes
+struct GruMemory {                    // the block's shared memory, in bytes
   static constexpr int kVectors = 7;  // vectors of a sequence, at most
   int64_t steps, vectors, inputs, squares, total;
   __host__ __device__ GruMemory(bool backward, int padded, int group, int threads) {
@@ -63,11 +66,12 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   unsigned char* const memory = dynamic_shared<unsigned char>();
   const GruMemory at(false, kPadded, group, kThreads);
   const int slots = group * kPadded;
-  int* const ends = reinterpret_cast<int*>(memory + at.steps);           // [group]
-  float* const states = reinterpret_cast<float*>(memory + at.vectors);  // [2][group][kPadded]: one after the other with torch's variant
-  float* const m = states + 2 * slots;                                  // [group][kPadded]: kanai
-  float* const zs = m + slots;                                          // [group][kPadded]: kanai
-  float* const inputs = reinterpret_cast<float*>(memory + at.inputs);   // [kGruAhead][3][group][kPadded]
+  int* const ends = reinterpret_cast<int*>(memory + at.steps);  // [group]
+  float* const states =
+      reinterpret_cast<float*>(memory + at.vectors);  // [2][group][kPadded]: one after the other with torch's variant
+  float* const m = states + 2 * slots;                // [group][kPadded]: kanai
+  float* const zs = m + slots;                        // [group][kPadded]: kanai
+  float* const inputs = reinterpret_cast<float*>(memory + at.inputs);  // [kGruAhead][3][group][kPadded]
 
   const int thread = threadIdx.x, lane = thread % 16, tile = thread / 16;
   const int N = static_cast<int>(a.N);
@@ -136,7 +140,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
       } else {
         reduce_scatter<16>(candidate, lane);
         const int first = thread % 32 - lane;
-        const float r = __shfl_sync(kAllLanes, gate, first + lane / 2), z = __shfl_sync(kAllLanes, gate, first + 8 + lane / 2);
+        const float r = __shfl_sync(kAllLanes, gate, first + lane / 2),
+                    z = __shfl_sync(kAllLanes, gate, first + 8 + lane / 2);
         if (live && has_unit) {
           const float q = candidate[0] + bias, n = tanhf(place(t, 2, g)[row] + r * q);
           const float h = z * state[g * kPadded + row] + (1.f - z) * n;
@@ -179,9 +184,10 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   unsigned char* const memory = dynamic_shared<unsigned char>();
   const GruMemory at(true, kPadded, group, kThreads);
   const int slots = group * kPadded;
-  int* const ends = reinterpret_cast<int*>(memory + at.steps);            // [group]
-  float* const vectors = reinterpret_cast<float*>(memory + at.vectors);  // [7][group][kPadded], see vector() and direct()
-  float* const inputs = reinterpret_cast<float*>(memory + at.inputs);    // [kGruAhead][6][group][kPadded]
+  int* const ends = reinterpret_cast<int*>(memory + at.steps);  // [group]
+  float* const vectors =
+      reinterpret_cast<float*>(memory + at.vectors);                   // [7][group][kPadded], see vector() and direct()
+  float* const inputs = reinterpret_cast<float*>(memory + at.inputs);  // [kGruAhead][6][group][kPadded]
   float* const squares = reinterpret_cast<float*>(memory + at.squares);  // [2][kNormSteps][kThreads]
 
   const int thread = threadIdx.x, lane = thread % 16, tile = thread / 16;
@@ -190,8 +196,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   const bool has_unit = lane % 2 == 0 && row < N;
   const int64_t b0 = static_cast<int64_t>(blockIdx.x) * group, stride = a.B * a.N;
 
-  // d_r, d_z and d_n (kanai) or d_q, in two places each, because a product may still read those of the step after (kanai: d_r and d_n need one,
-  // a barrier lies between).
+  // d_r, d_z and d_n (kanai) or d_q, in two places each, because a product may still read those of the step after
+  // (kanai: d_r and d_n need one, a barrier lies between).
   auto vector = [&](int k, int half, int g) { return vectors + ((half * 3 + k) * group + g) * kPadded; };
   // What reaches the state before without a product, or (kanai) with that of W_n.
   auto direct = [&](int g) { return vectors + (6 * group + g) * kPadded + row; };
@@ -227,10 +233,12 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
     cp_async_commit();
   }
 
-  // Step t of this lane's unit of sequence g, as far as it needs no product; carry: what reaches dL/dh_t from the steps after it.
+  // Step t of this lane's unit of sequence g, as far as it needs no product; carry: what reaches dL/dh_t from the steps
+  // after it.
   auto begin = [&](int g, int t, int half, float carry) {
     if (!has_unit || t >= ends[g]) return 0.f;
-    const GruUnit u = {*place(t, 0, g), *place(t, 1, g), *place(t, 2, g), *place(t, 3, g), *place(t, 4, g), kKanai ? 0.f : *place(t, 5, g)};
+    const GruUnit u = {*place(t, 0, g), *place(t, 1, g), *place(t, 2, g),
+                       *place(t, 3, g), *place(t, 4, g), kKanai ? 0.f : *place(t, 5, g)};
     const float ghat = u.g + carry;
     const GruAdjoint d = gru_adjoint(u, ghat);
     const int64_t offset = t * stride + (b0 + g) * N + row;
@@ -286,7 +294,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
         add_tile<C>(sums, weights[2], x);
         reduce_scatter<16>(sums, lane);
         if (has_unit && t < ends[g]) {
-          const float d_m = sums[0], before = *place(t, 1, g), r = *place(t, 2, g), d_r = d_m * before * (r * (1.f - r));
+          const float d_m = sums[0], before = *place(t, 1, g), r = *place(t, 2, g),
+                      d_r = d_m * before * (r * (1.f - r));
           const int64_t offset = t * stride + (b0 + g) * N + row;
           vector(0, 0, g)[row] = d_r;
           *direct(g) += r * d_m;

@@ -1,5 +1,5 @@
-// gru_scan on CUDA: a gated recurrent unit and its adjoint recurrence. gru_scan.h says what a caller passes, gru_resident.h and gru_steps.h how
-// a step is carried out; here: the choice between them and their launches.
+// gru_scan on CUDA: a gated recurrent unit and its adjoint recurrence. gru_scan.h says what a caller passes,
+// gru_resident.h and gru_steps.h how a step is carried out; here: the choice between them and their launches.
 #include "cuda/gru_resident.h"
 #include "cuda/gru_steps.h"
 #include "cuda/scan_launch.h"
@@ -24,10 +24,8 @@ void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
     with_value<2, 4, 8>(warps, [&](auto c) {
       constexpr bool kKanai = decltype(variant)::value;
       constexpr int C = decltype(c)::value;
-      if (backward)
-        f(gru_resident_bwd_kernel<kKanai, C>);
-      else
-        f(gru_resident_fwd_kernel<kKanai, C>);
+      if (backward) f(gru_resident_bwd_kernel<kKanai, C>);
+      else f(gru_resident_fwd_kernel<kKanai, C>);
     });
   });
 }
@@ -36,7 +34,8 @@ void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
 template <bool kKanai, GruStep kStep, class To>
 void put_gru_step(const To& to, const GruScanArgs& a, const GruProduct& p, int64_t t, int direction) {
   const dim3 grid(static_cast<unsigned>(step_tiles(p.rows, a.B)));
-  to(gru_step_kernel<kKanai, kStep>, grid, dim3(kStepThreads), a, p, StepIndex{to.base, static_cast<int>(t), direction});
+  to(gru_step_kernel<kKanai, kStep>, grid, dim3(kStepThreads), a, p,
+     StepIndex{to.base, static_cast<int>(t), direction});
 }
 
 template <bool kKanai>
@@ -105,7 +104,8 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) 
     plan.shared_bytes = gru_bytes(backward, warps, group);
     if (plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block)) return plan;
   }
-  if (wish.path == static_cast<int>(GruPath::kResident)) throw Error("the path that was asked for does not serve this size on this device");
+  if (wish.path == static_cast<int>(GruPath::kResident))
+    throw Error("the path that was asked for does not serve this size on this device");
   plan = {};
   plan.path = static_cast<int>(GruPath::kSteps);
   plan.group = kTile;
@@ -132,10 +132,8 @@ void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void
     return;
   }
   with_direction(a.kanai, [&](auto variant) {
-    if (backward)
-      gru_steps_backward<decltype(variant)::value>(a, plan, stream);
-    else
-      gru_steps_forward<decltype(variant)::value>(a, plan, stream);
+    if (backward) gru_steps_backward<decltype(variant)::value>(a, plan, stream);
+    else gru_steps_forward<decltype(variant)::value>(a, plan, stream);
   });
 }
 

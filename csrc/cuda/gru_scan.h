@@ -1,9 +1,9 @@
-// What the bindings hand to the CUDA kernels of gru_scan: plain addresses and sizes, no torch. float32, contiguous, row-major. B batch, T time,
-// N hidden. Blocks of 3N in the order reset gate r, update gate z, candidate n. Equations: orthokern/ops/gru_scan.py; those of the backward and
-// the names d_*: Note [GRU scan backward] of the reference.
+// What the bindings hand to the CUDA kernels of gru_scan: plain addresses and sizes, no torch. float32, contiguous,
+// row-major. B batch, T time, N hidden. Blocks of 3N in the order reset gate r, update gate z, candidate n. Equations:
+// orthokern/ops/gru_scan.py; those of the backward and the names d_*: Note [GRU scan backward] of the reference.
 //
-// With lengths, a sequence has the steps before its length, and the results are zeros after them. Nobody has looked at the values of lengths:
-// one below 0 or above T counts as 0 or T.
+// With lengths, a sequence has the steps before its length, and the results are zeros after them. Nobody has looked at
+// the values of lengths: one below 0 or above T counts as 0 or T.
 #pragma once
 
 #include <stddef.h>
@@ -53,8 +53,8 @@ struct GruScanArgs {
   float* grad_x;         // [T, B, 3N]: d_r, d_z, d_n
   float* factor;         // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
   float* grad_h0;        // [B, N]
-  float* norms;          // [T, norm_columns] partial sums of squares of dL/dh_t; comes in as zeros, which padding leaves
-  float* work;           // see GruPlan
+  float* norms;  // [T, norm_columns] partial sums of squares of dL/dh_t; comes in as zeros, which padding leaves
+  float* work;   // see GruPlan
 
   template <class Visit>
   void planned(Visit& visit) {  // what plan_gru_scan reads
@@ -67,7 +67,8 @@ struct GruScanArgs {
   }
 };
 
-// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small sizes.
+// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small
+// sizes.
 struct GruWish {
   int path = -1, group = 0, graph_steps = -1;
 

@@ -1,14 +1,15 @@
-// gru_scan for any size: one or two kernels a step, each a tiled product with the ending of the step inside. The states, gates and adjoints
-// that are results anyway are what the products read, so no state stays on the chip; a step costs a read of w from the L2 cache or from memory
-// and the gap between two kernels.
+// gru_scan for any size: one or two kernels a step, each a tiled product with the ending of the step inside. The
+// states, gates and adjoints that are results anyway are what the products read, so no state stays on the chip; a step
+// costs a read of w from the L2 cache or from memory and the gap between two kernels.
 //
 //              forward                                   backward
 //   kanai      kGates      r, z of h; m = r * h          kReset  d_m of d_n; d_r, factor
 //              kCandidate  n of m; h                     kCarry  carry of (d_r, d_z); d_z, d_n of the step before
-//   torch      kAll        r, z, q of h; h               kCarry  carry of (d_r, d_z, d_q); all adjoints of the step before
+//   torch      kAll        r, z, q of h; h               kCarry  carry of (d_r, d_z, d_q); all adjoints of the step
+//              before
 //
-// A block computes a tile of kTile units by kTile sequences of each matrix at hand, a thread 2 units by 2 sequences; matrix and vectors pass
-// through shared memory kTile columns at a time, the next ones on their way in registers.
+// A block computes a tile of kTile units by kTile sequences of each matrix at hand, a thread 2 units by 2 sequences;
+// matrix and vectors pass through shared memory kTile columns at a time, the next ones on their way in registers.
 #pragma once
 
 #include "cuda/gru_units.h"
@@ -21,7 +22,8 @@ constexpr int kTilePitch = kTile + 1;  // of the tiles' rows: neighbouring rows 
 
 enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 
-// Where the columns of a product come from: `count` of them from `from` + b * pitch on, and `per_step` further with each step before the graph's.
+// Where the columns of a product come from: `count` of them from `from` + b * pitch on, and `per_step` further with
+// each step before the graph's.
 struct GruColumns {
   const float* from;
   int64_t pitch;
@@ -29,14 +31,16 @@ struct GruColumns {
   int64_t per_step;
 };
 struct GruProduct {
-  GruColumns columns[2];     // one after the other; a product of no columns is zero
-  const float* map;          // element (row, column) at row * row_stride + column * column_stride; of matrix k, k * N rows on (kAll)
+  GruColumns columns[2];  // one after the other; a product of no columns is zero
+  const float*
+      map;  // element (row, column) at row * row_stride + column * column_stride; of matrix k, k * N rows on (kAll)
   int64_t row_stride, column_stride;
-  int rows;                  // of one matrix
+  int rows;  // of one matrix
 };
 
 template <bool kKanai, GruStep kStep>
-__global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArgs a, const GruProduct p, const StepIndex index) {
+__global__ void __launch_bounds__(kStepThreads)
+    gru_step_kernel(const GruScanArgs a, const GruProduct p, const StepIndex index) {
   constexpr int kMaps = kStep == GruStep::kAll ? 3 : 1;
   constexpr bool kBackward = kStep == GruStep::kReset || kStep == GruStep::kCarry;
   ORTHOKERN_SHARED(float, map_tile, [kMaps][kTile][kTilePitch]);  // [column][row]
@@ -48,10 +52,11 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
   const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map
   const int depth = p.columns[0].count + p.columns[1].count;
   const float* const first_from = p.columns[0].from + index.steps_before() * p.columns[0].per_step;
-  const float* const second_from = kStep == GruStep::kCarry ? p.columns[1].from + index.steps_before() * p.columns[1].per_step : nullptr;
+  const float* const second_from =
+      kStep == GruStep::kCarry ? p.columns[1].from + index.steps_before() * p.columns[1].per_step : nullptr;
 
-  // kCarry ends the carry of step t and begins step t - 1; t = T has only a beginning, t = 0 only an end. Asked for twice rather than kept
-  // in a register, of which the product has none to spare.
+  // kCarry ends the carry of step t and begins step t - 1; t = T has only a beginning, t = 0 only an end. Asked for
+  // twice rather than kept in a register, of which the product has none to spare.
   auto step_here = [&] { return kStep == GruStep::kCarry ? index.at() - 1 : index.at(); };
   if (a.lengths) {  // a tile whose sequences have no such step
     const int64_t b = b0 + thread;
@@ -67,7 +72,8 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
       const int row = row0 + (along_rows ? fast : slow), column = c0 + (along_rows ? slow : fast);
 #pragma unroll
       for (int map = 0; map < kMaps; map++)
-        next_map[map][k] = row < p.rows && column < depth ? p.map[(row + map * a.N) * p.row_stride + column * p.column_stride] : 0.f;
+        next_map[map][k] =
+            row < p.rows && column < depth ? p.map[(row + map * a.N) * p.row_stride + column * p.column_stride] : 0.f;
       const int64_t b = b0 + slow;
       const bool second = kStep == GruStep::kCarry && c0 + fast >= p.columns[0].count;
       const float* const from = second ? second_from : first_from;
@@ -84,7 +90,8 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
     for (int k = 0; k < 4; k++) {
       const int fast = thread % kTile, slow = thread / kTile + k * (kStepThreads / kTile);
 #pragma unroll
-      for (int map = 0; map < kMaps; map++) map_tile[map][along_rows ? slow : fast][along_rows ? fast : slow] = next_map[map][k];
+      for (int map = 0; map < kMaps; map++)
+        map_tile[map][along_rows ? slow : fast][along_rows ? fast : slow] = next_map[map][k];
       from_tile[fast][slow] = next_from[k];
     }
     __syncthreads();
@@ -96,7 +103,8 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
-          for (int n = 0; n < 2; n++) sums[map][m][n] = fmaf(map_tile[map][c][r + m], from_tile[c][s + n], sums[map][m][n]);
+          for (int n = 0; n < 2; n++)
+            sums[map][m][n] = fmaf(map_tile[map][c][r + m], from_tile[c][s + n], sums[map][m][n]);
     __syncthreads();
   }
 
@@ -144,7 +152,8 @@ __global__ void __launch_bounds__(kStepThreads) gru_step_kernel(const GruScanArg
         a.work[unit + row] += reset * sum;
       } else {
         const float* const gates = a.gates + 3 * offset + row;
-        const GruUnit values = {a.grad_hs[offset + row], before, gates[0], gates[N], gates[2 * N], kKanai ? 0.f : a.pre[offset + row]};
+        const GruUnit values = {a.grad_hs[offset + row],           before, gates[0], gates[N], gates[2 * N],
+                                kKanai ? 0.f : a.pre[offset + row]};
         const float ghat = values.g + (sum + a.work[unit + row]);
         const GruAdjoint d = gru_adjoint(values, ghat);
         square = fmaf(ghat, ghat, square);

@@ -35,7 +35,8 @@ __device__ __forceinline__ GruAdjoint gru_adjoint(const GruUnit& u, float ghat) 
   return d;
 }
 
-// Zeros for the padding of two tensors [T, B, wide] and [T, B, N], and of a third [T, B, N], each of them or null: a warp for each step of a row.
+// Zeros for the padding of two tensors [T, B, wide] and [T, B, N], and of a third [T, B, N], each of them or null: a
+// warp for each step of a row.
 static __global__ void __launch_bounds__(kPaddingThreads)
     clear_gru_padding_kernel(const GruScanArgs a, float* wide, float* one, float* other) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPaddingThreads / 32) + threadIdx.x / 32, t = row / a.B;

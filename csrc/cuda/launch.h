@@ -1,4 +1,5 @@
-// What every CUDA kernel of the project is launched through: shared memory, launches with clusters, limits of the device, errors.
+// What every CUDA kernel of the project is launched through: shared memory, launches with clusters, limits of the
+// device, errors.
 //
 // Kernel sources are compiled twice: by nvcc, and as plain C++ against tests/cuda_host, which runs them on the CPU
 // (docs/cuda-host-harness.md). Both worlds share the functions below. A kernel therefore has these rules:
@@ -35,12 +36,12 @@ struct Launch {
   int cluster = 1;          // blocks of a cluster, along x; above 8 only where max_active_clusters() says that one fits
 };
 
-// Without asking, the static and the dynamic shared memory of a block may together be no more than 48 KB. Only the compiler
-// knows the static part, so every launch with dynamic memory asks for it.
+// Without asking, the static and the dynamic shared memory of a block may together be no more than 48 KB. Only the
+// compiler knows the static part, so every launch with dynamic memory asks for it.
 inline bool asks_for_shared_memory(const Launch& at) { return at.shared_bytes > 0; }
 
 struct DeviceLimits {
-  int major, minor;        // compute capability
+  int major, minor;  // compute capability
   int multiprocessors;
   size_t shared_per_block;  // bytes that a block may ask for; a kernel's static shared memory counts too
   size_t shared_per_multiprocessor;
@@ -61,13 +62,14 @@ __device__ __forceinline__ T* dynamic_shared() {
 inline void check(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // an error that the runtime can recover from must not come up again in the next call
-  std::string text = "CUDA: " + std::string(doing) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")";
-  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction || status == cudaErrorUnsupportedPtxVersion)
-    text += "; this build has no kernels for this GPU: set ORTHOKERN_CUDA_ARCHS to its compute capability and build again";
-  else if (status == cudaErrorInsufficientDriver)
-    text += "; update the driver, or build with an older CUDA toolkit";
-  else if (status == cudaErrorMemoryAllocation)
-    text += "; use a smaller batch, or checkpoint_every";
+  std::string text =
+      "CUDA: " + std::string(doing) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")";
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
+      status == cudaErrorUnsupportedPtxVersion)
+    text +=
+        "; this build has no kernels for this GPU: set ORTHOKERN_CUDA_ARCHS to its compute capability and build again";
+  else if (status == cudaErrorInsufficientDriver) text += "; update the driver, or build with an older CUDA toolkit";
+  else if (status == cudaErrorMemoryAllocation) text += "; use a smaller batch, or checkpoint_every";
   throw Error(text);
 }
 
@@ -85,20 +87,24 @@ inline DeviceLimits device_limits() {
     check(cudaDeviceGetAttribute(&value, attribute, device), "asking for the limits of the device");
     return value;
   };
-  return {get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor), get(cudaDevAttrMultiProcessorCount),
-          static_cast<size_t>(get(cudaDevAttrMaxSharedMemoryPerBlockOptin)),
+  return {get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor),
+          get(cudaDevAttrMultiProcessorCount), static_cast<size_t>(get(cudaDevAttrMaxSharedMemoryPerBlockOptin)),
           static_cast<size_t>(get(cudaDevAttrMaxSharedMemoryPerMultiprocessor))};
 }
 
 template <class... Parameters>
-void prepare(void (*kernel)(Parameters...), const Launch& at, cudaLaunchConfig_t& config, cudaLaunchAttribute* attribute) {
+void prepare(void (*kernel)(Parameters...), const Launch& at, cudaLaunchConfig_t& config,
+             cudaLaunchAttribute* attribute) {
   config = {};
-  config.gridDim = at.grid, config.blockDim = at.block, config.dynamicSmemBytes = at.shared_bytes, config.stream = at.stream;
+  config.gridDim = at.grid, config.blockDim = at.block, config.dynamicSmemBytes = at.shared_bytes,
+  config.stream = at.stream;
   if (asks_for_shared_memory(at))
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(at.shared_bytes)),
           "asking for shared memory");
   if (at.cluster > 1) {
-    if (at.cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "asking for a large cluster");
+    if (at.cluster > 8)
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+            "asking for a large cluster");
     attribute->id = cudaLaunchAttributeClusterDimension;
     attribute->val.clusterDim.x = at.cluster, attribute->val.clusterDim.y = 1, attribute->val.clusterDim.z = 1;
     config.attrs = attribute, config.numAttrs = 1;
@@ -140,9 +146,9 @@ inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
 
 #else
 
-#define ORTHOKERN_SHARED(type, name, extents)         \
-  static char name##_site;                            \
-  using name##_type = type extents;                   \
+#define ORTHOKERN_SHARED(type, name, extents) \
+  static char name##_site;                    \
+  using name##_type = type extents;           \
   name##_type& name = *static_cast<name##_type*>(cuda_host::static_shared(&name##_site, sizeof(name##_type)))
 
 template <class T>
@@ -162,9 +168,11 @@ inline DeviceLimits device_limits() {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... arguments) {
   if (!at.grid.x || !at.grid.y || !at.grid.z) return;
-  std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);  // copied, as a launch does: it may run later
+  std::tuple<Parameters...> values(
+      static_cast<Parameters>(arguments)...);  // copied, as a launch does: it may run later
   cuda_host::put(at.stream, {{at.grid, at.block, at.shared_bytes, at.cluster, asks_for_shared_memory(at)},
-                             [=] { std::apply(kernel, values); }, cuda_host::device});
+                             [=] { std::apply(kernel, values); },
+                             cuda_host::device});
 }
 
 template <class... Parameters>
@@ -178,12 +186,14 @@ void announce_kernel(void (*kernel)(Parameters...)) {
 }
 
 inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
-  cuda_host::put(stream, {{dim3(1), dim3(1), 0, 1}, [=] { __builtin_memset(memory, 0, bytes); }, cuda_host::device, false});
+  cuda_host::put(stream,
+                 {{dim3(1), dim3(1), 0, 1}, [=] { __builtin_memset(memory, 0, bytes); }, cuda_host::device, false});
 }
 
 #endif
 
-// Makes a device the current one until the end of the scope, and then the one before it again: torch's choice is the caller's.
+// Makes a device the current one until the end of the scope, and then the one before it again: torch's choice is the
+// caller's.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : before_(current_device()), changed_(device != before_) {

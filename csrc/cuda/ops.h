@@ -1,7 +1,9 @@
-// What the bindings hand to the CUDA launchers: plain addresses and sizes, neither torch nor the CUDA headers. Contiguous, row-major, in the
-// memory of one device; the element type is `dtype`. B batch, T time, N hidden, K rank, D input features or number of token ids.
+// What the bindings hand to the CUDA launchers: plain addresses and sizes, neither torch nor the CUDA headers.
+// Contiguous, row-major, in the memory of one device; the element type is `dtype`. B batch, T time, N hidden, K rank, D
+// input features or number of token ids.
 //
-// A launcher puts its kernels on the stream and returns; it never waits for the device. It throws cuda::Error (launch.h).
+// A launcher puts its kernels on the stream and returns; it never waits for the device. It throws cuda::Error
+// (launch.h).
 #pragma once
 
 #include <stdint.h>
@@ -20,14 +22,14 @@ struct ActivationArgs {
   int64_t rows, N;
   int dtype, activation, device;
   void* stream;
-  const void* x;          // [rows, N]
-  const void* act_param;  // [act_param_size] or null
-  int64_t act_param_size; // 1 or N
-  void* y;                // [rows, N]           (forward)
-  const void* grad_y;     // [rows, N]           (backward)
-  void* grad_x;           // [rows, N]
-  void* grad_act_param;   // [act_param_size] or null
-  void* workspace;        // activation_workspace() bytes, or null without grad_act_param
+  const void* x;           // [rows, N]
+  const void* act_param;   // [act_param_size] or null
+  int64_t act_param_size;  // 1 or N
+  void* y;                 // [rows, N]           (forward)
+  const void* grad_y;      // [rows, N]           (backward)
+  void* grad_x;            // [rows, N]
+  void* grad_act_param;    // [act_param_size] or null
+  void* workspace;         // activation_workspace() bytes, or null without grad_act_param
 
   template <class Visit>
   void forward(Visit& visit) {
@@ -35,7 +37,8 @@ struct ActivationArgs {
   }
   template <class Visit>
   void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, grad_y, grad_x, grad_act_param, workspace);
+    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, grad_y, grad_x,
+                     grad_act_param, workspace);
   }
 };
 void activation_fwd(const ActivationArgs& args);
@@ -48,7 +51,7 @@ struct CayleyMatrices {  // of one shape
   const void* g;     // [batch, N, K]
   const double* lr;  // [batch], or null: then every matrix has the rate `rate`
   double rate;
-  void* out;         // [batch, N, K]
+  void* out;  // [batch, N, K]
 
   template <class Visit>
   void fields(Visit& visit) {

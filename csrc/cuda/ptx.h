@@ -1,10 +1,12 @@
 // The instructions that CUDA C++ has no function for, and the only place with inline assembly.
 //
 // Under the host harness the same functions come from tests/cuda_host/ptx_host.h. Their semantics, in short:
-//   cp_async*          a copy from global to shared memory that is there after cp_async_wait of its group, and a barrier for other threads
+//   cp_async*          a copy from global to shared memory that is there after cp_async_wait of its group, and a
+//                      barrier for other threads
 //   mbarrier_*         a barrier object in shared memory that counts arrivals and, from sm_90 on, bytes
 //   cluster_*          blocks of a cluster; a ClusterAddress is a place in the shared memory of one of them
-//   st_async, bulk_*   stores and copies that arrive on their own and count their bytes down on an mbarrier of the receiving block
+//   st_async, bulk_*   stores and copies that arrive on their own and count their bytes down on an mbarrier of the
+//                      receiving block
 //   mma_*              tensor core products of a warp
 #pragma once
 
@@ -39,13 +41,21 @@ namespace cuda {
 #define ORTHOKERN_SM90(...) __trap()
 #endif
 
-ORTHOKERN_DEVICE uint32_t shared_address(const void* shared) { return static_cast<uint32_t>(__cvta_generic_to_shared(shared)); }
+ORTHOKERN_DEVICE uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
 
-// ---------------------------------------------------------------------------------------------------- barriers of a block
+// ---------------------------------------------------------------------------------------------------- barriers of a
+// block
 
-// Named barriers, id 1 to 15 (0 is __syncthreads); `threads` is a multiple of 32 and counts those that sync and those that arrive.
-ORTHOKERN_DEVICE void bar_sync(int id, int threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-ORTHOKERN_DEVICE void bar_arrive(int id, int threads) { asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Named barriers, id 1 to 15 (0 is __syncthreads); `threads` is a multiple of 32 and counts those that sync and those
+// that arrive.
+ORTHOKERN_DEVICE void bar_sync(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+ORTHOKERN_DEVICE void bar_arrive(int id, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ----------------------------------------------------------------------------------------- asynchronous copies, sm_80
 
@@ -54,9 +64,12 @@ template <int bytes>
 ORTHOKERN_DEVICE void cp_async(void* shared, const void* global, int valid = bytes) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async moves 4, 8 or 16 bytes");
   if constexpr (bytes == 16)  // past the first cache, which only .cg can skip
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
+                 : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(bytes), "r"(valid) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(bytes),
+                 "r"(valid)
+                 : "memory");
 }
 ORTHOKERN_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until at most `groups` of the thread's newest groups are under way.
@@ -65,34 +78,44 @@ ORTHOKERN_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// ------------------------------------------------------------------------------------------------------------- mbarriers
+// -------------------------------------------------------------------------------------------------------------
+// mbarriers
 
 ORTHOKERN_DEVICE void mbarrier_init(Mbarrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 // After the initialisations, before the block's or cluster's barrier that shows them to others.
-ORTHOKERN_DEVICE void mbarrier_init_fence() { ORTHOKERN_SM90(asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory")); }
+ORTHOKERN_DEVICE void mbarrier_init_fence() {
+  ORTHOKERN_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory"));
+}
 ORTHOKERN_DEVICE void mbarrier_arrive(Mbarrier* barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+               : "memory");
 }
 // Arrive, and let the phase wait for `bytes` more of asynchronous stores and copies.
 ORTHOKERN_DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, int bytes) {
-  ORTHOKERN_SM90(asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
-                                  shared_address(barrier)), "r"(bytes) : "memory"));
+  ORTHOKERN_SM90(
+      asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
+                       shared_address(barrier)),
+                   "r"(bytes) : "memory"));
 }
 // Arrive on a barrier of another block of the cluster.
 ORTHOKERN_DEVICE void mbarrier_arrive_remote(ClusterAddress barrier) {
-  ORTHOKERN_SM90(asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory"));
+  ORTHOKERN_SM90(
+      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory"));
 }
 // Wait for the end of the phase with this parity: 0, 1, 0, ... from the initialisation on. Acquires for the cluster.
 ORTHOKERN_DEVICE void mbarrier_wait(Mbarrier* barrier, int parity) {
-  ORTHOKERN_SM90(asm volatile("{\n.reg .pred done;\n"
-                              "wait_%=:\n"
-                              "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-                              "@!done bra wait_%=;\n}" ::"r"(shared_address(barrier)), "r"(parity) : "memory"));
+  ORTHOKERN_SM90(
+      asm volatile("{\n.reg .pred done;\n"
+                   "wait_%=:\n"
+                   "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                   "@!done bra wait_%=;\n}" ::"r"(shared_address(barrier)),
+                   "r"(parity) : "memory"));
 }
 
-// -------------------------------------------------------------------------------------------------------- clusters, sm_90
+// -------------------------------------------------------------------------------------------------------- clusters,
+// sm_90
 
 ORTHOKERN_DEVICE int cluster_rank() {
   uint32_t rank = 0;
@@ -105,8 +128,10 @@ ORTHOKERN_DEVICE int cluster_size() {
   return static_cast<int>(size);
 }
 // Every thread of every block arrives (releasing its writes), every thread waits (acquiring the others').
-ORTHOKERN_DEVICE void cluster_arrive() { ORTHOKERN_SM90(asm volatile("barrier.cluster.arrive.release;" ::: "memory")); }
-ORTHOKERN_DEVICE void cluster_wait() { ORTHOKERN_SM90(asm volatile("barrier.cluster.wait.acquire;" ::: "memory")); }
+ORTHOKERN_DEVICE void cluster_arrive() {
+  ORTHOKERN_SM90(asm volatile("barrier.cluster.arrive.release;" :: : "memory"));
+}
+ORTHOKERN_DEVICE void cluster_wait() { ORTHOKERN_SM90(asm volatile("barrier.cluster.wait.acquire;" :: : "memory")); }
 ORTHOKERN_DEVICE void cluster_sync() {
   cluster_arrive();
   cluster_wait();
@@ -125,33 +150,44 @@ ORTHOKERN_DEVICE T* map_shared_rank(T* own, int rank) {
   return reinterpret_cast<T*>(address);
 }
 
-// Store to shared memory of a block of the cluster. It counts its bytes down on an mbarrier of the same block, and is seen by who waits for that.
+// Store to shared memory of a block of the cluster. It counts its bytes down on an mbarrier of the same block, and is
+// seen by who waits for that.
 ORTHOKERN_DEVICE void st_async(ClusterAddress to, float value, ClusterAddress barrier) {
-  ORTHOKERN_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(value), "r"(barrier) : "memory"));
+  ORTHOKERN_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
+                              "f"(value), "r"(barrier) : "memory"));
 }
 ORTHOKERN_DEVICE void st_async(ClusterAddress to, float2 value, ClusterAddress barrier) {
-  ORTHOKERN_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(value.x),
-                              "f"(value.y), "r"(barrier) : "memory"));
+  ORTHOKERN_SM90(
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                   "f"(value.x), "f"(value.y), "r"(barrier) : "memory"));
 }
 ORTHOKERN_DEVICE void st_async(ClusterAddress to, float4 value, ClusterAddress barrier) {
-  ORTHOKERN_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-                              "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier) : "memory"));
+  ORTHOKERN_SM90(asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier) : "memory"));
 }
-// Copy global memory to shared memory of this block; 16-byte aligned, a multiple of 16 bytes. One thread asks for all of it.
+// Copy global memory to shared memory of this block; 16-byte aligned, a multiple of 16 bytes. One thread asks for all
+// of it.
 ORTHOKERN_DEVICE void bulk_load(void* shared, const void* global, int bytes, Mbarrier* barrier) {
-  ORTHOKERN_SM90(asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                                  shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
+  ORTHOKERN_SM90(
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                       shared_address(shared)),
+                   "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
 }
-// Copy shared memory of this block to another block of the cluster, under the same rules. Writes to `from` need async_proxy_fence() and a
-// barrier first, and `from` may be written again once the receiver says that it has the data.
+// Copy shared memory of this block to another block of the cluster, under the same rules. Writes to `from` need
+// async_proxy_fence() and a barrier first, and `from` may be written again once the receiver says that it has the data.
 ORTHOKERN_DEVICE void bulk_send(ClusterAddress to, const void* from, int bytes, ClusterAddress barrier) {
-  ORTHOKERN_SM90(asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                              "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory"));
+  ORTHOKERN_SM90(asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory"));
 }
 // Between plain accesses to shared memory and bulk copies of the same bytes.
-ORTHOKERN_DEVICE void async_proxy_fence() { ORTHOKERN_SM90(asm volatile("fence.proxy.async.shared::cta;" ::: "memory")); }
+ORTHOKERN_DEVICE void async_proxy_fence() {
+  ORTHOKERN_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
+}
 
-// ----------------------------------------------------------------------------------------------------- tensor cores, sm_80
+// ----------------------------------------------------------------------------------------------------- tensor cores,
+// sm_80
 
 // float to tf32, to nearest; tensor cores would cut the low 13 bits off.
 ORTHOKERN_DEVICE uint32_t to_tf32(float x) {
@@ -166,24 +202,32 @@ ORTHOKERN_DEVICE uint32_t to_bf16x2(float low, float high) {
   return bits;
 }
 // c [16, 8] += a [16, 8] b [8, 8]. Lane l has, with g = l / 4 and t = l % 4:
-//   a: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)   b: (t, g), (t + 4, g)   c: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+//   a: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)   b: (t, g), (t + 4, g)   c: (g, 2t), (g, 2t + 1), (g + 8, 2t),
+//   (g + 8, 2t + 1)
 ORTHOKERN_DEVICE void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 // c [16, 8] += a [16, 16] b [16, 8], pairs along the sum in a register. Lane l has:
 //   a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..)   b: (2t.., g), (2t + 8.., g)   c: as above
 ORTHOKERN_DEVICE void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// Four 8 x 8 matrices of 16-bit elements: lane 8 i + r gives the address of row r (16 bytes) of matrix i; register i receives elements
-// (l / 4, 2 (l % 4)) and the next of matrix i. With 32-bit elements, a matrix is 8 x 4 and register i is element (l / 4, l % 4).
+// Four 8 x 8 matrices of 16-bit elements: lane 8 i + r gives the address of row r (16 bytes) of matrix i; register i
+// receives elements (l / 4, 2 (l % 4)) and the next of matrix i. With 32-bit elements, a matrix is 8 x 4 and register i
+// is element (l / 4, l % 4).
 ORTHOKERN_DEVICE void ldmatrix(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
 }
 
 }  // namespace cuda

@@ -8,11 +8,12 @@
 //
 // so a caller of the backward passes the factors exchanged, and the last state is delta_1: dL/dh_0 is one product more.
 //
-// A sequence may be cut into `chunk` steps at a time: the T steps of the B rows are then Q = B * ceil(T / chunk) virtual sequences that
-// run side by side, q = c * B + b for rows b from step c * chunk on, each from a state of its own. Without chunks, chunk = T and Q = B.
+// A sequence may be cut into `chunk` steps at a time: the T steps of the B rows are then Q = B * ceil(T / chunk)
+// virtual sequences that run side by side, q = c * B + b for rows b from step c * chunk on, each from a state of its
+// own. Without chunks, chunk = T and Q = B.
 //
-// With lengths, a sequence has the steps before its length: forward it ends early, backward it begins late, and its states are zero there.
-// Nobody has looked at the values of lengths: one below 0 or above T counts as 0 or T.
+// With lengths, a sequence has the steps before its length: forward it ends early, backward it begins late, and its
+// states are zero there. Nobody has looked at the values of lengths: one below 0 or above T counts as 0 or T.
 #pragma once
 
 #include <stddef.h>
@@ -29,8 +30,9 @@ enum class ScanPath {
   kSteps = 2,     // a kernel for every product (scan_steps.h)
 };
 
-// The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. The steps path alone has others
-// than IEEE: on tensor cores, sums in float32. The other paths hold on to IEEE, which is never less.
+// The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. The steps
+// path alone has others than IEEE: on tensor cores, sums in float32. The other paths hold on to IEEE, which is never
+// less.
 enum ScanPrecision {
   kIeee = 0,
   kThreeTf32 = 1,  // each factor as the sum of two TF32 numbers, three of their four products
@@ -41,13 +43,13 @@ enum ScanPrecision {
 // How a scan is carried out. Made by plan_scan from sizes and the device, without looking at any data.
 struct ScanPlan {
   int path;
-  int group;         // sequences of a block or cluster
-  int blocks;        // of the whole grid, for one launch
-  int norm_columns;  // partial sums of squares that each step leaves in `norms`
-  int sums_rows;     // rows of `sums`
-  int cluster;       // blocks of a cluster
-  int chunks1, chunks2;    // columns of the first and the second map, in units of 128
-  int shared_chunks;       // of those that are not in registers, how many stay in shared memory
+  int group;                 // sequences of a block or cluster
+  int blocks;                // of the whole grid, for one launch
+  int norm_columns;          // partial sums of squares that each step leaves in `norms`
+  int sums_rows;             // rows of `sums`
+  int cluster;               // blocks of a cluster
+  int chunks1, chunks2;      // columns of the first and the second map, in units of 128
+  int shared_chunks;         // of those that are not in registers, how many stay in shared memory
   int64_t packed1, packed2;  // floats of workspace for the packed maps
   int64_t work;              // floats of other workspace
   int graph_steps;           // steps: of one CUDA graph; 0: the kernels are launched one by one
@@ -55,8 +57,8 @@ struct ScanPlan {
 
   template <class Visit>
   void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, path, group, blocks, norm_columns, sums_rows, cluster, chunks1, chunks2, shared_chunks, packed1, packed2, work,
-                     graph_steps, shared_bytes);
+    ORTHOKERN_FIELDS(visit, path, group, blocks, norm_columns, sums_rows, cluster, chunks1, chunks2, shared_chunks,
+                     packed1, packed2, work, graph_steps, shared_bytes);
   }
 };
 
@@ -64,28 +66,32 @@ struct ScanArgs {
   int device;
   int64_t T, B, N, K, D;  // K = 0: a dense map
   int64_t chunk, sequences;
-  int64_t time;          // the step that t = 0 is to `lengths`: the tensors may be a part of the whole time
-  float clip;            // backward: delta_t is clipped to [-clip, clip] (infinity: not at all) before anything is done with it
+  int64_t time;  // the step that t = 0 is to `lengths`: the tensors may be a part of the whole time
+  float clip;    // backward: delta_t is clipped to [-clip, clip] (infinity: not at all) before anything is done with it
   int precision;         // enum ScanPrecision
   int activation;        // a number of common/activations.h
   int act_param_stride;  // 0: one parameter, 1: one for each unit
 
-  const float* x;         // [T, B, N]: e forward, the gradient of hs backward; null with tokens
-  const int64_t* tokens;  // [T, B] or null; an id outside [0, D) makes the sequence NaN
-  const float* table;     // [D, N] or null: what a token adds to a
-  const float* gate;      // backward: [T, B, N], hs or pre, whichever phi' is computed from; null for identity
-  const float* start;     // [Q, N] states before the first step, or null for zeros
-  const float* first;     // [N, K] V forward, U backward; dense: null
-  const float* scale;     // [K] s; dense: null
-  const float* second;    // [N, K] U forward, V backward; dense: W [N, N]
+  const float* x;          // [T, B, N]: e forward, the gradient of hs backward; null with tokens
+  const int64_t* tokens;   // [T, B] or null; an id outside [0, D) makes the sequence NaN
+  const float* table;      // [D, N] or null: what a token adds to a
+  const float* gate;       // backward: [T, B, N], hs or pre, whichever phi' is computed from; null for identity
+  const float* start;      // [Q, N] states before the first step, or null for zeros
+  const float* first;      // [N, K] V forward, U backward; dense: null
+  const float* scale;      // [K] s; dense: null
+  const float* second;     // [N, K] U forward, V backward; dense: W [N, N]
   const float* act_param;  // [1] or [N] or null
   const int64_t* lengths;  // [B], counted from the beginning of time, or null: T for all
 
-  float* out;    // [T, B, N] states, zeros on padding, or null
-  float* pre;    // forward: [T, B, N] the a, zeros on padding, or null
-  float* end;    // [Q, N] states after `chunk` steps, or null; zeros of a sequence that has fewer before it ends
-  float* sums;   // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
-  float* norms;  // backward: [T, norm_columns] partial sums of squares of a, or null; comes in as zeros, which padding leaves
+  float* out;  // [T, B, N] states, zeros on padding, or null
+  float* pre;  // forward: [T, B, N] the a, zeros on padding, or null
+  float* end;  // [Q, N] states after `chunk` steps, or null; zeros of a sequence that has fewer before it ends
+  float*
+      // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
+      sums;
+  float*
+      // backward: [T, norm_columns] partial sums of squares of a, or null; comes in as zeros, which padding leaves
+      norms;
   float* packed1;  // workspace, see ScanPlan
   float* packed2;
   float* work;
@@ -97,12 +103,13 @@ struct ScanArgs {
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
-    ORTHOKERN_FIELDS(visit, D, time, clip, x, table, gate, start, first, scale, second, act_param, lengths, out, pre, end, sums, norms, packed1,
-                     packed2, work);
+    ORTHOKERN_FIELDS(visit, D, time, clip, x, table, gate, start, first, scale, second, act_param, lengths, out, pre,
+                     end, sums, norms, packed1, packed2, work);
   }
 };
 
-// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small sizes.
+// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small
+// sizes.
 struct ScanWish {
   int path = -1, cluster = 0, group = 0;
   int shared_chunks = -1;

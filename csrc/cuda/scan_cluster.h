@@ -1,20 +1,26 @@
-// The scan for N up to 1024 where blocks form clusters (compute capability 9.0 and up): a cluster owns sequences for all of their steps.
+// The scan for N up to 1024 where blocks form clusters (compute capability 9.0 and up): a cluster owns sequences for
+// all of their steps.
 //
-// Block r of a cluster of S computes rows [4 floor(r Q / S), 4 floor((r + 1) Q / S)) of each product, Q = ceil(rows / 4): at most 64, eight
-// for each of its 8 warps. A lane has 4 neighbouring columns out of every 128 ("chunk"). Where the chunks of a block's rows are:
+// Block r of a cluster of S computes rows [4 floor(r Q / S), 4 floor((r + 1) Q / S)) of each product, Q = ceil(rows /
+// 4): at most 64, eight for each of its 8 warps. A lane has 4 neighbouring columns out of every 128 ("chunk"). Where
+// the chunks of a block's rows are:
 //
 //   registers       the first kInRegisters chunks of the first map
 //   shared memory   of the others, as many as fit
-//   L2 cache        what remains is read again in every step, by cp.async into a ring of kStages half chunks; each lane fetches just what
-//                   it will multiply, so no barrier is needed, and chunks of the two kinds alternate, so that fetching never pauses
+//   L2 cache        what remains is read again in every step, by cp.async into a ring of kStages half chunks; each lane
+//                   fetches just what
+//                   it will multiply, so no barrier is needed, and chunks of the two kinds alternate, so that fetching
+//                   never pauses
 //
-// Besides, shared memory holds the whole state and, factored, all of y = s * (V^T h): [group][columns] each. A finished row belongs to
-// one lane; the lanes of 4 rows collect them and store 16 bytes into every block of the cluster with st.async, which counts the bytes down
-// on an mbarrier there. A product waits for all bytes of its vector and for nothing else: no barrier of a block or of the cluster.
+// Besides, shared memory holds the whole state and, factored, all of y = s * (V^T h): [group][columns] each. A finished
+// row belongs to one lane; the lanes of 4 rows collect them and store 16 bytes into every block of the cluster with
+// st.async, which counts the bytes down on an mbarrier there. A product waits for all bytes of its vector and for
+// nothing else: no barrier of a block or of the cluster.
 //
-// Why one place for each vector is enough (two for the state of a dense map): a warp sends its rows of y only when it has read all of the
-// state, so whoever has all of y knows that nobody reads the old state any more, and may send rows of the new one; likewise from the new
-// state to the next y. A dense map has no such answer in between, but knows that the state before the last one has been read.
+// Why one place for each vector is enough (two for the state of a dense map): a warp sends its rows of y only when it
+// has read all of the state, so whoever has all of y knows that nobody reads the old state any more, and may send rows
+// of the new one; likewise from the new state to the next y. A dense map has no such answer in between, but knows that
+// the state before the last one has been read.
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -23,13 +29,15 @@ namespace orthokern {
 namespace cuda {
 
 constexpr int kClusterThreads = 256, kClusterWarps = 8;
-constexpr int kClusterRows = 64;                             // rows of a block
-constexpr int kChunk = 128;                                  // columns of a chunk
-constexpr int kChunkFloats = kClusterRows * kChunk;          // packed: [warp][row of 8][lane][4]
+constexpr int kClusterRows = 64;                     // rows of a block
+constexpr int kChunk = 128;                          // columns of a chunk
+constexpr int kChunkFloats = kClusterRows * kChunk;  // packed: [warp][row of 8][lane][4]
 constexpr int kStages = 2;
-constexpr int kStageFloats = kClusterWarps * 4 * kChunk;     // half a chunk: 4 rows of each warp
+constexpr int kStageFloats = kClusterWarps * 4 * kChunk;  // half a chunk: 4 rows of each warp
 template <int kGroup>
-constexpr int kInRegisters = kGroup <= 2 ? 4 : kGroup <= 4 ? 3 : 1;  // what 255 registers leave room for beside 8 kGroup sums
+constexpr int kInRegisters = kGroup <= 2   ? 4
+                             : kGroup <= 4 ? 3
+                                           : 1;  // what 255 registers leave room for beside 8 kGroup sums
 
 struct ClusterMemory {  // the block's shared memory, in bytes
   int64_t barriers, state, y, chunks, ring, total;
@@ -47,9 +55,11 @@ struct ClusterMemory {  // the block's shared memory, in bytes
 // First of the rows of block `rank`, in units of 4 rows.
 __host__ __device__ inline int first_quad(int rows, int rank, int size) { return (rows + 3) / 4 * rank / size; }
 
-// packed [size][chunks][kChunkFloats] <- element (r, c) of a map at from[r * row_stride + c * column_stride], zero beyond its edges.
-static __global__ void __launch_bounds__(256) pack_chunks_kernel(const float* from, int64_t row_stride, int64_t column_stride, int rows, int columns,
-                                                          int chunks, int size, float* packed) {
+// packed [size][chunks][kChunkFloats] <- element (r, c) of a map at from[r * row_stride + c * column_stride], zero
+// beyond its edges.
+static __global__ void __launch_bounds__(256)
+    pack_chunks_kernel(const float* from, int64_t row_stride, int64_t column_stride, int rows, int columns, int chunks,
+                       int size, float* packed) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (i >= static_cast<int64_t>(size) * chunks * kChunkFloats) return;
   const int c = static_cast<int>(i % kChunk), local = static_cast<int>(i / kChunk % kClusterRows);
@@ -67,10 +77,13 @@ __device__ __forceinline__ void multiply_add(float (&sums)[8 * kGroup], int inde
   sums[index] = fmaf(w.w, x.w, sums[index]);
 }
 
-// Those chunks of the two maps that are not in registers, in the order of their use. Of `count`, `streamed` come from the ring.
+// Those chunks of the two maps that are not in registers, in the order of their use. Of `count`, `streamed` come from
+// the ring.
 struct ChunkOrder {
   int count, streamed;
-  __device__ __forceinline__ int streamed_before(int r) const { return static_cast<int>(static_cast<int64_t>(r) * streamed / count); }
+  __device__ __forceinline__ int streamed_before(int r) const {
+    return static_cast<int>(static_cast<int64_t>(r) * streamed / count);
+  }
   __device__ __forceinline__ bool streams(int r) const { return streamed_before(r + 1) != streamed_before(r); }
   __device__ __forceinline__ int streamed_place(int i) const {  // of the i-th one of the ring
     return static_cast<int>((static_cast<int64_t>(i + 1) * count + streamed - 1) / streamed) - 1;
@@ -80,7 +93,7 @@ struct ChunkOrder {
 template <bool kFactored, bool kBackward, int kGroup>
 __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const ScanArgs a, const ScanPlan plan) {
   constexpr int kRegisters = kInRegisters<kGroup>;
-  constexpr int kHeld = kGroup <= 4 ? 1 : kGroup / 4;  // rows that a lane ends the step of
+  constexpr int kHeld = kGroup <= 4 ? 1 : kGroup / 4;    // rows that a lane ends the step of
   constexpr int kCopies = kGroup <= 4 ? 4 / kGroup : 1;  // lanes that hold the same row
   static_assert(kGroup == 1 || kGroup == 2 || kGroup == 4 || kGroup == 8, "8 * group rows are spread over 32 lanes");
 
@@ -90,12 +103,13 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   const int columns1 = plan.chunks1 * kChunk, columns2 = kFactored ? plan.chunks2 * kChunk : 0;
   const int in_registers = plan.chunks1 < kRegisters ? plan.chunks1 : kRegisters;
   const int rest1 = plan.chunks1 - in_registers;  // chunks of the first map outside registers
-  const ChunkOrder order{rest1 + (kFactored ? plan.chunks2 : 0), rest1 + (kFactored ? plan.chunks2 : 0) - plan.shared_chunks};
+  const ChunkOrder order{rest1 + (kFactored ? plan.chunks2 : 0),
+                         rest1 + (kFactored ? plan.chunks2 : 0) - plan.shared_chunks};
 
   unsigned char* const memory = dynamic_shared<unsigned char>();
   const ClusterMemory at(kGroup, columns1, columns2, plan.shared_chunks, order.streamed > 0);
   Mbarrier* const state_ready = reinterpret_cast<Mbarrier*>(memory + at.barriers);
-  Mbarrier* const y_ready = state_ready + 1;  // dense: the second one of the state
+  Mbarrier* const y_ready = state_ready + 1;                           // dense: the second one of the state
   float* const state = reinterpret_cast<float*>(memory + at.state);    // [1 or 2][kGroup][columns1]
   float* const y = reinterpret_cast<float*>(memory + at.y);            // [kGroup][columns2]
   float* const chunks = reinterpret_cast<float*>(memory + at.chunks);  // [shared_chunks][kChunkFloats]
@@ -120,24 +134,28 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   // this lane's part of a chunk; rows of a warp are 128 floats apart
   const int own = warp * 8 * kChunk + 4 * lane;
   auto chunk_source = [&](int r) {
-    const float* const map = r < rest1 ? a.packed1 + (static_cast<int64_t>(rank) * plan.chunks1 + in_registers + r) * kChunkFloats
-                                       : a.packed2 + (static_cast<int64_t>(rank) * plan.chunks2 + r - rest1) * kChunkFloats;
+    const float* const map =
+        r < rest1 ? a.packed1 + (static_cast<int64_t>(rank) * plan.chunks1 + in_registers + r) * kChunkFloats
+                  : a.packed2 + (static_cast<int64_t>(rank) * plan.chunks2 + r - rest1) * kChunkFloats;
     return map + own;
   };
   for (int r = 0; r < order.count; r++) {
     if (order.streams(r)) continue;
     float* const to = chunks + (r - order.streamed_before(r)) * kChunkFloats + own;
 #pragma unroll
-    for (int i = 0; i < 8; i++) *reinterpret_cast<float4*>(to + i * kChunk) = *reinterpret_cast<const float4*>(chunk_source(r) + i * kChunk);
+    for (int i = 0; i < 8; i++)
+      *reinterpret_cast<float4*>(to + i * kChunk) = *reinterpret_cast<const float4*>(chunk_source(r) + i * kChunk);
   }
   float4 weights[kRegisters][8];
 #pragma unroll
   for (int c = 0; c < kRegisters; c++)
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      weights[c][i] = c < in_registers ? *reinterpret_cast<const float4*>(
-                                             a.packed1 + (static_cast<int64_t>(rank) * plan.chunks1 + c) * kChunkFloats + own + i * kChunk)
-                                       : make_float4(0, 0, 0, 0);
+      weights[c][i] =
+          c < in_registers
+              ? *reinterpret_cast<const float4*>(
+                    a.packed1 + (static_cast<int64_t>(rank) * plan.chunks1 + c) * kChunkFloats + own + i * kChunk)
+              : make_float4(0, 0, 0, 0);
   if (thread == 0) {
     mbarrier_init(state_ready, 1);
     mbarrier_init(y_ready, 1);
@@ -145,8 +163,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
     mbarrier_arrive_expect(state_ready, state_bytes);
     mbarrier_arrive_expect(y_ready, kFactored ? y_bytes : state_bytes);
   }
-  // The barrier of the state that step i gives, and the parity of its phase. A dense map needs two in turn: a block that has all of one
-  // state may send of the next one while others still miss a part of the first.
+  // The barrier of the state that step i gives, and the parity of its phase. A dense map needs two in turn: a block
+  // that has all of one state may send of the next one while others still miss a part of the first.
   auto state_barrier = [&](int i) { return kFactored ? state_ready : state_ready + (i & 1); };
   auto state_parity = [&](int i) { return kFactored ? i & 1 : i >> 1 & 1; };
 
@@ -187,7 +205,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       st_async(cluster_address(to, peer), make_float4(row[0], row[1], row[2], row[3]), cluster_address(ready, peer));
   };
 
-  // The ring: half chunks in the order of their use, over and over. `fetched` and `used` count halves modulo 2 * streamed and kStages.
+  // The ring: half chunks in the order of their use, over and over. `fetched` and `used` count halves modulo 2 *
+  // streamed and kStages.
   int next_half = 0, fetch_stage = 0, use_stage = 0;
   auto fetch_half = [&] {
     if (!order.streamed) return;
@@ -232,7 +251,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
     }
   };
 
-  // Inputs, fetched as soon as those of the step before are used: a step (a microsecond and more) ahead. A token id yet another one.
+  // Inputs, fetched as soon as those of the step before are used: a step (a microsecond and more) ahead. A token id yet
+  // another one.
   float input[kHeld], gate[kHeld];
   int64_t id = -1;
   auto fetch_id = [&](int i) {
@@ -244,10 +264,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       input[j] = gate[j] = 0;
       if (!unit[j] || i < where.begin || i >= where.end) continue;
       const int64_t offset = where.first + i * stride + rows[j];
-      if (a.tokens)
-        input[j] = id >= 0 && id < a.D ? a.table[id * N + rows[j]] : NAN;
-      else
-        input[j] = a.x[offset];
+      if (a.tokens) input[j] = id >= 0 && id < a.D ? a.table[id * N + rows[j]] : NAN;
+      else input[j] = a.x[offset];
       if (kBackward && a.gate) gate[j] = a.gate[offset];
     }
   };
@@ -315,7 +333,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
         const bool second = (held + j) % 2;
         float after;
         if constexpr (kBackward) {
-          after = clip_message(activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]), a.clip);
+          after = clip_message(activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]),
+                               a.clip);
           if (unit[j] && live_step) {
             square = fmaf(before[j], before[j], square);
             if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j], parameter[j]));
@@ -351,7 +370,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
     if (length > 0) mbarrier_wait(state_barrier(length - 1), state_parity(length - 1));
 #pragma unroll
     for (int j = 0; j < kHeld; j++)
-      if (kBackward && a.sums && unit[j]) a.sums[sums_at + rows[j]] = total[j].sum, a.sums[sums_size + sums_at + rows[j]] = total[j].error;
+      if (kBackward && a.sums && unit[j])
+        a.sums[sums_at + rows[j]] = total[j].sum, a.sums[sums_size + sums_at + rows[j]] = total[j].error;
   }
   __syncwarp();
   cluster_sync();  // nobody leaves while others may still send to it

@@ -26,48 +26,45 @@ int resident_columns(int64_t n) {
 // Call f with a compile-time bool or int.
 template <class F>
 void with_direction(bool backward, F f) {
-  if (backward)
-    f(std::integral_constant<bool, true>());
-  else
-    f(std::integral_constant<bool, false>());
+  if (backward) f(std::integral_constant<bool, true>());
+  else f(std::integral_constant<bool, false>());
 }
 template <int... kValues, class F>
 void with_value(int value, F f) {
   (void)((value == kValues && (f(std::integral_constant<int, kValues>()), true)) || ...);
 }
 
-// Call f with the ResidentShape of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the registers, and 8 with 20 do.
+// Call f with the ResidentShape of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the
+// registers, and 8 with 20 do.
 template <bool kFactored, class F>
 void with_resident_shape(bool backward, int columns, int group, F f) {
   with_direction(backward, [&](auto direction) {
     auto choose = [&](auto c) {
       constexpr bool kBackward = decltype(direction)::value;
       constexpr int C = decltype(c)::value, kWarps = kFactored && C > 8 ? 8 : C;
-      if (group == 1)
-        f(ResidentShape<kFactored, kBackward, kWarps, C, false>());
-      else
-        f(ResidentShape<kFactored, kBackward, kWarps, C, true>());
+      if (group == 1) f(ResidentShape<kFactored, kBackward, kWarps, C, false>());
+      else f(ResidentShape<kFactored, kBackward, kWarps, C, true>());
     };
-    if constexpr (kFactored)
-      with_value<2, 4, 8, 10>(columns, choose);
-    else
-      with_value<2, 4, 8, 12>(columns, choose);
+    if constexpr (kFactored) with_value<2, 4, 8, 10>(columns, choose);
+    else with_value<2, 4, 8, 12>(columns, choose);
   });
 }
 template <bool kFactored, class F>
 void with_cluster_kernel(bool backward, int group, F f) {
   with_direction(backward, [&](auto direction) {
-    with_value<1, 2, 4, 8>(group, [&](auto g) { f(cluster_scan_kernel<kFactored, decltype(direction)::value, decltype(g)::value>); });
+    with_value<1, 2, 4, 8>(
+        group, [&](auto g) { f(cluster_scan_kernel<kFactored, decltype(direction)::value, decltype(g)::value>); });
   });
 }
 
 template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
   const int columns = resident_columns<kFactored>(a.N);
-  // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of one.
-  // Where one wave of blocks is not enough, all waves are full.
+  // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
+  // one. Where one wave of blocks is not enough, all waves are full.
   const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
-  const int64_t wanted = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
+  const int64_t wanted =
+      wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
   bool fits = false;
   for (int64_t group = wanted; group > 0 && !fits; group--)
     with_resident_shape<kFactored>(backward, columns, static_cast<int>(group), [&](auto shape) {
@@ -101,15 +98,18 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const 
   for (int group : {1, 2, 4, 8}) {
     if (wish.group && group != wish.group) continue;
     int in_registers = 0;
-    with_value<1, 2, 4, 8>(group, [&](auto g) { in_registers = std::min(plan.chunks1, kInRegisters<decltype(g)::value>); });
+    with_value<1, 2, 4, 8>(group,
+                           [&](auto g) { in_registers = std::min(plan.chunks1, kInRegisters<decltype(g)::value>); });
     const int rest = plan.chunks1 - in_registers + plan.chunks2;
     int shared_chunks = wish.shared_chunks < 0 ? rest : std::min(wish.shared_chunks, rest);
     auto bytes = [&] { return ClusterMemory(group, columns1, columns2, shared_chunks, shared_chunks < rest).total; };
     while (shared_chunks > 0 && bytes() > static_cast<int64_t>(limits.shared_per_block)) shared_chunks--;
     if (bytes() > static_cast<int64_t>(limits.shared_per_block)) break;
     Launch shape{dim3(size), dim3(kClusterThreads), nullptr, static_cast<size_t>(bytes()), size};
-    with_cluster_kernel<kFactored>(backward, group, [&](auto kernel) { clusters = max_active_clusters(kernel, shape); });
-    clusters = std::min(clusters, limits.multiprocessors / size);  // a block has the registers of a multiprocessor to itself
+    with_cluster_kernel<kFactored>(backward, group,
+                                   [&](auto kernel) { clusters = max_active_clusters(kernel, shape); });
+    clusters =
+        std::min(clusters, limits.multiprocessors / size);  // a block has the registers of a multiprocessor to itself
     if (!clusters) break;
     plan.group = group;
     plan.shared_chunks = shared_chunks;
@@ -157,11 +157,11 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanWish& wish) {
   return plan;
 }
 
-inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, int chunks,
-                        const ScanPlan& plan, float* packed, cudaStream_t stream) {
+inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
+                        int chunks, const ScanPlan& plan, float* packed, cudaStream_t stream) {
   const int64_t elements = static_cast<int64_t>(plan.cluster) * chunks * kChunkFloats;
-  launch(pack_chunks_kernel, {dim3(static_cast<unsigned>(divide_up(elements, 256))), dim3(256), stream}, map, row_stride, column_stride,
-         static_cast<int>(rows), static_cast<int>(columns), chunks, plan.cluster, packed);
+  launch(pack_chunks_kernel, {dim3(static_cast<unsigned>(divide_up(elements, 256))), dim3(256), stream}, map,
+         row_stride, column_stride, static_cast<int>(rows), static_cast<int>(columns), chunks, plan.cluster, packed);
 }
 
 template <bool kFactored, bool kBackward, int kPrecision>
@@ -169,7 +169,8 @@ void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
   float* state[2] = {a.work, a.work + a.sequences * a.N};
   float* const y = a.work + 2 * a.sequences * a.N;
   int* const base = reinterpret_cast<int*>(y + a.sequences * a.K);
-  const dim3 first(static_cast<unsigned>(step_tiles(a.K, a.sequences))), last(static_cast<unsigned>(step_tiles(a.N, a.sequences)));
+  const dim3 first(static_cast<unsigned>(step_tiles(a.K, a.sequences))),
+      last(static_cast<unsigned>(step_tiles(a.N, a.sequences)));
   const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
   fill_zero(state[0], static_cast<size_t>(a.sequences * a.N) * sizeof(float), stream);
   auto step = [&](const auto& to, int64_t i) {
@@ -177,7 +178,8 @@ void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
     const StepIndex index{to.base, static_cast<int>(i), 1};
     StepProduct product{a.second, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N, N};
     if (kFactored) {
-      to(step_product_kernel<kBackward, kPrecision>, first, dim3(kStepThreads), a, StepProduct{a.first, 1, a.K, from, y, a.scale, K, N}, index);
+      to(step_product_kernel<kBackward, kPrecision>, first, dim3(kStepThreads), a,
+         StepProduct{a.first, 1, a.K, from, y, a.scale, K, N}, index);
       product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = K;
     }
     to(step_product_kernel<kBackward, kPrecision>, last, dim3(kStepThreads), a, product, index);
@@ -200,7 +202,8 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
     with_resident_shape<kFactored>(backward, resident_columns<kFactored>(a.N), plan.group, [&](auto shape) {
       using Shape = decltype(shape);
-      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Shape::kThreads), stream, static_cast<size_t>(plan.shared_bytes)};
+      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Shape::kThreads), stream,
+                      static_cast<size_t>(plan.shared_bytes)};
       launch(resident_scan_kernel<Shape>, at, a, plan.group);
     });
   } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
@@ -210,13 +213,14 @@ void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stre
     } else {
       pack_chunks(a.second, backward ? 1 : a.N, backward ? a.N : 1, a.N, a.N, plan.chunks1, plan, a.packed1, stream);
     }
-    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream, static_cast<size_t>(plan.shared_bytes),
-                    plan.cluster};
+    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream,
+                    static_cast<size_t>(plan.shared_bytes), plan.cluster};
     with_cluster_kernel<kFactored>(backward, plan.group, [&](auto kernel) { launch(kernel, at, a, plan); });
   } else {
     with_direction(backward, [&](auto direction) {
-      with_value<kIeee, kThreeTf32, kTf32, kBfloat16>(
-          a.precision, [&](auto precision) { run_steps<kFactored, decltype(direction)::value, decltype(precision)::value>(a, plan, stream); });
+      with_value<kIeee, kThreeTf32, kTf32, kBfloat16>(a.precision, [&](auto precision) {
+        run_steps<kFactored, decltype(direction)::value, decltype(precision)::value>(a, plan, stream);
+      });
     });
   }
 }

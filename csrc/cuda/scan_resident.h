@@ -1,24 +1,28 @@
 // The scan for small N: one block owns sequences for all of their steps, and meets no other block.
 //
-//   registers      the maps: warp w has 16 rows of each, lane l of it the tile of 8 rows 16 w + 2 i + l / 16 and C columns;
-//                  factored and N above 128 (a wide shape): 20 rows, and a tile of 5 rows 20 w + 4 i + l / 8 and 20 columns
-//   shared memory  the states and, factored, y = s * (V^T h); rings of the inputs of the next kAhead steps, filled by cp.async;
+//   registers      the maps: warp w has 16 rows of each, lane l of it the tile of 8 rows 16 w + 2 i + l / 16 and C
+//                  columns;
+//                  factored and N above 128 (a wide shape): 20 rows, and a tile of 5 rows 20 w + 4 i + l / 8 and 20
+//                  columns
+//   shared memory  the states and, factored, y = s * (V^T h); rings of the inputs of the next kAhead steps, filled by
+//                  cp.async;
 //                  backward: squares of the last steps, to be summed 16 steps at a time
 //   memory         x_t (or a row of the table) and, backward, h_t or a_t in; h_t (a_t) or delta_t out
 //
-// A step is one or two products. In each, a thread loads its elements of the state (one conflict-free read of 16 bytes for every four),
-// multiplies them into 8 or 5 sums, and the 16 or 8 lanes of a tile exchange sums until each row is complete in one lane
-// (reduce_scatter), which ends the step for that row. Then the block meets at a barrier: two a step, or one for a dense map, whose state
-// alternates between two places. Two sequences at a time fill the lanes that one sequence leaves idle at the end, and hide each other's
-// latency; a wide shape has no registers for them.
+// A step is one or two products. In each, a thread loads its elements of the state (one conflict-free read of 16 bytes
+// for every four), multiplies them into 8 or 5 sums, and the 16 or 8 lanes of a tile exchange sums until each row is
+// complete in one lane (reduce_scatter), which ends the step for that row. Then the block meets at a barrier: two a
+// step, or one for a dense map, whose state alternates between two places. Two sequences at a time fill the lanes that
+// one sequence leaves idle at the end, and hide each other's latency; a wide shape has no registers for them.
 //
-// C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 / (32 C). 10 warps
-// would have 168 for 160 weights and all else, as a multiprocessor gives registers to warps by fours; 8 warps have 255 for the same maps,
-// 200 weights a thread. Fewer lanes for longer rows leave 5 sums and 6 exchanges, not 10 and 11, for twice the reads of the state.
+// C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 /
+// (32 C). 10 warps would have 168 for 160 weights and all else, as a multiprocessor gives registers to warps by fours;
+// 8 warps have 255 for the same maps, 200 weights a thread. Fewer lanes for longer rows leave 5 sums and 6 exchanges,
+// not 10 and 11, for twice the reads of the state.
 //
-// A product of N x N is N^2 / 128 clocks of fused multiply-adds; the loads of the state and the exchanges take half of that each (wide: 0.8
-// and a quarter), on other units. What comes on top is latency: about 33 clocks of loads, 120 of exchanges (wide: 90) and 45 of the barrier
-// (docs/cuda-scans.md).
+// A product of N x N is N^2 / 128 clocks of fused multiply-adds; the loads of the state and the exchanges take half of
+// that each (wide: 0.8 and a quarter), on other units. What comes on top is latency: about 33 clocks of loads, 120 of
+// exchanges (wide: 90) and 45 of the barrier (docs/cuda-scans.md).
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -26,7 +30,7 @@
 namespace orthokern {
 namespace cuda {
 
-constexpr int kAhead = 8;       // steps that inputs are fetched ahead: some 1.3 us, more than device memory takes to answer
+constexpr int kAhead = 8;  // steps that inputs are fetched ahead: some 1.3 us, more than device memory takes to answer
 constexpr int kIdRing = 32;     // token ids are fetched another kAhead + 1 steps ahead of what they point to
 constexpr int kNormSteps = 16;  // steps whose squares are summed together
 static_assert(kIdRing > 2 * kAhead + 1, "a token id would be overwritten before it is used");
@@ -39,9 +43,11 @@ struct ResidentShape {
   static constexpr int kLanes = kWide ? 8 : 16, kTiles = 32 / kLanes;                    // of a tile, in a warp
   static constexpr int kRows = kPadded / (warps * kTiles), kColumns = kPadded / kLanes;  // of a lane's tile
   static constexpr int kSequences = many && !kWide ? 2 : 1;                              // at a time
-  static_assert(C % 2 == 0 && kRows * warps * kTiles == kPadded, "a lane reads its columns in pairs, a warp has whole tiles");
+  static_assert(C % 2 == 0 && kRows * warps * kTiles == kPadded,
+                "a lane reads its columns in pairs, a warp has whole tiles");
   static_assert(kRows * kSequences <= kLanes, "a lane ends the step of at most one row of one sequence");
-  static_assert((factored ? 2 : 1) * kRows * kColumns + 50 <= 65536 / kThreads, "the maps and all else do not fit into the registers");
+  static_assert((factored ? 2 : 1) * kRows * kColumns + 50 <= 65536 / kThreads,
+                "the maps and all else do not fit into the registers");
 };
 
 template <class Shape>
@@ -67,11 +73,14 @@ struct ResidentMemory {  // the block's shared memory, in bytes
   }
 };
 
-// Columns of a lane's tile: element j is column vector * (kLanes (j / vector) + lane) + j % vector, so that lanes read neighbouring places.
+// Columns of a lane's tile: element j is column vector * (kLanes (j / vector) + lane) + j % vector, so that lanes read
+// neighbouring places.
 template <int kColumns, int kLanes = 16>
 struct TileColumns {
   static constexpr int kVector = kColumns % 4 ? 2 : 4;
-  static __device__ __forceinline__ int column(int j, int lane) { return kVector * (kLanes * (j / kVector) + lane) + j % kVector; }
+  static __device__ __forceinline__ int column(int j, int lane) {
+    return kVector * (kLanes * (j / kVector) + lane) + j % kVector;
+  }
   // Elements kVector q and the next ones, `to` being the place of the first.
   static __device__ __forceinline__ void load(float* to, int q, const float* from, int lane) {
     const float* place = from + kVector * (kLanes * q + lane);
@@ -105,12 +114,14 @@ struct MapTile {
       for (int i = 0; i < kRows; i++) {
 #pragma unroll
         for (int e = 0; e < kVector; e++) weights[i][kVector * q + e] = weight(i, kVector * q + e);
-        __syncwarp();  // the compiler keeps loads on their side of it: all addresses at once would not fit into the registers
+        // the compiler keeps loads on their side of it: all addresses at once would not fit into the registers
+        __syncwarp();
       }
     }
   }
   // sums[kRows g + i] = row i times vector g, summed over the lanes of the tile; left as reduce_scatter does.
-  __device__ __forceinline__ void product(float (&sums)[kRows * Shape::kSequences], const float* vectors, int lane) const {
+  __device__ __forceinline__ void product(float (&sums)[kRows * Shape::kSequences], const float* vectors,
+                                          int lane) const {
 #pragma unroll
     for (int g = 0; g < Shape::kSequences; g++)
 #pragma unroll
@@ -149,8 +160,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const
   float* const squares = reinterpret_cast<float*>(memory + at.squares);  // [2][kNormSteps][kThreads]
 
   const int thread = threadIdx.x, lane = thread % kLanes, tile = thread % 32 / kLanes;
-  // what this lane holds after a product: one row of one sequence. A warp's tiles take turns at its rows, so that the other unit of a pair
-  // is in the next tile, kLanes away.
+  // what this lane holds after a product: one row of one sequence. A warp's tiles take turns at its rows, so that the
+  // other unit of a pair is in the next tile, kLanes away.
   bool counts;
   const int index = scattered_index<kLanes, kRows * kSequences>(lane, counts);
   const int held = kSequences == 1 ? index : index % kRows, own = kSequences == 1 ? 0 : index / kRows;
@@ -204,10 +215,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const
     const int place = ((i % kAhead) * group + g) * kPadded + row;
     if (a.tokens) {
       const int64_t id = ids[g * kIdRing + i % kIdRing];
-      if (id >= 0 && id < a.D)
-        cp_async<4>(inputs + place, a.table + id * N + row);
-      else
-        inputs[place] = NAN;
+      if (id >= 0 && id < a.D) cp_async<4>(inputs + place, a.table + id * N + row);
+      else inputs[place] = NAN;
     } else {
       cp_async<4>(inputs + place, a.x + offset);
     }
@@ -286,7 +295,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const
       for (int j = thread / 32; j <= i % kNormSteps; j += Shape::kWarps) {
         float sum = 0;
 #pragma unroll
-        for (int k = 0; k < Shape::kWarps; k++) sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
+        for (int k = 0; k < Shape::kWarps; k++)
+          sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
         sum = warp_sum(sum);
         const int64_t t = a.T - 1 - (range.begin + i - i % kNormSteps + j);
         if (thread % 32 == 0) a.norms[t * gridDim.x + blockIdx.x] = sum;
@@ -303,7 +313,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const
     for (int g = own; g < group; g += kSequences)
       if (q0 + g < a.sequences) a.end[(q0 + g) * N + row] = ends[g] == a.chunk ? from[g * kPadded + row] : 0.f;
   if (kBackward && a.sums) {
-    // the row by a way that the compiler does not see through: the place from above would take registers, or a spill, during the loop
+    // the row by a way that the compiler does not see through: the place from above would take registers, or a spill,
+    // during the loop
     const int64_t place = sums_at(__shfl_sync(kAllLanes, row, thread % 32));
     if (unit) a.sums[place] = total.sum, a.sums[sums_size + place] = total.error;
   }

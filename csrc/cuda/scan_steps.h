@@ -1,11 +1,13 @@
-// The scan for any size: a kernel for every product, one or two a step, with the ending of the step inside; many steps reach the GPU in one
-// launch of a CUDA graph (step_graph.h). No state stays on the chip, so a step costs a read of the maps from the L2 cache or from memory and the
-// gap between two kernels (about a microsecond): the path for what the others cannot hold, and for sizes at which a product fills the GPU.
+// The scan for any size: a kernel for every product, one or two a step, with the ending of the step inside; many steps
+// reach the GPU in one launch of a CUDA graph (step_graph.h). No state stays on the chip, so a step costs a read of the
+// maps from the L2 cache or from memory and the gap between two kernels (about a microsecond): the path for what the
+// others cannot hold, and for sizes at which a product fills the GPU.
 //
-// A block computes a tile of kTile rows by kTile sequences, a thread 2 rows by 2 sequences of it; map and vectors pass through shared
-// memory kTile columns at a time, the next ones on their way in registers. The sums are the FMA units' or, where a precision below IEEE is
-// allowed, the tensor cores': then a warp has 16 rows by 8 sequences, and its lanes get what they would have had anyway. All tiles lie along x of the grid, those of the same sequences one
-// after the other: y ends at 65535 tiles, which are no more than 2 million sequences, and chunks of time have more.
+// A block computes a tile of kTile rows by kTile sequences, a thread 2 rows by 2 sequences of it; map and vectors pass
+// through shared memory kTile columns at a time, the next ones on their way in registers. The sums are the FMA units'
+// or, where a precision below IEEE is allowed, the tensor cores': then a warp has 16 rows by 8 sequences, and its lanes
+// get what they would have had anyway. All tiles lie along x of the grid, those of the same sequences one after the
+// other: y ends at 65535 tiles, which are no more than 2 million sequences, and chunks of time have more.
 #pragma once
 
 #include <limits.h>
@@ -20,7 +22,8 @@ namespace orthokern {
 namespace cuda {
 
 constexpr int kTile = 32, kStepThreads = 256;
-// Rows of the operands' tiles begin at 16 aligned bytes, and are so many banks apart that the lanes' reads do not meet in one.
+// Rows of the operands' tiles begin at 16 aligned bytes, and are so many banks apart that the lanes' reads do not meet
+// in one.
 constexpr int kFromPitch = kTile + 4;
 template <int kPrecision>
 constexpr int kMapPitch = kPrecision == kIeee ? kTile + 4 : kTile + 8;
@@ -30,7 +33,8 @@ static_assert(kTile * kTile == 4 * kStepThreads, "a thread has 2 x 2 elements of
 inline int step_tiles(int64_t rows, int64_t sequences) {
   const int64_t tiles = (rows + kTile - 1) / kTile * ((sequences + kTile - 1) / kTile);
   if (tiles > INT_MAX)
-    throw Error(std::to_string(sequences) + " sequences of " + std::to_string(rows) + " units are more than one launch holds: use a smaller batch");
+    throw Error(std::to_string(sequences) + " sequences of " + std::to_string(rows) +
+                " units are more than one launch holds: use a smaller batch");
   return static_cast<int>(tiles);
 }
 // Where the tile of a block begins.
@@ -46,8 +50,8 @@ __device__ __forceinline__ StepTile step_tile(int rows) {
 struct StepProduct {
   const float* map;  // element (row, column) at row * row_stride + column * column_stride
   int64_t row_stride, column_stride;
-  const float* from;  // [Q, columns]
-  float* to;          // [Q, rows]
+  const float* from;   // [Q, columns]
+  float* to;           // [Q, rows]
   const float* scale;  // [rows]: the product ends with to = scale * sum; null: it ends a step
   int rows, columns;
 };
@@ -63,18 +67,21 @@ __device__ __forceinline__ StepPart step_part(int thread) {
   return {warp % 2 * 16 + lane / 4 * 2, warp / 2 * 8 + lane % 4 * 2};
 }
 
-// sums[2 m + n] += the kTile columns of row + m of the map, [column][row], times those of sequence + n of the vectors, [sequence][column].
+// sums[2 m + n] += the kTile columns of row + m of the map, [column][row], times those of sequence + n of the vectors,
+// [sequence][column].
 //
-// The tensor cores' operands (ptx.h) have rows i and i + 8 in a lane. Here row i of an operand is row 2 i of the warp's 16 and row i + 8 is
-// row 2 i + 1, so that a lane ends up with a pair of neighbours.
+// The tensor cores' operands (ptx.h) have rows i and i + 8 in a lane. Here row i of an operand is row 2 i of the warp's
+// 16 and row i + 8 is row 2 i + 1, so that a lane ends up with a pair of neighbours.
 template <int kPrecision>
-__device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitch<kPrecision>], const float (&from)[kTile][kFromPitch],
-                                              const StepPart part, float (&sums)[4]) {
+__device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitch<kPrecision>],
+                                              const float (&from)[kTile][kFromPitch], const StepPart part,
+                                              float (&sums)[4]) {
   auto two_rows = [&](int column) { return *reinterpret_cast<const float2*>(&map[column][part.row]); };
   if constexpr (kPrecision == kIeee) {
 #pragma unroll
     for (int c = 0; c < kTile; c += 4) {
-      const float4 x = *reinterpret_cast<const float4*>(&from[part.sequence][c]), y = *reinterpret_cast<const float4*>(&from[part.sequence + 1][c]);
+      const float4 x = *reinterpret_cast<const float4*>(&from[part.sequence][c]),
+                   y = *reinterpret_cast<const float4*>(&from[part.sequence + 1][c]);
       const float first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
       for (int k = 0; k < 4; k++) {
@@ -86,7 +93,8 @@ __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitc
     return;
   }
   const int lane = threadIdx.x % 32, t = lane % 4;
-  const float* const column_of = &from[part.sequence - 2 * t + lane / 4][0];  // the sequence whose vector this lane brings
+  const float* const column_of =
+      &from[part.sequence - 2 * t + lane / 4][0];  // the sequence whose vector this lane brings
   if constexpr (kPrecision == kBfloat16) {
 #pragma unroll
     for (int c = 0; c < kTile; c += 16) {
@@ -125,7 +133,8 @@ __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitc
 }
 
 template <bool kBackward, int kPrecision>
-__global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanArgs a, const StepProduct p, const StepIndex index) {
+__global__ void __launch_bounds__(kStepThreads)
+    step_product_kernel(const ScanArgs a, const StepProduct p, const StepIndex index) {
   ORTHOKERN_SHARED(float, map_tile, [kTile][kMapPitch<kPrecision>]);  // [column][row]
   ORTHOKERN_SHARED(float, from_tile, [kTile][kFromPitch]);            // [sequence][column]
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
@@ -215,7 +224,8 @@ __global__ void __launch_bounds__(kStepThreads) step_product_kernel(const ScanAr
       const float parameter = parameter_of(a, row + m);
       float after;
       if constexpr (kBackward) {
-        after = clip_message(activate_grad(a.activation, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter), a.clip);
+        after = clip_message(
+            activate_grad(a.activation, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter), a.clip);
         square = fmaf(before[m], before[m], square);
         if (a.sums) {  // nobody else has this element, and launches follow one another
           const int64_t at = q * p.rows + row + m, size = a.sequences * p.rows;

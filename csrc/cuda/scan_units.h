@@ -12,7 +12,8 @@ namespace cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// A sum over many steps that carries its own rounding error along (Kahan): thousands of terms lose no more than a few do.
+// A sum over many steps that carries its own rounding error along (Kahan): thousands of terms lose no more than a few
+// do.
 struct RunningSum {
   float sum, error;
   __device__ __forceinline__ void add(float value) {
@@ -23,11 +24,12 @@ struct RunningSum {
   }
 };
 
-// Sum v[i] over groups of kLanes lanes, for every i. The sums end up spread over the lanes: with at least as many values as lanes, a power
-// of two of them, what is left in v[0 ... m) of a lane are the sums of the m = kValues / kLanes indices from lane * m on; with fewer,
-// v[0] is the sum of index scattered_index. Halving the values while halving the distance takes kValues - 1 exchanges, and one more for
-// each odd number on the way, of which the middle one stays in both halves; one butterfly for each value would take
-// kValues * log2(kLanes). The order of a sum does not depend on kValues.
+// Sum v[i] over groups of kLanes lanes, for every i. The sums end up spread over the lanes: with at least as many
+// values as lanes, a power of two of them, what is left in v[0 ... m) of a lane are the sums of the m = kValues /
+// kLanes indices from lane * m on; with fewer, v[0] is the sum of index scattered_index. Halving the values while
+// halving the distance takes kValues - 1 exchanges, and one more for each odd number on the way, of which the middle
+// one stays in both halves; one butterfly for each value would take kValues * log2(kLanes). The order of a sum does not
+// depend on kValues.
 template <int kLanes, int kValues>
 __device__ __forceinline__ void reduce_scatter(float (&v)[kValues], int lane) {
   int count = kValues;
@@ -49,8 +51,8 @@ __device__ __forceinline__ void reduce_scatter(float (&v)[kValues], int lane) {
     count = half;
   }
 }
-// Which of kValues <= kLanes sums reduce_scatter leaves in v[0] of this lane. Several lanes may hold the same one, and `first` is true in
-// one of them.
+// Which of kValues <= kLanes sums reduce_scatter leaves in v[0] of this lane. Several lanes may hold the same one, and
+// `first` is true in one of them.
 template <int kLanes, int kValues>
 __device__ __forceinline__ int scattered_index(int lane, bool& first) {
   static_assert(kValues <= kLanes, "a lane would hold several sums");
@@ -60,10 +62,8 @@ __device__ __forceinline__ int scattered_index(int lane, bool& first) {
   for (int mask = 1; mask < kLanes; mask *= 2, before /= 2) {
     const int count = (kValues + before - 1) / before, half = (count + 1) / 2;
     if (!(lane & mask)) continue;
-    if (index + half < count)
-      index += half;
-    else
-      first = false;
+    if (index + half < count) index += half;
+    else first = false;
   }
   return index;
 }
@@ -74,7 +74,9 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 // What passes from a_t on in the backward, see ScanArgs::clip. A NaN stays a NaN.
-__device__ __forceinline__ float clip_message(float delta, float clip) { return delta > clip ? clip : delta < -clip ? -clip : delta; }
+__device__ __forceinline__ float clip_message(float delta, float clip) {
+  return delta > clip ? clip : delta < -clip ? -clip : delta;
+}
 
 // Steps of the first `T` of a tensor that belong to row b of the batch.
 __device__ __forceinline__ int64_t steps_of_row(const ScanArgs& a, int64_t b) {
@@ -83,8 +85,9 @@ __device__ __forceinline__ int64_t steps_of_row(const ScanArgs& a, int64_t b) {
   return length <= a.time ? 0 : length - a.time < a.T ? length - a.time : a.T;
 }
 
-// Where the steps of virtual sequence q lie: element (step i, unit n) of a [T, B, N] tensor is first + i * stride + n. It has the steps
-// i in [begin, end); begin > 0 only where lengths make a backward begin late. None for q beyond the last sequence.
+// Where the steps of virtual sequence q lie: element (step i, unit n) of a [T, B, N] tensor is first + i * stride + n.
+// It has the steps i in [begin, end); begin > 0 only where lengths make a backward begin late. None for q beyond the
+// last sequence.
 struct Sequence {
   int64_t first;
   int begin, end;
@@ -103,7 +106,8 @@ __device__ __forceinline__ Sequence sequence(const ScanArgs& a, int64_t q) {
 
 // Zeros for the padding of two tensors [T, B, N], each of them or null: a warp for each step of a row.
 constexpr int kPaddingThreads = 256;
-static __global__ void __launch_bounds__(kPaddingThreads) clear_padding_kernel(const ScanArgs a, float* one, float* other) {
+static __global__ void __launch_bounds__(kPaddingThreads)
+    clear_padding_kernel(const ScanArgs a, float* one, float* other) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPaddingThreads / 32) + threadIdx.x / 32, t = row / a.B;
   if (t >= a.T || t < steps_of_row(a, row - t * a.B)) return;
   for (int64_t n = threadIdx.x % 32; n < a.N; n += 32) {
@@ -111,7 +115,8 @@ static __global__ void __launch_bounds__(kPaddingThreads) clear_padding_kernel(c
     if (other) other[row * a.N + n] = 0;
   }
 }
-// The steps that any of the `group` sequences from q0 on has; all of them where `end` is asked for, which is written after the last one.
+// The steps that any of the `group` sequences from q0 on has; all of them where `end` is asked for, which is written
+// after the last one.
 struct StepRange {
   int begin, end;
 };
@@ -133,7 +138,9 @@ __device__ __forceinline__ int64_t step_stride(const ScanArgs& a) {
   return kBackward ? -a.B * a.N : a.B * a.N;
 }
 // The row of `tokens` of the same step: ids lie [T, B], N elements of the others apart.
-__device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t row_offset) { return a.tokens + row_offset / a.N; }
+__device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t row_offset) {
+  return a.tokens + row_offset / a.N;
+}
 
 __device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t n) {
   return a.act_param ? a.act_param[n * a.act_param_stride] : 0.f;

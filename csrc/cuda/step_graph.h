@@ -1,17 +1,22 @@
 // Loops over time whose kernels reach the GPU many steps at a time, as a CUDA graph (docs/cuda-scans.md, "steps").
 //
-// A loop's body puts the kernels of one step wherever it is told: on the stream, or into a graph of so many steps. In a graph, a kernel gets
-// the number of its step from two parts: its own place in the graph, which is one of its arguments, and `base`, a word of the call's workspace
-// that the last kernel of the graph moves on. So one graph serves a whole sequence, launched once for every `graph_steps` of it.
+// A loop's body puts the kernels of one step wherever it is told: on the stream, or into a graph of so many steps. In a
+// graph, a kernel gets the number of its step from two parts: its own place in the graph, which is one of its
+// arguments, and `base`, a word of the call's workspace that the last kernel of the graph moves on. So one graph serves
+// a whole sequence, launched once for every `graph_steps` of it.
 //
 // Note [Whose state]
-//     Arguments are parameters of the nodes: the driver takes a copy of them with every launch, and changing them for the next call touches no
-//     launch that is under way. What the GPU changes, `base`, belongs to the call. An executable graph runs one launch at a time, whichever
-//     stream it is put on, so every stream has its own. A thread takes a graph out of the cache while it works with it: the API does not
+//     Arguments are parameters of the nodes: the driver takes a copy of them with every launch, and changing them for
+//     the next call touches no
+//     launch that is under way. What the GPU changes, `base`, belongs to the call. An executable graph runs one launch
+//     at a time, whichever
+//     stream it is put on, so every stream has its own. A thread takes a graph out of the cache while it works with it:
+//     the API does not
 //     allow two threads on one graph.
 //
 // Note [Falling back]
-//     Whatever the graph API refuses is launched kernel by kernel, from the first step that is not on the stream yet; so are calls inside a
+//     Whatever the graph API refuses is launched kernel by kernel, from the first step that is not on the stream yet;
+//     so are calls inside a
 //     capture of the caller's, whose graph takes the kernels up one by one.
 #pragma once
 
@@ -26,13 +31,13 @@
 namespace orthokern {
 namespace cuda {
 
-constexpr int kGraphSteps = 32;    // of one graph: even, as the scans take turns with two states
-constexpr int kFewestGraphs = 4;   // launches below which giving a graph its arguments does not pay
+constexpr int kGraphSteps = 32;     // of one graph: even, as the scans take turns with two states
+constexpr int kFewestGraphs = 4;    // launches below which giving a graph its arguments does not pay
 constexpr size_t kMostGraphs = 64;  // that the cache keeps
 
 // The number of a kernel's step.
 struct StepIndex {
-  const int* base;  // null: 0
+  const int* base;      // null: 0
   int step, direction;  // direction: 1, or -1 where time runs backward
   __device__ __forceinline__ int steps_before() const { return base ? *base : 0; }
   __device__ __forceinline__ int at() const { return step + direction * steps_before(); }
@@ -56,10 +61,13 @@ struct StepGraphKey {
   cudaStream_t stream;  // as a hint only: nothing is asked of a stream that may be gone
   int kind;             // of the loop
   int steps;
-  bool operator==(const StepGraphKey& o) const { return device == o.device && stream == o.stream && kind == o.kind && steps == o.steps; }
+  bool operator==(const StepGraphKey& o) const {
+    return device == o.device && stream == o.stream && kind == o.kind && steps == o.steps;
+  }
 };
 
-// A chain of kernels, one after the other. Made once, then given other arguments. Every function leaves no error behind.
+// A chain of kernels, one after the other. Made once, then given other arguments. Every function leaves no error
+// behind.
 class StepGraph {
  public:
   explicit StepGraph(const StepGraphKey& key) : key(key) {}
@@ -71,7 +79,8 @@ class StepGraph {
   StepGraph(const StepGraph&) = delete;
   StepGraph& operator=(const StepGraph&) = delete;
 
-  // Let `body` put its kernels into the graph, in place of those it had. False if that cannot be done: the graph is of no use then.
+  // Let `body` put its kernels into the graph, in place of those it had. False if that cannot be done: the graph is of
+  // no use then.
   template <class Body>
   bool fill(const int* base, Body body) {
     IntoGraph to{*this, base};
@@ -96,7 +105,12 @@ class StepGraph {
     template <class... Parameters, class... Arguments>
     void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block, Arguments&&... arguments) const {
       std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
-      std::apply([&](auto&... value) { void* addresses[] = {static_cast<void*>(&value)...}; graph.put(kernel, grid, block, addresses); }, values);
+      std::apply(
+          [&](auto&... value) {
+            void* addresses[] = {static_cast<void*>(&value)...};
+            graph.put(kernel, grid, block, addresses);
+          },
+          values);
     }
   };
 
@@ -106,17 +120,21 @@ class StepGraph {
     if (status_ != cudaSuccess) return;
     announce_kernel(kernel);
     cudaKernelNodeParams node{};
-    node.func = reinterpret_cast<void*>(kernel), node.gridDim = grid, node.blockDim = block, node.kernelParams = arguments;
+    node.func = reinterpret_cast<void*>(kernel), node.gridDim = grid, node.blockDim = block,
+    node.kernelParams = arguments;
     if (!exec_) {
       nodes_.emplace_back();
-      status_ = cudaGraphAddKernelNode(&nodes_.back(), graph_, next_ ? &nodes_[next_ - 1] : nullptr, next_ ? 1 : 0, &node);
+      status_ =
+          cudaGraphAddKernelNode(&nodes_.back(), graph_, next_ ? &nodes_[next_ - 1] : nullptr, next_ ? 1 : 0, &node);
     } else {
-      status_ = next_ < nodes_.size() ? cudaGraphExecKernelNodeSetParams(exec_, nodes_[next_], &node) : cudaErrorInvalidValue;
+      status_ =
+          next_ < nodes_.size() ? cudaGraphExecKernelNodeSetParams(exec_, nodes_[next_], &node) : cudaErrorInvalidValue;
     }
     next_++;
   }
   void instantiate() {
-    // It takes memory, which a capture on another thread would not allow, and would be spoiled by: unless this thread says that it knows.
+    // It takes memory, which a capture on another thread would not allow, and would be spoiled by: unless this thread
+    // says that it knows.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     status_ = cudaThreadExchangeStreamCaptureMode(&mode);
     if (status_ != cudaSuccess) return;
@@ -141,7 +159,8 @@ class StepGraph {
 class StepGraphCache {
  public:
   static StepGraphCache& of_process() {
-    static StepGraphCache* const cache = new StepGraphCache;  // never destroyed: at the end of the process the driver may be gone already
+    static StepGraphCache* const cache =
+        new StepGraphCache;  // never destroyed: at the end of the process the driver may be gone already
     return *cache;
   }
   std::unique_ptr<StepGraph> take(const StepGraphKey& key) {
@@ -189,7 +208,8 @@ inline bool being_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
   cudaGetLastError();
-  return true;  // the default stream while another one is captured: whatever may be put there, a graph is not worth the risk
+  // the default stream while another one is captured: whatever may be put there, a graph is not worth the risk
+  return true;
 }
 
 // body(to, i) puts the kernels of step i on `to`, for i from first to end - 1.
