@@ -14,7 +14,6 @@ from harness import Bench, Size, WrongResult, factors, relative_error
 from torch import Tensor
 
 from orthokern import functional
-from orthokern.reference import factored_scan
 
 SIZES = [{"N": 128, "T": T, "B": 10} for T in (10, 100, 1000, 10000)]
 QUICK = [{"N": 32, "T": T, "B": 3} for T in (10, 50)]
@@ -60,10 +59,9 @@ def test_error_by_T(benchmark: Any, bench: Bench, size: Size, activation: str) -
     )
     theirs = results(eager(x, u, s, v, h0, activation))
     x64, u64, s64, v64, h64, c64 = (t.detach().double() for t in (*inputs, h0, cotangent))
-    states, _, pre = factored_scan.factored_scan_fwd(x64, u64, s64, v64, h64, None, None, None, activation=activation)
-    grads = factored_scan.factored_scan_bwd(
-        c64, states, pre, x64, u64, s64, v64, h64, None, None, None, activation=activation
-    )
+    ops, others = torch.ops.orthokern, (u64, s64, v64, h64, None, None, None, activation)
+    states, _, pre = ops.factored_scan_fwd(x64, *others, backend="reference")
+    grads = ops.factored_scan_bwd(c64, states, pre, x64, *others, backend="reference")
     for name, mine, other, exact in zip(RESULTS, ours, theirs, (states, *grads[:4]), strict=True):
         error, eager_error = relative_error(mine, exact), relative_error(other, exact)
         if not error < TOLERANCE:

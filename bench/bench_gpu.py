@@ -136,8 +136,8 @@ def test_factored_scan_of_single_steps(
     if not cuda.AVAILABLE:
         pytest.skip(cuda.REASON)
 
-    def step(precision: str = "ieee", **wishes: int) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(cuda._call, "wishes", {"path": 2, **wishes})
+    def step(precision: str = "ieee", **overrides: int) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(cuda._call, "overrides", {"path": 2, **overrides})
         return problem.step(backend="cuda", precision=precision)
 
     for one, other in zip(step(), step(graph_steps=0), strict=True):

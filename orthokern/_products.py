@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _EXACT = ("ieee", "none")  # none: nothing was asked for
 
@@ -42,17 +41,3 @@ def ieee_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-def factor_gradients(m: Tensor, u: Tensor, s: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of u, s and v from M = dL/dW [N, N] with W = U diag(s) V^T; M itself where it is the
-    empty tensor [0] of a gradient that is not needed.
-
-    dU = M V diag(s), ds = diag(U^T M V), dV = M^T U diag(s): Note [Factored scan backward] in
-    ``orthokern/reference/factored_scan.py``, whose own lines the tests compare these with.
-    """
-    if m.ndim != 2:  # nobody asked for it
-        return m, m, m
-    with ieee_products():
-        m_v, mt_u = m @ v, m.mT @ u  # [N, K]
-    return m_v * s, (u * m_v).sum(0), mt_u * s

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term
 from orthokern.reference.activations import activation_fwd
@@ -94,6 +95,12 @@ class ScanProblem:
     def inputs(self) -> tuple[Tensor | None, ...]:
         """The positional arguments of the forward."""
         return (self.x, *self.matrices, self.h0, self.weight, self.bias, self.act_param)
+
+    def leaf_arguments(self, **options: Any) -> tuple[Map, ScanInputs, ScanOptions]:
+        """What a leaf takes; options: fields of ScanOptions."""
+        map_ = Map(*reversed(self.matrices)) if self.op == "factored_scan" else Map(None, None, *self.matrices)
+        inputs = ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param)
+        return map_, inputs, ScanOptions(self.activation, **options)
 
     def input_names(self) -> tuple[str, ...]:
         """Their names."""

@@ -9,6 +9,7 @@ import torch
 
 from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
+from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.cpu import _call
 from orthokern.nn import RNN
 from orthokern.reference import activations as reference
@@ -84,4 +85,4 @@ def test_a_kernel_refuses_an_unknown_number(op: str, monkeypatch: pytest.MonkeyP
         if op == "activations":
             leaf.activation_fwd(x, None, activation="tanh")
         else:
-            leaf.dense_scan_fwd(x, torch.eye(4), x[0], None, None, None, activation="tanh")
+            leaf.dense_scan_fwd(Map(None, None, torch.eye(4)), ScanInputs(x, x[0]), ScanOptions("tanh"))

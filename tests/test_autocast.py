@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FloatProducts, GruProblem, products_are_ieee, scan_problem
+from helpers import FloatProducts, GruProblem, products_are_ieee, run_scan, scan_problem
 from torch import Tensor
 
 from orthokern import cpu, functional
-from orthokern.cpu import factored_scan, gru_scan, linear_cross_entropy
+from orthokern.cpu import gru_scan, linear_cross_entropy
 from orthokern.init import learned_orthogonal_
 from orthokern.nn import GRU, FactorizedRNN
 from orthokern.optim import GeodesicSGD, SpectralNormProjection
@@ -148,8 +148,7 @@ def test_products_beside_the_kernels_are_ieee(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear_cross_entropy, "_LARGE_READOUT", 0)
     with FloatProducts() as products:
         problem = scan_problem("factored_scan", B=B, T=T, N=N, inputs="features").to(torch.float32)
-        hs, _, pre = factored_scan.factored_scan_fwd(*problem.inputs(), activation="tanh")
-        factored_scan.factored_scan_bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
+        run_scan(problem, "cpu")
         for variant in ("kanai", "torch"):
             gru = GruProblem.random(variant, T, B, N).map(Tensor.float)
             saved = gru_scan.gru_scan_fwd(*gru.inputs(), variant=variant)

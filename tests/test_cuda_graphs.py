@@ -57,7 +57,7 @@ def harness(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The harness, without a graph; afterwards nothing is left of what a test made, and no error."""
     torch.set_num_threads(1)
     build.use(module, monkeypatch)
-    monkeypatch.setattr(_call, "wishes", {})
+    monkeypatch.setattr(_call, "overrides", {})
     module.clear_graphs()
     module.api_calls()
     yield module
@@ -88,7 +88,7 @@ def problem_of(kind: str, T: int = STEPS, B: int = 3, N: int = 9, seed: int = 0,
 def run(problem: Any, graph_steps: int = BLOCK, **options: Any) -> dict[str, Tensor]:
     """Forward and backward, step by step; kernel by kernel where graph_steps is 0."""
     scan = isinstance(problem, ScanProblem)
-    _call.wishes = {"path": 2 if scan else 1, "graph_steps": graph_steps}
+    _call.overrides = {"path": 2 if scan else 1, "graph_steps": graph_steps}
     return run_scan(problem, "cuda", **options) if scan else problem.run("cuda", **options)
 
 
@@ -226,7 +226,7 @@ def test_threads(harness: Any, streams: Streams) -> None:
         except BaseException as error:
             failures.append(error)
 
-    _call.wishes = {"path": 2, "graph_steps": BLOCK}
+    _call.overrides = {"path": 2, "graph_steps": BLOCK}
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(problems))]
     for thread in threads:
         thread.start()
@@ -295,10 +295,10 @@ def test_graphs_can_be_turned_off(harness: Any, monkeypatch: pytest.MonkeyPatch)
     scan, gru = problem_of("dense_scan", 134, B=1, N=2), problem_of("torch", 134, B=1, N=2)
     for setting, used in (("0", False), ("1", True)):
         monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", setting)
-        _call.wishes = {"path": 2}
-        dense_scan.dense_scan_fwd(*scan.inputs(), activation="tanh")
+        _call.overrides = {"path": 2}
+        dense_scan.dense_scan_fwd(*scan.leaf_arguments())
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
-        _call.wishes = {"path": 1}
+        _call.overrides = {"path": 1}
         gru_scan.gru_scan_fwd(*gru.inputs(), variant="torch")
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
     monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", "off")

@@ -1,6 +1,6 @@
 """The CUDA scans on the host harness: every path against the reference, at sizes that reach every branch.
 
-The harness runs the kernel sources themselves on the CPU (tests/cuda_host). The planner's wishes, which only tests set,
+The harness runs the kernel sources themselves on the CPU (tests/cuda_host). Planner overrides, which only tests set,
 choose the path where the size would choose another one.
 """
 
@@ -31,6 +31,7 @@ from helpers import (
 from torch import Tensor
 
 from orthokern import cpu, cuda, dispatch
+from orthokern._scan_contract import Map, ScanOptions
 from orthokern.cuda import _call, _scan, gru_scan
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
@@ -71,9 +72,9 @@ def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def wish(monkeypatch: pytest.MonkeyPatch) -> Any:
+def override(monkeypatch: pytest.MonkeyPatch) -> Any:
     def choose(path: str | dict[str, int]) -> None:
-        monkeypatch.setattr(_call, "wishes", PATHS[path] if isinstance(path, str) else path)
+        monkeypatch.setattr(_call, "overrides", PATHS[path] if isinstance(path, str) else path)
 
     return choose
 
@@ -102,8 +103,8 @@ def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("op", OPS)
-def test_parity_of_every_path(op: str, activation: str, path: str, wish: Any) -> None:
-    wish(path)
+def test_parity_of_every_path(op: str, activation: str, path: str, override: Any) -> None:
+    override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
     n = 34 if activation == "oplu" else 33
     rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
@@ -151,7 +152,7 @@ def test_parity_of_the_path_that_is_chosen(op: str, N: int, inputs: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "wishes"),
+    ("N", "K", "overrides"),
     [
         (300, 290, {"cluster": 8, "group": 8, "shared_chunks": 0}),
         (300, 300, {"cluster": 8, "group": 4, "shared_chunks": 2}),
@@ -161,8 +162,8 @@ def test_parity_of_the_path_that_is_chosen(op: str, N: int, inputs: str) -> None
     ],
 )
 @pytest.mark.parametrize("op", OPS)
-def test_parity_of_large_clusters(op: str, N: int, K: int, wishes: dict[str, int], wish: Any) -> None:
-    wish({"path": CLUSTER, **wishes})
+def test_parity_of_large_clusters(op: str, N: int, K: int, overrides: dict[str, int], override: Any) -> None:
+    override({"path": CLUSTER, **overrides})
     check(scan_problem(op, B=3, T=3, N=N, **({"K": K} if op == "factored_scan" else {})))
 
 
@@ -172,9 +173,9 @@ PRECISION_ERRORS = {"3xtf32": 2e-6, "tf32": 3e-3, "bf16": 3e-2}
 
 @pytest.mark.parametrize(("activation", "inputs"), [("tanh", "tokens"), ("oplu", "dense"), ("identity", "features")])
 @pytest.mark.parametrize("op", OPS)
-def test_precisions_of_single_steps(op: str, activation: str, inputs: str, wish: Any, harness: Any) -> None:
+def test_precisions_of_single_steps(op: str, activation: str, inputs: str, override: Any, harness: Any) -> None:
     """On tensor cores: tiles with edges; as precise as asked, and no more; the same bits in any order of threads."""
-    wish("steps")
+    override("steps")
     rank = {"K": 37} if op == "factored_scan" else {}
     problem = scan_problem(op, B=35, T=3, N=70, activation=activation, inputs=inputs, gap=-1.0, **rank)
     exact, inexact = run_scan(problem, "reference"), problem.to(torch.float32)
@@ -197,17 +198,17 @@ def test_precisions_of_single_steps(op: str, activation: str, inputs: str, wish:
 
 
 @pytest.mark.parametrize("path", ["resident", "cluster-2"])
-def test_other_paths_are_never_less_than_ieee(path: str, wish: Any) -> None:
-    wish(path)
+def test_other_paths_are_never_less_than_ieee(path: str, override: Any) -> None:
+    override(path)
     problem = scan_problem("factored_scan", B=5, T=4, N=33).to(torch.float32)
     assert_same_bits(run(problem), run(problem, precision="bf16"))
 
 
 @pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "cluster-8", "streamed", "steps"])
 @pytest.mark.parametrize("op", OPS)
-def test_no_schedule_changes_a_bit(op: str, path: str, wish: Any, harness: Any) -> None:
+def test_no_schedule_changes_a_bit(op: str, path: str, override: Any, harness: Any) -> None:
     """What depends on the order in which threads run is a race."""
-    wish(path)
+    override(path)
     problem = scan_problem(op, B=9, T=5, N=150 if path == "streamed" else 34, activation="prelu", inputs="tokens").to(
         torch.float32
     )
@@ -220,37 +221,37 @@ def test_no_schedule_changes_a_bit(op: str, path: str, wish: Any, harness: Any) 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_group_and_cluster_change_no_bit_of_a_sequence(op: str, wish: Any) -> None:
+def test_group_and_cluster_change_no_bit_of_a_sequence(op: str, override: Any) -> None:
     problem = scan_problem(op, B=5, T=6, N=40).to(torch.float32)
     for paths in (("resident", "resident-pairs", "resident-4"), ("cluster-1", "cluster-2", "cluster-8", "streamed")):
         states = []
         for path in paths:
-            wish(path)
+            override(path)
             states.append(run(problem)["hs"])
         assert all(torch.equal(states[0], other) for other in states[1:])
 
 
 @pytest.mark.parametrize("activation", NAMES)
-def test_parity_of_factored_maps_above_128_units(activation: str, wish: Any) -> None:
+def test_parity_of_factored_maps_above_128_units(activation: str, override: Any) -> None:
     """Tiles of 5 rows, whose sums leave some lanes with nothing of their own, and one sequence at a time."""
     index = NAMES.index(activation)
     sizes = [(160, 160), (129, 127), (144, 144), (153, 9), (159, 158), (137, 137), (150, 149)]
     N, K = sizes[index % len(sizes)]
     group = 1 + index % 3
-    wish({"path": RESIDENT, "group": group})
+    override({"path": RESIDENT, "group": group})
     T, inputs = (4, 19)[index % 2], KINDS[index % 3]
     problem = scan_problem("factored_scan", B=3, T=T, N=N, K=K, activation=activation, inputs=inputs, gap=1e-6)
     check(problem)
     check(problem, lengths=torch.tensor([1, T, T - 2]), message_clip=0.3)
 
 
-def test_bits_of_factored_maps_above_128_units(wish: Any, harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_factored_maps_above_128_units(override: Any, harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No bit depends on how many sequences a block has, on the order of its threads, or on checkpoints."""
     monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 4 * 140 * 3)  # windows of 3 steps
     problem = scan_problem("factored_scan", B=4, T=7, N=140, activation="prelu", inputs="tokens").to(torch.float32)
     results = []
     for (order, schedule), group, every in zip(build.ORDERS.items(), (1, 3, 3), (0, 0, 2), strict=True):
-        wish({"path": RESIDENT, "group": group})
+        override({"path": RESIDENT, "group": group})
         harness.set_schedule(*schedule)
         results.append(run(problem, checkpoint_every=every))
         for name in ("hs", "grad_x") if order == "reverse" else ():
@@ -280,16 +281,16 @@ def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatc
 @pytest.mark.parametrize("inputs", KINDS)
 @pytest.mark.parametrize("path", ["resident", "resident-4", "steps"])
 @pytest.mark.parametrize("op", OPS)
-def test_chunks_of_time(op: str, path: str, inputs: str, T: int, wish: Any) -> None:
-    wish(path)
+def test_chunks_of_time(op: str, path: str, inputs: str, T: int, override: Any) -> None:
+    override(path)
     problem = scan_problem(op, B=3, T=T, N=17, activation="identity", inputs=inputs)
     plain = check(problem, algorithm="chunked")
     recomputed = run(problem.to(torch.float32), algorithm="chunked", checkpoint_every=4)
     assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
 
 
-def test_chunks_of_time_with_a_cluster(wish: Any) -> None:
-    wish({"path": CLUSTER, "cluster": 4, "group": 4})
+def test_chunks_of_time_with_a_cluster(override: Any) -> None:
+    override({"path": CLUSTER, "cluster": 4, "group": 4})
     check(scan_problem("factored_scan", B=3, T=11, N=50, activation="identity"), algorithm="chunked")
 
 
@@ -301,7 +302,7 @@ def test_auto_takes_chunks_of_a_long_sequence() -> None:
 
 def test_chunk_length_comes_from_sizes_alone() -> None:
     def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto", clip: float = 0) -> int:
-        return _scan.chunk_length(_scan.Map(torch.empty(N, N)), T, B, activation, algorithm, clip)
+        return _scan.chunk_length(ScanOptions(activation, algorithm=algorithm, message_clip=clip), T, B, N)
 
     assert length(10_000, 50, 128) == 100
     assert length(1_000_000, 50, 128) == 128
@@ -315,28 +316,27 @@ def test_chunk_length_comes_from_sizes_alone() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, wish: Any) -> None:
-    wish(path)
+def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, override: Any) -> None:
+    override(path)
     problem = scan_problem(op, B=5, T=12, N=20, inputs="tokens", D=6).to(torch.float32)
     # the op checks the ids of CPU tensors, and nobody those of CUDA tensors
     forward = getattr(dispatch.leaf(op, "cuda"), f"{op}_fwd")
-    expected = forward(*problem.inputs(), activation="tanh")[0]
+    expected = forward(*problem.leaf_arguments()).hs
     problem.x[3, 1], problem.x[10, 4] = 6, -1
-    actual = forward(*problem.inputs(), activation="tanh")[0]
+    actual = forward(*problem.leaf_arguments()).hs
     good = torch.ones(12, 5, dtype=torch.bool)
     good[3:, 1] = good[10:, 4] = False
     assert torch.equal(actual[good], expected[good])
     assert bool(actual[~good].isnan().all())
-    getattr(dispatch.leaf(op, "cuda"), f"{op}_bwd")(
-        problem.grad_hs, actual, torch.empty(0), *problem.inputs(), activation="tanh"
-    )  # reads and writes nothing out of bounds
+    backward = getattr(dispatch.leaf(op, "cuda"), f"{op}_bwd")
+    backward(*problem.leaf_arguments(), problem.grad_hs, actual, None)  # reads and writes nothing out of bounds
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("op", OPS)
-def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, wish: Any) -> None:
-    wish(path)
+def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, override: Any) -> None:
+    override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
     n = 34 if activation == "oplu" else 33
     rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
@@ -352,9 +352,9 @@ def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, wis
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("op", OPS)
-def test_padding_plays_no_part(op: str, path: str, wish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_plays_no_part(op: str, path: str, override: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its contents, not the checkpoints: the same bits, and zeros there."""
-    wish(path)
+    override(path)
     monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 5 * 18 * 6)  # windows of 6 steps
     B, T, inputs = 5, 11, KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]
     activation = {"dense": "tanh", "features": "prelu", "tokens": "oplu"}[inputs]
@@ -376,8 +376,8 @@ def test_padding_plays_no_part(op: str, path: str, wish: Any, monkeypatch: pytes
 
 @pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-2", "steps"])
 @pytest.mark.parametrize("op", OPS)
-def test_lengths_in_chunks_of_time(op: str, path: str, wish: Any) -> None:
-    wish(path)
+def test_lengths_in_chunks_of_time(op: str, path: str, override: Any) -> None:
+    override(path)
     for T, lengths, inputs in ((17, [17, 3, 9], "dense"), (16, [2, 5, 12], "tokens"), (5, [3, 5, 1], "features")):
         problem = scan_problem(op, B=3, T=T, N=17, activation="identity", inputs=inputs)
         ragged = torch.tensor(lengths)
@@ -390,9 +390,9 @@ def test_lengths_in_chunks_of_time(op: str, path: str, wish: Any) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, wish: Any) -> None:
+def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, override: Any) -> None:
     """Nobody checks the lengths of a GPU's tensors: what is wrong must not be read or written with."""
-    wish(path)
+    override(path)
     problem = scan_problem(op, B=5, T=4, N=17, activation="identity", inputs="tokens").to(torch.float32)
     wrong = torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1, 2])
     leaf = dispatch.leaf(op, "cuda")  # the ops check the CPU's
@@ -400,12 +400,11 @@ def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, wis
     for options in ({}, {"checkpoint_every": 3}, {"algorithm": "chunked"}):
         results = []
         for lengths in (wrong, wrong.clamp(0, 4)):
-            given = {"activation": "identity", "lengths": lengths, **options}
-            hs, ckpt, pre = fwd(*problem.inputs(), **given)
-            states = ckpt if "checkpoint_every" in options else hs
-            results.append([hs, ckpt, *bwd(problem.grad_hs, states, pre, *problem.inputs(), **given)])
+            given = problem.leaf_arguments(lengths=lengths, **options)
+            hs, ckpt, pre = fwd(*given)
+            results.append([hs, ckpt, *bwd(*given, problem.grad_hs, hs if ckpt is None else ckpt, pre)])
         for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other)
+            assert one is other is None or torch.equal(one, other)
 
 
 def test_a_clip_leaves_a_nan() -> None:
@@ -417,9 +416,9 @@ def test_a_clip_leaves_a_nan() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_no_schedule_changes_a_bit_with_lengths(op: str, wish: Any, harness: Any) -> None:
+def test_no_schedule_changes_a_bit_with_lengths(op: str, override: Any, harness: Any) -> None:
     for path in ("resident-4", "cluster-4", "steps"):
-        wish(path)
+        override(path)
         problem = scan_problem(op, B=9, T=5, N=34, activation="prelu", inputs="tokens").to(torch.float32)
         options: dict[str, Any] = {"lengths": torch.tensor([1, 2, 3, 4, 4, 3, 2, 1, 1]), "message_clip": 0.3}
         results = []
@@ -450,22 +449,22 @@ def test_only_what_is_needed(op: str) -> None:
                 assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
 
 
-def test_many_sequences(harness: Any, wish: Any) -> None:
+def test_many_sequences(harness: Any, override: Any) -> None:
     """A grid holds 65535 blocks along y and z, and any number along x: here 2, and 4 tiles of sequences.
 
     In earnest that is 2 097 120 sequences, which chunks of time reach.
     """
     harness.set_chip(largest_grid_yz=2)
     for path in ("resident-4", "cluster-8", "steps"):
-        wish(path)
+        override(path)
         for op in OPS:
             check(scan_problem(op, B=100, T=2, N=40 if path == "steps" else 9))
-    wish("steps")
+    override("steps")
     check(scan_problem("factored_scan", B=5, T=40, N=9, activation="identity"), algorithm="chunked")
     for variant in VARIANTS:
-        wish(GRU_PATHS["steps"])
+        override(GRU_PATHS["steps"])
         check_gru(GruProblem.random(variant, 2, 100, 40))
-    wish("steps")
+    override("steps")
     with pytest.raises(RuntimeError, match="more than one launch holds: use a smaller batch"):
         plan("dense_scan", 3000, 1 << 31)
 
@@ -490,8 +489,8 @@ def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, T
 
 @pytest.mark.parametrize("path", GRU_PATHS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gru_parity_of_every_path(variant: str, path: str, wish: Any) -> None:
-    wish(GRU_PATHS[path])
+def test_gru_parity_of_every_path(variant: str, path: str, override: Any) -> None:
+    override(GRU_PATHS[path])
     # more steps than inputs are fetched ahead, and than squares are summed at a time; every number of warps
     for index, (T, B, N) in enumerate([(4, 5, 33), (35, 2, 7), (1, 1, 1), (6, 4, 100)]):
         problem = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index)
@@ -509,8 +508,8 @@ def test_gru_parity_at_large_sizes(variant: str) -> None:
 
 @pytest.mark.parametrize("path", GRU_PATHS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gru_no_schedule_changes_a_bit(variant: str, path: str, wish: Any, harness: Any) -> None:
-    wish(GRU_PATHS[path])
+def test_gru_no_schedule_changes_a_bit(variant: str, path: str, override: Any, harness: Any) -> None:
+    override(GRU_PATHS[path])
     problem = GruProblem.random(variant, 6, 7, 34).map(Tensor.float)
     for lengths in (None, torch.tensor([1, 5, 3, 4, 4, 3, 2])):
         results = []
@@ -523,9 +522,9 @@ def test_gru_no_schedule_changes_a_bit(variant: str, path: str, wish: Any, harne
 
 @pytest.mark.parametrize("path", GRU_PATHS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gru_padding_plays_no_part(variant: str, path: str, wish: Any) -> None:
+def test_gru_padding_plays_no_part(variant: str, path: str, override: Any) -> None:
     """Not its contents, and a length out of range, which nobody checks on a GPU, counts as the nearest one."""
-    wish(GRU_PATHS[path])
+    override(GRU_PATHS[path])
     B, T = 5, 11
     problem = GruProblem.random(variant, T, B, 18).map(Tensor.float)
     lengths = torch.tensor([4, 1, 10, 3, 10])
@@ -561,8 +560,8 @@ def test_gru_with_the_reference_and_without_parameters() -> None:
 
 
 def test_gru_plan(harness: Any) -> None:
-    def made(N: int, B: int, backward: bool = True, **wish: int) -> dict[str, int]:
-        asked = {"T": 1, "B": B, "N": N, "kanai": 1, "backward": int(backward), "device": 0, "wish": wish}
+    def made(N: int, B: int, backward: bool = True, **overrides: int) -> dict[str, int]:
+        asked = {"T": 1, "B": B, "N": N, "kanai": 1, "backward": int(backward), "device": 0, "overrides": overrides}
         plan: dict[str, int] = harness.gru_scan_plan(asked)
         return plan
 
@@ -585,8 +584,8 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
             for inputs in ("features", "tokens"):
                 problem = scan_problem(op, B=3, T=4, N=N, inputs=inputs).to(torch.float32)
                 fwd, bwd = (getattr(dispatch.leaf(op, "cuda"), f"{op}_{direction}") for direction in ("fwd", "bwd"))
-                hs, _, pre = fwd(*problem.inputs(), activation="tanh")
-                bwd(problem.grad_hs, hs, pre, *problem.inputs(), activation="tanh")
+                hs, _, pre = fwd(*problem.leaf_arguments())
+                bwd(*problem.leaf_arguments(), problem.grad_hs, hs, pre)
         for variant in VARIANTS:
             gru = GruProblem.random(variant, 4, 3, 9).map(Tensor.float)
             saved = gru_scan.gru_scan_fwd(*gru.inputs(), variant=variant)
@@ -621,9 +620,9 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
         run(scan_problem(op, B=3, T=5, N=9, activation="identity").to(torch.float32), algorithm="chunked")
         ragged = torch.tensor([1, 2, 5])
         for path in ("resident", "cluster-1", "steps"):
-            monkeypatch.setattr(_call, "wishes", PATHS[path])
+            monkeypatch.setattr(_call, "overrides", PATHS[path])
             run(scan_problem(op, B=3, T=5, N=9).to(torch.float32), lengths=ragged)
-        monkeypatch.setattr(_call, "wishes", {})
+        monkeypatch.setattr(_call, "overrides", {})
     GruProblem.random("kanai", 3, 2, 9).map(Tensor.float).run("cuda", lengths=torch.tensor([1, 3]))
     x, slope = torch.randn(4, 6), torch.tensor([0.3])
     torch.ops.orthokern.activation_fwd(x, slope, "prelu", "cuda")
@@ -642,7 +641,7 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
         "sequences": 5,
         "chunk": 1,
         "backward": 0,
-        "wish": {"path": RESIDENT},
+        "overrides": {"path": RESIDENT},
     }
     sizes |= {"precision": 0, "activation": 0, "act_param_stride": 0, "tokens": 0}
     with pytest.raises(RuntimeError, match="does not serve this size"):
@@ -657,12 +656,10 @@ def plan(
     op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
 ) -> dict[str, int]:
     rank = N if K is None else K
-    map_ = _scan.Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
+    map_ = Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
     if op == "dense_scan":
-        map_ = _scan.Map(torch.empty(N, N))
-    return _scan.Scan(
-        map_, backward=backward, B=B, activation="tanh", act_param=None, tokens=tokens
-    ).plan  # fmt: skip
+        map_ = Map(None, None, torch.empty(N, N))
+    return _scan.Scan(map_, ScanOptions("tanh"), None, backward=backward, B=B, tokens=tokens).plan
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -704,8 +701,8 @@ def test_shared_memory_stays_within_the_limit(shared: int, harness: Any) -> None
                     assert made["shared_bytes"] <= shared, (op, N, B, made)
 
 
-def test_a_path_that_cannot_serve_says_so(wish: Any) -> None:
-    wish({"path": RESIDENT})
+def test_a_path_that_cannot_serve_says_so(override: Any) -> None:
+    override({"path": RESIDENT})
     with pytest.raises(RuntimeError, match="does not serve this size") as caught:
         plan("factored_scan", 300, 5)
     assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from helpers import ClipGradient, ScanProblem, scan_cases, scan_problem, some_lengths, with_poisoned_padding
 from torch import Tensor
 
+from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference import activations, linear_cross_entropy
 from orthokern.reference.cayley import cayley
@@ -31,11 +33,21 @@ def problem_for(op: str, case: dict[str, Any]) -> ScanProblem:
 
 
 def forward_of(op: str) -> Any:
-    return getattr(importlib.import_module(f"orthokern.reference.{op}"), f"{op}_fwd")
+    """The forward as plain torch code, from the arguments of the op; an empty tensor for what does not apply."""
+    leaf = importlib.import_module(f"orthokern.reference.{op}")
+
+    def forward(x: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
+        *matrices, h0, weight, bias, act_param = others
+        map_ = Map(*reversed(matrices)) if op == "factored_scan" else Map(None, None, *matrices)
+        inputs = ScanInputs(x, h0, weight, bias, act_param)
+        found = getattr(leaf, f"{op}_fwd")(map_, inputs, ScanOptions(**options))
+        return tuple(h0.new_empty(0) if result is None else result for result in found)
+
+    return forward
 
 
 def backward_of(op: str) -> Any:
-    return getattr(importlib.import_module(f"orthokern.reference.{op}"), f"{op}_bwd")
+    return functools.partial(getattr(torch.ops.orthokern, f"{op}_bwd"), backend="reference")
 
 
 def leaves(problem: ScanProblem) -> list[Tensor | None]:

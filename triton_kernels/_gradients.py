@@ -19,10 +19,11 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products
+from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.triton_kernels._inputs import features_term, token_gradient
 from orthokern.triton_kernels._scan import (
     TRITON_PRECISION,
-    Map,
+    as_rows,
     backward_in_chunks,
     forward_in_chunks,
     launch_backward,
@@ -53,46 +54,29 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
     return x, table.contiguous()
 
 
-def run_forward(
-    kernels: Kernels,
-    map_: Map,
-    x: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int,
-    precision: str,
-    algorithm: str,
-    lengths: Tensor | None,
-    message_clip: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(hs, ckpt, pre); see the ops."""
-    T, (B, N) = x.shape[0], h0.shape
-    precision = TRITON_PRECISION[precision]
+def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
+    """hs, ckpt and pre; see :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    x, h0, weight, bias, act_param = inputs
+    assert x is not None
+    T, (B, N), every = x.shape[0], h0.shape, options.checkpoint_every
+    precision = TRITON_PRECISION[options.precision]
     hs = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
-    empty = h0.new_empty(0)
     source, table = input_of(x, weight, bias, precision)
-    pre = empty
-    if wants_chunks(algorithm, activation, T, B, h0.device, map_.factored, message_clip):
+    map_, pre = as_rows(map_), None
+    if wants_chunks(options, T, B, h0.device, map_.first is not None):
         forward_in_chunks(
-            kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=lengths
+            kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=options.lengths
         )  # fmt: skip
     else:
-        keep_pre = ACTIVATIONS[activation].needs_input and not checkpoint_every
-        if keep_pre:
+        if options.keeps_pre:
             pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
         launch_forward(
-            kernels.fwd, map_, source, table, h0, act_param, T=T, B=B, chunk=T, activation=activation,
-            precision=precision, hs=hs, pre=pre if keep_pre else None, lengths=lengths,
+            kernels.fwd, map_, source, table, h0, act_param, T=T, B=B, chunk=T, activation=options.activation,
+            precision=precision, hs=hs, pre=pre, lengths=options.lengths,
         )  # fmt: skip
-    if not checkpoint_every:
-        return hs, empty, pre
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
-    ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : T - 1 : checkpoint_every]])
-    return hs, ckpt, pre
+    ckpt = torch.cat([h0.unsqueeze(0), hs[every - 1 : T - 1 : every]]) if every else None
+    return ScanStates(hs, ckpt, pre)
 
 
 def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
@@ -119,14 +103,14 @@ class States:
     """
 
     def __init__(
-        self, states: Tensor, pre: Tensor, h0: Tensor, T: int, checkpoint_every: int, run: Callable[..., None]
+        self, states: Tensor, pre: Tensor | None, h0: Tensor, T: int, checkpoint_every: int, run: Callable[..., None]
     ) -> None:
         self.checkpoint_every, self.saved, self.h0, self.run = checkpoint_every, states, h0, run
         self.start = self.stop = T
         self.keep_pre = False
         # with checkpoints, the window at hand [1 + steps, B, N]: the state that enters it, and those of its steps
         self.entered: Tensor | None = None
-        self.pre: Tensor | None = pre if pre.numel() else None
+        self.pre = pre
 
     def get(self, low: int, high: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """(hs, pre, h_{low-1}, h_{low} ... h_{high-2}) of steps [low, high)."""
@@ -156,34 +140,22 @@ class States:
 def run_backward(
     kernels: Kernels,
     map_: Map,
-    transposed: Map,
+    inputs: ScanInputs,
+    options: ScanOptions,
     grad_hs: Tensor,
     states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
+    pre: Tensor | None,
     *,
-    activation: str,
-    checkpoint_every: int,
-    need_x: bool,
-    need_params: bool,
-    precision: str,
-    algorithm: str,
-    lengths: Tensor | None,
-    message_clip: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The adjoint scan of Note [Factored scan backward] and the sums over its result.
-
-    Returns:
-        (grad_x, M, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm) with M = sum_t delta_t h_{t-1}^T [N, N].
-        What does not apply or is not needed is empty.
-    """
+    need_x: bool = True,
+    need_params: bool = True,
+) -> ScanGradients:
+    """The adjoint scan of Note [Factored scan backward] and the sums over its result."""
+    x, h0, weight, bias, act_param = inputs
+    activation, checkpoint_every, lengths = options.activation, options.checkpoint_every, options.lengths
+    map_, transposed = as_rows(map_), as_rows(map_, transposed=True)
     T, B, N = grad_hs.shape
-    precision = TRITON_PRECISION[precision]
-    chunked = wants_chunks(algorithm, activation, T, B, h0.device, map_.factored, message_clip)
+    precision = TRITON_PRECISION[options.precision]
+    chunked = wants_chunks(options, T, B, h0.device, map_.first is not None)
     alive = None if lengths is None else torch.arange(T, device=lengths.device).unsqueeze(1) < lengths  # [T, B]
 
     def new(*shape: int) -> Tensor:
@@ -217,16 +189,15 @@ def run_backward(
     source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
     source.keep_pre = ACTIVATIONS[activation].needs_input
 
-    empty = h0.new_empty(0)
-    m = zeros(N, N) if need_params else empty
-    grad_bias = zeros(N) if need_params and bias is not None else empty
-    grad_weight = empty
+    m = zeros(N, N) if need_params else None
+    grad_bias = zeros(N) if need_params and bias is not None else None
+    grad_weight = None
     if need_params and weight is not None:
         D = weight.shape[1]
         grad_weight = zeros(N, D) if features else zeros(D, N)
-    grad_x = new(*x.shape) if features and need_x and x is not None else empty
+    grad_x = new(*x.shape) if features and need_x and x is not None else None
 
-    clip = h0.new_full((1,), message_clip) if message_clip > 0 else None
+    clip = h0.new_full((1,), options.message_clip) if options.message_clip > 0 else None
     scan = {"activation": activation, "precision": precision, "by_row": by_row, "lengths": lengths, "clip": clip}
     if chunked:
         assert delta_all is not None
@@ -253,30 +224,29 @@ def run_backward(
             )  # fmt: skip
             carry, left = left, carry
         rows = delta.view(-1, N)
-        if need_params:
+        if m is not None:
             before, between = without_padding(before, alive, low), without_padding(between, alive, low + 1)
             m.addmm_(delta[1:].reshape(-1, N).mT, between.reshape(-1, N))
             m.addmm_(delta[0].mT, before)
-            if bias is not None:
+            if grad_bias is not None:
                 grad_bias += rows.sum(0)
-            if weight is not None:
+            if weight is not None and grad_weight is not None:
                 assert x is not None
                 x_block = without_padding(x[low:high], alive, low)
                 if features:
                     grad_weight.addmm_(rows.mT, x_block.reshape(rows.shape[0], -1))
                 else:
                     grad_weight += token_gradient(rows, x_block.reshape(-1), weight.shape[1])
-        if grad_x.numel():
-            assert weight is not None
+        if grad_x is not None and weight is not None:
             torch.mm(rows, weight, out=grad_x[low:high].view(rows.shape[0], -1))
     if checkpoint_every and not chunked:
         left = carry  # exchanged after the last block
-    if need_x and weight is None and delta_all is not None:
+    if need_x and weight is None:
         grad_x = delta_all
-    if grad_weight.numel() and not features:
+    if grad_weight is not None and not features:
         grad_weight = grad_weight.mT.contiguous()
 
-    grad_act_param = empty
+    grad_act_param = None
     if by_row is not None and act_param is not None:
         grad_act_param = by_row.sum(0) if act_param.numel() > 1 else by_row.sum().view(1)
-    return grad_x, m, left, grad_weight, grad_bias, grad_act_param, square.sum(1).sqrt()
+    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, square.sum(1).sqrt())

@@ -45,6 +45,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._scan_contract import Map, ScanOptions
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels.activations import parameter, parameter_kind
 
@@ -514,17 +515,14 @@ def plan(N: int, K: int, rows: int, *, factored: bool, dtype: torch.dtype, preci
     return Plan("panels", 1, block_n, block_k, look_up(PANEL_WARPS, block_n) or 16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Map:
-    """The linear map of one direction, as the kernels take it."""
-
-    second: Tensor  # [N, K], contiguous
-    first: Tensor | None = None  # [K, N], contiguous
-    scale: Tensor | None = None  # [K]
-
-    @property
-    def factored(self) -> bool:
-        return self.first is not None
+def as_rows(map_: Map, *, transposed: bool = False) -> Map:
+    """W, or W^T, as the kernels read it: first [K, N] and second [N, K] with a row per output, contiguous."""
+    first, scale, second = map_
+    if first is None:
+        return Map(None, None, second.mT.contiguous() if transposed else second)
+    if transposed:
+        first, second = second, first
+    return Map(first.mT.contiguous(), scale, second)
 
 
 def launch_forward(
@@ -551,15 +549,15 @@ def launch_forward(
     lengths: int64 [B] or None, of sequences whose step ``first`` is the first one here.
     """
     (R, N), K = h0.shape, map_.second.shape[1]
-    way = plan(N, K, R, factored=map_.factored, dtype=h0.dtype, precision=precision)
+    way = plan(N, K, R, factored=map_.first is not None, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
         kernel[(triton.cdiv(R, way.block_b),)](
-            x, table, *((map_.first, map_.scale) if map_.factored else ()), map_.second, h0, act_param, hs, pre, last,
-            lengths, T, B, R, chunk, first, 0 if table is None else table.shape[0], N=N, K=K, TOKENS=table is not None,
-            ACTIVATION=activation, PARAM=parameter_kind(act_param), STORE_HS=hs is not None,
-            STORE_PRE=pre is not None, STORE_LAST=last is not None, LENGTHS=lengths is not None, WAY=way.way,
-            PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
-            num_warps=way.num_warps, enable_fp_fusion=True,
+            x, table, *[t for t in map_ if t is not None], h0, act_param, hs, pre, last, lengths, T, B, R, chunk, first,
+            0 if table is None else table.shape[0], N=N, K=K, TOKENS=table is not None, ACTIVATION=activation,
+            PARAM=parameter_kind(act_param), STORE_HS=hs is not None, STORE_PRE=pre is not None,
+            STORE_LAST=last is not None, LENGTHS=lengths is not None, WAY=way.way, PRECISION=precision,
+            BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -587,14 +585,14 @@ def launch_backward(
 ) -> None:
     """Run ``backward`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or None."""
     (R, N), K = carry.shape, map_.second.shape[1]
-    way = plan(N, K, R, factored=map_.factored, dtype=carry.dtype, precision=precision)
+    way = plan(N, K, R, factored=map_.first is not None, dtype=carry.dtype, precision=precision)
     reads = ACTIVATIONS[activation].reads
     from_hs, from_pre = reads == "output", reads == "input"
     with torch.cuda.device_of(carry):
         kernel[(triton.cdiv(R, way.block_b),)](
-            grad_hs, hs if from_hs else None, pre if from_pre else None,
-            *((map_.first, map_.scale) if map_.factored else ()), map_.second, carry, act_param, delta, left, square,
-            by_row, lengths, clip, T, B, R, chunk, first, N=N, K=K, ACTIVATION=activation,
+            grad_hs, hs if from_hs else None, pre if from_pre else None, *[t for t in map_ if t is not None], carry,
+            act_param, delta, left, square, by_row, lengths, clip, T, B, R, chunk, first, N=N, K=K,
+            ACTIVATION=activation,
             PARAM=parameter_kind(act_param), STORE_DELTA=delta is not None, STORE_SUM=by_row is not None,
             FROM_HS=from_hs, FROM_PRE=from_pre, LENGTHS=lengths is not None, CLIP=clip is not None, WAY=way.way,
             PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
@@ -630,13 +628,11 @@ def chunk_length(T: int) -> int:
     return max(1, min(CHUNK_LIMIT, math.isqrt(T)))
 
 
-def wants_chunks(
-    algorithm: str, activation: str, T: int, B: int, device: torch.device, factored: bool, message_clip: float = 0.0
-) -> bool:
+def wants_chunks(options: ScanOptions, T: int, B: int, device: torch.device, factored: bool) -> bool:
     """Whether to scan in chunks. "auto" counts rounds of programs, from shapes and the number of SMs."""
-    if activation != "identity" or message_clip > 0 or algorithm == "sequential":
+    if options.activation != "identity" or options.message_clip > 0 or options.algorithm == "sequential":
         return False
-    if algorithm == "chunked":
+    if options.algorithm == "chunked":
         return True
     if T < CHUNK_MIN_T:
         return False
@@ -649,7 +645,7 @@ def wants_chunks(
 
 
 def composed(map_: Map) -> Tensor:
-    """The matrix [N, N] of a map in float64."""
+    """The matrix [N, N] of a map of ``as_rows`` in float64."""
     second = map_.second.double()
     if map_.first is None or map_.scale is None:
         return second
@@ -686,7 +682,7 @@ def forward_in_chunks(
     P = triton.cdiv(T, C)
     options: dict[str, Any] = {"activation": "identity", "precision": precision}
     w = composed(map_)
-    dense = Map(w.to(h0.dtype))
+    dense = Map(None, None, w.to(h0.dtype))
     entering = torch.zeros(P, B, N, dtype=h0.dtype, device=h0.device)
     entering[0] = h0
     if P > 1:
@@ -696,9 +692,10 @@ def forward_in_chunks(
             last=last.view(P * B, N), lengths=lengths, **options,
         )  # fmt: skip
         # last[0] is what h0 became, so the scan over chunks 1 ... starts from zero
+        carried = Map(None, None, power(w, C).to(h0.dtype))
         launch_forward(
-            kernel, Map(power(w, C).to(h0.dtype)), last[: P - 1], None, torch.zeros_like(h0), None, T=P - 1, B=B,
-            chunk=P - 1, hs=entering[1:], **options,
+            kernel, carried, last[: P - 1], None, torch.zeros_like(h0), None, T=P - 1, B=B, chunk=P - 1,
+            hs=entering[1:], **options,
         )  # fmt: skip
     launch_forward(
         kernel, dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=hs, lengths=lengths, **options
@@ -722,7 +719,7 @@ def backward_in_chunks(
     P = triton.cdiv(T, C)
     options: dict[str, Any] = {"act_param": None, "activation": "identity", "precision": precision, "by_row": None}
     w = composed(map_)
-    dense = Map(w.to(grad_hs.dtype))
+    dense = Map(None, None, w.to(grad_hs.dtype))
     carry = torch.zeros(P, B, N, dtype=grad_hs.dtype, device=grad_hs.device)  # what reaches each chunk from behind
     if P > 1:
         alone = torch.empty_like(carry)  # what each chunk hands on if nothing reaches it
@@ -731,10 +728,10 @@ def backward_in_chunks(
             left=alone.view(P * B, N), square=None, lengths=lengths, **options,
         )  # fmt: skip
         # carry[p] = alone[p + 1] + (W^T)^C carry[p + 1]: the adjoint scan itself, whose delta_p is carry[p]
-        rest = torch.empty_like(left)
+        carried, rest = Map(None, None, power(w, C).to(grad_hs.dtype)), torch.empty_like(left)
         launch_backward(
-            kernel, Map(power(w, C).to(grad_hs.dtype)), alone[1:], None, None, torch.zeros_like(left), T=P - 1, B=B,
-            chunk=P - 1, delta=carry[: P - 1], left=rest, square=square.new_empty(P - 1, B), **options,
+            kernel, carried, alone[1:], None, None, torch.zeros_like(left), T=P - 1, B=B, chunk=P - 1,
+            delta=carry[: P - 1], left=rest, square=square.new_empty(P - 1, B), **options,
         )  # fmt: skip
     lefts = torch.empty_like(carry)
     launch_backward(

@@ -10,12 +10,13 @@ docs/triton-kernels.md.
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from orthokern.triton_kernels._gradients import Kernels, run_backward, run_forward
-from orthokern.triton_kernels._scan import Map, backward, forward
+from orthokern.triton_kernels._scan import backward, forward
 
 
 @triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "D"])
@@ -100,53 +101,5 @@ def dense_scan_bwd_kernel(
 
 
 KERNELS = Kernels(dense_scan_fwd_kernel, dense_scan_bwd_kernel, dense_scan_fwd_kernel, dense_scan_bwd_kernel)
-
-
-def dense_scan_fwd(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int = 0,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.dense_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
-    return run_forward(
-        KERNELS, Map(w), x, h0, weight, bias, act_param, activation=activation, checkpoint_every=checkpoint_every,
-        precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
-    )  # fmt: skip
-
-
-def dense_scan_bwd(
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    w: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int = 0,
-    need_x: bool = True,
-    need_params: bool = True,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.dense_scan`` for arguments and returns."""
-    return run_backward(
-        KERNELS, Map(w), Map(w.mT.contiguous()), grad_hs, states, pre, x, h0, weight, bias, act_param,
-        activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
-        precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
-    )  # fmt: skip
+dense_scan_fwd = functools.partial(run_forward, KERNELS)
+dense_scan_bwd = functools.partial(run_backward, KERNELS)

@@ -10,13 +10,13 @@ they are read in every step, see docs/triton-kernels.md. Chunks of time form W, 
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from orthokern._products import factor_gradients
 from orthokern.triton_kernels._gradients import Kernels, run_backward, run_forward
-from orthokern.triton_kernels._scan import Map, backward, forward
+from orthokern.triton_kernels._scan import backward, forward
 from orthokern.triton_kernels.dense_scan import dense_scan_bwd_kernel, dense_scan_fwd_kernel
 
 
@@ -106,59 +106,5 @@ def factored_scan_bwd_kernel(
 
 
 KERNELS = Kernels(factored_scan_fwd_kernel, factored_scan_bwd_kernel, dense_scan_fwd_kernel, dense_scan_bwd_kernel)
-
-
-def factored_scan_fwd(
-    x: Tensor,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int = 0,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.factored_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
-    return run_forward(
-        KERNELS, Map(u, v.mT.contiguous(), s), x, h0, weight, bias, act_param, activation=activation,
-        checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm, lengths=lengths,
-        message_clip=message_clip,
-    )  # fmt: skip
-
-
-def factored_scan_bwd(
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int = 0,
-    need_x: bool = True,
-    need_params: bool = True,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.factored_scan`` for arguments and returns."""
-    grad_x, m, grad_h0, *others = run_backward(
-        KERNELS, Map(u, v.mT.contiguous(), s), Map(v, u.mT.contiguous(), s), grad_hs, states, pre, x, h0, weight, bias,
-        act_param, activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
-        precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
-    )  # fmt: skip
-    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others
+factored_scan_fwd = functools.partial(run_forward, KERNELS)
+factored_scan_bwd = functools.partial(run_backward, KERNELS)

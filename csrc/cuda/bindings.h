@@ -33,22 +33,22 @@ struct Results {
 };
 
 // `plan_name` plans a scan from sizes; `run_name` launches it as planned.
-template <class Args, class Plan, class Wish>
+template <class Args, class Plan, class Overrides>
 void bind_scan(pybind11::module_& m, const char* plan_name, const char* run_name,
-               Plan (*plan)(const Args&, bool, const Wish&), void (*run)(const Args&, bool, const Plan&, void*)) {
+               Plan (*plan)(const Args&, bool, const Overrides&), void (*run)(const Args&, bool, const Plan&, void*)) {
   m.def(plan_name, [=](const pybind11::dict& given) {
     Args args{};
     bool backward = false;
     Arguments arguments(plan_name, given);
     args.planned(arguments);
     ORTHOKERN_FIELDS(arguments, backward);
-    const Wish wish =
-        read_arguments(plan_name, arguments.take("wish"), &Wish::template fields<Arguments>, Arguments::kKeepsItsValue);
+    const Overrides overrides = read_arguments(plan_name, arguments.take("overrides"),
+                                               &Overrides::template fields<Arguments>, Arguments::kKeepsItsValue);
     arguments.done();
     Plan made;
     {
       pybind11::gil_scoped_release release;
-      made = plan(args, backward, wish);
+      made = plan(args, backward, overrides);
     }
     Results results;
     made.fields(results);

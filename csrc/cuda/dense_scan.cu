@@ -6,8 +6,8 @@
 namespace orthokern {
 namespace cuda {
 
-ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wish) {
-  return plan_scan<false>(args, backward, wish);
+ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverrides& overrides) {
+  return plan_scan<false>(args, backward, overrides);
 }
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
   run_scan<false>(args, backward, plan, stream);

@@ -5,8 +5,8 @@
 namespace orthokern {
 namespace cuda {
 
-ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish) {
-  return plan_scan<true>(args, backward, wish);
+ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanOverrides& overrides) {
+  return plan_scan<true>(args, backward, overrides);
 }
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
   run_scan<true>(args, backward, plan, stream);

@@ -88,15 +88,16 @@ void gru_steps_backward(const GruScanArgs& a, const GruPlan& plan, cudaStream_t 
 
 }  // namespace
 
-GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) {
+GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruOverrides& overrides) {
   const DeviceGuard guard(a.device);
   const DeviceLimits limits = device_limits();
   GruPlan plan{};
   const int warps = gru_warps(a.N);
-  if (warps && wish.path != static_cast<int>(GruPath::kSteps)) {
+  if (warps && overrides.path != static_cast<int>(GruPath::kSteps)) {
     // As few sequences a block as keep every multiprocessor busy, see plan_resident.
     const int64_t waves = std::max<int64_t>(1, divide_up(a.B, kLargestGroup * limits.multiprocessors));
-    int64_t group = wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.B, waves * limits.multiprocessors));
+    int64_t group =
+        overrides.group ? overrides.group : std::max<int64_t>(1, divide_up(a.B, waves * limits.multiprocessors));
     while (group > 1 && gru_bytes(backward, warps, group) > static_cast<int64_t>(limits.shared_per_block)) group--;
     plan.path = static_cast<int>(GruPath::kResident);
     plan.group = static_cast<int>(group);
@@ -104,14 +105,14 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruWish& wish) 
     plan.shared_bytes = gru_bytes(backward, warps, group);
     if (plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block)) return plan;
   }
-  if (wish.path == static_cast<int>(GruPath::kResident))
+  if (overrides.path == static_cast<int>(GruPath::kResident))
     throw Error("the path that was asked for does not serve this size on this device");
   plan = {};
   plan.path = static_cast<int>(GruPath::kSteps);
   plan.group = kTile;
   plan.blocks = plan.norm_columns = step_tiles(a.N, a.B);
   plan.work = a.B * a.N + 1;
-  plan.graph_steps = graph_steps_of(wish.graph_steps);
+  plan.graph_steps = graph_steps_of(overrides.graph_steps);
   return plan;
 }
 

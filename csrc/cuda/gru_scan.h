@@ -67,9 +67,8 @@ struct GruScanArgs {
   }
 };
 
-// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small
-// sizes.
-struct GruWish {
+// Planner overrides; the defaults leave the choice to the planner. Tests use them to reach every path at small sizes.
+struct GruOverrides {
   int path = -1, group = 0, graph_steps = -1;
 
   template <class Visit>
@@ -78,7 +77,7 @@ struct GruWish {
   }
 };
 
-GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruWish& wish);
+GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruOverrides& overrides);
 // `stream` is a cudaStream_t of args.device.
 void run_gru_scan(const GruScanArgs& args, bool backward, const GruPlan& plan, void* stream);
 

@@ -6,7 +6,9 @@
 //   forward    t = i          a = map(state) + x_t,   state = h_t = phi(a)                  map = U diag(s) V^T or W
 //   backward   t = T - 1 - i  a = map(state) + g_t,   state = delta_t = phi'(.) * a         map = V diag(s) U^T or W^T
 //
-// so a caller of the backward passes the factors exchanged, and the last state is delta_1: dL/dh_0 is one product more.
+// The last state of the backward is delta_1: dL/dh_0 is one product more. A caller passes the map of the forward in both
+// directions, W = second diag(scale) first^T or W = second; the backward kernels of a factored map see first and second
+// exchanged (run_scan).
 //
 // A sequence may be cut into `chunk` steps at a time: the T steps of the B rows are then Q = B * ceil(T / chunk)
 // virtual sequences that run side by side, q = c * B + b for rows b from step c * chunk on, each from a state of its
@@ -77,9 +79,9 @@ struct ScanArgs {
   const float* table;      // [D, N] or null: what a token adds to a
   const float* gate;       // backward: [T, B, N], hs or pre, whichever phi' is computed from; null for identity
   const float* start;      // [Q, N] states before the first step, or null for zeros
-  const float* first;      // [N, K] V forward, U backward; dense: null
-  const float* scale;      // [K] s; dense: null
-  const float* second;     // [N, K] U forward, V backward; dense: W [N, N]
+  const float* first;      // [N, K], V; null for dense_scan
+  const float* scale;      // [K], s; null for dense_scan
+  const float* second;     // [N, K], U; W [N, N] for dense_scan
   const float* act_param;  // [1] or [N] or null
   const int64_t* lengths;  // [B], counted from the beginning of time, or null: T for all
 
@@ -108,9 +110,8 @@ struct ScanArgs {
   }
 };
 
-// What limits the choice of a path; the defaults leave it to the sizes. Tests use it to reach every path at small
-// sizes.
-struct ScanWish {
+// Planner overrides; the defaults leave the choice to the planner. Tests use them to reach every path at small sizes.
+struct ScanOverrides {
   int path = -1, cluster = 0, group = 0;
   int shared_chunks = -1;
   int graph_steps = -1;
@@ -136,8 +137,8 @@ struct ScanCarryArgs {
   }
 };
 
-ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanWish& wish);
-ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanWish& wish);
+ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanOverrides& overrides);
+ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverrides& overrides);
 // `stream` is a cudaStream_t of args.device.
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);

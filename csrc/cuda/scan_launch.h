@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/scan_cluster.h"
 #include "cuda/scan_resident.h"
@@ -58,13 +59,14 @@ void with_cluster_kernel(bool backward, int group, F f) {
 }
 
 template <bool kFactored>
-bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
+bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
+                   ScanPlan& plan) {
   const int columns = resident_columns<kFactored>(a.N);
   // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
   // one. Where one wave of blocks is not enough, all waves are full.
   const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
   const int64_t wanted =
-      wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
+      overrides.group ? overrides.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
   bool fits = false;
   for (int64_t group = wanted; group > 0 && !fits; group--)
     with_resident_shape<kFactored>(backward, columns, static_cast<int>(group), [&](auto shape) {
@@ -81,11 +83,12 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const
 }
 
 template <bool kFactored>
-bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
+bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
+                  ScanPlan& plan) {
   if (limits.major < 9) return false;
   const int quads = static_cast<int>(divide_up(a.N, 4));
   // The fewest blocks whose warps can hold the rows: blocks of a cluster talk to each other in every step.
-  int size = wish.cluster;
+  int size = overrides.cluster;
   for (int s = 2; !size && s <= 16; s *= 2)
     if (quads <= kClusterRows / 4 * s) size = s;
   if (!size || quads < size || quads > kClusterRows / 4 * size) return false;
@@ -96,12 +99,12 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const 
   const int columns1 = plan.chunks1 * kChunk, columns2 = plan.chunks2 * kChunk;
   int clusters = 0;  // that the device holds at one time
   for (int group : {1, 2, 4, 8}) {
-    if (wish.group && group != wish.group) continue;
+    if (overrides.group && group != overrides.group) continue;
     int in_registers = 0;
     with_value<1, 2, 4, 8>(group,
                            [&](auto g) { in_registers = std::min(plan.chunks1, kInRegisters<decltype(g)::value>); });
     const int rest = plan.chunks1 - in_registers + plan.chunks2;
-    int shared_chunks = wish.shared_chunks < 0 ? rest : std::min(wish.shared_chunks, rest);
+    int shared_chunks = overrides.shared_chunks < 0 ? rest : std::min(overrides.shared_chunks, rest);
     auto bytes = [&] { return ClusterMemory(group, columns1, columns2, shared_chunks, shared_chunks < rest).total; };
     while (shared_chunks > 0 && bytes() > static_cast<int64_t>(limits.shared_per_block)) shared_chunks--;
     if (bytes() > static_cast<int64_t>(limits.shared_per_block)) break;
@@ -127,33 +130,33 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanWish& wish, const 
 }
 
 // Steps of a CUDA graph: what was asked for, which is even, as the states take turns.
-inline int graph_steps_of(int wish) {
-  if (wish > 0 && wish % 2) throw Error("graph_steps is " + std::to_string(wish) + ", expected an even number or 0");
-  return wish < 0 ? kGraphSteps : wish;
+inline int graph_steps_of(int asked) {
+  if (asked > 0 && asked % 2) throw Error("graph_steps is " + std::to_string(asked) + ", expected an even number or 0");
+  return asked < 0 ? kGraphSteps : asked;
 }
 
-inline void plan_steps(const ScanArgs& a, const ScanWish& wish, ScanPlan& plan) {
+inline void plan_steps(const ScanArgs& a, const ScanOverrides& overrides, ScanPlan& plan) {
   plan.path = static_cast<int>(ScanPath::kSteps);
   plan.group = kTile;
   plan.blocks = step_tiles(a.N, a.sequences);
   plan.norm_columns = plan.blocks;
   plan.sums_rows = static_cast<int>(a.sequences);
   plan.work = (2 * a.N + a.K) * a.sequences + 1;
-  plan.graph_steps = graph_steps_of(wish.graph_steps);
+  plan.graph_steps = graph_steps_of(overrides.graph_steps);
 }
 
 template <bool kFactored>
-ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanWish& wish) {
+ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overrides) {
   const DeviceGuard guard(a.device);
   const DeviceLimits limits = device_limits();
-  auto allowed = [&](ScanPath path) { return wish.path < 0 || wish.path == static_cast<int>(path); };
+  auto allowed = [&](ScanPath path) { return overrides.path < 0 || overrides.path == static_cast<int>(path); };
   ScanPlan plan{};
-  if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, wish, limits, plan)) return plan;
+  if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, overrides, limits, plan)) return plan;
   plan = {};
-  if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, wish, limits, plan)) return plan;
+  if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, overrides, limits, plan)) return plan;
   plan = {};
   if (!allowed(ScanPath::kSteps)) throw Error("the path that was asked for does not serve this size on this device");
-  plan_steps(a, wish, plan);
+  plan_steps(a, overrides, plan);
   return plan;
 }
 
@@ -191,7 +194,8 @@ void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
 }
 
 template <bool kFactored>
-void run_scan(const ScanArgs& a, bool backward, const ScanPlan& plan, void* stream_address) {
+void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_address) {
+  if (kFactored && backward) std::swap(a.first, a.second);  // W^T = first diag(scale) second^T
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.sequences) return;
   const DeviceGuard guard(a.device);

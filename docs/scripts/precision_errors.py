@@ -54,5 +54,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         build.use(build.load(Path(folder)), patch)
-        patch.setattr(_call, "wishes", {"path": SINGLE_STEPS})
+        patch.setattr(_call, "overrides", {"path": SINGLE_STEPS})
         main()

@@ -1,111 +1,86 @@
-"""What factored_scan and dense_scan share on the CPU."""
+"""factored_scan and dense_scan on the CPU."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.cpu._call import call, new
 
+# ScanGradients, as ScanArgs names them
+_RESULTS = ("grad_x", "grad_map", "grad_h0", "grad_weight", "grad_bias", "grad_act_param", "grad_norm")
 
-def _scan_inputs(
-    x: Tensor | None,
-    steps: int,
-    maps: dict[str, Tensor | None],
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    activation: str,
-    lengths: Tensor | None,
+
+def _arguments(
+    map_: Map, inputs: ScanInputs, options: ScanOptions, steps: int
 ) -> tuple[dict[str, int], dict[str, Tensor | None]]:
-    B, N = h0.shape
+    """Sizes and tensors that forward and backward take: fields of ScanArgs in ``csrc/cpu/ops.h``."""
+    x, weight, act_param = inputs.x, inputs.weight, inputs.act_param
+    B, N = inputs.h0.shape
     tokens = x is not None and not x.is_floating_point()
     sizes = {
         "B": B,
         "T": steps,
         "N": N,
-        "K": 0 if maps["first"] is None else maps["first"].shape[1],
+        "K": 0 if map_.first is None else map_.first.shape[1],
         "D": 0 if weight is None else weight.shape[1],
-        "activation": ACTIVATIONS[activation].number,
+        "activation": ACTIVATIONS[options.activation].number,
         "act_param_size": 0 if act_param is None else act_param.numel(),
+        "checkpoint_every": options.checkpoint_every,
     }
-    inputs = {
-        **maps,
+    tensors = {
+        **map_._asdict(),
+        **inputs._asdict(),
         "x": None if tokens else x,
         "tokens": x if tokens else None,
-        "h0": h0,
-        "weight": weight,
-        "bias": bias,
-        "act_param": act_param,
-        "lengths": lengths,
+        "lengths": options.lengths,
     }
-    return sizes, inputs
+    return sizes, tensors
 
 
-def scan_fwd(
-    name: str,
-    x: Tensor,
-    maps: dict[str, Tensor | None],
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    activation: str,
-    checkpoint_every: int,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, inputs = _scan_inputs(x, x.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
-    T, B, N, dtype = sizes["T"], sizes["B"], sizes["N"], h0.dtype
-    hs = new(T, B, N, dtype=dtype)
-    every = checkpoint_every
-    ckpt = new(-(-T // every), B, N, dtype=dtype) if every else None
-    pre = new(T, B, N, dtype=dtype) if ACTIVATIONS[activation].needs_input and not every else None
-    call(name, dtype, {**sizes, "checkpoint_every": every}, {**inputs, "hs": hs, "ckpt": ckpt, "pre": pre})
-    return hs, hs.new_empty(0) if ckpt is None else ckpt, hs.new_empty(0) if pre is None else pre
+def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
+    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    assert inputs.x is not None
+    T, (B, N), dtype, every = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype, options.checkpoint_every
+    sizes, tensors = _arguments(map_, inputs, options, T)
+    states = ScanStates(
+        hs=new(T, B, N, dtype=dtype),
+        ckpt=new(-(-T // every), B, N, dtype=dtype) if every else None,
+        pre=new(T, B, N, dtype=dtype) if options.keeps_pre else None,
+    )
+    call(f"{map_.op}_fwd", dtype, sizes, {**tensors, **states._asdict()})
+    return states
 
 
 def scan_bwd(
-    name: str,
+    map_: Map,
+    inputs: ScanInputs,
+    options: ScanOptions,
     grad_hs: Tensor,
     states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    maps: dict[str, Tensor | None],
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    activation: str,
-    checkpoint_every: int,
-    need_x: bool,
-    need_params: bool,
-    lengths: Tensor | None,
-    message_clip: float,
-) -> tuple[Tensor, ...]:
-    """grad_x, M [N, N], grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm.
-
-    x may be None where it was the whole input term.
-    """
-    sizes, inputs = _scan_inputs(x, grad_hs.shape[0], maps, h0, weight, bias, act_param, activation, lengths)
-    N, dtype = sizes["N"], h0.dtype
+    pre: Tensor | None,
+    *,
+    need_x: bool = True,
+    need_params: bool = True,
+) -> ScanGradients:
+    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    T, (B, N), dtype = grad_hs.shape[0], inputs.h0.shape, inputs.h0.dtype
+    sizes, tensors = _arguments(map_, inputs, options, T)
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
         return new(*tensor.shape, dtype=dtype) if tensor is not None and wanted else None
 
-    results: dict[str, Tensor | None] = {
-        "grad_x": like(grad_hs if x is None else x, need_x and inputs["tokens"] is None),
-        "grad_map": new(N, N, dtype=dtype) if need_params else None,
-        "grad_h0": like(h0, True),
-        "grad_weight": like(weight, need_params),
-        "grad_bias": like(bias, need_params),
-        "grad_act_param": like(act_param, need_params),
-        "grad_norm": new(sizes["T"], dtype=dtype),
-    }
-    needs_pre = ACTIVATIONS[activation].needs_input and not checkpoint_every
-    saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre if needs_pre else None}
-    options = {"checkpoint_every": checkpoint_every, "message_clip": message_clip}
-    call(name, dtype, {**sizes, **options}, {**inputs, **saved, **results})
-    # an empty tensor for each that was not wanted: an op's results may not be one tensor twice
-    return tuple(torch.empty(0, dtype=dtype) if found is None else found for found in results.values())
+    grads = ScanGradients(
+        x=like(grad_hs if inputs.x is None else inputs.x, need_x and tensors["tokens"] is None),
+        m=new(N, N, dtype=dtype) if need_params else None,
+        h0=new(B, N, dtype=dtype),
+        weight=like(inputs.weight, need_params),
+        bias=like(inputs.bias, need_params),
+        act_param=like(inputs.act_param, need_params),
+        norm=new(T, dtype=dtype),
+    )
+    saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
+    results = dict(zip(_RESULTS, grads, strict=True))
+    call(f"{map_.op}_bwd", dtype, {**sizes, "message_clip": options.message_clip}, {**tensors, **saved, **results})
+    return grads

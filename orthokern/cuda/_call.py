@@ -26,8 +26,8 @@ except ImportError as error:
 AVAILABLE = kernels is not None
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
-# Steers the native planners: path, cluster, group, shared_chunks, graph_steps (ScanWish and GruWish), for the tests.
-wishes: dict[str, int] = {}
+# Planner overrides, which only tests set: the fields of ScanOverrides and GruOverrides in csrc/cuda.
+overrides: dict[str, int] = {}
 
 
 def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name: str) -> Tensor | None:
@@ -69,7 +69,7 @@ def workspace(
 def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str, int]:
     """What the native planner `name` answers for a scan of these sizes: how to launch it, and its workspace.
 
-    ORTHOKERN_CUDA_GRAPHS=0 is the one entry of ``wishes`` that a user may set.
+    Of the planner overrides, a user may set one: ORTHOKERN_CUDA_GRAPHS=0 sets ``graph_steps`` to 0.
     """
     setting = os.environ.get("ORTHOKERN_CUDA_GRAPHS", "").strip()
     if setting not in ("", "0", "1"):
@@ -77,6 +77,6 @@ def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str,
             f"the environment variable ORTHOKERN_CUDA_GRAPHS is {setting!r}; accepted: 1 (the default: steps go to the "
             "GPU in CUDA graphs) or 0 (kernel by kernel)"
         )
-    asked = {"graph_steps": 0, **wishes} if setting == "0" else wishes
-    planned: dict[str, int] = getattr(kernels, name)({**sizes, "wish": asked, "device": device.index or 0})
+    asked = {"graph_steps": 0, **overrides} if setting == "0" else overrides
+    planned: dict[str, int] = getattr(kernels, name)({**sizes, "overrides": asked, "device": device.index or 0})
     return planned

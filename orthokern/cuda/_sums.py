@@ -37,9 +37,8 @@ class Sums:
         self.m = like.new_zeros(N, N)
         self.x, self.weight, self.alive = x, weight, alive
         self.features = weight is not None and x is not None and x.is_floating_point()
-        empty = like.new_empty(0)
-        self.grad_weight = empty if weight is None else torch.zeros_like(weight)
-        self.grad_bias = empty if bias is None else torch.zeros_like(bias)
+        self.grad_weight = None if weight is None else torch.zeros_like(weight)
+        self.grad_bias = None if bias is None else torch.zeros_like(bias)
 
     def add(self, start: int, delta: Tensor, before: Tensor) -> None:
         """The steps from ``start`` on: delta and before, h_{t-1}, both [steps, B, N]."""
@@ -52,9 +51,9 @@ class Sums:
             before = torch.where(alive, before, 0.0)
         rows = delta.flatten(0, 1)
         add_product(self.m, rows, before.flatten(0, 1))
-        if self.grad_bias.numel():
+        if self.grad_bias is not None:
             self.grad_bias.add_(rows.sum(0))
-        if self.weight is None:
+        if self.weight is None or self.grad_weight is None:
             return
         assert self.x is not None
         x = self.x[start : start + steps]

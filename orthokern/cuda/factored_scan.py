@@ -1,63 +1,6 @@
 """factored_scan on CUDA; the kernels: ``csrc/cuda/factored_scan.cu``."""
 
-from __future__ import annotations
+from orthokern.cuda._scan import scan_bwd as factored_scan_bwd
+from orthokern.cuda._scan import scan_fwd as factored_scan_fwd
 
-from torch import Tensor
-
-from orthokern._products import factor_gradients
-from orthokern.cuda._scan import Map, scan_bwd, scan_fwd
-
-
-def factored_scan_fwd(
-    x: Tensor,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int = 0,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
-    map_ = Map(u, s, v, precision)
-    return scan_fwd(
-        map_, x, h0, weight, bias, act_param, activation, checkpoint_every, algorithm, lengths, message_clip
-    )
-
-
-def factored_scan_bwd(
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int = 0,
-    need_x: bool = True,
-    need_params: bool = True,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :mod:`orthokern.ops.factored_scan`. A precision below "ieee" shows where single steps are launched."""
-    map_ = Map(u, s, v, precision)
-    grad_x, m, grad_h0, *others = scan_bwd(
-        map_, grad_hs, states, pre, x, h0, weight, bias, act_param, activation, checkpoint_every, need_x, need_params,
-        algorithm, lengths, message_clip,
-    )  # fmt: skip
-    return grad_x, *factor_gradients(m, u, s, v), grad_h0, *others  # type: ignore[return-value]
+__all__ = ["factored_scan_bwd", "factored_scan_fwd"]

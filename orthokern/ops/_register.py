@@ -57,6 +57,8 @@ class CustomOp:
         self.name = name
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        # a call from Python arrives without its last arguments where they have their defaults
+        self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
         kernel = self._guarded(keeps_dtype(kernel))
         _LIBRARY.impl(name, untraced(kernel), "CompositeExplicitAutograd")
 
@@ -68,8 +70,9 @@ class CustomOp:
 
         @functools.wraps(function)
         def call(*given: Any) -> Any:
+            given = (*given, *self.defaults[len(given) :])
             for index, name in tensors:
-                tensor = given[index] if index < len(given) else None
+                tensor = given[index]
                 if tensor is not None and (tensor.ndim == 0 or tensor.layout is not torch.strided):
                     kind = "0-dimensional" if tensor.ndim == 0 else str(tensor.layout).removeprefix("torch.")
                     raise InputError(
@@ -80,7 +83,7 @@ class CustomOp:
             except RuntimeError as error:
                 if "can't allocate memory" not in str(error):
                     raise
-                shapes = ", ".join(f"{n} {list(given[i].shape)}" for i, n in tensors if _is_tensor(given, i))
+                shapes = ", ".join(f"{n} {list(given[i].shape)}" for i, n in tensors if given[i] is not None)
                 raise InputError(
                     f"{self.name}: there is no memory for the results of {shapes}: accepted are smaller sizes"
                 ) from None
@@ -102,8 +105,6 @@ class CustomOp:
                 filled in. As that of torch.autograd.Function.
         """
         op = self.overload
-        # a call from Python arrives without its last arguments where they have their defaults
-        defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keys = arguments
@@ -126,7 +127,7 @@ class CustomOp:
         derivative: Any = type(self.name, (torch.autograd.Function,), members)
 
         def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
-            inputs = (*given, *defaults[len(given) :])
+            inputs = (*given, *self.defaults[len(given) :])
             keys = keys & torch._C._after_autograd_keyset
             if torch.is_grad_enabled():
                 if torch._C._are_functorch_transforms_active():  # torch's refusal of a Function would not name the op
@@ -139,10 +140,6 @@ class CustomOp:
                 return op.redispatch(keys, *inputs)
 
         _LIBRARY.impl(self.name, untraced(autograd_kernel), "Autograd", with_keyset=True)
-
-
-def _is_tensor(given: tuple[Any, ...], index: int) -> bool:
-    return index < len(given) and isinstance(given[index], torch.Tensor)
 
 
 def custom_op(name: str, schema: str) -> Callable[[Function], CustomOp]:

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from orthokern import dispatch
-from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
-from orthokern.dispatch import Support
-from orthokern.ops import _taps
-from orthokern.ops._common import (
-    SCAN_FEATURES,
-    apart,
-    check_lengths,
-    check_tokens,
-    contiguous,
-    given,
-    no_second_derivative,
-    scan_features,
-)
-from orthokern.ops._register import custom_op
+from orthokern._products import ieee_products
+from orthokern._scan_contract import Map
+from orthokern.ops._scan_op import SUPPORT, ScanOp
 
-SUPPORT = {
-    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=SCAN_FEATURES),
-    "triton": Support(
-        devices=("cuda",),
-        dtypes=(torch.float64, torch.float32),
-        limits={"N": 512},
-        algorithms=("sequential", "chunked"),
-        features=SCAN_FEATURES,
-        capability=(8, 0),
-    ),
-    "cuda": Support(
-        devices=("cuda",),
-        dtypes=(torch.float32,),
-        algorithms=("sequential", "chunked"),
-        features=SCAN_FEATURES,
-        capability=(8, 0),
-    ),
-}
-dispatch.register("factored_scan", SUPPORT)
+__all__ = ["SUPPORT", "factored_scan"]
+
+
+def _gradients(m: Tensor, map_: Map) -> tuple[Tensor, ...]:
+    """The gradients of u, s and v from M = dL/dW [N, N], where W = U diag(s) V^T.
+
+    dU = M V diag(s), ds = diag(U^T M V), dV = M^T U diag(s): Note [Factored scan backward] in
+    ``orthokern/reference/factored_scan.py``.
+    """
+    v, s, u = map_
+    assert v is not None and s is not None
+    with ieee_products():
+        m_v, mt_u = m @ v, m.mT @ u  # [N, K]
+    return m_v * s, (u * m_v).sum(0), mt_u * s
+
+
+_OP = ScanOp("factored_scan", ("u", "s", "v"), lambda u, s, v: Map(first=v, scale=s, second=u), _gradients, ("N", "K"))
 
 
 @keeps_dtype
@@ -119,210 +101,7 @@ def factored_scan(
         Jacobians does: not at all where s is near 1 and the activation is near linear. Gradients of modrelu, relu,
         prelu and oplu jump where a unit sits on its threshold, so two precisions may differ there by whole terms.
     """
-    if dispatch.plain_reference(backend):
-        reference = dispatch.resolve("factored_scan", "reference", device=u.device, dtype=u.dtype, algorithm=algorithm)
-        check_lengths(lengths, x.shape[0])
-        check_tokens(x, weight, lengths)
-        hs: Tensor = reference.factored_scan_fwd(
-            x, u, s, v, h0, weight, bias, act_param, activation=activation, lengths=lengths, message_clip=message_clip
-        )[0]
-        _taps.record_states("factored_scan", hs)
-        return hs
-    hs, _, _ = torch.ops.orthokern.factored_scan_fwd(
-        x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm, lengths,
-        message_clip,
+    return _OP(
+        backend, x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
+        lengths, message_clip,
     )  # fmt: skip
-    return hs
-
-
-@custom_op(
-    "factored_scan_fwd",
-    "(Tensor x, Tensor u, Tensor s, Tensor v, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
-    'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto", '
-    "Tensor? lengths=None, float message_clip=0.0) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def _fwd(
-    x: Tensor,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    activation: str,
-    checkpoint_every: int = 0,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, ...]:
-    """(hs, ckpt, pre); what does not apply is empty."""
-    leaf = dispatch.resolve(
-        "factored_scan", backend, device=u.device, dtype=u.dtype, algorithm=algorithm,
-        features=scan_features(lengths, message_clip), N=u.shape[0], K=u.shape[1],
-    )  # fmt: skip
-    check_lengths(lengths, x.shape[0])
-    check_tokens(x, weight, lengths)
-    outputs = leaf.factored_scan_fwd(
-        *map(contiguous, (x, u, s, v, h0, weight, bias, act_param)),
-        activation=activation, checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm,
-        lengths=contiguous(lengths), message_clip=message_clip,
-    )  # fmt: skip
-    _taps.record_states("factored_scan", outputs[0])
-    return apart(outputs)
-
-
-@_fwd.register_fake
-def _fwd_fake(
-    x: Tensor,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    activation: str,
-    checkpoint_every: int = 0,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    T, (B, N) = x.shape[0], h0.shape
-    segments = (T + checkpoint_every - 1) // checkpoint_every if checkpoint_every else 0
-    keep_pre = ACTIVATIONS[activation].needs_input and not checkpoint_every
-    return (
-        u.new_empty(T, B, N),
-        u.new_empty(segments, B, N) if checkpoint_every else u.new_empty(0),
-        u.new_empty(T, B, N) if keep_pre else u.new_empty(0),
-    )
-
-
-@custom_op(
-    "factored_scan_bwd",
-    "(Tensor grad_hs, Tensor states, Tensor pre, Tensor? x, Tensor u, Tensor s, Tensor v, Tensor h0, "
-    "Tensor? weight, Tensor? bias, Tensor? act_param, str activation, int checkpoint_every=0, bool need_x=True, "
-    'bool need_params=True, str? backend=None, str precision="ieee", str algorithm="auto", '
-    "Tensor? lengths=None, float message_clip=0.0) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _bwd(
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    activation: str,
-    checkpoint_every: int = 0,
-    need_x: bool = True,
-    need_params: bool = True,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, ...]:
-    """(grad_x, grad_u, grad_s, grad_v, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm).
-
-    states is hs, or ckpt when checkpoint_every > 0; x may be None where it is not needed (no weight, no checkpoints).
-    What does not apply or is not needed is empty. grad_norm: [T].
-    """
-    leaf = dispatch.resolve(
-        "factored_scan", backend, device=u.device, dtype=u.dtype, algorithm=algorithm,
-        features=scan_features(lengths, message_clip), N=u.shape[0], K=u.shape[1],
-    )  # fmt: skip
-    check_lengths(lengths, grad_hs.shape[0])
-    check_tokens(x, weight, lengths)
-    grads = leaf.factored_scan_bwd(
-        *map(contiguous, (grad_hs, states, pre, x, u, s, v, h0, weight, bias, act_param)),
-        activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
-        precision=precision, algorithm=algorithm, lengths=contiguous(lengths), message_clip=message_clip,
-    )  # fmt: skip
-    if _taps.SINKS:
-        _taps.record("factored_scan", grads[-1])
-    return apart(grads)
-
-
-@_bwd.register_fake
-def _bwd_fake(
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    activation: str,
-    checkpoint_every: int = 0,
-    need_x: bool = True,
-    need_params: bool = True,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, ...]:
-    def like(tensor: Tensor | None, wanted: bool) -> Tensor:
-        # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
-        return tensor.new_empty(tensor.shape) if tensor is not None and wanted else u.new_empty(0)
-
-    T = grad_hs.shape[0]
-    features = x if x is not None and x.is_floating_point() else None
-    norm_dtype = torch.float32 if u.dtype in (torch.float16, torch.bfloat16) else u.dtype
-    return (
-        like(grad_hs if weight is None else features, need_x),
-        like(u, need_params),
-        like(s, need_params),
-        like(v, need_params),
-        like(h0, True),
-        like(weight, need_params),
-        like(bias, need_params),
-        like(act_param, need_params),
-        u.new_empty(T, dtype=norm_dtype),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, *choices = inputs
-    *ctx.choices, lengths, ctx.message_clip = choices
-    hs, ckpt, pre = output
-    ctx.mark_non_differentiable(ckpt, pre)
-    ctx.set_materialize_grads(False)
-    ctx.activation, ctx.checkpoint_every = activation, checkpoint_every
-    # a precomputed input term is only read again to recompute states, and may be as large as all of them
-    x_needed = weight is not None or checkpoint_every > 0
-    states = ckpt if checkpoint_every else hs
-    ctx.save_for_backward(states, pre, x if x_needed else None, u, s, v, h0, weight, bias, act_param, lengths)
-
-
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad_hs is None:
-        return ()
-    states, pre, x, u, s, v, h0, weight, bias, act_param, lengths = saved
-    needs = ctx.needs_input_grad
-    need_params = any(needs[1:4]) or any(needs[5:8])
-    grads = torch.ops.orthokern.factored_scan_bwd(
-        grad_hs, states, pre, x, u, s, v, h0, weight, bias, act_param,
-        ctx.activation, ctx.checkpoint_every, needs[0], need_params, *ctx.choices, lengths,
-        ctx.message_clip,
-    )  # fmt: skip
-    return tuple(map(given, grads[:8], needs[:8]))
-
-
-_fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("factored_scan"))

@@ -1,4 +1,4 @@
-"""What the two scans share: everything but the product with W (factored or dense) and its parameters' gradients.
+"""factored_scan and dense_scan, the reference.
 
 Note [Sequences of different lengths]
     With lengths, a_t and h_t of a sequence are zero once it has ended, so the loss cannot depend on anything there:
@@ -15,15 +15,13 @@ Note [Message clip]
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.reference.activations import NEEDS_INPUT, activation_fwd, chain, sum_to_param
-
-Step = Callable[[Tensor], Tensor]  # [B, N] -> [B, N]: a product with W or W^T, a row per sequence
 
 
 def input_term(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -69,23 +67,31 @@ class ClippedMessage(torch.autograd.Function):
         return gradient.clamp(-ctx.c, ctx.c), None
 
 
-def run_forward(
-    step: Step,
-    x: Tensor,
-    h: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    checkpoint_every: int = 0,
-    alive: Tensor | None = None,
-    message_clip: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h_t = phi(step(h_{t-1}) + e_t), e of ``input_term``, from h [B, N]: (hs, ckpt, pre), see the ops' docstrings.
+def product(map_: Map, rows: Tensor) -> Tensor:
+    """W applied to every row of rows [B, N]."""
+    if map_.first is None or map_.scale is None:
+        return rows @ map_.second.mT
+    return ((rows @ map_.first) * map_.scale) @ map_.second.mT
 
-    alive: bool [T, B] or None, see ``running``.
-    """
+
+def transposed_product(map_: Map, rows: Tensor) -> Tensor:
+    """W^T applied to every row of rows [B, N]."""
+    if map_.first is None or map_.scale is None:
+        return rows @ map_.second
+    return ((rows @ map_.second) * map_.scale) @ map_.first.mT
+
+
+def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
+    """hs, ckpt and pre of ``orthokern.ops.factored_scan`` and ``dense_scan``. Differentiable by autograd."""
+    assert inputs.x is not None
+    return run_steps(map_, inputs, options, running(inputs.x.shape[0], options.lengths))
+
+
+def run_steps(map_: Map, inputs: ScanInputs, options: ScanOptions, alive: Tensor | None) -> ScanStates:
+    """h_t = phi(W h_{t-1} + e_t), e of ``input_term``, from h0; alive: bool [T, B] or None, see ``running``."""
+    x, h, weight, bias, act_param = inputs
+    activation, checkpoint_every, message_clip = options.activation, options.checkpoint_every, options.message_clip
+    assert x is not None
     e = input_term(without_padding(x, alive), weight, bias)
     # unbind, not e[t]: the backward of T separate selections writes T zero-filled tensors of e's size
     states, entering, pre = [], [], []
@@ -93,17 +99,15 @@ def run_forward(
         if checkpoint_every and t % checkpoint_every == 0:
             entering.append(h)
         here = None if alive is None else alive[t]
-        a = without_padding(step(h) + e_t, here)
+        a = without_padding(product(map_, h) + e_t, here)
         if message_clip > 0:
             a = ClippedMessage.apply(a, message_clip)
         h = without_padding(activation_fwd(a, act_param, activation=activation), here)
         states.append(h)
         pre.append(a)
     keep_pre = not checkpoint_every and activation in NEEDS_INPUT
-    return (
-        torch.stack(states),
-        torch.stack(entering) if entering else e.new_empty(0),
-        torch.stack(pre) if keep_pre else e.new_empty(0),
+    return ScanStates(
+        torch.stack(states), torch.stack(entering) if entering else None, torch.stack(pre) if keep_pre else None
     )
 
 
@@ -119,40 +123,28 @@ def norm_over_batch(g: Tensor) -> Tensor:
     return wide.square().sum((-2, -1)).sqrt()
 
 
-def run_backward(
-    step: Step,
-    step_transposed: Step,
+def scan_bwd(
+    map_: Map,
+    inputs: ScanInputs,
+    options: ScanOptions,
     grad_hs: Tensor,
     states: Tensor,
-    pre: Tensor,
-    x: Tensor | None,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
+    pre: Tensor | None,
     *,
-    activation: str,
-    checkpoint_every: int,
-    need_x: bool,
-    need_params: bool,
-    lengths: Tensor | None,
-    message_clip: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The adjoint recurrence of Note [Factored scan backward], for any W given by its two products.
-
-    Returns:
-        (grad_x, M, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm) with M = sum_t delta_t h_{t-1}^T [N, N].
-        What does not apply or is not needed is empty.
-    """
+    need_x: bool = True,
+    need_params: bool = True,
+) -> ScanGradients:
+    """The adjoint recurrence of Note [Factored scan backward], for any W."""
+    x, h0, weight, bias, act_param = inputs
+    activation, checkpoint_every, message_clip = options.activation, options.checkpoint_every, options.message_clip
     T, B, N = grad_hs.shape
-    empty = grad_hs.new_empty(0)
-    alive = running(T, lengths)
+    alive = running(T, options.lengths)
     grad_hs = without_padding(grad_hs, alive)
     x = None if x is None else without_padding(x, alive)
     m = grad_hs.new_zeros(N, N)
-    grad_weight = torch.zeros_like(weight) if weight is not None and need_params else empty
-    grad_bias = torch.zeros_like(bias) if bias is not None and need_params else empty
-    grad_act_param = torch.zeros_like(act_param) if act_param is not None and need_params else empty
+    grad_weight = torch.zeros_like(weight) if weight is not None and need_params else None
+    grad_bias = torch.zeros_like(bias) if bias is not None and need_params else None
+    grad_act_param = torch.zeros_like(act_param) if act_param is not None and need_params else None
     grad_x_segments: list[Tensor] = []
     norms: list[Tensor] = []
     carry = torch.zeros_like(h0)  # W^T delta_{t+1}
@@ -161,13 +153,12 @@ def run_backward(
         if checkpoint_every:
             assert x is not None
             entering = states[start // checkpoint_every]
-            hs, _, pre_segment = run_forward(
-                step, x[start:stop], entering, weight, bias, act_param,
-                activation=activation, alive=None if alive is None else alive[start:stop],
-            )  # fmt: skip
+            again = ScanInputs(x[start:stop], entering, weight, bias, act_param)
+            here = None if alive is None else alive[start:stop]
+            hs, _, pre_segment = run_steps(map_, again, ScanOptions(activation), here)
         else:
             entering, hs, pre_segment = h0, states, pre
-        pre_rows = pre_segment.unbind(0) if pre_segment.numel() else (None,) * (stop - start)
+        pre_rows = (None,) * (stop - start) if pre_segment is None else pre_segment.unbind(0)
 
         deltas: list[Tensor] = []
         for g_t, h_t, a_t in zip(
@@ -176,12 +167,12 @@ def run_backward(
             ghat = g_t + carry
             norms.append(norm_over_batch(ghat))
             delta, elementwise = chain(ghat, h_t, a_t, act_param, activation=activation)
-            if elementwise is not None and need_params:
+            if elementwise is not None and grad_act_param is not None:
                 assert act_param is not None
                 grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
             if message_clip > 0:
                 delta = delta.clamp(-message_clip, message_clip)
-            carry = step_transposed(delta)
+            carry = transposed_product(map_, delta)
             deltas.append(delta)
         delta_segment = torch.stack(deltas[::-1])
 
@@ -189,10 +180,10 @@ def run_backward(
             before = torch.cat([entering.unsqueeze(0), hs[:-1]])  # h_{t-1}
             before = without_padding(before, None if alive is None else alive[start:stop])
             m = m + delta_segment.flatten(0, 1).mT @ before.flatten(0, 1)
-            if weight is not None:
+            if weight is not None and grad_weight is not None:
                 assert x is not None
                 grad_weight = grad_weight + weight_gradient(delta_segment, x[start:stop], weight)
-            if bias is not None:
+            if grad_bias is not None:
                 grad_bias = grad_bias + delta_segment.sum((0, 1))
         if need_x and weight is None:
             grad_x_segments.append(delta_segment)
@@ -200,10 +191,9 @@ def run_backward(
             assert weight is not None
             grad_x_segments.append(delta_segment @ weight)
 
-    grad_x = torch.cat(grad_x_segments[::-1]) if grad_x_segments else empty
-    if not need_params:
-        m = empty
-    return grad_x, m, carry, grad_weight, grad_bias, grad_act_param, torch.stack(norms[::-1])
+    grad_x = torch.cat(grad_x_segments[::-1]) if grad_x_segments else None
+    norm = torch.stack(norms[::-1])
+    return ScanGradients(grad_x, m if need_params else None, carry, grad_weight, grad_bias, grad_act_param, norm)
 
 
 def weight_gradient(delta: Tensor, x: Tensor, weight: Tensor) -> Tensor:

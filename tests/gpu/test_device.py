@@ -123,7 +123,7 @@ def test_scan_parity_at_1000_units(op: str, backend: str) -> None:
 def test_the_path_of_single_steps(op: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """csrc/cuda/scan_steps.h, which only N above 1024 takes by itself on this GPU, and other GPUs above 160 or 192."""
     need(op, "cuda", N=34, K=34)
-    monkeypatch.setattr(_call, "wishes", {"path": 2})
+    monkeypatch.setattr(_call, "overrides", {"path": 2})
     for inputs, B, T, N in (("dense", 5, 7, 34), ("tokens", 70, 9, 130), ("features", 33, 4, 66)):
         if activation not in ("identity", "tanh"):
             B = min(B, max(1, 20000 // (T * N)))
@@ -147,7 +147,7 @@ def test_scan_parity_at_1100_units(op: str) -> None:
 
 def in_graphs(monkeypatch: pytest.MonkeyPatch, path: int, wanted: bool) -> None:
     """Single steps, which are the path of that number, in CUDA graphs or kernel by kernel."""
-    monkeypatch.setattr(_call, "wishes", {"path": path} if wanted else {"path": path, "graph_steps": 0})
+    monkeypatch.setattr(_call, "overrides", {"path": path} if wanted else {"path": path, "graph_steps": 0})
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -203,7 +203,7 @@ def test_steps_in_graphs_while_another_thread_captures(monkeypatch: pytest.Monke
     problem = on(scan_problem("dense_scan", B=5, T=150, N=34).to(torch.float32), "cuda")
 
     def states() -> torch.Tensor:  # kernels of ours alone
-        return dense_scan.dense_scan_fwd(*problem.inputs(), activation="tanh")[0]
+        return dense_scan.dense_scan_fwd(*problem.leaf_arguments()).hs
 
     in_graphs(monkeypatch, 2, wanted=False)
     plain = states()
@@ -231,7 +231,7 @@ def test_steps_in_graphs_while_another_thread_captures(monkeypatch: pytest.Monke
 def test_more_sequences_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid holds 65535 blocks along y, which tiles of 32 sequences pass at 2.1 million of them."""
     need("dense_scan", "cuda", N=4)
-    monkeypatch.setattr(_call, "wishes", {"path": 2})
+    monkeypatch.setattr(_call, "overrides", {"path": 2})
     problem = on(scan_problem("dense_scan", B=2_100_000, T=2, N=4).to(torch.float32), "cuda")
     actual, expected = run_scan(problem, "cuda"), run_scan(problem, "reference")
     for name in ("hs", "grad_x", "grad_h0"):
@@ -585,7 +585,7 @@ def test_lower_precision_is_as_bad_as_it_says_and_no_worse(
 
     assert error() < bound
     if backend == "cuda":  # single steps are what has tensor cores there
-        monkeypatch.setattr(_call, "wishes", {"path": 2})
+        monkeypatch.setattr(_call, "overrides", {"path": 2})
         assert error() < bound
         assert precision == "3xtf32" or error() > bound / 1000
 
@@ -833,7 +833,7 @@ for n in (33, 130):
     f.dense_scan(ids, u, weight=table, activation="identity", algorithm="chunked", backend=backend).sum().backward()
 """,
     "steps": """
-_call.wishes = {"path": 2}
+_call.overrides = {"path": 2}
 for n in (33, 66):
     u, table, ids = basis(n, n), torch.randn(n, 5, device="cuda", requires_grad=True), tokens()
     for lengths in (None, torch.tensor([6, -1, 2**40], device="cuda")):
@@ -841,13 +841,13 @@ for n in (33, 66):
         f.dense_scan(ids, u, weight=table, backend=backend, lengths=lengths, message_clip=0.1).sum().backward()
 """,
     "graphs": """
-_call.wishes = {"path": 2, "graph_steps": 2}
+_call.overrides = {"path": 2, "graph_steps": 2}
 for n in (33, 66):
     u, x = basis(n, n), torch.randn(11, 3, n, device="cuda", requires_grad=True)
     for lengths in (None, torch.tensor([11, -1, 2**40], device="cuda")):
         f.factored_scan(x, u, ones(n), u, backend=backend, lengths=lengths).sum().backward()
         f.dense_scan(x, u, backend=backend, lengths=lengths).sum().backward()
-_call.wishes = {"path": 1, "graph_steps": 2}
+_call.overrides = {"path": 1, "graph_steps": 2}
 x, w = torch.randn(11, 3, 99, device="cuda", requires_grad=True), torch.randn(99, 33, device="cuda") / 6
 for variant in ("kanai", "torch"):
     f.gru_scan(x, w.requires_grad_(), variant=variant, backend=backend).sum().backward()

@@ -33,6 +33,7 @@ from helpers import (
 )
 from torch import Tensor
 
+from orthokern._scan_contract import ScanGradients, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
 from orthokern.triton_kernels import _gradients, _inputs, _scan, gru_scan
@@ -40,6 +41,7 @@ from orthokern.triton_kernels import _gradients, _inputs, _scan, gru_scan
 DTYPES = (torch.float32, torch.float64)
 OPS = ("dense_scan", "factored_scan")
 INPUTS = ("dense", "features", "tokens")
+GRADS = tuple(f"grad_{name}" for name in ScanGradients._fields)  # what a leaf returns, by the names of ``run``
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # the interpreter's NumPy
 
@@ -66,15 +68,15 @@ def run(
 ) -> dict[str, Tensor]:
     """Forward and backward of the leaves: hs, ckpt, pre and every gradient, by name."""
     forward, backward = (getattr(leaf(problem.op, b), f"{problem.op}_{d}") for b, d in ((fwd, "fwd"), (bwd, "bwd")))
-    options |= {"activation": problem.activation}
-    hs, ckpt, pre = forward(*problem.inputs(), checkpoint_every=checkpoint_every, **options)
-    x, *others = problem.inputs()
+    map_, inputs, chosen = problem.leaf_arguments(checkpoint_every=checkpoint_every, **options)
+    states = forward(map_, inputs, chosen)
     x_needed = problem.weight is not None or checkpoint_every > 0
     grads = backward(
-        problem.grad_hs, ckpt if checkpoint_every else hs, pre, x if x_needed else None, *others,
-        checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params, **options,
+        map_, inputs if x_needed else inputs._replace(x=None), chosen, problem.grad_hs,
+        states.ckpt if checkpoint_every else states.hs, states.pre, need_x=need_x, need_params=need_params,
     )  # fmt: skip
-    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+    results = {**states._asdict(), **dict(zip(GRADS, grads, strict=True))}
+    return {name: problem.h0.new_empty(0) if result is None else result for name, result in results.items()}
 
 
 def check(problem: ScanProblem, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
@@ -162,7 +164,7 @@ def test_lower_precision_is_near(op: str, precision: str, monkeypatch: pytest.Mo
     expected, actual = run(problem, "reference", "reference"), run(problem, precision=precision)
     if precision == "bf16":
         assert not torch.allclose(actual["hs"], expected["hs"], rtol=1e-5, atol=1e-5), "the products are float32"
-    for name in ("hs", *problem.grad_names()):
+    for name in ("hs", *GRADS):
         if not expected[name].numel():
             continue
         error = (actual[name] - expected[name]).norm() / expected[name].norm()
@@ -201,7 +203,7 @@ def test_forward_of_one_backward_of_the_other(op: str, checkpoint_every: int) ->
         expected = run(problem, "reference", "reference")
         for fwd, bwd in (("triton", "reference"), ("reference", "triton")):
             actual = run(problem, fwd, bwd, checkpoint_every=checkpoint_every)
-            for name in problem.grad_names():
+            for name in GRADS:
                 assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
 
 
@@ -220,11 +222,12 @@ def test_chunk_length_and_choice() -> None:
     assert [_scan.chunk_length(T) for T in (1, 2, 10, 10000, 10**6)] == [1, 1, 3, 100, _scan.CHUNK_LIMIT]
     cpu = torch.device("cpu")
     for activation in NAMES:
-        assert _scan.wants_chunks("chunked", activation, 5, 1, cpu, False) == (activation == "identity")
-        assert not _scan.wants_chunks("chunked", activation, 5, 1, cpu, False, message_clip=0.1)
-        assert not _scan.wants_chunks("sequential", activation, 10**6, 1, cpu, True)
+        chunked = ScanOptions(activation, algorithm="chunked")
+        assert _scan.wants_chunks(chunked, 5, 1, cpu, False) == (activation == "identity")
+        assert not _scan.wants_chunks(dataclasses.replace(chunked, message_clip=0.1), 5, 1, cpu, False)
+        assert not _scan.wants_chunks(ScanOptions(activation, algorithm="sequential"), 10**6, 1, cpu, True)
     # one processor is full already
-    assert not _scan.wants_chunks("auto", "identity", 10000, 1, cpu, False)
+    assert not _scan.wants_chunks(ScanOptions("identity"), 10000, 1, cpu, False)
 
 
 # ------------------------------------------------------------------------------------------------- lengths and clipping
@@ -313,7 +316,7 @@ def test_lengths_of_one_backend_in_the_other(op: str) -> None:
     for every in (0, 3):
         for fwd, bwd in (("triton", "reference"), ("reference", "triton")):
             actual = run(problem, fwd, bwd, checkpoint_every=every, **options)
-            for name in problem.grad_names():
+            for name in GRADS:
                 assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
 
 
@@ -430,7 +433,7 @@ def test_what_is_not_needed_is_empty_and_nothing_is_written_to(op: str) -> None:
         problem = contiguous(scan_problem(op, B=2, T=2, N=4, activation="modrelu", inputs=inputs))
         copy = problem.map(torch.clone)
         full, no_x, no_params = run(problem), run(problem, need_x=False), run(problem, need_params=False)
-        for name in problem.grad_names():
+        for name in GRADS:
             kept = name in ("grad_x", "grad_h0", "grad_norm")
             assert no_x[name].numel() == 0 if name == "grad_x" else torch.equal(no_x[name], full[name])
             assert torch.equal(no_params[name], full[name]) if kept else no_params[name].numel() == 0
