@@ -2,8 +2,8 @@
 // row-major. B batch, T time, N hidden. Blocks of 3N in the order reset gate r, update gate z, candidate n. Equations:
 // orthokern/ops/gru_scan.py; those of the backward and the names d_*: Note [GRU scan backward] of the reference.
 //
-// With lengths, a sequence has the steps before its length, and the results are zeros after them. Nobody has looked at
-// the values of lengths: one below 0 or above T counts as 0 or T.
+// With lengths, a sequence has the steps before its length, and the results are zeros after them. The values of
+// lengths are not checked on the host: one below 0 or above T counts as 0 or T.
 #pragma once
 
 #include <stddef.h>

@@ -1,12 +1,12 @@
 // What the bindings hand to the CUDA scans: plain addresses and sizes, no torch. float32, contiguous, row-major.
 // B batch, T time, N hidden, K rank, D number of token ids.
 //
-// Forward and backward are one recurrence with another ending of a step. In step i of a sequence
+// Forward and backward are one recurrence with different epilogues of a step. In step i of a sequence
 //
 //   forward    t = i          a = map(state) + x_t,   state = h_t = phi(a)                  map = U diag(s) V^T or W
 //   backward   t = T - 1 - i  a = map(state) + g_t,   state = delta_t = phi'(.) * a         map = V diag(s) U^T or W^T
 //
-// The last state of the backward is delta_1: dL/dh_0 is one product more. A caller passes the map of the forward in both
+// The last state of the backward is delta_1: dL/dh_0 is one product more. A caller passes the same map in both
 // directions, W = second diag(scale) first^T or W = second; the backward kernels of a factored map see first and second
 // exchanged (run_scan).
 //
@@ -15,7 +15,7 @@
 // own. Without chunks, chunk = T and Q = B.
 //
 // With lengths, a sequence has the steps before its length: forward it ends early, backward it begins late, and its
-// states are zero there. Nobody has looked at the values of lengths: one below 0 or above T counts as 0 or T.
+// states are zero on padding. The host does not check the values of lengths: one below 0 or above T counts as 0 or T.
 #pragma once
 
 #include <stddef.h>

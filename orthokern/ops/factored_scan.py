@@ -51,15 +51,15 @@ def factored_scan(
 
     Equation:
         e_t = x_t                        without weight
-            = weight x_t + bias          for features, and for token ids with x_t their one-hot form (never made)
+            = weight x_t + bias          for features; for token ids x_t is one-hot, and never materialised
         a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T;    W = U diag(s) V^T is never formed.
         With lengths, a_t = h_t = 0 for t > lengths[b].
         Backward: Note [Factored scan backward] in ``orthokern/reference/factored_scan.py``.
 
     Args:
         x: [T, B, N], or [T, B, D] with weight, in the floating dtype of u; or int64 [T, B] token ids in [0, D)
-            (checked on a CPU; on a GPU, where a check would wait for the device, a wrong id makes its sequence NaN).
-        u, v: [N, K], K <= N. Orthonormal columns are the intention, not a requirement.
+            (checked on a CPU; not on a GPU, where a check would synchronise: a wrong id makes its sequence NaN).
+        u, v: [N, K], K <= N. Their columns should be orthonormal, which is not required.
         s: [K], the singular values where u and v are orthonormal.
         h0: [B, N], the state before the first step.
         weight: [N, D] or None; bias: [N] or None.
@@ -73,12 +73,11 @@ def factored_scan(
             the faster products computes IEEE ones, as cpu and reference always do; so does float64.
         algorithm: "sequential", step after step; "chunked", over chunks of time in parallel through powers of the map
             (activation identity and no message_clip only; forms W); "auto", the backend's choice of what it has.
-        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; on a GPU,
-            where a check would wait for the device, a wrong one counts as 0 or T. States on padding are zeros. What
-            stands there in x (NaN, wrong token ids) and in the cotangent is never looked at, and gradients there are
-            zeros.
+        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; not on a
+            GPU, where a check would synchronise: a wrong one counts as 0 or T. States and gradients on padding are zeros.
+            Values of x (NaN, wrong token ids) and of the cotangent on padding have no effect.
         message_clip: c > 0 clips delta_t, the gradient of a_t, to [-c, c] element by element in every step of the
-            backward, before it goes on to anything; 0 does not. See Note [Message clip] in
+            backward, before anything else is computed from it; 0 does not clip. See Note [Message clip] in
             ``orthokern/reference/_scan.py``.
         Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
 
