@@ -56,8 +56,8 @@ def dense_scan(
         algorithm: "sequential", step after step; "chunked", over chunks of time in parallel through powers of the map
             (activation identity and no message_clip only; forms W); "auto", the backend's choice of what it has.
         lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; not on a
-            GPU, where a check would synchronise: a wrong one counts as 0 or T. States and gradients on padding are zeros.
-            Values of x (NaN, wrong token ids) and of the cotangent on padding have no effect.
+            GPU, where a check would synchronise: a wrong one counts as 0 or T. States and gradients are zeros on
+            padding, and values of x (NaN, wrong token ids) and of the cotangent there have no effect.
         message_clip: c > 0 clips delta_t, the gradient of a_t, to [-c, c] element by element in every step of the
             backward, before anything else is computed from it; 0 does not clip. See Note [Message clip] in
             ``orthokern/reference/_scan.py``.
