@@ -178,14 +178,14 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
     T *h = state, *h_new = next;
 
     // What the next step reads first is fetched during this one, a third with each product.
-    Errands<T> errands[3];
+    Transfers<T> transfers[3];
     if (t + 1 < rows.longest)
-      for (int g = 0; g < 3; g++) errands[g].fetch(x_next + g * N, 3 * N, L, rows.at(t + 1), plan.blocks());
+      for (int g = 0; g < 3; g++) transfers[g].prefetch(x_next + g * N, 3 * N, L, rows.at(t + 1), plan.blocks());
     if (!stream)
-      for (int g = 0; g < 3; g++) errands[g].fetch(gates + g * N, 3 * N, L, R_t, plan.blocks());
-    errands[2].fetch(hs, N, L, R_t, plan.blocks());
+      for (int g = 0; g < 3; g++) transfers[g].prefetch(gates + g * N, 3 * N, L, R_t, plan.blocks());
+    transfers[2].prefetch(hs, N, L, R_t, plan.blocks());
 
-    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &errands[0], [&](int first, int last) {
+    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &transfers[0], [&](int first, int last) {
       rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + b * L;
         const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + b * L));
@@ -193,7 +193,7 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
         store(m + at, KANAI ? gate * load(h + at) : gate);
       });
     });
-    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &errands[1], [&](int first, int last) {
+    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &transfers[1], [&](int first, int last) {
       rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + N + b * L;
         const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + plan.padded() + b * L));
@@ -201,7 +201,7 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
         store(z + at, gate);
       });
     });
-    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &errands[2], [&](int first, int last) {
+    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &transfers[2], [&](int first, int last) {
       rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + 2 * N + b * L;
         const V<T> q = load(acc + at) + load(plan.bias + 2 * plan.padded() + b * L);
@@ -286,19 +286,19 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   for (int64_t t = rows.longest - 1; t >= 0; t--) {
     const int R_t = rows.at(t), R_next = t > 0 ? rows.at(t - 1) : 0;
     // What step t - 1 reads is fetched during the products of this one.
-    Errands<T> errands[2];
+    Transfers<T> transfers[2];
     const int with_r = KANAI ? 0 : 1;
     if (t > 0) {
-      errands[with_r].fetch(rows_of(args.grad_hs, t - 1, 1), N, L, R_next, plan.blocks());
-      errands[with_r].fetch(state_before(t - 1), N, L, R_next, plan.blocks());
-      errands[1].fetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R_next, (3 * plan.N + L - 1) / L);
-      if (!KANAI) errands[1].fetch(rows_of(args.saved_pre, t - 1, 1), N, L, R_next, plan.blocks());
+      transfers[with_r].prefetch(rows_of(args.grad_hs, t - 1, 1), N, L, R_next, plan.blocks());
+      transfers[with_r].prefetch(state_before(t - 1), N, L, R_next, plan.blocks());
+      transfers[1].prefetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R_next, (3 * plan.N + L - 1) / L);
+      if (!KANAI) transfers[1].prefetch(rows_of(args.saved_pre, t - 1, 1), N, L, R_next, plan.blocks());
     }
     if (KANAI) {
       const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
       T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
       const Segment<T> from = {d_n, block, plan.N};
-      multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &errands[0], [&](int first, int last) {
+      multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &transfers[0], [&](int first, int last) {
         const V<T> one = splat<T>(1);
         rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
           const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
@@ -313,7 +313,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     }
     const Segment<T> from[3] = {{d_r[now], block, plan.N}, {d_z[now], block, plan.N}, {d_q[now], block, plan.N}};
     now = 1 - now;
-    multiply<T>(from, KANAI ? 2 : 3, plan.back, R_t, acc, block, &errands[1], [&](int first, int last) {
+    multiply<T>(from, KANAI ? 2 : 3, plan.back, R_t, acc, block, &transfers[1], [&](int first, int last) {
       if (t > 0) begin(t - 1, first, last);
     });
   }
