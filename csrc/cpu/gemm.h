@@ -6,7 +6,7 @@
 //                Broadcasting an element and storing a vector of a row both need constant offsets only, and the output
 //                of a product can be the input of the next one.
 // Panels:        a weight matrix of `depth` rows and `cols` columns is packed as panels of 2 L columns, each
-//                [depth][2 L] and contiguous. A last panel of at most L columns is [depth][L]. Missing columns are zero.
+//                [depth][2 L] and contiguous. A last panel of at most L columns is [depth][L]. Missing columns are 0.
 //
 //            panel  <- 2 L columns ->
 //            +---------------------+
