@@ -15,7 +15,7 @@
                            next step reads is fetched during this one.
 
 The gradients of w and bias are torch's products over all steps afterwards. The product with a matrix and its tile's
-layout are those of ``_scan.py``. Limits: IEEE products only; N up to 512; from N = 65 on (float64: 33) w is read in
+layout are those of ``_matrix.py``. Limits: IEEE products only; N up to 512; from N = 65 on (float64: 33) w is read in
 every step.
 """
 
@@ -33,7 +33,8 @@ from torch import Tensor
 
 from orthokern._products import ieee_products
 from orthokern.triton_kernels._activation import tanh
-from orthokern.triton_kernels._scan import PANEL_WARPS, WIDE, elements, load_matrix, look_up, multiply_row, once
+from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
+from orthokern.triton_kernels._scan import PANEL_WARPS, look_up
 
 # ------------------------------------------------------------------------------------------------------------ products
 
