@@ -3,8 +3,8 @@
 Note [Blocks of the gradient product]
     M = sum_t delta_t h_{t-1}^T is a matrix product over all T B rows. It is computed in blocks of whole steps with
     about BLOCK_ROWS rows, last block first. The first step of each block is a product of its own, because its h_{t-1}
-    lies elsewhere in memory. The blocks depend on T and B alone. So a backward that recomputes states from checkpoints, one
-    window of time after another, adds the same products in the same order as one that has all states. The gradients
+    lies elsewhere in memory. The blocks depend on T and B alone. So a backward that recomputes states from checkpoints,
+    one window of time after another, adds the same products in the same order as one that has all states. The gradients
     have the same bits, and the buffers a fixed size. These products are torch's, in IEEE float32, regardless of
     torch.backends.cuda.matmul.
 """

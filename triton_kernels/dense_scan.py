@@ -117,7 +117,31 @@ def dense_scan_fwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.dense_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
+    """Forward of ``orthokern.ops.dense_scan``, which has the equations.
+
+    Tensors are contiguous, on one CUDA device, and float32 or float64 alike, unless stated otherwise.
+
+    Args:
+        x: [T, B, N] if weight is None; else features [T, B, D], or token ids int64 [T, B] in [0, D).
+        w: [N, N], N up to 512. h0: [B, N].
+        weight: [N, D] or None. bias: [N] or None. act_param: [1] or [N], or None.
+        activation: a name of ``orthokern.ops.activations.NAMES``.
+        checkpoint_every: steps between saved states; 0 saves all.
+        precision: "ieee", "tf32", "3xtf32" or "bf16", of the products in float32.
+        algorithm: "auto", "sequential" or "chunked" (identity only).
+        lengths: int64 [B] in [1, T], or None for T.
+        message_clip: bound of |delta| in the backward, 0 for none.
+
+    Returns:
+        hs [T, B, N]; ckpt [ceil(T / checkpoint_every), B, N], empty without checkpoints; pre [T, B, N], empty unless
+        the backward needs it.
+
+    Example::
+
+        x, w = torch.randn(100, 8, 64, device="cuda"), torch.eye(64, device="cuda")
+        h0 = torch.zeros(8, 64, device="cuda")
+        hs, ckpt, pre = dense_scan_fwd(x, w, h0, None, None, None, activation="tanh")
+    """
     return run_forward(
         KERNELS, Map(w), x, h0, weight, bias, act_param, activation=activation, checkpoint_every=checkpoint_every,
         precision=precision, algorithm=algorithm, lengths=lengths, message_clip=message_clip,
@@ -144,7 +168,22 @@ def dense_scan_bwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.dense_scan`` for arguments and returns."""
+    """Backward of ``orthokern.ops.dense_scan``. Arguments that the forward has are as in `dense_scan_fwd`.
+
+    Args:
+        grad_hs: [T, B, N], dL/dhs.
+        states: hs [T, B, N], or ckpt with checkpoints. pre: of the forward, [T, B, N] or empty.
+        x: as in the forward; None where it is not needed (weight is None and there are no checkpoints).
+        need_x, need_params: whether to compute grad_x, and the gradients of w, weight, bias and act_param.
+
+    Returns:
+        (grad_x, grad_w [N, N], grad_h0 [B, N], grad_weight [N, D], grad_bias [N], grad_act_param, grad_norm [T]), the
+        last |dL/dh_t| over batch and units. What does not apply or is not needed is empty.
+
+    Example::
+
+        grads = dense_scan_bwd(torch.ones_like(hs), hs, pre, None, w, h0, None, None, None, activation="tanh")
+    """
     return run_backward(
         KERNELS, Map(w), Map(w.mT.contiguous()), grad_hs, states, pre, x, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,

@@ -1,8 +1,8 @@
 """factored_scan: h_t = phi(U (s * (V^T h_{t-1})) + e_t), the whole time loop in one launch; W is never formed.
 
 Maps, memory and the ways to multiply: ``_scan.py``. Here: two resident matrices, 128 KiB of registers at N = K = 128 in
-float32, and two products after one another in every step. Limits: N up to 512; from N = 129 on (float64: from 65 on)
-they are read in every step, see docs/triton-kernels.md. Chunks of time form W, and run the dense scan's kernels.
+float32, and two products in every step. Limits: N up to 512; from N = 129 on (float64: from 65 on) the matrices are
+read in every step, see docs/triton-kernels.md. Chunks of time compute W and run the kernels of the dense scan.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -125,7 +125,22 @@ def factored_scan_fwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.factored_scan`` for the arguments, all contiguous. Returns (hs, ckpt, pre)."""
+    """Forward of ``orthokern.ops.factored_scan``, which has the equations.
+
+    Args:
+        u, v: [N, K], N up to 512. s: [K].
+        Others: as in ``dense_scan.dense_scan_fwd``, with the same dtypes, device and layout.
+
+    Returns:
+        hs [T, B, N]; ckpt [ceil(T / checkpoint_every), B, N], empty without checkpoints; pre [T, B, N], empty unless
+        the backward needs it.
+
+    Example::
+
+        u, v = torch.linalg.qr(torch.randn(2, 64, 64, device="cuda"))[0]
+        s, x, h0 = u.new_ones(64), torch.randn(100, 8, 64, device="cuda"), u.new_zeros(8, 64)
+        hs, ckpt, pre = factored_scan_fwd(x, u, s, v, h0, None, None, None, activation="tanh")
+    """
     return run_forward(
         KERNELS, Map(u, v.mT.contiguous(), s), x, h0, weight, bias, act_param, activation=activation,
         checkpoint_every=checkpoint_every, precision=precision, algorithm=algorithm, lengths=lengths,
@@ -155,7 +170,20 @@ def factored_scan_bwd(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.factored_scan`` for arguments and returns."""
+    """Backward of ``orthokern.ops.factored_scan``.
+
+    Args:
+        u, v: [N, K]. s: [K].
+        Others: as in ``dense_scan.dense_scan_bwd``.
+
+    Returns:
+        (grad_x, grad_u [N, K], grad_s [K], grad_v [N, K], grad_h0 [B, N], grad_weight [N, D], grad_bias [N],
+        grad_act_param, grad_norm [T]). What does not apply or is not needed is empty.
+
+    Example::
+
+        grads = factored_scan_bwd(torch.ones_like(hs), hs, pre, None, u, s, v, h0, None, None, None, activation="tanh")
+    """
     grad_x, m, grad_h0, *others = run_backward(
         KERNELS, Map(u, v.mT.contiguous(), s), Map(v, u.mT.contiguous(), s), grad_hs, states, pre, x, h0, weight, bias,
         act_param, activation=activation, checkpoint_every=checkpoint_every, need_x=need_x, need_params=need_params,
