@@ -1,4 +1,4 @@
-// orthokern._C: the table of contents of the native kernels.
+// orthokern._C: the bindings of the native kernels.
 //
 // Every function takes addresses as integers and sizes, and no torch type: one build serves every torch version. The
 // only caller is orthokern/cpu/_call.py, which has checked dtype, contiguity and device. The GIL is released while a
@@ -53,7 +53,7 @@ PYBIND11_MODULE(_C, m) {
       "The instruction sets that were built and that this machine can run, best first.");
   m.def(
       "select_isa", [](const std::string& name) { return cpu_select(name.empty() ? nullptr : name.c_str()); },
-      "Choose among isas() (\"\": the best). False if it is not there.");
+      "Select one of isas() (\"\": the best). False if it is not available.");
   m.def("thread_pool", [] { return std::string(parallel_pool()); }, "Where the threads come from.");
 
   m.def(
@@ -71,7 +71,7 @@ PYBIND11_MODULE(_C, m) {
       "The activations of the kernels: number -> (what backward reads, whether it has a parameter, whether it works on "
       "pairs).");
 
-  py::class_<Buffer>(m, "Buffer", py::buffer_protocol(), "Uninitialised memory from the pool of large results.")
+  py::class_<Buffer>(m, "Buffer", py::buffer_protocol(), "Uninitialized memory from the pool of large results.")
       .def(py::init<size_t>(), py::arg("bytes"))
       .def_buffer([](Buffer& b) {
         return py::buffer_info(static_cast<uint8_t*>(b.memory()), static_cast<py::ssize_t>(b.bytes()));
@@ -82,7 +82,7 @@ PYBIND11_MODULE(_C, m) {
         BufferPool::results().release();
         BufferPool::scratch().release();
       },
-      "Give waiting memory back to the system.");
+      "Return unused memory to the system.");
   m.def(
       "cache_bytes",
       [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },

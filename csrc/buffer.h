@@ -1,9 +1,9 @@
-// Large results on the CPU, from memory that is kept.
+// Memory for large results on the CPU, reused after it is freed.
 //
-// A fresh allocation of 256 MB costs more than the scan that fills it: 65 000 page faults, each with a page of zeros.
-// The C library gives such blocks back to the system at once, so every training iteration would pay again. Here a freed
-// block waits for the next request of about its size. What is held, in use and waiting, never exceeds the most that was
-// ever in use at one time.
+// A new allocation of 256 MB costs more than the scan that fills it: 65 000 page faults, each of which clears a page.
+// The C library returns such blocks to the system immediately, so every training iteration would repeat this. Here a
+// freed block is kept for the next request of about its size. The memory in use and kept never exceeds the largest
+// amount that was in use at one time.
 #pragma once
 
 #include <stddef.h>
@@ -23,8 +23,8 @@ class BufferPool {
     size_t bytes;
   };
 
-  // Results, which tensors hold, and scratch, which a call gives back when it ends: apart, since the most that is in
-  // use at one time is a fair bound for either, but results and scratch are at their most at different times.
+  // Results are held by tensors; scratch is freed when a call ends. They have separate pools because the two reach
+  // their largest amounts at different times, and each amount is the bound of its own pool.
   static BufferPool& results() {
     static BufferPool* pool = new BufferPool;  // never destroyed: tensors may outlive static destruction
     return *pool;

@@ -1,4 +1,4 @@
-"""Triton kernels, one file an op, installed as ``orthokern.triton_kernels``.
+"""Triton kernels, one file per op, installed as ``orthokern.triton_kernels``.
 
 A file has the stem of its op, as every other implementation of it has (``orthokern/reference/<op>.py``,
 ``csrc/cpu/<op>.cpp``, ``csrc/cuda/<op>.cu``). The folder is installed under ``orthokern`` because Triton itself ships a
@@ -20,9 +20,9 @@ prefix         holds                                                            
 
 The letters are the project's: B batch, T time, N hidden, K rank of U and V, D input.
 
-A launch says ``enable_fp_fusion=True``: a product and a sum are one FMA, which is what these kernels are made of, and
-Triton's default turns to False with 3.10.
+Every launch passes ``enable_fp_fusion=True``, so that a product and a sum are one FMA. Triton's default becomes False
+with 3.10.
 
-This module imports without Triton and without a GPU. A kernel file imports ``triton`` and is loaded by the dispatcher
-alone, which first asks whether Triton is there.
+This module imports without Triton and without a GPU. A kernel file imports ``triton``. Only the dispatcher loads it,
+after it has checked that Triton is installed.
 """

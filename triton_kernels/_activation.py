@@ -44,7 +44,7 @@ def tanh(b_x):
         b_small = b_x + b_x * (b_z * b_r)
     b_large = 1.0 - 2.0 / (tl.exp(2.0 * b_size) + 1.0)
     b_large = tl.where(b_x < 0, -b_large, b_large)
-    return tl.where(b_size < TANH_CUT, b_small, b_large)  # NaN is on the right, where it stays NaN
+    return tl.where(b_size < TANH_CUT, b_small, b_large)  # a NaN takes b_large, which is NaN
 
 
 @triton.jit

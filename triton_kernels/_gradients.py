@@ -1,11 +1,12 @@
-"""A scan's forward and backward around the kernels: what is stored, what is recomputed, which sums give the gradients.
+"""Forward and backward of a scan around the kernels: what is stored or recomputed, and the parameter gradients.
 
 Note [Blocks of the gradient product]
-    M = sum_t delta_t h_{t-1}^T is a matrix product over all T B rows, taken in blocks of whole steps with about
-    BLOCK_ROWS rows, last block first, and the first step of each apart (its h_{t-1} lies elsewhere). The blocks depend
-    on T and B alone. So a backward that recomputes states from checkpoints, a window of time after another, adds up the
-    same products in the same order as one that has all states: the gradients have the same bits, and the buffers a
-    fixed size. These products are torch's, in IEEE float32 whatever torch.backends.cuda.matmul allows elsewhere.
+    M = sum_t delta_t h_{t-1}^T is a matrix product over all T B rows. It is computed in blocks of whole steps with
+    about BLOCK_ROWS rows, last block first. The first step of each block is a product of its own, because its h_{t-1}
+    lies elsewhere in memory. The blocks depend on T and B alone. So a backward that recomputes states from checkpoints,
+    one window of time after another, adds the same products in the same order as one that has all states. The gradients
+    have the same bits, and the buffers a fixed size. These products are torch's, in IEEE float32, regardless of
+    torch.backends.cuda.matmul.
 """
 
 from __future__ import annotations
@@ -20,23 +21,16 @@ from torch import Tensor
 from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern.triton_kernels._chunks import backward_in_chunks, forward_in_chunks, wants_chunks
 from orthokern.triton_kernels._inputs import features_term, token_gradient
-from orthokern.triton_kernels._scan import (
-    TRITON_PRECISION,
-    as_rows,
-    backward_in_chunks,
-    forward_in_chunks,
-    launch_backward,
-    launch_forward,
-    wants_chunks,
-)
+from orthokern.triton_kernels._scan import TRITON_PRECISION, as_rows, launch_backward, launch_forward
 
 BLOCK_ROWS = 65536
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The kernels of an op, and those that run it in chunks of time."""
+    """The kernels of an op, and those for its chunks of time, see Note [Chunks of time] in ``_chunks.py``."""
 
     fwd: Any
     bwd: Any
@@ -45,7 +39,7 @@ class Kernels:
 
 
 def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: str) -> tuple[Tensor, Tensor | None]:
-    """What the forward kernel reads: (the input term [T, B, N], None), or (ids int64 [T, B], a table [D, N])."""
+    """The input of the forward kernel: (the input term [T, B, N], None), or (ids int64 [T, B], a table [D, N])."""
     if weight is None:
         return x, None
     if x.is_floating_point():
@@ -80,10 +74,13 @@ def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOp
 
 
 def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
-    """values of the steps from ``first`` on, [B, N] of one, [steps, B, ...] or ids [steps, B], as sums may read them.
+    """values with padding replaced: by 0, or by -1 for token ids, which belongs to no row of the table.
 
-    On padding delta is 0, which times an infinity would be NaN: there, values become 0, and ids -1, which belong to no
-    row of the table. alive: bool [T, B], or None for no padding.
+    On padding delta is 0, and 0 times an infinity would be NaN.
+
+    Args:
+        values: of the steps from ``first`` on: [B, N] of one step, [steps, B, ...], or ids [steps, B].
+        alive: bool [T, B], False on padding; None for no padding.
     """
     if alive is None:
         return values
@@ -96,7 +93,7 @@ def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
 
 
 class States:
-    """States and pre-activations of a scan by ranges of steps, from what the forward saved or by running it again.
+    """States and pre-activations of a range of steps, saved by the forward or recomputed from checkpoints.
 
     Args:
         run: run(start, stop, h [B, N], hs, pre) fills hs [stop - start, B, N] and, unless None, pre.
@@ -108,7 +105,7 @@ class States:
         self.checkpoint_every, self.saved, self.h0, self.run = checkpoint_every, states, h0, run
         self.start = self.stop = T
         self.keep_pre = False
-        # with checkpoints, the window at hand [1 + steps, B, N]: the state that enters it, and those of its steps
+        # with checkpoints, the current window [1 + steps, B, N]: its initial state, and the states of its steps
         self.entered: Tensor | None = None
         self.pre = pre
 
@@ -136,6 +133,47 @@ class States:
         self.run(self.start, self.stop, self.saved[segment], self.entered[1:], self.pre)
 
 
+class ParameterSums:
+    """The gradients of the map (M), the input weight and the bias, added up a block of steps at a time.
+
+    Args:
+        h0: [B, N], for sizes, dtype and device.
+        weight: [N, D], or None; bias: [N], or None.
+        features: whether x is features [T, B, D] rather than token ids [T, B].
+    """
+
+    def __init__(self, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool) -> None:
+        N, D = h0.shape[1], 0 if weight is None else weight.shape[1]
+        self.features, self.D = features, D
+        self.m = h0.new_zeros(N, N)
+        self.bias = None if bias is None else h0.new_zeros(N)
+        self.weight = None if weight is None else h0.new_zeros((N, D) if features else (D, N))
+
+    def add_states(self, delta: Tensor, before: Tensor, between: Tensor) -> None:
+        """Add the products with the states, and the bias: delta [steps, B, N], before and between as `States.get`."""
+        N = delta.shape[-1]
+        self.m.addmm_(delta[1:].reshape(-1, N).mT, between.reshape(-1, N))
+        self.m.addmm_(delta[0].mT, before)
+        if self.bias is not None:
+            self.bias += delta.view(-1, N).sum(0)
+
+    def add_input(self, delta: Tensor, x: Tensor) -> None:
+        """Add the products with the input, x [steps, B, D] or ids [steps, B]."""
+        assert self.weight is not None
+        rows = delta.view(-1, delta.shape[-1])
+        if self.features:
+            self.weight.addmm_(rows.mT, x.reshape(rows.shape[0], -1))
+        else:
+            self.weight += token_gradient(rows, x.reshape(-1), self.D)
+
+    def results(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(M [N, N], grad_weight [N, D], grad_bias [N]); None where there is no weight or bias."""
+        weight = self.weight
+        if weight is not None and not self.features:
+            weight = weight.mT.contiguous()
+        return self.m, weight, self.bias
+
+
 @ieee_products()
 def run_backward(
     kernels: Kernels,
@@ -158,44 +196,28 @@ def run_backward(
     chunked = wants_chunks(options, T, B, h0.device, map_.first is not None)
     alive = None if lengths is None else torch.arange(T, device=lengths.device).unsqueeze(1) < lengths  # [T, B]
 
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=h0.dtype, device=h0.device)
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=h0.dtype, device=h0.device)
-
     def run(start: int, stop: int, h: Tensor, hs: Tensor, pre: Tensor | None) -> None:
-        assert x is not None
-        source, table = input_of(x[start:stop], weight, bias, precision)
+        assert x is not None and (start == 0 or not chunked)  # chunks count lengths from step 0
+        inputs = input_of(x[start:stop], weight, bias, precision)
+        options: dict[str, Any] = {"precision": precision, "hs": hs, "lengths": lengths}
         if chunked:
-            assert start == 0  # what lengths count from
-            forward_in_chunks(
-                kernels.chunk_fwd, map_, source, table, h, T=stop, precision=precision, hs=hs, lengths=lengths
-            )  # fmt: skip
-        else:
-            launch_forward(
-                kernels.fwd, map_, source, table, h, act_param, T=stop - start, B=B, chunk=stop - start,
-                activation=activation, precision=precision, hs=hs, pre=pre, lengths=lengths, first=start,
-            )  # fmt: skip
+            forward_in_chunks(kernels.chunk_fwd, map_, *inputs, h, T=stop, **options)
+            return
+        size = {"T": stop - start, "B": B, "chunk": stop - start, "first": start}
+        launch_forward(kernels.fwd, map_, *inputs, h, act_param, activation=activation, pre=pre, **size, **options)
 
     features = x is not None and x.is_floating_point() and weight is not None
-    # the whole of delta is the result where x is the input term; with checkpoints and no such result, a block at a time
+    # all of delta is kept where it is grad_x (x is the input term) or there are no checkpoints; else one block
     whole = not checkpoint_every or chunked or (weight is None and need_x)
-    steps = max(1, BLOCK_ROWS // B)
-    delta_all = new(T, B, N) if whole else None
-    square, carry, left = new(T, B), zeros(B, N), new(B, N)
-    by_row = zeros(B, N) if act_param is not None and need_params else None
-    # chunks depend on T, so to get the same bits all steps have to run again, from the first checkpoint
+    one_block = bool(checkpoint_every) and not chunked
+    delta_all = h0.new_empty(T, B, N) if whole else None
+    square, carry, left = h0.new_empty(T, B), h0.new_zeros(B, N), h0.new_empty(B, N)
+    by_row = h0.new_zeros(B, N) if act_param is not None and need_params else None
+    # chunks depend on T, so the same bits need all steps again, from the first checkpoint
     source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
     source.keep_pre = ACTIVATIONS[activation].needs_input
-
-    m = zeros(N, N) if need_params else None
-    grad_bias = zeros(N) if need_params and bias is not None else None
-    grad_weight = None
-    if need_params and weight is not None:
-        D = weight.shape[1]
-        grad_weight = zeros(N, D) if features else zeros(D, N)
-    grad_x = new(*x.shape) if features and need_x and x is not None else None
+    sums = ParameterSums(h0, weight, bias, features) if need_params else None
+    grad_x = h0.new_empty(x.shape) if features and need_x and x is not None else None
 
     clip = h0.new_full((1,), options.message_clip) if options.message_clip > 0 else None
     scan = {"activation": activation, "precision": precision, "by_row": by_row, "lengths": lengths, "clip": clip}
@@ -211,42 +233,31 @@ def run_backward(
             left=left, square=square, **scan,
         )  # fmt: skip
 
+    steps = max(1, BLOCK_ROWS // B)
     for low in reversed(range(0, T, steps)):
         high = min(low + steps, T)
-        one_block = checkpoint_every and not chunked
-        if need_params or one_block:
+        if sums or one_block:
             hs_block, pre_block, before, between = source.get(low, high)
-        delta = delta_all[low:high] if delta_all is not None else new(high - low, B, N)
+        delta = delta_all[low:high] if delta_all is not None else h0.new_empty(high - low, B, N)
         if one_block:
             launch_backward(
                 kernels.bwd, transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
                 chunk=high - low, delta=delta, left=left, square=square[low:high], first=low, **scan,
             )  # fmt: skip
             carry, left = left, carry
-        rows = delta.view(-1, N)
-        if m is not None:
-            before, between = without_padding(before, alive, low), without_padding(between, alive, low + 1)
-            m.addmm_(delta[1:].reshape(-1, N).mT, between.reshape(-1, N))
-            m.addmm_(delta[0].mT, before)
-            if grad_bias is not None:
-                grad_bias += rows.sum(0)
-            if weight is not None and grad_weight is not None:
-                assert x is not None
-                x_block = without_padding(x[low:high], alive, low)
-                if features:
-                    grad_weight.addmm_(rows.mT, x_block.reshape(rows.shape[0], -1))
-                else:
-                    grad_weight += token_gradient(rows, x_block.reshape(-1), weight.shape[1])
+        if sums:
+            sums.add_states(delta, without_padding(before, alive, low), without_padding(between, alive, low + 1))
+            if weight is not None and x is not None:
+                sums.add_input(delta, without_padding(x[low:high], alive, low))
         if grad_x is not None and weight is not None:
+            rows = delta.view(-1, N)
             torch.mm(rows, weight, out=grad_x[low:high].view(rows.shape[0], -1))
-    if checkpoint_every and not chunked:
+    if one_block:
         left = carry  # exchanged after the last block
     if need_x and weight is None:
         grad_x = delta_all
-    if grad_weight is not None and not features:
-        grad_weight = grad_weight.mT.contiguous()
-
     grad_act_param = None
     if by_row is not None and act_param is not None:
         grad_act_param = by_row.sum(0) if act_param.numel() > 1 else by_row.sum().view(1)
+    m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
     return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, square.sum(1).sqrt())

@@ -1,12 +1,12 @@
 """The input term of a scan and its gradients: features times a weight, and the sums over equal token ids.
 
 features_kernel         program i_r, i_n -> rows [i_r BLOCK_R, ...) and columns [i_n BLOCK_N, ...) of e [R, N], the
-                        sum over D in panels of 32. A row's bits depend on that row alone, so a part of the time
-                        steps that is recomputed for the backward gives the same bits; torch.addmm does not promise
-                        that. Bound by FMA units (or tensor cores, as asked for) from D of about 100 on.
-token_gradient_kernel   program d, i_s -> part i_s of the rows with token id d, in the order of time, added up in
-                        BLOCK_R partial sums. No atomics; work is proportional to rows, whatever D. Bound by HBM;
-                        by the most frequent id where one makes up most of the rows.
+                        sum over D in panels of 32. The bits of a row depend on that row alone, so time steps that are
+                        recomputed for the backward have the same bits; torch.addmm does not guarantee that. Bound by
+                        FMA units (or tensor cores, if selected) from D of about 100 on.
+token_gradient_kernel   program d, i_s -> part i_s of the rows with token id d, in the order of time, added in BLOCK_R
+                        partial sums. No atomics; the work is proportional to the rows, for any D. Bound by HBM, or by
+                        the most frequent id if it has most of the rows.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -28,7 +28,7 @@ DOT_F64 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
 
 TOKENS_TILE = 2048
 TOKENS_WARPS = 4
-# Programs for few ids: each id's rows are shared out among as many as make this many programs altogether.
+# With few ids, the rows of each id are divided among several programs, up to this many programs in total.
 TOKENS_PROGRAMS = 512
 
 
@@ -73,7 +73,7 @@ def features_kernel(
 def token_gradient_kernel(
     p_delta,  # [R, N]
     p_order,  # int64 [R], the rows in the order of their ids, equal ids in the order of the rows
-    p_bounds,  # int64 [D + 1], where each id begins in p_order
+    p_bounds,  # int64 [D + 1], where the rows of each id begin in p_order
     p_partial,  # [SPLITS, D, N]
     D,
     SPLITS,
@@ -100,7 +100,7 @@ def token_gradient_kernel(
 def features_term(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
     """e [T, B, N] from features x [T, B, D], weight [N, D] and bias [N], all contiguous.
 
-    precision: as Triton calls it.
+    precision: by Triton's name.
     """
     (T, B, D), N = x.shape, weight.shape[0]
     e = torch.empty(T, B, N, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""What the two scans share: the time loops as device functions, and the launches and gradients around them.
+"""What the two scans share: the time loops as device functions, and their launches.
 
 The maps come as row-major matrices with a row per output: ``second`` [N, K] and, for the factored scan, ``first``
 [K, N] and ``scale`` [K]. One step of either direction is y = second (scale * (first x)), or y = second x in the dense
@@ -10,24 +10,25 @@ scan:
     program i_r  ->  BLOCK_B sequences, all T steps; nothing is exchanged between programs
 
     on chip, for all T:    first, second (see below where); the state [BLOCK_B, BLOCK_N] in registers
-    shared memory:         the state on its way from the threads that computed it to those that multiply with it
-    HBM, in every step:    in: the input term, or a token id whose row of the table comes from L2, fetched one step
-                           ahead; out: h_t (backward: g_t, h_t or a_t in; delta_t and the squared norm of dL/dh_t out)
+    shared memory:         the state, between the threads that compute it and those that multiply with it
+    HBM, in every step:    forward reads the input term, or a token id whose row of the table comes from L2, one step
+                           ahead, and writes h_t. Backward reads g_t, and h_t or a_t, and writes delta_t and the squared
+                           norm of dL/dh_t.
 
 Three ways to multiply, chosen by ``plan``:
 
-    rows     BLOCK_B = 1. FMA units, IEEE, matrices in registers: multiply and add up over the columns that a thread
-             has, then over 8 threads.
-    dot      BLOCK_B = 16. Tensor cores, for precision "tf32", "3xtf32" and "bf16"; the matrices are in shared memory.
-    panels   BLOCK_B = 1. Matrices too large for the registers: up to 32 rows of first and columns of second at a time,
-             read in every step from the L1 cache or L2. The dense scan has no first: there it picks 32 elements.
+    rows     BLOCK_B = 1. FMA units, IEEE, matrices in registers. Products are summed over the columns that a thread
+             holds, then over 8 threads.
+    dot      BLOCK_B = 16. Tensor cores, for precision "tf32", "3xtf32" and "bf16". The matrices are in shared memory.
+    panels   BLOCK_B = 1. For matrices that do not fit into the registers: up to 32 rows of first and columns of second
+             at a time, read in every step from L1 or L2. The dense scan has no first, and selects 32 elements of x.
 
 Virtual sequences. A launch runs over R = P B rows; row r = p B + b is chunk p (the steps p CHUNK ... of T) of sequence
 b. The plain scan has P = 1 and CHUNK = T.
 
-Lengths. With LENGTHS, the steps of row r end where its sequence does. A program runs the steps of its longest row, and
-writes zeros for the later ones; in the steps that it runs, rows that have ended are zeros too. Nothing on padding is
-loaded. A length below 0 or beyond T counts as 0 or T: the host has not looked at it.
+Lengths. With LENGTHS, row r ends with its sequence. A program runs the steps of its longest row and writes zeros for
+all later steps. Rows that have ended earlier are zeros too. Padding is never read. Lengths are clamped to [0, T],
+because checking them on the host would need a device synchronization.
 """
 
 # Triton compiles the functions below; their arguments have no Python types.
@@ -36,7 +37,6 @@ loaded. A length below 0 or beyond T counts as 0 or T: the host has not looked a
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -45,162 +45,20 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import Map, ScanOptions
+from orthokern._scan_contract import Map
 from orthokern.triton_kernels._activation import apply, chain
+from orthokern.triton_kernels._matrix import product, resident
 from orthokern.triton_kernels.activations import parameter, parameter_kind
-
-# Columns of a matrix that lie side by side in memory and are shared out among 8 threads of a warp, 4 to each. With 8
-# warps a thread then holds 4 by 16 of 128 by 128 elements: few enough rows that adding up over threads is cheap, few
-# enough columns that handing out the state is.
-WIDE = tl.constexpr(32)
-# What is left of a warp goes along the axis that the compiler takes next, which shall be that of the rows: up to Triton
-# 3.6 a tile's first, from 3.7 on its last but one. Along the other one, adding up would take 5 exchanges a row, not 3.
-OUT_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
-# Rows and columns of a panel of a matrix that is not resident: WIDE, but in the factored scan, where two panels are at
-# hand, so few that each has no more 32-bit words than this, 16 a thread.
-PANEL_WORDS = tl.constexpr(8192)
-
-
-# ------------------------------------------------------------------------------------------------------------ products
-
-
-@triton.jit
-def load_matrix(p, i_out, i_in, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """Rows [i_out, ...) and columns [i_in, ...) of a matrix [OUT, IN], as [BLOCK_IN / WIDE, BLOCK_OUT, WIDE].
-
-    A panel of fewer columns than WIDE is [1, BLOCK_OUT, BLOCK_IN].
-    """
-    SIDE: tl.constexpr = WIDE if BLOCK_IN >= WIDE else BLOCK_IN
-    if OUT_FIRST:
-        o_out = i_out + tl.arange(0, BLOCK_OUT)[:, None, None]
-        o_wide = tl.arange(0, BLOCK_IN // SIDE)[None, :, None] * SIDE
-    else:
-        o_out = i_out + tl.arange(0, BLOCK_OUT)[None, :, None]
-        o_wide = tl.arange(0, BLOCK_IN // SIDE)[:, None, None] * SIDE
-    o_in = i_in + o_wide + tl.arange(0, SIDE)[None, None, :]
-    b_matrix = tl.load(p + o_out * IN + o_in, mask=(o_out < OUT) & (o_in < IN), other=0.0)
-    if OUT_FIRST:
-        b_matrix = tl.permute(b_matrix, (1, 0, 2))
-    return b_matrix
-
-
-@triton.jit
-def load_fragments(p, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-                   BF16: tl.constexpr):  # fmt: skip
-    """The transpose of a matrix [OUT, IN], as [BLOCK_IN, BLOCK_OUT], for a product on tensor cores."""
-    o_in, o_out = tl.arange(0, BLOCK_IN)[:, None], tl.arange(0, BLOCK_OUT)[None, :]
-    b = tl.load(p + o_out * IN + o_in, mask=(o_out < OUT) & (o_in < IN), other=0.0)
-    if BF16:
-        b = b.to(tl.bfloat16)
-    return b
-
-
-# Note [Computed once]
-#     A product wants its factor in a layout of its own, up to 16 elements in every thread. The compiler may get there
-#     by computing the factor in that layout too, back to the loads it came from: loads of a row count as cheap where a
-#     program has more threads than the row has elements. All that a step fetches ahead, and its activation, would then
-#     be in every thread 16 times: for tanh 16 of them a step, for prelu at N = 128 up to 168 bytes a thread beyond what
-#     there is of registers (Triton 3.7). The compiler does not take this way through a sum whose result changes its
-#     layout, so the state, and what goes back in its place, pass through one over a single row: nothing is added, and
-#     each element is computed in one place and handed out through shared memory.
-
-
-@triton.jit
-def once(b_x):
-    """The row b_x [1, M] as [M], see Note [Computed once]."""
-    return tl.sum(b_x, axis=0)
-
-
-@triton.jit
-def elements(b_x, i_in, BLOCK_IN: tl.constexpr):
-    """Elements [i_in, i_in + WIDE) of b_x [BLOCK_IN], [WIDE]; i_in is a multiple of WIDE.
-
-    Registers cannot be indexed, so all are compared; where, not a product, because a NaN elsewhere must stay there.
-    """
-    m_pick = tl.arange(0, BLOCK_IN // WIDE)[:, None] == i_in // WIDE
-    return tl.sum(tl.where(m_pick, tl.reshape(b_x, [BLOCK_IN // WIDE, WIDE]), 0.0), axis=0)
-
-
-@triton.jit
-def multiply_row(b_x, b_matrix, BLOCK_IN: tl.constexpr):
-    """b_x, of BLOCK_IN elements, times the transpose of ``load_matrix``'s tile, [1, BLOCK_OUT]."""
-    SIDE: tl.constexpr = WIDE if BLOCK_IN >= WIDE else BLOCK_IN
-    b_wide = tl.reshape(b_x, [BLOCK_IN // SIDE, 1, SIDE])
-    return tl.sum(tl.sum(b_wide * b_matrix, axis=0), axis=1)[None, :]
-
-
-@triton.jit
-def multiply_rows(b_x, b_fragments, PRECISION: tl.constexpr):
-    """b_x [BLOCK_B, BLOCK_IN] times ``load_fragments``'s tile, [BLOCK_B, BLOCK_OUT], on tensor cores."""
-    if PRECISION == "bf16":
-        b_y = tl.dot(b_x.to(tl.bfloat16), b_fragments)
-    else:
-        b_y = tl.dot(b_x, b_fragments, input_precision=PRECISION)
-    return b_y
-
-
-@triton.jit
-def resident(p_first, p_scale, p_second, N: tl.constexpr, K: tl.constexpr, FACTORED: tl.constexpr, WAY: tl.constexpr,
-             PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """What ``product`` needs in registers: (first, scale, second); 0.0 for what it does not need."""
-    b_first = 0.0
-    b_scale = 0.0
-    b_second = 0.0
-    o_k = tl.arange(0, BLOCK_K)
-    if WAY == "rows":
-        b_second = load_matrix(p_second, 0, 0, N, K, BLOCK_N, BLOCK_K)
-    elif WAY == "dot":
-        b_second = load_fragments(p_second, N, K, BLOCK_N, BLOCK_K, PRECISION == "bf16")
-    if FACTORED:
-        if WAY == "rows":
-            b_first = load_matrix(p_first, 0, 0, K, N, BLOCK_K, BLOCK_N)
-            b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
-        elif WAY == "dot":
-            b_first = load_fragments(p_first, K, N, BLOCK_K, BLOCK_N, PRECISION == "bf16")
-            b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
-    return b_first, b_scale, b_second
-
-
-@triton.jit
-def product(b_x, b_first, b_scale, b_second, p_first, p_scale, p_second, N: tl.constexpr, K: tl.constexpr,
-            FACTORED: tl.constexpr, WAY: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-            BLOCK_K: tl.constexpr):  # fmt: skip
-    """One step's product for the rows b_x [BLOCK_B, BLOCK_N], of the same shape."""
-    if WAY == "rows":
-        if FACTORED:
-            b_y = multiply_row(multiply_row(once(b_x), b_first, BLOCK_N) * b_scale, b_second, BLOCK_K)
-        else:
-            b_y = multiply_row(once(b_x), b_second, BLOCK_K)
-    elif WAY == "dot":
-        if FACTORED:
-            b_y = multiply_rows(multiply_rows(b_x, b_first, PRECISION) * b_scale, b_second, PRECISION)
-        else:
-            b_y = multiply_rows(b_x, b_second, PRECISION)
-    else:
-        BITS: tl.constexpr = b_x.dtype.primitive_bitwidth  # by name: up to Triton 3.3, `//` of an attribute fails
-        FEW: tl.constexpr = PANEL_WORDS // (BLOCK_N * (BITS // 32))
-        PANEL: tl.constexpr = WIDE if FEW >= WIDE or not FACTORED else FEW
-        b_row = once(b_x)
-        b_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
-        for i_k in range(0, K, PANEL):
-            if FACTORED:
-                o_k = i_k + tl.arange(0, PANEL)
-                b_z = multiply_row(b_row, load_matrix(p_first, i_k, 0, K, N, PANEL, BLOCK_N), BLOCK_N)
-                b_z *= tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
-            else:
-                b_z = elements(b_row, i_k, BLOCK_N)
-            b_y += multiply_row(b_z, load_matrix(p_second, 0, i_k, N, K, BLOCK_N, PANEL), PANEL)
-    return b_y
-
 
 # ---------------------------------------------------------------------------------------------------------- time loops
 
 
 @triton.jit
 def row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS: tl.constexpr):
-    """(o_last, o_end, steps): behind each row's last step in memory, behind the last of its sequence, how many to run.
+    """(o_last, o_end, steps): the end of each row in memory, the end of its sequence, and the number of steps to run.
 
-    o_start, o_last, o_end: int32 [BLOCK_B], in steps of the launch, whose first one is step FIRST of the sequence.
+    o_start, o_last, o_end: int32 [BLOCK_B], in steps of the launch, which starts at step FIRST of the sequence. The
+    ends are exclusive.
     """
     o_last = tl.minimum(o_start + CHUNK, T)
     o_end = o_last
@@ -222,7 +80,7 @@ def load_ids(p_x, o_r, m_r):
 def load_input(p_x, p_table, b_ids, o_r, m_r, D, N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
     """The input term [BLOCK_B, BLOCK_N] of one step: rows o_r of p_x [., N], or rows b_ids of p_table [D, N].
 
-    A token id outside [0, D) gives NaN, and no access.
+    A token id outside [0, D) gives NaN. It is not used as an address.
     """
     o_n = tl.arange(0, BLOCK_N)[None, :]
     m_n = o_n < N
@@ -246,7 +104,7 @@ def forward(
     p_param,  # [1] or [N], or None
     p_hs,  # [T, B, N], or None
     p_pre,  # [T, B, N], or None
-    p_last,  # [R, N], or None: the state after each row's last step; zeros where its sequence has ended
+    p_last,  # [R, N], or None: the state after the last step of each row; zeros where its sequence has ended
     p_lengths,  # int64 [B], or None
     T,
     B,
@@ -280,13 +138,11 @@ def forward(
     m_n = o_n < N
     m_rn = m_row[:, None] & m_n[None, :]
 
-    b_first, b_scale, b_second = resident(
-        p_first, p_scale, p_second, N, K, FACTORED, WAY, PRECISION, BLOCK_N, BLOCK_K
-    )  # fmt: skip
+    b_first, b_scale, b_second = resident(p_first, p_scale, p_second, N, K, FACTORED, WAY, PRECISION, BLOCK_N, BLOCK_K)
     b_param = parameter(p_param, o_n, m_n, PARAM)
     b_h = tl.load(p_h0 + o_row.to(tl.int64)[:, None] * N + o_n[None, :], mask=m_rn, other=0.0)
 
-    # ids are fetched two steps ahead, rows of the input one step ahead: neither latency is waited for
+    # ids are loaded two steps ahead, rows of the input one step ahead, which hides both latencies
     m_t = m_row & (o_start < o_end)
     b_ids = o_r
     if TOKENS:
@@ -333,6 +189,33 @@ def forward(
 
 
 @triton.jit
+def load_step(p_grad, p_hs, p_pre, o, m, FROM_HS: tl.constexpr, FROM_PRE: tl.constexpr):
+    """(g_t, h_t, a_t) at the offsets o [BLOCK_B, BLOCK_N]; 0.0 for what the derivative does not read."""
+    b_g = tl.load(p_grad + o, mask=m, other=0.0)
+    b_h = 0.0
+    b_a = 0.0
+    if FROM_HS:
+        b_h = tl.load(p_hs + o, mask=m, other=0.0)
+    if FROM_PRE:
+        b_a = tl.load(p_pre + o, mask=m, other=0.0)
+    return b_g, b_h, b_a
+
+
+@triton.jit
+def clear_later(p_delta, p_square, o_r, m_row, o_start, o_last, steps, B, CHUNK, N: tl.constexpr,
+                BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Zeros in delta and the squared norms of the steps after the last one that runs; o_r is that of step CHUNK - 1."""
+    o_n = tl.arange(0, BLOCK_N)
+    b_zero = tl.zeros([BLOCK_B, BLOCK_N], dtype=p_delta.dtype.element_ty)
+    b_none = tl.zeros([BLOCK_B], dtype=p_delta.dtype.element_ty)
+    for i in range(CHUNK - steps):
+        m_now = m_row & (o_start + (CHUNK - 1 - i) < o_last)
+        tl.store(p_delta + o_r[:, None] * N + o_n[None, :], b_zero, mask=m_now[:, None] & (o_n < N)[None, :])
+        tl.store(p_square + o_r, b_none, mask=m_now)
+        o_r -= B
+
+
+@triton.jit
 def backward(
     p_grad,  # [T, B, N]
     p_hs,  # [T, B, N], or None where phi' needs no output
@@ -340,14 +223,14 @@ def backward(
     p_first,  # [K, N], or None
     p_scale,  # [K], or None
     p_second,  # [N, K]
-    p_carry,  # [R, N]: W^T delta of the step after each row's last one
+    p_carry,  # [R, N]: W^T delta of the step after the last one of each row
     p_param,  # [1] or [N], or None
     p_delta,  # [T, B, N], or None
-    p_left,  # [R, N]: W^T delta of each row's first step
+    p_left,  # [R, N]: W^T delta of the first step of each row
     p_square,  # [T, B], or None: |dL/dh_t|^2 of every sequence
-    p_sum,  # [R, N], or None: the parameter's gradient by row and unit, added to
+    p_sum,  # [R, N], or None: the gradient of the parameter by row and unit; updated
     p_lengths,  # int64 [B], or None
-    p_clip,  # [1], or None: what delta is clipped to
+    p_clip,  # [1], or None: the bound of |delta|
     T,
     B,
     R,
@@ -370,9 +253,9 @@ def backward(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """ghat_t = g_t + carry, delta_t = phi'(a_t) ghat_t, carry = product(delta_t), from each row's last step down.
+    """ghat_t = g_t + carry, delta_t = phi'(a_t) ghat_t, carry = product(delta_t), from the last step of each row on.
 
-    With CLIP, delta_t is clipped before anything is done with it, see Note [Message clip] of the reference.
+    With CLIP, delta_t is clipped before it is used, see Note [Message clip] of the reference.
     """
     o_row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     m_row = o_row < R
@@ -384,9 +267,7 @@ def backward(
     m_rn = m_row[:, None] & m_n[None, :]
     o_rn = o_row.to(tl.int64)[:, None] * N + o_n[None, :]
 
-    b_first, b_scale, b_second = resident(
-        p_first, p_scale, p_second, N, K, FACTORED, WAY, PRECISION, BLOCK_N, BLOCK_K
-    )  # fmt: skip
+    b_first, b_scale, b_second = resident(p_first, p_scale, p_second, N, K, FACTORED, WAY, PRECISION, BLOCK_N, BLOCK_K)
     b_param = parameter(p_param, o_n, m_n, PARAM)
     b_carry = tl.load(p_carry + o_rn, mask=m_rn, other=0.0)
     if STORE_SUM:
@@ -394,37 +275,20 @@ def backward(
     if CLIP:
         b_clip = tl.load(p_clip)
 
-    if LENGTHS and STORE_DELTA:
-        b_zero = tl.zeros([BLOCK_B, BLOCK_N], dtype=p_carry.dtype.element_ty)
-        b_none = tl.zeros([BLOCK_B], dtype=p_carry.dtype.element_ty)
-        for i in range(CHUNK - steps):
-            m_now = m_row & (o_start + (CHUNK - 1 - i) < o_last)
-            tl.store(p_delta + o_r[:, None] * N + o_n[None, :], b_zero, mask=m_now[:, None] & m_n[None, :])
-            tl.store(p_square + o_r, b_none, mask=m_now)
-            o_r -= B
-    elif LENGTHS:
+    if LENGTHS:
+        if STORE_DELTA:
+            clear_later(p_delta, p_square, o_r, m_row, o_start, o_last, steps, B, CHUNK, N, BLOCK_B, BLOCK_N)
         o_r -= (CHUNK - steps).to(tl.int64) * B
 
     m_t = (m_row & (o_start + (steps - 1) < o_end))[:, None] & m_n[None, :]
-    o = o_r[:, None] * N + o_n[None, :]
-    b_g = tl.load(p_grad + o, mask=m_t, other=0.0)
-    b_h = 0.0
-    b_a = 0.0
-    if FROM_HS:
-        b_h = tl.load(p_hs + o, mask=m_t, other=0.0)
-    if FROM_PRE:
-        b_a = tl.load(p_pre + o, mask=m_t, other=0.0)
+    b_g, b_h, b_a = load_step(p_grad, p_hs, p_pre, o_r[:, None] * N + o_n[None, :], m_t, FROM_HS, FROM_PRE)
 
     for i in range(steps):
         t = steps - 1 - i
-        # the step before this one, fetched while this one is computed
+        # load the previous step while this one is computed
         m_before = (m_row & (o_start + (t - 1) < o_end) & (o_start + (t - 1) >= o_start))[:, None] & m_n[None, :]
         o_before = (o_r - B)[:, None] * N + o_n[None, :]
-        b_g_before = tl.load(p_grad + o_before, mask=m_before, other=0.0)
-        if FROM_HS:
-            b_h_before = tl.load(p_hs + o_before, mask=m_before, other=0.0)
-        if FROM_PRE:
-            b_a_before = tl.load(p_pre + o_before, mask=m_before, other=0.0)
+        b_g_before, b_h_before, b_a_before = load_step(p_grad, p_hs, p_pre, o_before, m_before, FROM_HS, FROM_PRE)
 
         m_now = m_row & (o_start + t < o_last)
         b_ghat = b_g + b_carry
@@ -469,13 +333,13 @@ class Plan:
 
 
 # Warps by the larger of BLOCK_N and BLOCK_K, where the matrices stay in registers. With fewer, the compiler prefers a
-# layout in which a warp spans 32 columns, and adding up over threads costs 5 exchanges a row in place of 3.
+# layout in which a warp spans 32 columns, and the sum over threads costs 5 shuffles per row instead of 3.
 ROWS_WARPS = ((32, 2), (64, 4), (128, 8))
-# 32-bit words of the matrices that may stay in registers: of 65536, half. 8-byte elements need twice the words for
-# every intermediate too, so there the limit is half of that.
+# 32-bit words of the matrices that may stay in registers: half of the 65536 of an SM. With 8-byte elements every
+# intermediate needs twice the words as well, so the limit is half of that.
 ROWS_WORDS = {torch.float32: 32768, torch.float64: 16384}
-# Warps by the elements of the matrices, for the tensor cores, up to what fits in the 163 KiB of an sm_80. "tf32x3"
-# keeps both halves of every factor.
+# Warps by the elements of the matrices, for the tensor cores, up to what fits into the 163 KiB of shared memory of an
+# sm_80. "tf32x3" stores every factor as a high and a low part.
 DOT_WARPS = {
     "bf16": ((4096, 4), (32768, 8), (65536, 16)),
     "tf32": ((4096, 4), (32768, 16)),
@@ -491,7 +355,7 @@ TRITON_PRECISION = {"ieee": "ieee", "tf32": "tf32", "3xtf32": "tf32x3", "bf16": 
 
 
 def look_up(table: tuple[tuple[int, int], ...], size: int) -> int | None:
-    """The entry for the first bound of the table that is not below size; None beyond its end."""
+    """The entry of the first row of the table whose bound is at least size; None if there is no such row."""
     return next((entry for bound, entry in table if size <= bound), None)
 
 
@@ -501,7 +365,7 @@ def plan(N: int, K: int, rows: int, *, factored: bool, dtype: torch.dtype, preci
     Args:
         N, K: of the maps, K = N in the dense scan.
         rows: of the launch, B or the number of virtual sequences.
-        precision: as Triton calls it. A way without a product of that precision computes a better one.
+        precision: by Triton's name. A way without a product of that precision uses a more accurate one.
     """
     block_n, block_k = (max(32, triton.next_power_of_2(size)) for size in (N, K))
     words = block_n * block_k * (2 if factored else 1)
@@ -598,144 +462,3 @@ def launch_backward(
             PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
             num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------- chunks of time
-
-# Note [Chunks of time]
-#     With the identity, h_t = W h_{t-1} + e_t is linear, so a chunk of C steps maps the state that enters it to
-#     W^C h + (what the chunk makes of zero). Three launches over P = ceil(T / C) chunks as virtual sequences:
-#         1. every chunk from zero (the first from h0), keeping its last state only;
-#         2. the states that enter the chunks: a scan of P steps with the dense map W^C, over those last states;
-#         3. every chunk again, from the state that enters it, storing all states.
-#     Backward is the same with W^T, from the end. Twice the arithmetic, 2 C + P steps one after another in place of T.
-#     W^C comes from squaring in float64, where its cost does not matter, and is rounded once. Its entries grow at most
-#     as max(s)^C, which is what C steps of the recurrence do to the state itself, so the product with W^C loses no more
-#     digits than those steps would. C is near sqrt(T), where 2 C + P is least up to a factor, and at most CHUNK_LIMIT:
-#     for a spectral margin of 0.1, 1.1^128 = 2e5 is a growth that float32 and the square of a norm survive by far. The
-#     values in s would tell more, but reading them would make the host wait for the device.
-#     Sequences of different lengths: chunks in which a sequence has ended make zeros whatever enters them, and hand
-#     zeros back. A message clip makes the backward non-linear, so with one there are no chunks.
-CHUNK_LIMIT = 128
-# Chunks pay when the steps one after another, counted in rounds of programs, shrink by this factor at least.
-CHUNK_GAIN = 0.7
-# Shorter scans are bound by launches.
-CHUNK_MIN_T = 512
-
-
-def chunk_length(T: int) -> int:
-    """C for T steps, see Note [Chunks of time]."""
-    return max(1, min(CHUNK_LIMIT, math.isqrt(T)))
-
-
-def wants_chunks(options: ScanOptions, T: int, B: int, device: torch.device, factored: bool) -> bool:
-    """Whether to scan in chunks. "auto" counts rounds of programs, from shapes and the number of SMs."""
-    if options.activation != "identity" or options.message_clip > 0 or options.algorithm == "sequential":
-        return False
-    if options.algorithm == "chunked":
-        return True
-    if T < CHUNK_MIN_T:
-        return False
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    chunk = chunk_length(T)
-    chunks = triton.cdiv(T, chunk)
-    sequential = T * triton.cdiv(B, processors) * (2 if factored else 1)  # two products a step
-    chunked = 2 * chunk * triton.cdiv(chunks * B, processors) + chunks  # one product
-    return chunked < CHUNK_GAIN * sequential
-
-
-def composed(map_: Map) -> Tensor:
-    """The matrix [N, N] of a map of ``as_rows`` in float64."""
-    second = map_.second.double()
-    if map_.first is None or map_.scale is None:
-        return second
-    return (second * map_.scale.double()) @ map_.first.double()
-
-
-def power(matrix: Tensor, exponent: int) -> Tensor:
-    """matrix [N, N] to a positive power, by squaring."""
-    result = None
-    while True:
-        if exponent & 1:
-            result = matrix if result is None else result @ matrix
-        exponent >>= 1
-        if not exponent:
-            assert result is not None
-            return result
-        matrix = matrix @ matrix
-
-
-def forward_in_chunks(
-    kernel: Any,
-    map_: Map,
-    x: Tensor,
-    table: Tensor | None,
-    h0: Tensor,
-    *,
-    T: int,
-    precision: str,
-    hs: Tensor,
-    lengths: Tensor | None = None,
-) -> None:
-    """Note [Chunks of time], forward: fills hs [T, B, N]. kernel is the dense scan's."""
-    (B, N), C = h0.shape, chunk_length(T)
-    P = triton.cdiv(T, C)
-    options: dict[str, Any] = {"activation": "identity", "precision": precision}
-    w = composed(map_)
-    dense = Map(None, None, w.to(h0.dtype))
-    entering = torch.zeros(P, B, N, dtype=h0.dtype, device=h0.device)
-    entering[0] = h0
-    if P > 1:
-        last = torch.empty(P, B, N, dtype=h0.dtype, device=h0.device)
-        launch_forward(
-            kernel, dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=None,
-            last=last.view(P * B, N), lengths=lengths, **options,
-        )  # fmt: skip
-        # last[0] is what h0 became, so the scan over chunks 1 ... starts from zero
-        carried = Map(None, None, power(w, C).to(h0.dtype))
-        launch_forward(
-            kernel, carried, last[: P - 1], None, torch.zeros_like(h0), None, T=P - 1, B=B, chunk=P - 1,
-            hs=entering[1:], **options,
-        )  # fmt: skip
-    launch_forward(
-        kernel, dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=hs, lengths=lengths, **options
-    )  # fmt: skip
-
-
-def backward_in_chunks(
-    kernel: Any,
-    map_: Map,
-    grad_hs: Tensor,
-    *,
-    precision: str,
-    delta: Tensor,
-    left: Tensor,
-    square: Tensor,
-    lengths: Tensor | None = None,
-) -> None:
-    """Note [Chunks of time], backward: fills delta [T, B, N], left [B, N] and square [T, B]."""
-    T, B, N = grad_hs.shape
-    C = chunk_length(T)
-    P = triton.cdiv(T, C)
-    options: dict[str, Any] = {"act_param": None, "activation": "identity", "precision": precision, "by_row": None}
-    w = composed(map_)
-    dense = Map(None, None, w.to(grad_hs.dtype))
-    carry = torch.zeros(P, B, N, dtype=grad_hs.dtype, device=grad_hs.device)  # what reaches each chunk from behind
-    if P > 1:
-        alone = torch.empty_like(carry)  # what each chunk hands on if nothing reaches it
-        launch_backward(
-            kernel, dense, grad_hs, None, None, carry.view(P * B, N), T=T, B=B, chunk=C, delta=None,
-            left=alone.view(P * B, N), square=None, lengths=lengths, **options,
-        )  # fmt: skip
-        # carry[p] = alone[p + 1] + (W^T)^C carry[p + 1]: the adjoint scan itself, whose delta_p is carry[p]
-        carried, rest = Map(None, None, power(w, C).to(grad_hs.dtype)), torch.empty_like(left)
-        launch_backward(
-            kernel, carried, alone[1:], None, None, torch.zeros_like(left), T=P - 1, B=B, chunk=P - 1,
-            delta=carry[: P - 1], left=rest, square=square.new_empty(P - 1, B), **options,
-        )  # fmt: skip
-    lefts = torch.empty_like(carry)
-    launch_backward(
-        kernel, dense, grad_hs, None, None, carry.view(P * B, N), T=T, B=B, chunk=C, delta=delta,
-        left=lefts.view(P * B, N), square=square, lengths=lengths, **options,
-    )  # fmt: skip
-    left.copy_(lefts[0])

@@ -1,13 +1,13 @@
-"""activations: one pass over [R, N], R the rows that the leading sizes make.
+"""activations: one pass over [R, N], where R is the product of the leading sizes.
 
     program i_r, i_n  ->  rows [i_r BLOCK_R, ...) and columns [i_n BLOCK_N, ...) of x, y, grad_y, grad_x
 
     columns ->  BLOCK_N        HBM: x in, y out (backward: grad_y, x in, grad_x out)
     rows    +-----------+      registers: one tile of each
     BLOCK_R |  i_r, i_n |      act_param: partial sums [programs along R, N], written once each and added by torch
-            +-----------+      afterwards, so no atomics and the same bits every time
+            +-----------+      afterwards: no atomics, and the same bits in every run
 
-Limits: none on R and N. BLOCK_N is even and so is the first column of every tile, so that oplu's pairs are never cut.
+Limits: none on R and N. BLOCK_N and the first column of every tile are even, so that no pair of oplu is split.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from orthokern.triton_kernels._activation import apply, chain
 
-# Elements of a tile. Bandwidth is all that counts: 8 elements a thread in 4 warps keep enough loads in flight.
+# Elements of a tile. Memory bandwidth is the limit; 8 elements per thread in 4 warps keep enough loads in flight.
 TILE = 1024
 NUM_WARPS = 4
 MAX_BLOCK_N = 256
@@ -101,7 +101,7 @@ def activation_bwd_kernel(
 
 
 def parameter_kind(act_param: Tensor | None) -> str:
-    """What the kernels call the size of act_param: "none", "one" or "N"."""
+    """The size of act_param as the kernels name it: "none", "one" or "N"."""
     return "none" if act_param is None else "one" if act_param.numel() == 1 else "N"
 
 
@@ -112,13 +112,17 @@ def blocks(R: int, N: int) -> tuple[int, int]:
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
-    """See ``orthokern.ops.activations``.
+    """Forward of ``orthokern.ops.activations``, which has the equations.
 
     Args:
         x: [..., N], float32 or float64, contiguous; act_param: [1] or [N] of the same dtype, or None.
 
     Returns:
         [..., N]; for identity, x itself.
+
+    Example::
+
+        y = activation_fwd(torch.randn(8, 64, device="cuda"), None, activation="tanh")
     """
     if activation == "identity":
         return x
@@ -138,13 +142,17 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
 
 
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
-    """See ``orthokern.ops.activations``.
+    """Backward of ``orthokern.ops.activations``.
 
     Args:
         grad_y, x: [..., N], contiguous; act_param, activation: as in the forward.
 
     Returns:
-        grad_x [..., N]; grad_act_param of act_param's shape, or empty without one.
+        grad_x [..., N]; grad_act_param of the shape of act_param, or empty without one.
+
+    Example::
+
+        grad_x, grad_param = activation_bwd(torch.ones_like(x), x, x.new_full((64,), 0.25), activation="prelu")
     """
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():

@@ -10,14 +10,14 @@ torch's; a step of the elimination takes the next BLOCK_C columns:
       rows moved, L and U     |    L21    |  A22 - L21 U12               |   one product, the next step's matrix
                               +-----------+-----------------------------+
 
-Why pivots, if I + lr/2 A has symmetric part I and so never a zero pivot: its first pivot is 1 whatever the size of A,
-and elimination without pivots then multiplies rounding errors by |lr/2 A|^2. With them a step of any length is as exact
-as the reference's. The thin system has no such symmetric part at all.
+Why pivoting: I + lr/2 A has symmetric part I, so no pivot is ever zero. But its first pivot is 1 for any size of A, and
+elimination without pivoting multiplies rounding errors by |lr/2 A|^2. With pivoting, a step of any length is as
+accurate as that of the reference. The thin system has no such symmetric part.
 
-Nothing waits for the device, and no atomics: the same bits every time. Limits: 16384 words of a panel, a quarter of an
-SM's registers, so BLOCK_C shrinks from 64 as S grows; K up to 1024, and with it S up to 2048, where it is 8 (float64:
-4). Products are IEEE float32, also where the process allows TF32 elsewhere: it would cost orthogonality.
-Bound by the latency of S pivot searches one after another, each a few reductions over a whole program.
+No device synchronization and no atomics: the same bits in every run. Limits: a panel has 16384 words, a quarter of the
+registers of an SM, so BLOCK_C decreases from 64 as S grows. K is at most 1024, so S is at most 2048, where BLOCK_C is 8
+(float64: 4). Products are IEEE float32 even if the process allows TF32 elsewhere, which would reduce orthogonality.
+Bound by the latency of S sequential pivot searches, each a few reductions over a whole program.
 """
 
 # Triton compiles the kernel below; its arguments have no Python types.
@@ -58,7 +58,7 @@ def cayley_panel_kernel(
     b_a = tl.load(p_matrix + i * ROWS * COLUMNS + o_r[:, None] * COLUMNS + o_c[None, :], mask=m, other=0.0)
     b_order = o_r
     for k in range(WIDTH):
-        # registers cannot be indexed: a column or row is the sum over what a mask leaves of the tile
+        # registers cannot be indexed: a row or column is selected by a mask and a sum
         b_column = tl.sum(tl.where((o_c == k)[None, :], b_a, 0.0), axis=1)
         b_size = tl.where((o_r >= k) & (o_r < ROWS), tl.abs(b_column), -1.0)
         i_pivot = tl.argmax(b_size, axis=0)
@@ -81,7 +81,7 @@ def cayley_panel_kernel(
 
 
 def panel_blocks(S: int, itemsize: int) -> tuple[int, int, int]:
-    """(BLOCK_R, BLOCK_C, num_warps) of the panels of S rows, the first and largest one of them deciding BLOCK_C."""
+    """(BLOCK_R, BLOCK_C, num_warps) of a panel of S rows. BLOCK_C of the first and largest panel is used for all."""
     block_r = max(16, triton.next_power_of_2(S))
     block_c = max(1, min(MAX_BLOCK_C, block_r, PANEL_WORDS // (block_r * itemsize // 4)))
     words = block_r * block_c * itemsize // 4
@@ -91,7 +91,7 @@ def panel_blocks(S: int, itemsize: int) -> tuple[int, int, int]:
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
     """X [batch, S, C] with matrix X = right, for matrix [batch, S, S] and right [batch, S, C]."""
     batch, S, C = right.shape
-    rest = torch.cat([matrix, right], dim=-1)  # the rows and columns that are left, and the right-hand sides
+    rest = torch.cat([matrix, right], dim=-1)  # the remaining rows and columns, and the right-hand sides
     width = panel_blocks(S, matrix.element_size())[1]
     done = []
     for first in range(0, S, width):
@@ -112,7 +112,7 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
     x = torch.empty_like(right)
     for first, corner, upper in reversed(done):
         w = corner.shape[1]
-        known = S - first - w  # unknowns below, found already
+        known = S - first - w  # unknowns below, already computed
         y = upper[:, :, known:]
         if known:
             y = torch.baddbmm(y, upper[:, :, :known], x[:, first + w :], alpha=-1)
@@ -122,14 +122,19 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 @ieee_products()
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
-    """See ``orthokern.ops.cayley``.
+    """The step of ``orthokern.ops.cayley``, which has the equations.
 
     Args:
-        m, g: [..., N, K], K <= N, float32 or float64, contiguous.
+        m, g: [..., N, K], K <= N, float32 or float64, contiguous: matrices and the gradients with respect to them.
         lr: a number, or a tensor [...] with one for each matrix.
 
     Returns:
         [..., N, K], a new tensor.
+
+    Example::
+
+        m = torch.linalg.qr(torch.randn(128, 64, device="cuda"))[0]
+        stepped = cayley(m, torch.randn_like(m), 1e-3)  # orthonormal columns, as m
     """
     N, K = m.shape[-2:]
     if not m.numel():

@@ -1,21 +1,21 @@
-"""gru_scan: a gated recurrent unit, the whole time loop in one launch; Note [GRU scan backward] of the reference.
+"""gru_scan: a gated recurrent unit, the whole time loop in one launch. See Note [GRU scan backward] of the reference.
 
     program i_b  ->  one sequence, all its steps; nothing is exchanged between programs
 
-    forward   kanai   (r, z) of h, then n of r * h       two products one after the other, of 2 N^2 and N^2
+    forward   kanai   (r, z) of h, then n of r * h       two sequential products, of 2 N^2 and N^2
               torch   (r, z, q) of h                     one product of 3 N^2
     backward  kanai   d_m of d_n, then carry of (d_r, d_z)
               torch   carry of (d_r, d_z, d_q)
 
     on chip, for all T:    way "rows": the three matrices [N, N] in registers, 48 KiB at N = 64 in float32
     L1 or L2, every step:  way "panels": the same, 32 columns of each at a time
-    shared memory:         the state (backward: the adjoints) on its way between threads
-    HBM, in every step:    forward: in x_t 3 N; out r, z, n, h (q) 4 N (5 N). backward: in g, h', r, z, n (q) 5 N (6 N);
-                           out d_r, d_z, d_n 3 N, |ghat|^2, and for the gradient of W_n its other factor N. What the
-                           next step reads is fetched during this one.
+    shared memory:         the state (backward: the adjoints), between threads
+    HBM, in every step:    forward reads x_t, 3 N; writes r, z, n, h (and q), 4 N (5 N). Backward reads g, h', r, z, n
+                           (and q), 5 N (6 N); writes d_r, d_z, d_n, 3 N, |ghat|^2, and N for the other factor of the
+                           gradient of W_n. The inputs of a step are loaded during the step before.
 
 The gradients of w and bias are torch's products over all steps afterwards. The product with a matrix and its tile's
-layout are those of ``_scan.py``. Limits: IEEE products only; N up to 512; from N = 65 on (float64: 33) w is read in
+layout are those of ``_matrix.py``. Limits: IEEE products only; N up to 512; from N = 65 on (float64: 33) w is read in
 every step.
 """
 
@@ -33,7 +33,8 @@ from torch import Tensor
 
 from orthokern._products import ieee_products
 from orthokern.triton_kernels._activation import tanh
-from orthokern.triton_kernels._scan import PANEL_WARPS, WIDE, elements, load_matrix, look_up, multiply_row, once
+from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
+from orthokern.triton_kernels._scan import PANEL_WARPS, look_up
 
 # ------------------------------------------------------------------------------------------------------------ products
 
@@ -69,7 +70,7 @@ def product(b_x, b_matrix, p_matrix, N: tl.constexpr, WAY: tl.constexpr, BLOCK_N
 @triton.jit
 def two_products(b_x, b_y, b_first, b_second, p_first, p_second, SAME: tl.constexpr, N: tl.constexpr,
                  WAY: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """(first x, second y) as ``product`` has them; SAME: y is x, which is then handed out once."""
+    """(first x, second y), each as in ``product``. SAME: y is x, which is then distributed once."""
     b_row_x = once(b_x)
     b_row_y = b_row_x
     if not SAME:
@@ -95,7 +96,7 @@ def two_products(b_x, b_y, b_first, b_second, p_first, p_second, SAME: tl.conste
 
 @triton.jit
 def steps_of(p_lengths, i_b, T, LENGTHS: tl.constexpr):
-    """Steps of sequence i_b. A length below 0 or beyond T counts as 0 or T: the host has not looked at it."""
+    """Steps of sequence i_b, clamped to [0, T]: checking lengths on the host would need a device synchronization."""
     steps = T
     if LENGTHS:
         steps = tl.minimum(tl.maximum(tl.load(p_lengths + i_b), 0), T).to(tl.int32)
@@ -104,9 +105,9 @@ def steps_of(p_lengths, i_b, T, LENGTHS: tl.constexpr):
 
 @triton.jit
 def columns(o_n, exists, N: tl.constexpr):
-    """The mask [1, BLOCK_N] of a row that is there or not.
+    """The mask [1, BLOCK_N] of a row, all False unless the row exists.
 
-    Not m_n & exists: with a number in place of a vector, the interpreter of Triton 3.9 takes the result for no mask.
+    Not m_n & exists: where exists is a scalar, the interpreter of Triton 3.9 does not accept the result as a mask.
     """
     return o_n < tl.where(exists, N, 0)
 
@@ -249,7 +250,7 @@ def gru_scan_bwd_kernel(
     b_carry = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
     for i in range(steps):
         t = steps - 1 - i
-        # the step before this one, fetched while this one is computed
+        # load the previous step while this one is computed
         m_before = columns(o_n, t > 0, N)
         m_two = columns(o_n, t > 1, N)
         o_row = 3 * (o - o_n) + o_n
@@ -313,7 +314,24 @@ def plan(N: int, dtype: torch.dtype) -> Plan:
 def gru_scan_fwd(
     x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.gru_scan`` for the arguments, all contiguous. Returns (hs, gates, pre)."""
+    """Forward of ``orthokern.ops.gru_scan``, which has the equations.
+
+    Tensors are contiguous, on one CUDA device, and float32 or float64 alike. Blocks of 3N are in the order reset gate,
+    update gate, candidate.
+
+    Args:
+        x: [T, B, 3N]. w: [3N, N], N up to 512. h0: [B, N]. bias: [3N] or None.
+        variant: "torch" or "kanai".
+        lengths: int64 [B] in [1, T], or None for T.
+
+    Returns:
+        hs [T, B, N]; gates [T, B, 3N]; pre [T, B, N], W_n h_{t-1} + b_n, empty for "kanai".
+
+    Example::
+
+        x, w = torch.randn(100, 8, 192, device="cuda"), torch.randn(192, 64, device="cuda") / 8
+        hs, gates, pre = gru_scan_fwd(x, w, x.new_zeros(8, 64), None, variant="torch")
+    """
     T, (B, N) = x.shape[0], h0.shape
     hs, gates = h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N)
     kanai = variant == "kanai"
@@ -342,7 +360,22 @@ def gru_scan_bwd(
     need_params: bool = True,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.gru_scan``. Returns (grad_x, grad_w, grad_h0, grad_bias, grad_norm)."""
+    """Backward of ``orthokern.ops.gru_scan``.
+
+    Args:
+        grad_hs: [T, B, N], dL/dhs.
+        hs, gates, pre: the results of the forward.
+        need_params: whether to compute the gradients of w and bias.
+        Others: as in `gru_scan_fwd`.
+
+    Returns:
+        (grad_x [T, B, 3N], grad_w [3N, N], grad_h0 [B, N], grad_bias [3N], grad_norm [T]), the last |dL/dh_t| over
+        batch and units. What does not apply or is not needed is empty.
+
+    Example::
+
+        grad_x, grad_w, *others = gru_scan_bwd(torch.ones_like(hs), hs, gates, pre, w, h0, None, variant="torch")
+    """
     T, B, N = grad_hs.shape
     kanai = variant == "kanai"
     grad_x, grad_h0, square = torch.empty_like(gates), torch.empty_like(h0), h0.new_empty(T, B)
@@ -361,7 +394,7 @@ def gru_scan_bwd(
     grad_w = torch.empty_like(w)
 
     def product_with_states(to: Tensor, left: Tensor) -> None:
-        """to = sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
+        """to = sum over steps of left_t h_{t-1}^T, without concatenating h0 and the states."""
         torch.mm(left[:B].mT, h0, out=to)
         to.addmm_(left[B:].mT, hs.view(T * B, N)[:-B])
 

@@ -7,7 +7,7 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
-// What the formulas of common/activations.h need of a vector.
+// The vector functions that the formulas of common/activations.h call.
 template <class T>
 struct VectorMath {
   static ORTHOKERN_INLINE V<T> tanh(V<T> a) { return vtanh<T>(a); }
@@ -21,8 +21,8 @@ ORTHOKERN_INLINE V<T> activate(V<T> a, V<T> param) {
   else return A::template forward<VectorMath<T>>(a, param);
 }
 
-// phi'(a) * g from `saved`, which is a where A needs its input, else the output; adds to *param_grad what the parameter
-// gets.
+// phi'(a) * g from `saved`, which is a if A needs its input, else the output. Adds the gradient of the parameter to
+// *param_grad.
 template <class T, class A>
 ORTHOKERN_INLINE V<T> activate_grad(V<T> saved, V<T> g, V<T> param, V<T>* param_grad) {
   (void)param, (void)param_grad;

@@ -1,4 +1,4 @@
-// The activations by themselves on the CPU: one pass over memory, 8 (float32) bytes per element forward and 12
+// The activations as ops of their own on the CPU: one pass over memory, 8 (float32) bytes per element forward and 12
 // backward.
 #include "cpu/activate.h"
 #include "cpu/ops.h"
@@ -14,9 +14,9 @@ constexpr int64_t kSumRows = 64;
 template <class T>
 struct ActivationCall {
   const ActivationArgs* args;
-  int64_t rows, N;  // as walked: one unit per column, or everything in one row where units do not matter
+  int64_t rows, N;  // one unit per column; or all in one row, if all units are treated alike
   int tasks;
-  Scratch<T> param;      // [round_up(N)], or one vector where all units share it
+  Scratch<T> param;      // [round_up(N)], or one vector if all units share it
   Scratch<double> sums;  // [tasks][round_up(N)] or [tasks][L]
   bool flat;
 };
@@ -68,7 +68,7 @@ void activation_rows(ActivationCall<T>& call, int task, int64_t begin, int64_t e
 template <class T, bool BACKWARD>
 void activation_task(void* context, int task) {
   ActivationCall<T>& call = *static_cast<ActivationCall<T>*>(context);
-  // Flat work is cut at whole vectors, so that pairs stay together and every task but the last ends on one.
+  // Flat work is divided at whole vectors. This keeps pairs together, and only the last task has a partial vector.
   const int64_t unit = call.flat ? kLanes<T> : 1, whole = call.flat ? call.N : call.rows;
   const int64_t parts = (whole + unit - 1) / unit;
   const int64_t begin = parts * task / call.tasks * unit, stop = parts * (task + 1) / call.tasks * unit;
@@ -86,7 +86,7 @@ bool run(const ActivationArgs& args) {
   call.flat = shared && (!on_pairs(args.activation) || args.N % 2 == 0);
   call.rows = call.flat ? 1 : args.rows;
   call.N = call.flat ? args.rows * args.N : args.N;
-  const int64_t useful = args.rows * args.N / 16384 + 1;  // a thread is not worth waking for less
+  const int64_t useful = args.rows * args.N / 16384 + 1;  // fewer elements are not worth another thread
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
   const int64_t padded = call.flat ? L : (call.N + L - 1) / L * L;
   if (!expand_param(&call.param, static_cast<const T*>(args.act_param), args.act_param_size, call.flat ? L : call.N))

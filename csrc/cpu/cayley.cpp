@@ -2,43 +2,42 @@
 //
 //     A = G M^T - M G^T,    X = lr/2 A (skew),    M_new = M - 2 (I + X)^-1 X M.
 //
-// Square route, 2 K >= N. Everything stays in panels (panels.h):
-//     P = G M^T  ->  X = lr/2 (P - P^T), in place  ->  its norms choose how (I + X)^-1 X is taken, Note [Which series]
-//                ->
-//     column panels of M, a few at a time and in the cache:  D = (I + X)^-1 X M,  out = M - 2 D.
+// Square route, 2 K >= N. All matrices are stored in panels (panels.h):
+//     P = G M^T
+//     X = lr/2 (P - P^T), in place. Its norms select how (I + X)^-1 X is computed, see Note [Which series].
+//     For column panels of M, a few at a time and in the cache:  D = (I + X)^-1 X M,  out = M - 2 D.
 //
-// Thin route, 2 K < N: nothing of size N x N. A = P Q^T with P = [G, M] and Q = [M, -G], both [N, 2K], hence
+// Thin route, 2 K < N: no N x N matrix. A = P Q^T with P = [G, M] and Q = [M, -G], both [N, 2K], hence
 //     M_new = M - lr P (I + lr/2 Q^T P)^-1 (Q^T M) = 2 P (I + lr/2 Q^T P)^-1 [0; I] - M  (the last for large steps),
 // and both Q^T P [2K, 2K] and Q^T M (its last K columns) are blocks of the Gram matrix of [G, M].
 //
 // Note [Which series]
 //     (I + X)^-1 X = X - X^2 + X^3 - ...; with S = X^2 (symmetric: half a product) and Z = X - S = X (I - X):
-//         first      X               4 N^3 flops in all       next term X^2: symmetric, so it changes |M| at every
-//                    step: allowed only
-//                                                              where 3000 steps of it stay below one step's rounding
-//         second     Z               5 N^3                     next term X^3: skew, harmless for orthogonality
-//         fourth     (I + S) Z       7 N^3                     next term X^5
-//         LU         of I + X        6.7 N^3, at a lower rate  without pivoting while X is moderate (lu.h), with it
-//                    otherwise
-//         large                      4.7 N^3, at a lower rate  for an X that turns M as a whole by about 90 degrees or
-//                                    more: the correction
-//                                                              is no smaller than M then, and M_new = 2 (I + X)^-1 M -
-//                                                              M rounds least
-//     How large the next term is, is bounded from X's and S's rows and Frobenius norms, never from M: the choice is
-//     exact mathematics for any
-//     M, orthogonal or not, and depends on nothing but the numbers.
 //
-// Limit: the rate of the multiply-adds. Float32, 2 matrices on 2 cores with AVX-512, form `first`, 4 N^3 operations a
-// matrix; share of torch's SGEMM rate (1536^3) beside it, best of many: 77 % at N = 64, 86 at 128, 96 at 256, 95 at
-// 512, 91 at 1000. The products alone reach SGEMM's rate while their factors fit the second cache. What is left: at
-// small N packing, transposes and one fork; at N = 1000 the left factor, which is read from the third cache once for
-// each group of panels.
+//     form     series         flops    when
+//     first    X              4 N^3    The next term, X^2, is symmetric, so it changes |M| at every step. Allowed only
+//                                      where 3000 steps of it stay below the rounding error of one step.
+//     second   Z              5 N^3    The next term, X^3, is skew, which does not harm orthogonality.
+//     fourth   (I + S) Z      7 N^3    The next term is X^5.
+//     LU       of I + X       6.7 N^3  At a lower rate. Without pivoting while X is moderate (lu.h), otherwise with it.
+//     large    LU of I + X    4.7 N^3  At a lower rate. For an X that turns all of M by about 90 degrees or more. The
+//                                      correction is then no smaller than M, and M_new = 2 (I + X)^-1 M - M has the
+//                                      smallest rounding error.
 //
-// Rounding: every form but `large` rounds against the small correction, never against M, but for the one last
-// subtraction.
+//     The size of the next term is bounded from the rows and Frobenius norms of X and S, never from M. So the choice is
+//     valid for any M, orthogonal or not, and it is deterministic.
 //
-// Threads: with at least one matrix for each thread a thread keeps a matrix to itself; otherwise rows and panels of a
-// matrix are shared out. The bits are the same either way and for any number of threads.
+// Limit: the rate of the multiply-adds. Float32, 2 matrices on 2 cores with AVX-512, form `first`, 4 N^3 operations per
+// matrix, as a share of the rate of torch's SGEMM (1536^3), best of many: 77 % at N = 64, 86 at 128, 96 at 256, 95 at
+// 512, 91 at 1000. The products alone reach SGEMM's rate while their factors fit into L2. The rest is packing,
+// transposes and starting threads at small N. At N = 1000 it is the left factor, which is read from L3 once for each
+// group of panels.
+//
+// Rounding: in every form but `large` the rounding errors are relative to the correction, which is small against M,
+// except for the final subtraction.
+//
+// Threads: with at least one matrix for each thread, every matrix is computed by one thread. Otherwise rows and panels
+// of a matrix are divided among threads. The bits are the same in both cases and for any number of threads.
 #include "cpu/cayley.h"
 
 #include "cpu/cayley_square.h"
@@ -48,8 +47,8 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-// Memory of `count` owners, in allocations of their own: the C library keeps what is freed in moderate pieces for the
-// next call, and returns larger ones to the system, which then has to clear all of it again at every step.
+// Memory for `count` threads, one allocation each. The C library keeps freed blocks of moderate size for the next call.
+// It returns larger ones to the system, which would have to clear new pages at every step.
 class MemoryList {
  public:
   MemoryList() : list_(nullptr), count_(0) {}
@@ -78,7 +77,8 @@ bool batch(const CayleyArgs& args, int threads, bool cooperate) {
   typedef RouteOf<T> Route;
   typedef Slot<typename Route::Matrix, typename Route::Thread> Work;
   const Route route(static_cast<int>(args.N), static_cast<int>(args.K), threads);
-  // As many matrices as fill all threads evenly keep to one thread each; the rest share all of them if that pays.
+  // Matrices that divide evenly among the threads are computed by one thread each. The rest use all threads if they
+  // are large enough.
   const int64_t alone = cooperate ? args.batch / threads * threads : args.batch;
   Scratch<Work> slots;
   MemoryList memory;
@@ -112,8 +112,8 @@ bool cayley(const CayleyArgs& args) {
   if (args.batch <= 0 || args.N <= 0 || args.K <= 0) return true;
   FlushDenormals flush;
   const bool thin = 2 * args.K < args.N;
-  // A thread more has to save more than the microseconds that waking it takes: once for a batch of matrices, some ten
-  // times for a matrix that is shared.
+  // Another thread must save more than the microseconds that waking it costs: once for a batch of matrices, about ten
+  // times for a matrix that threads share.
   const double flops = static_cast<double>(args.N) * args.K * (thin ? 10 * args.K : 4 * args.N);
   const bool cooperate = flops > 1.6e7;
   double useful = cooperate ? flops / 4e6 * args.batch : flops / 2e5 * args.batch;

@@ -1,4 +1,4 @@
-// What the bindings hand to the Cayley step; see cayley.cpp for what it computes.
+// The arguments of the Cayley step; see cayley.cpp for the mathematics.
 // N rows, K <= N columns of a matrix.
 #pragma once
 

@@ -19,7 +19,7 @@ struct Epsilon<double> {
   static constexpr double value = 2.2e-16;
 };
 
-// Bounds on what a series may leave out, relative to M.
+// Bounds on the truncation error of a series, relative to M.
 constexpr double kSkewRemainder = 1.0 / 32;         // of the rounding unit
 constexpr double kSymmetricRemainder = 1.0 / 2048;  // the same, where it adds up over the steps
 // Up to this Frobenius norm of X, LU without pivoting loses nothing against LU with it.
@@ -38,7 +38,7 @@ struct Norms {
   double frobenius, largest_row;
 };
 
-// A matrix in work and the thread that works on it.
+// The working memory of a matrix and of the thread that computes it.
 template <class Matrix, class Thread>
 struct Slot {
   Matrix matrix;

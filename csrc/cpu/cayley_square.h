@@ -44,8 +44,8 @@ SquareShape square_shape(int N, int K, int threads) {
   s.columns = ceil_div(K, W);
   s.rows = panel_rows<T>(N);
   s.stride = static_cast<ptrdiff_t>(s.rows) * W;
-  const int cached =
-      static_cast<int>((512 << 10) / (s.stride * sizeof(T)));  // two such groups and what streams past: a share of L2
+  // Two such groups and the data that is read once fit into L2.
+  const int cached = static_cast<int>((512 << 10) / (s.stride * sizeof(T)));
   const int groups = max_of(ceil_div(s.blocks, max_of(cached, 1)), min_of(threads, s.columns));
   s.group = ceil_div(s.blocks, groups);
   s.lu_group = s.stride * sizeof(T) * s.blocks > (1200 << 10) ? max_of(1, 128 / W) : 1;

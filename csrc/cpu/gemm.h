@@ -1,32 +1,30 @@
-// The register-blocked product that every CPU kernel here is made of, and its two storage forms.
+// The register-blocked product of the scans and of linear_cross_entropy, and its two storage forms.
 //
-// Blocked rows:  a matrix of R rows and C columns is stored as [ceil(C/L)][R][L], L lanes of a vector: column c of row
-// r lies at
-//                block(c / L) + r * L + c % L. Broadcasting an element and storing a vector of a row both need constant
-//                offsets only, and a
-//                product's output is at once the next product's input.
-// Panels:        a weight matrix of `depth` rows and `cols` columns is packed as panels of 2 L columns, each [depth][2
-// L] and contiguous;
-//                a last panel of at most L columns is [depth][L]. Missing columns are zero.
+// Blocked rows:  a matrix of R rows and C columns is stored as [ceil(C/L)][R][L], with L lanes of a vector. Column c of
+//                row r lies at
+//                    block(c / L) + r * L + c % L.
+//                Broadcasting an element and storing a vector of a row both need constant offsets only, and the output
+//                of a product can be the input of the next one.
+// Panels:        a weight matrix of `depth` rows and `cols` columns is packed as panels of 2 L columns, each
+//                [depth][2 L] and contiguous. A last panel of at most L columns is [depth][L]. Missing columns are 0.
 //
 //            panel  <- 2 L columns ->
 //            +---------------------+
-//   rows     |  b0  |  b1          |   per step of depth: 2 loads of weights, one broadcast a row, 2 fused
-//            multiply-adds a row
-//   +----+   |      |              |
+//   rows     |  b0  |  b1          |   per step of depth: 2 loads of weights, then for each row one broadcast
+//   +----+   |      |              |   and 2 fused multiply-adds
 //   | a  | x |      |              | = MR x 2 accumulators, all in registers
 //   +----+   +---------------------+
 //
-// With 32 registers two panels are taken at once, 6 rows x 4 vectors: 10 loads for 24 multiply-adds instead of 15 for
-// 26. A core alone does not feel that; one that shares its issue slots with another thread of the machine gains some 8
-// %.
+// With 32 registers two panels are processed together, 6 rows x 4 vectors: 10 loads for 24 multiply-adds instead of 15
+// for 26. A core that runs one thread gains nothing from that. With two hardware threads per core the gain is some 8 %.
 //
-// Each output element is one chain of multiply-adds in ascending depth, whatever the tile it falls in: results do not
-// depend on how rows are grouped. A call with few rows takes several panels at once, so that there are chains enough to
-// hide the latency.
+// Each output element is one chain of multiply-adds in ascending depth, in every tile: results do not depend on how
+// rows are grouped. A call with few rows processes several panels together, to have enough independent chains to hide
+// the latency.
 //
-// A deep product goes through its depth in chunks: what a chunk takes of `a` and of a panel then stays in the nearest
-// cache for all tiles, and the sums wait in `out` meanwhile (a chain goes on where it stopped: no bit changes).
+// A deep product is computed in chunks of its depth. The part of `a` and of a panel that belongs to a chunk then stays
+// in the nearest cache for all tiles. The sums are stored in `out` between chunks and loaded again, so each chain is
+// continued and no bit changes.
 #pragma once
 
 #include "cpu/simd.h"
@@ -37,9 +35,9 @@ namespace ORTHOKERN_ISA {
 constexpr int kMaxSegments = 3;
 constexpr int kHalfRows = kMaxRows / 2;      // rows of a tile of two panels
 constexpr bool kWideTiles = kMaxRows >= 12;  // registers for 6 rows x 4 vectors, the weights and a broadcast
-constexpr int kChunkBytes =
-    512;  // of a chunk's depth in a row of `a`: 8 vectors' worth of AVX-512, 32 KB of two panels
-constexpr size_t kNearWeights = 512 << 10;  // bytes of a packed matrix that stay in the second cache by themselves
+// Bytes of a chunk's depth in a row of `a`: 8 vectors of AVX-512, and 32 KB of two panels.
+constexpr int kChunkBytes = 512;
+constexpr size_t kNearWeights = 512 << 10;  // bytes of a packed matrix that stays in L2 without prefetching
 
 // One stretch of the depth: `depth` columns of a blocked matrix, blocks `block` elements apart, at its first row.
 template <class T>
@@ -49,18 +47,17 @@ struct Segment {
   int depth;
 };
 
-// Traffic with memory that rides along with a product, a few vectors after every stretch of its depth. In one go it
-// would fill the few buffers that a core has for outstanding lines, and the multiply-adds would wait behind it; spread
-// out it costs next to nothing.
+// Memory transfers during a product: a few vectors after every L steps of its depth. All at once they would fill the
+// few buffers that a core has for outstanding cache lines, and the multiply-adds would wait for them. Spread out, they
+// cost next to nothing.
 //
-// An errand is a grid of vectors, rows within blocks of columns: fetched ahead of their use, or copied to memory past
-// the caches.
+// A transfer is a grid of vectors, rows within blocks of columns. It is a prefetch, or a copy with streaming stores.
 template <class T>
-struct Errand {
+struct Transfer {
   const T* from;
-  T* to;  // null: fetch
+  T* to;  // null: prefetch
   ptrdiff_t from_row, from_block, to_row, to_block;
-  int rows, left, row, pace;  // left: vectors still to do, the next one in row `row`
+  int rows, left, row, rate;  // left: vectors still to do, the next one in row `row`
 
   void run(int n) {
     if (n > left) n = left;
@@ -81,24 +78,26 @@ struct Errand {
     }
   }
 };
+// The transfers that one product performs.
 template <class T>
-class Errands {
+class Transfers {
  public:
-  Errands() : count_(0) {}
-  void fetch(const T* from, ptrdiff_t row, ptrdiff_t block, int rows, int blocks) {
+  Transfers() : count_(0) {}
+  // row, block: elements from one row, and from one block of columns, to the next.
+  void prefetch(const T* from, ptrdiff_t row, ptrdiff_t block, int rows, int blocks) {
     add({from, nullptr, row, block, 0, 0, rows, rows * blocks, 0, 0});
   }
-  void copy(const T* from, ptrdiff_t from_row, ptrdiff_t from_block, T* to, ptrdiff_t to_row, ptrdiff_t to_block,
-            int rows, int blocks) {
+  void stream(const T* from, ptrdiff_t from_row, ptrdiff_t from_block, T* to, ptrdiff_t to_row, ptrdiff_t to_block,
+              int rows, int blocks) {
     add({from, to, from_row, from_block, to_row, to_block, rows, rows * blocks, 0, 0});
   }
-  // To be done with in so many stops.
-  void set_pace(int stops) {
-    for (int i = 0; i < count_; i++) list_[i].pace = (list_[i].left + stops - 1) / stops;
+  // Sets the rate so that `calls` calls of advance() complete all transfers.
+  void set_rate(int calls) {
+    for (int i = 0; i < count_; i++) list_[i].rate = (list_[i].left + calls - 1) / calls;
   }
-  ORTHOKERN_INLINE void stop() {
+  ORTHOKERN_INLINE void advance() {
     for (int i = 0; i < count_; i++)
-      if (list_[i].left > 0) list_[i].run(list_[i].pace);
+      if (list_[i].left > 0) list_[i].run(list_[i].rate);
   }
   void finish() {
     for (int i = 0; i < count_; i++) list_[i].run(list_[i].left);
@@ -106,23 +105,23 @@ class Errands {
 
  private:
   static constexpr int kMost = 8;
-  void add(const Errand<T>& errand) {
-    if (errand.left > 0) list_[count_++] = errand;
+  void add(const Transfer<T>& transfer) {
+    if (transfer.left > 0) list_[count_++] = transfer;
   }
 
   int count_;
-  Errand<T> list_[kMost];
+  Transfer<T> list_[kMost];
 };
 
 template <class T>
 using TileKernel = void (*)(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride,
-                            T* out, ptrdiff_t out_block, bool add, const T* ahead, Errands<T>* errands);
+                            T* out, ptrdiff_t out_block, bool add, const T* ahead, Transfers<T>* transfers);
 
 // PANELS panels of two vectors, or (PANELS == 0) one panel of one vector: out = a . panels, or (add) out += a . panels.
-// With PREFETCH a vector of every panel row at `ahead` is brought into the second cache meanwhile.
+// With PREFETCH a vector of every panel row at `ahead` is prefetched into L2.
 template <class T, int MR, int PANELS, bool PREFETCH>
 void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out,
-                 ptrdiff_t out_block, bool add, const T* ahead, Errands<T>* errands) {
+                 ptrdiff_t out_block, bool add, const T* ahead, Transfers<T>* transfers) {
   constexpr int L = kLanes<T>;
   constexpr int W = PANELS == 0 ? 1 : 2;        // vectors of a panel row
   constexpr int NP = PANELS == 0 ? 1 : PANELS;  // panels
@@ -162,7 +161,7 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
       }
       a += segments[i].block;
       left -= count;
-      errands->stop();
+      transfers->advance();
     }
   }
 #pragma GCC unroll 16
@@ -216,8 +215,8 @@ struct Packed {
     cols = cols_;
     return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth, false);
   }
-  // Fill rows [row0, row0 + rows) of panels [first, last) from w(row, col) = source[row * row_stride + col *
-  // col_stride] * scale[col] (scale may be null).
+  // Fills rows [row0, row0 + rows) of panels [first, last) with
+  //     w(row, col) = source[row * row_stride + col * col_stride] * scale[col], where scale may be null.
   void fill(int first, int last, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
             const T* scale) {
     for (int p = first; p < last; p++) {
@@ -235,12 +234,12 @@ struct Packed {
   }
 };
 
-// out = a . w for blocked a (given by its segments) and blocked out, R rows; in the last chunk panels one after
-// another, so that `after(first_block, last_block)` may finish those columns while they are in the nearest cache. out
-// is neither a nor what the errands read.
+// out = a . w for blocked a (given by its segments) and blocked out, R rows. In the last chunk, panels are computed one
+// after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in the nearest cache.
+// out overlaps neither a nor what the transfers read.
 template <class T, class After>
 ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
-                               ptrdiff_t out_block, Errands<T>* errands, const After& after) {
+                               ptrdiff_t out_block, Transfers<T>* transfers, const After& after) {
   constexpr int L = kLanes<T>;
   constexpr int kChunk = kChunkBytes / sizeof(T);
   const int panels = w.panel_count(), wide = panels - (w.narrow(panels - 1) ? 1 : 0);
@@ -250,12 +249,12 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
   const bool by_two = kWideTiles || rows <= kHalfRows;
   const int quads = rows <= kMaxRows / 4 ? wide / 4 : 0, pairs = by_two ? (wide - 4 * quads) / 2 : 0;
   const int tile_count = quads + half_tiles * pairs + full_tiles * (panels - 4 * quads - 2 * pairs);
-  errands->set_pace((w.depth + L - 1) / L * tile_count);
-  for (int s = 0, from = 0, k = 0; s < segment_count;) {  // a chunk from `from` of segment s on, row k of the panels
+  transfers->set_rate((w.depth + L - 1) / L * tile_count);
+  for (int s = 0, from = 0, k = 0; s < segment_count;) {  // a chunk: from `from` of segment s and row k of the panels
     Segment<T> part[kMaxSegments];
     int parts = 1, k_end = k;
     int take_depth = segments[s].depth - from;
-    if (segments[s].depth >= kChunk + kChunk / 2) {  // in pieces of about a length
+    if (segments[s].depth >= kChunk + kChunk / 2) {  // in pieces of about equal length
       const int pieces = (segments[s].depth + kChunk - 1) / kChunk,
                 piece = round_up((segments[s].depth + pieces - 1) / pieces, L);
       if (take_depth > piece) take_depth = piece;
@@ -265,7 +264,7 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
     from += part[0].depth;
     if (from == segments[s].depth) {
       from = 0;
-      for (s++; s < segment_count && segments[s].depth < kChunk / 2; s++) {  // short ones go along
+      for (s++; s < segment_count && segments[s].depth < kChunk / 2; s++) {  // short segments join the chunk
         k_end += segments[s].depth;
         part[parts++] = segments[s];
       }
@@ -281,7 +280,7 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
         const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
         Segment<T> at[kMaxSegments];
         for (int j = 0; j < parts; j++) at[j] = {part[j].a + row * L, part[j].block, part[j].depth};
-        // The next panels, a vector of each of their rows by each tile.
+        // Each tile prefetches one vector of every row of the next panels.
         const bool fetch = far && tiles > 1 && i < 2 * take;
         TileKernel<T> kernel;
         if (narrow) kernel = tile_kernel_for_rows<T, 0, false>(count);
@@ -290,19 +289,19 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
           kernel = fetch ? tile_kernel_for_rows<T, 2, true>(count) : tile_kernel_for_rows<T, 2, false>(count);
         else kernel = fetch ? tile_kernel_for_rows<T, 1, true>(count) : tile_kernel_for_rows<T, 1, false>(count);
         kernel(at, parts, panel, stride, out + 2 * p * out_block + row * L, out_block, k > 0,
-               next + i / 2 * stride + i % 2 * L, errands);
+               next + i / 2 * stride + i % 2 * L, transfers);
         row += count;
       }
       if (last) after(2 * p, narrow ? 2 * p + 1 : 2 * (p + take));
     }
     k = k_end;
   }
-  errands->finish();
+  transfers->finish();
 }
 template <class T>
 inline void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
                      ptrdiff_t out_block) {
-  Errands<T> none;
+  Transfers<T> none;
   multiply<T>(segments, segment_count, w, rows, out, out_block, &none, [](int, int) {});
 }
 

@@ -1,10 +1,10 @@
 // gru_scan on the CPU: the equations are in orthokern/ops/gru_scan.py, those of the backward in Note [GRU scan
 // backward] of the reference.
 //
-// As in scan.h a thread owns rows of the batch for the whole sequence, and a group of at most kGroupRows of them at a
-// time keeps its state blocked in the caches. Threads meet nowhere: what is summed over sequences (the gradients of
-// weights and biases) is left to products over all steps afterwards, for which the backward writes the one factor that
-// nobody has yet.
+// As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGruGroupRows rows whose
+// state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases, which are sums
+// over sequences, are products over all steps that the caller computes afterwards. The backward writes the one factor
+// of them that is not a result or an input.
 //
 //   forward
 //     kanai   r, m = r*h  <- epilogue of h W_r^T      z <- epilogue of h W_z^T      n, h <- epilogue of m W_n^T
@@ -13,12 +13,13 @@
 //     kanai   d_r <- epilogue of d_n W_n              ghat, d_z, d_n of t-1      <- epilogue of [d_r d_z] [W_r; W_z]
 //     torch                                           d_r, d_z, d_q, d_n of t-1  <- epilogue of [d_r d_z d_q] W
 //
-// Every gate is finished a panel of 2 L columns at a time, while the product's result is in the nearest cache. Weights
-// are packed once a call.
+// The epilogue of a gate runs per panel of 2 L columns, while the product's result is in the nearest cache. Weights are
+// packed once per call.
 //
-// Sequences of different lengths: step t works on the first R_t rows of a group, those up to the last one that still
-// runs, and passes over the ended ones between them. In a batch sorted by falling length no product touches a row that
-// has ended. Padding in the results is zeros. Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
+// Sequences of different lengths: step t computes the first R_t rows of a group, up to the last one that still runs,
+// and the epilogues skip rows between them that have ended. In a batch sorted by falling length no product computes a
+// row that has ended. Padding in the results is zero. Cost per step and sequence: 6 N^2 flops each way. Traffic: see
+// the op.
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -29,7 +30,7 @@ namespace ORTHOKERN_ISA {
 namespace {
 
 constexpr int kGruGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
-constexpr int64_t kGruStreamBytes = 8 << 20;  // gates larger than this go past the caches
+constexpr int64_t kGruStreamBytes = 8 << 20;  // gates larger than this are written with streaming stores
 
 // 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
 template <class T>
@@ -42,11 +43,11 @@ template <class T>
 struct GruPlan {
   const GruArgs* args;
   int B, N, threads;
-  bool stream;             // write gates past the caches
+  bool stream;             // write gates with streaming stores
   Packed<T> gate[3];       // forward [N, N]: W_r^T, W_z^T, W_n^T
   Packed<T> back, back_n;  // backward: [2N or 3N, N] W_r, W_z (, W_n); kanai: [N, N] W_n
   Scratch<T> bias;         // [3][round_up(N)]
-  Scratch<int> begin;      // [threads + 1]: rows [begin[i], begin[i + 1]) of the batch are task i's
+  Scratch<int> begin;      // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
 
   int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
   int padded() const { return round_up(N, kLanes<T>); }
@@ -177,15 +178,15 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
     const Segment<T> from_h = {state, block, plan.N}, from_m = {m, block, plan.N};
     T *h = state, *h_new = next;
 
-    // What the next step reads first is fetched during this one, a third with each product.
-    Errands<T> errands[3];
+    // Prefetches what the next step reads first, a third with each product.
+    Transfers<T> transfers[3];
     if (t + 1 < rows.longest)
-      for (int g = 0; g < 3; g++) errands[g].fetch(x_next + g * N, 3 * N, L, rows.at(t + 1), plan.blocks());
+      for (int g = 0; g < 3; g++) transfers[g].prefetch(x_next + g * N, 3 * N, L, rows.at(t + 1), plan.blocks());
     if (!stream)
-      for (int g = 0; g < 3; g++) errands[g].fetch(gates + g * N, 3 * N, L, R_t, plan.blocks());
-    errands[2].fetch(hs, N, L, R_t, plan.blocks());
+      for (int g = 0; g < 3; g++) transfers[g].prefetch(gates + g * N, 3 * N, L, R_t, plan.blocks());
+    transfers[2].prefetch(hs, N, L, R_t, plan.blocks());
 
-    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &errands[0], [&](int first, int last) {
+    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &transfers[0], [&](int first, int last) {
       rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + b * L;
         const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + b * L));
@@ -193,7 +194,7 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
         store(m + at, KANAI ? gate * load(h + at) : gate);
       });
     });
-    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &errands[1], [&](int first, int last) {
+    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &transfers[1], [&](int first, int last) {
       rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + N + b * L;
         const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + plan.padded() + b * L));
@@ -201,7 +202,7 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
         store(z + at, gate);
       });
     });
-    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &errands[2], [&](int first, int last) {
+    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &transfers[2], [&](int first, int last) {
       rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * 3 * N + 2 * N + b * L;
         const V<T> q = load(acc + at) + load(plan.bias + 2 * plan.padded() + b * L);
@@ -220,24 +221,35 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   return true;
 }
 
+// Working memory of the backward, blocked. direct: the part of ghat_{t-1} that needs no product. d_r, d_z and d_q of
+// two steps, because a product still reads those of the step after.
+template <class T>
+struct GruAdjoints {
+  Scratch<T> acc, direct, d_n, d_r[2], d_z[2], d_q[2];
+
+  bool allocate(size_t size, bool kanai) {
+    if (!acc.allocate(size) || !direct.allocate(size) || !d_n.allocate(size)) return false;
+    for (int i = 0; i < 2; i++)
+      if (!d_r[i].allocate(size) || !d_z[i].allocate(size) || (!kanai && !d_q[i].allocate(size))) return false;
+    return true;
+  }
+};
+
 template <class T, bool KANAI>
 bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   constexpr int L = kLanes<T>;
   const GruArgs& args = *plan.args;
   const ptrdiff_t N = plan.N, block = static_cast<ptrdiff_t>(R) * L;
   const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
-  // direct: the part of ghat_{t-1} that needs no product; d_z and d_r of two steps, because a product still reads those
-  // of the one after.
-  Scratch<T> acc, direct, d_n, d_r[2], d_z[2], d_q[2];
-  if (!acc.allocate(size) || !direct.allocate(size) || !d_n.allocate(size)) return false;
-  for (int i = 0; i < 2; i++)
-    if (!d_r[i].allocate(size) || !d_z[i].allocate(size) || (!KANAI && !d_q[i].allocate(size))) return false;
-  const bool stream = plan.stream;
-  int now = 0;  // which of the two are those of the step at hand
-
-  // Rows that have not begun are zeros in all of these, so that they begin with what zeros give.
+  GruAdjoints<T> memory;
   GruRows<T> rows(plan, row0, R);
-  if (!rows.allocate()) return false;
+  if (!memory.allocate(size, KANAI) || !rows.allocate()) return false;
+  Scratch<T>&acc = memory.acc, &direct = memory.direct, &d_n = memory.d_n;
+  Scratch<T>*d_r = memory.d_r, *d_z = memory.d_z, *d_q = memory.d_q;
+  const bool stream = plan.stream;
+  int now = 0;  // which of the two is that of the current step
+
+  // Rows whose last step has not been reached are zero in all of these, which is what they have to start with.
   rows.clear_padding(args.grad_x, 3 * N);
   rows.clear_padding(args.factor, N);
   auto rows_of = [&](const void* from, int64_t t, int width) {
@@ -247,8 +259,8 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     return t ? rows_of(args.saved_hs, t - 1, 1) : static_cast<const T*>(args.h0) + row0 * N;
   };
 
-  // The start of step t for some blocks: acc holds what came through the products of step t + 1, direct what came
-  // around them.
+  // The start of step t for some blocks. ghat_t = g_t + acc + direct, where acc is the result of the products of step
+  // t + 1, and direct the part that needs no product.
   auto begin = [&](int64_t t, int first, int last) {
     const T *g = rows_of(args.grad_hs, t, 1), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
     const T* pre = KANAI ? nullptr : rows_of(args.saved_pre, t, 1);
@@ -285,20 +297,20 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   begin(rows.longest - 1, 0, plan.blocks());
   for (int64_t t = rows.longest - 1; t >= 0; t--) {
     const int R_t = rows.at(t), R_next = t > 0 ? rows.at(t - 1) : 0;
-    // What step t - 1 reads is fetched during the products of this one.
-    Errands<T> errands[2];
+    // Prefetches what step t - 1 reads.
+    Transfers<T> transfers[2];
     const int with_r = KANAI ? 0 : 1;
     if (t > 0) {
-      errands[with_r].fetch(rows_of(args.grad_hs, t - 1, 1), N, L, R_next, plan.blocks());
-      errands[with_r].fetch(state_before(t - 1), N, L, R_next, plan.blocks());
-      errands[1].fetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R_next, (3 * plan.N + L - 1) / L);
-      if (!KANAI) errands[1].fetch(rows_of(args.saved_pre, t - 1, 1), N, L, R_next, plan.blocks());
+      transfers[with_r].prefetch(rows_of(args.grad_hs, t - 1, 1), N, L, R_next, plan.blocks());
+      transfers[with_r].prefetch(state_before(t - 1), N, L, R_next, plan.blocks());
+      transfers[1].prefetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R_next, (3 * plan.N + L - 1) / L);
+      if (!KANAI) transfers[1].prefetch(rows_of(args.saved_pre, t - 1, 1), N, L, R_next, plan.blocks());
     }
     if (KANAI) {
       const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
       T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
       const Segment<T> from = {d_n, block, plan.N};
-      multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &errands[0], [&](int first, int last) {
+      multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &transfers[0], [&](int first, int last) {
         const V<T> one = splat<T>(1);
         rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
           const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
@@ -313,7 +325,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     }
     const Segment<T> from[3] = {{d_r[now], block, plan.N}, {d_z[now], block, plan.N}, {d_q[now], block, plan.N}};
     now = 1 - now;
-    multiply<T>(from, KANAI ? 2 : 3, plan.back, R_t, acc, block, &errands[1], [&](int first, int last) {
+    multiply<T>(from, KANAI ? 2 : 3, plan.back, R_t, acc, block, &transfers[1], [&](int first, int last) {
       if (t > 0) begin(t - 1, first, last);
     });
   }

@@ -3,9 +3,9 @@
 //   logits = hidden W^T + b,  loss = sum (log sum exp(logits) - logits[target]),  d = softmax(logits) - onehot(target)
 //   grad_hidden = d W,  grad_W = d^T hidden,  grad_b = sum d
 //
-// A thread takes a range of rows in groups of up to 104: hidden becomes blocked rows with a column of ones (gemm.h),
-// logits and d exist for the group only, in L2, and the gradients of W and b are a product over the group's rows
-// (outer.h). Memory traffic: hidden in, grad_hidden out, nothing else; 6 N C flops a row.
+// A thread processes a range of rows in groups of up to 104. hidden is copied to blocked rows with a column of ones
+// (gemm.h). logits and d exist for one group only, in L2. The gradients of W and b are a product over the rows of the
+// group (outer.h). Memory traffic: hidden is read, grad_hidden is written. 6 N C flops per row.
 #include <math.h>
 
 #include "cpu/gemm.h"
@@ -130,7 +130,7 @@ void readout_task(void* context, int task) {
     if (!call.sums) continue;
     const Segment<T> errors = {d, block, C};
     multiply<T>(&errors, 1, call.weight_t, R, out, block);
-    // A row from end to end: a column block at a time would touch another page with every store.
+    // Row by row: by column blocks, every store would access another page.
     for (int r = 0; r < R; r++) {
       T* to = grad_hidden + (row + r) * N;
       const T* from = out + r * L;

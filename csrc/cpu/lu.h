@@ -1,7 +1,7 @@
 // Block LU of a matrix in panel storage, and the solve with it.
 //
-// A = L U by blocks of W x W (W the width of a panel), so that apart from the factorisation of one panel at a time
-// everything is a long product:
+// A = L U by blocks of W x W, where W is the width of a panel. Except for the factorization of one panel at a time, all
+// work is long products:
 //
 //      D U U U U    row blocks above the diagonal:  U(i, p) = L(i, i)^-1 (A(i, p) - L(i, <i) U(<i, p))
 //      L D U U U    below:                          L(i, p) = (A(i, p) - L(i, <p) U(<p, p)) U(p, p)^-1
@@ -9,14 +9,14 @@
 //      L L L D U
 //      L L L L D
 //
-// Left-looking: a panel is finished in one visit. Panels are visited in groups: where the matrix outgrows the cache, the
-// columns of L that a group needs are read once for the whole group.
+// Left-looking: all updates of a panel are applied when it is factored. Panels are processed in groups. If the matrix
+// does not fit into the cache, the columns of L that a group needs are read once for the whole group.
 //
-// Without pivoting L(i, i) = I, U(i, i) is the whole diagonal block and its inverse is kept: all else is products. That
-// is for a positive definite symmetric part that is not small against the rest: for I + X with X skew, the symmetric
-// part of every Schur complement is at least I and its norm at most 1 + |X|^2. With pivoting, rows are exchanged within
-// a panel as in the textbook method, the diagonal block holds unit L and U, and substitution takes the inverses' place:
-// explicit ones made a thin M shrink by 4e-10 a step (float32, measured).
+// Without pivoting, L(i, i) = I, U(i, i) is the whole diagonal block, and its inverse is stored. All other work is
+// products. This needs a positive definite symmetric part that is not small against the rest. For I + X with X skew,
+// the symmetric part of every Schur complement is at least I, and its norm at most 1 + |X|^2. With pivoting, rows are
+// exchanged within a panel as in the textbook method, the diagonal block holds unit L and U, and substitution replaces
+// the products with inverses: explicit inverses made a thin M shrink by 4e-10 per step (float32, measured).
 #pragma once
 
 #include "cpu/panels.h"

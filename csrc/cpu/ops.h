@@ -1,4 +1,4 @@
-// What the bindings hand to the CPU kernels: plain addresses and sizes, no torch. Contiguous, row-major; the element
+// The arguments of the CPU kernels: addresses and sizes, no torch types. Contiguous, row-major; the element
 // type is `dtype`. B batch, T time, N hidden, K rank, D input features or number of token ids, C classes.
 #pragma once
 

@@ -1,8 +1,8 @@
-// The product over rows that every parameter gradient is made of: C += sum over rows r of d_r^T h_r.
+// The product over rows for the gradients of the parameters: C += sum over rows r of d_r^T h_r.
 //
-// d and h are kept as [block of L columns][row][L] over the rows of several time steps, C [columns of d][ldc]
-// row-major. One call sums its rows in registers and then adds once to C, so that a sum over 10^6 rows is a sum of sums
-// of about a hundred: its rounding error grows with the number of calls, not of rows.
+// d and h are stored as [block of L columns][row][L] over the rows of several time steps, C [columns of d][ldc]
+// row-major. One call sums its rows in registers and then adds once to C. A sum over 10^6 rows is thus a sum of partial
+// sums over about a hundred rows, and its rounding error grows with the number of calls, not of rows.
 //
 //                 h  <- NV vectors ->
 //   d  MR columns [ MR x NV accumulators ]   per row: NV loads, MR broadcasts, MR x NV multiply-adds
@@ -27,8 +27,7 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
 #pragma GCC unroll 16
     for (int n = 0; n < NV; n++) {
       acc[i][n] = V<T>{};
-      __builtin_prefetch(c + i * ldc + n * L, 1,
-                         3);  // wanted when the rows are through; C is larger than the caches at N = 1000
+      __builtin_prefetch(c + i * ldc + n * L, 1, 3);  // read after the loop; C exceeds the caches at N = 1000
     }
   for (int r = 0; r < rows; r++) {
     V<T> x[NV];
@@ -58,9 +57,7 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
   constexpr int MR = kOuterRows<T>;
   for (int j = 0; j < h_blocks;) {
     const int left = h_blocks - j;
-    const int take = left == 4  ? 2
-                     : left < 3 ? left
-                                : 3;  // 4 as 2 + 2: a single vector would leave the multipliers waiting
+    const int take = left == 4 ? 2 : left < 3 ? left : 3;  // 4 as 2 + 2: one vector alone cannot hide the latency
     for (int i = 0; i < d_blocks; i++) {
       for (int k = 0; k < L; k += MR) {
         const T* from = d + i * block + k;

@@ -1,21 +1,20 @@
-// Panel storage, and the product on it: what the Cayley step and its LU are made of.
+// Panel storage and its product, for the Cayley step, its LU and the spectral-norm projection.
 //
-// A matrix of R rows and C columns is kept as panels of W = 2 L columns (L lanes of a vector): element (r, c) stands at
+// A matrix of R rows and C columns is stored as panels of W = 2 L columns (L lanes of a vector). Element (r, c) is at
 //     panel(c / W) + r * W + c % W.
-// One form serves as left factor (broadcast an element), as right factor (load W of a row) and as result, so that the
-// output of a product is at once either factor of the next one, and a factorisation in place needs no repacking.
-// gemm.h's two forms would need a copy between every two steps here; its inner loop is the same.
+// The same form is used for a left factor (broadcast an element), a right factor (load W of a row) and a result. So a
+// result can be either factor of the next product, and a factorization in place needs no repacking. The two forms of
+// gemm.h would need a copy between any two products. The inner loop is the same.
 //
 //                      k                         W columns of the right factor
 //            +-----------------+                 +-----+
-//   MR rows  |  a, one element |        depth k  |  b  |   per step of depth: 2 loads, MR broadcasts, 2 MR fused
-//            multiply-adds
-//            +-----------------+                 |     |
-//                                                +-----+   result: MR x 2 vectors in registers, out = add + alpha * (a
-//                                                . b)
+//   MR rows  |  a, one element |        depth k  |  b  |   per step of depth: 2 loads, MR broadcasts and
+//            +-----------------+                 |     |   2 MR fused multiply-adds
+//                                                +-----+   result: MR x 2 vectors in registers,
+//                                                          out = add + alpha * (a . b)
 //
-// Each element of a result is one chain of multiply-adds in ascending depth, whatever the tile or the thread it falls
-// to: results do not depend on how rows and panels are shared out.
+// Each element of a result is one chain of multiply-adds in ascending depth, in every tile and on every thread: results
+// do not depend on how rows and panels are divided.
 #pragma once
 
 #include "cpu/parallel.h"
@@ -35,7 +34,7 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 inline int min_of(int a, int b) { return a < b ? a : b; }
 inline int max_of(int a, int b) { return a > b ? a : b; }
 
-// Hands out consecutive pieces of one allocation; with a null base it only counts.
+// Divides one allocation into consecutive pieces. With a null base it only counts the bytes.
 class Carver {
  public:
   explicit Carver(char* base) : base_(base), used_(0) {}
@@ -52,7 +51,7 @@ class Carver {
   size_t used_;
 };
 
-// fn(0) ... fn(items - 1), shared out over threads: items t, t + threads, ... go to thread t.
+// fn(0) ... fn(items - 1), divided among threads: items t, t + threads, ... go to thread t.
 template <class Fn>
 void share(int threads, int items, const Fn& fn) {
   if (threads > items) threads = items;
@@ -82,8 +81,8 @@ struct Panels {
   Panels from(int panel) const { return {p + panel * stride, stride}; }
 };
 
-// Rows that a panel of `rows` rows is given: whole vectors of rows for the transposes, and no power-of-two distance
-// between panels, which would put all of them into the same few sets of the nearest cache.
+// Allocated rows of a panel of `rows` rows: whole vectors of rows for the transposes, and no power-of-two distance
+// between panels, which would map all of them to the same few sets of L1.
 template <class T>
 inline int panel_rows(int rows) {
   return ceil_div(rows, kLanes<T>) * kLanes<T> + 4;
@@ -108,8 +107,8 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
   while (depth > 0) {
     const int count = TRANSPOSED || depth < W ? depth : W;
     if (!TRANSPOSED && depth > W) {
-      // The next panel's rows are far away: no hardware prefetcher guesses the jump, which costs 3 % where A comes from
-      // the third cache.
+      // The rows of the next panel are far away, and the hardware does not prefetch them. That costs 3 % where A comes
+      // from L3.
 #pragma GCC unroll 16
       for (int r = 0; r < MR; r++) {
         __builtin_prefetch(a + a_stride + r * W, 0, 3);
@@ -164,8 +163,8 @@ struct RowTiles {
 };
 
 // One result of a product: rows [row0, row0 + rows) of `panels` panels, the last of them `last` columns wide.
-//   out(panel q) = add(panel q) + alpha * a[rows, k0 .. k0 + depth) . b[k0 .. k0 + depth, panel q],  k0 a multiple of
-//   W.
+//   out(panel q) = add(panel q) + alpha * a[rows, k0 .. k0 + depth) . b[k0 .. k0 + depth, panel q]
+// where k0 is a multiple of W.
 // out may be add; it may be a when the product has one panel of depth and one of width, and it may not be b.
 template <class T>
 ORTHOKERN_INLINE void product(const Panels<T>& a, int row0, int rows, int k0, int depth, const Panels<T>& b, int panels,
@@ -247,8 +246,9 @@ ORTHOKERN_INLINE V<T> gather_pieces(const T* from, ptrdiff_t step) {
 
 // Interleaves the halves of every 16 bytes of a and b: a becomes the lower halves of both, b the upper ones, in units
 // of `unit` elements.
-//     float, unit 1: a0 b0 a1 b1 | a2 b2 a3 b3     unit 2: a0 a1 b0 b1 | a2 a3 b2 b3        double, unit 1: a0 b0 | a1
-//     b1
+//     float, unit 1:   a0 b0 a1 b1 | a2 b2 a3 b3
+//     float, unit 2:   a0 a1 b0 b1 | a2 a3 b2 b3
+//     double, unit 1:  a0 b0 | a1 b1
 template <class T>
 ORTHOKERN_INLINE void interleave(V<T>& a, V<T>& b, int unit) {
   constexpr int L = kLanes<T>;
@@ -277,8 +277,8 @@ ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[k
     for (int i = 0; i < P; i++) v[c + i] = gather_pieces(from + i * step + c, P * step);
     interleave<T>(v[c], v[c + 1], 1);
     if (P == 2) continue;
-    V<T>&v1 = v[c + 1], &v2 = v[c + P - 2],
-    &v3 = v[c + P - 1];  // rows 0 and 1 of columns 0 and 1, of 2 and 3 are in v[c] and v1
+    V<T>&v1 = v[c + 1], &v2 = v[c + P - 2], &v3 = v[c + P - 1];
+    // v[c] has rows 0 and 1 of columns 0 and 1; v1 has those of columns 2 and 3
     interleave<T>(v2, v3, 1);
     interleave<T>(v[c], v2, 2);
     interleave<T>(v1, v3, 2);

@@ -1,4 +1,4 @@
-// Which instruction set's kernels serve this machine, decided once, and the threads they run on.
+// Selects, once, the instruction set whose kernels run on this machine; and the threads they run on.
 #include "cpu/select.h"
 
 #include <dlfcn.h>
@@ -140,9 +140,9 @@ void* large_scratch(size_t* bytes) {
 }
 void free_large_scratch(void* memory, size_t bytes) { BufferPool::scratch().give({memory, bytes}); }
 
-// torch keeps a pool of OpenMP threads that spin for a while after each of its operators: threads of our own would
-// fight them for the cores. GOMP_parallel is the entry to that same pool (GNU's, LLVM's and Intel's runtimes all export
-// it), found among the libraries that torch has loaded; where there is none, plain threads do.
+// torch has a pool of OpenMP threads that spin for a while after each of its operators. Other threads would compete
+// with them for the cores. GOMP_parallel is the entry point of the same pool: the runtimes of GNU, LLVM and Intel all
+// export it. It is looked up in the libraries that torch has loaded. Without it, plain threads are started.
 void parallel_run(int tasks, void (*fn)(void* context, int task), void* context) {
   if (tasks <= 1) {
     if (tasks == 1) fn(context, 0);

@@ -2,9 +2,9 @@
 // NEON and the baseline.
 //
 // Every file that includes this header is compiled once per instruction set, with ORTHOKERN_ISA naming it, and
-// everything lives in namespace orthokern::ORTHOKERN_ISA. The standard library's templates stay out of these files:
-// their instantiations carry the same name in every instruction set, the linker keeps one of them, and a machine
-// without AVX-512 could end up in AVX-512 code.
+// everything is in namespace orthokern::ORTHOKERN_ISA. These files must not instantiate templates of the standard
+// library. Their instantiations have the same name in every instruction set and the linker keeps one of them, so a
+// machine without AVX-512 could run AVX-512 code.
 #pragma once
 
 #include <stddef.h>
@@ -95,7 +95,7 @@ ORTHOKERN_INLINE void store_part(T* p, V<T> v, int n) {
 #endif
   for (int i = 0; i < n; i++) p[i] = v[i];
 }
-// A store that bypasses the caches, for results that are next read long after; p is aligned to the vector.
+// A streaming (non-temporal) store, for results that are not read soon. p is aligned to the vector.
 template <class T>
 ORTHOKERN_INLINE void store_stream(T* p, V<T> v) {
 #if defined(__AVX512F__)
@@ -145,8 +145,8 @@ ORTHOKERN_INLINE T sum_lanes(V<T> v) {
   return s;
 }
 
-// p / q within about one rounding: AVX-512 has a cheap estimate of 1 / q, good to 14 bits, and one correction of the
-// quotient by its exact remainder doubles them for far less than a division.
+// p / q within about one rounding. AVX-512 has a fast estimate of 1 / q with 14 bits. One correction of the quotient by
+// its exact remainder doubles them, and costs far less than a division.
 ORTHOKERN_INLINE V<float> quotient(V<float> p, V<float> q) {
 #if defined(__AVX512F__)
   const V<float> r = (V<float>)_mm512_maskz_rcp14_ps((__mmask16)-1, (__m512)q);
@@ -158,8 +158,8 @@ ORTHOKERN_INLINE V<float> quotient(V<float> p, V<float> q) {
 }
 ORTHOKERN_INLINE V<double> quotient(V<double> p, V<double> q) { return p / q; }
 
-// Subnormal numbers cost a hundred cycles each where a state decays over thousands of steps: flushed to zero for the
-// life of this object.
+// Flushes subnormal numbers to zero during the lifetime of this object. They cost a hundred cycles each where a state
+// decays over thousands of steps.
 class FlushDenormals {
  public:
 #if defined(__SSE2__)
@@ -183,9 +183,8 @@ class FlushDenormals {
 #endif
 };
 
-// Zeroed scratch memory on a cache-line boundary, freed with the object. Large scratch is kept from call to call and
-// lies on huge pages: the weights of N = 500 are read from end to end every step, more pages of 4 KiB than the
-// translation buffers hold.
+// Zeroed scratch memory, aligned to a cache line and freed with the object. Large blocks are reused by later calls and
+// use huge pages: at N = 500 all weights are read in every step, which with pages of 4 KiB exceeds the TLB.
 template <class T>
 class Scratch {
  public:

@@ -1,28 +1,25 @@
-// What the spectral-norm projection is made of: W^T W, whether a symmetric matrix is positive definite, and three
-// passes over a matrix, in float64 where its own dtype would cost digits.
+// The parts of the spectral-norm projection: W^T W, whether a symmetric matrix is positive definite, and three passes
+// over a matrix, in float64 where its own dtype would lose digits.
 //
-// The first two work on panels (panels.h) and take half of a general product's operations, M K^2 and K^3 / 3.
+// The first two use panels (panels.h) and half the operations of a general product, M K^2 and K^3 / 3.
 //
-//     W^T W:      block (p, i) = (columns of panel p)^T . panel i, for p <= i; the blocks below the diagonal are
-//                 copied.
-//     Cholesky:   A = R^T R by rows of blocks of W x W, left-looking, in the upper half only:
+//     W^T W:      block (p, i) = (columns of panel p)^T . panel i, for p <= i. The blocks below the diagonal are
+//     copied. Cholesky:   A = R^T R by rows of blocks of W x W, left-looking, in the upper half only:
 //                     R(p, p)^T R(p, p) = A(p, p) - R(<p, p)^T R(<p, p)        one thread
-//                     R(p, i) = R(p, p)^-T (A(p, i) - R(<p, p)^T R(<p, i))     p < i, shared out
-//                 It exists in exact arithmetic if and only if A is positive definite. In floating point every R(p, i)
-//                 comes from products
-//                 and substitutions alone, so that R^T R differs from A by no more than about (K + 4) u sqrt(a_ii
-//                 a_jj), u the unit roundoff
-//                 (Higham 2002, theorem 10.3, and three roundings for the reciprocals of pivots): no inverse of a
-//                 diagonal block, for which that
-//                 would not hold.
+//                     R(p, i) = R(p, p)^-T (A(p, i) - R(<p, p)^T R(<p, i))     p < i, divided among threads
+//                 In exact arithmetic it exists if and only if A is positive definite. In floating point every R(p, i)
+//                 is computed by products and substitutions alone. So R^T R differs from A by at most about
+//                 (K + 4) u sqrt(a_ii a_jj), where u is the unit roundoff (Higham 2002, theorem 10.3, and three
+//                 roundings for the reciprocals of pivots). With an inverse of the diagonal block this would not hold.
 //
-// Both factors of every product are read in the order they are stored in, a's columns as scalars. Limit: the rate of
-// the multiply-adds; a chunk of both panels stays in the nearest cache.
+// Both factors of every product are read in storage order, the columns of a as scalars. Limit: the rate of the
+// multiply-adds. A chunk of both panels stays in L1.
 //
-// The passes: |A - B|_F (rows in W's dtype, their sum in float64), and W V and W - T V^T for few columns of V (both in
-// float64, which lives in registers and the nearest cache only: a copy of W in it would take five times the traffic).
+// The passes: |A - B|_F (rows in the dtype of W, their sum in float64), and W V and W - T V^T for few columns of V.
+// Both are computed in float64, in registers and L1 only: a float64 copy of W would need five times the memory traffic.
 //
-// Each element is one chain in ascending order, apart from a chunk's sums: the bits depend on no number of threads.
+// Each element is one chain in ascending order, apart from the sums of chunks. The bits do not depend on the number of
+// threads.
 #include "cpu/ops.h"
 #include "cpu/panels.h"
 
@@ -33,8 +30,8 @@ namespace {
 constexpr int kDepth = 256;     // of a chunk
 constexpr int kPackRows = 128;  // that one item of packing covers
 
-// Item `item` of `items` for shared-out work that shrinks with the index: there and back over the threads, so that all
-// get about as much.
+// Item `item` of `items` for work that decreases with the index. Every second round of items runs over the threads in
+// reverse order, so that all threads get about the same work.
 inline int there_and_back(int item, int items, int threads) {
   const int round = item / threads, first = round * threads, count = min_of(threads, items - first);
   return round % 2 ? first + count - 1 - (item - first) : item;
@@ -227,10 +224,10 @@ bool distance_of(const SpectralArgs& args) {
   return true;
 }
 
-// A block of up to kPassBlock rows of W, float64: what is read of V then serves all of them.
+// A block of up to kPassBlock rows of W, float64. Each load of V is used for all of them.
 constexpr int kPassBlock = 4;
-constexpr int kPassStride =
-    kPassColumns + 8;  // rows 4 KiB apart would take a store for one of them for a store to another
+// Not 4 KiB: with 4 KiB between rows, the processor mistakes a load from one row for one of a store to another.
+constexpr int kPassStride = kPassColumns + 8;
 
 typedef double WideBlock[kPassBlock][kPassStride];
 
@@ -307,7 +304,7 @@ void subtract_of(const SpectralArgs& args) {
   });
 }
 
-// A thread more has to save more than the few microseconds that waking it takes, in `is_definite` once for each row of
+// Another thread must save more than the few microseconds that waking it costs, in `is_definite` once for each row of
 // blocks.
 inline SpectralArgs with_useful_threads(const SpectralArgs& args, double flops) {
   SpectralArgs given = args;

@@ -36,7 +36,7 @@ from torch import Tensor
 from orthokern._scan_contract import ScanGradients, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
-from orthokern.triton_kernels import _gradients, _inputs, _scan, gru_scan
+from orthokern.triton_kernels import _chunks, _gradients, _inputs, _matrix, _scan, gru_scan
 
 DTYPES = (torch.float32, torch.float64)
 OPS = ("dense_scan", "factored_scan")
@@ -139,7 +139,7 @@ def test_the_other_ways_to_multiply(op: str, way: str, monkeypatch: pytest.Monke
     if way != "dot":
         monkeypatch.setattr(_scan, "ROWS_WARPS", ())
         if way == "narrow panels":  # as from N = 257 on: of 16 columns, of 8 in float64
-            monkeypatch.setattr(_scan, "PANEL_WORDS", tl.constexpr(1024))
+            monkeypatch.setattr(_matrix, "PANEL_WORDS", tl.constexpr(1024))
         options, dtypes = {}, DTYPES
     else:
         # the interpreter multiplies in float32 whatever precision a tensor core would have
@@ -219,15 +219,15 @@ def test_chunks(op: str) -> None:
 
 
 def test_chunk_length_and_choice() -> None:
-    assert [_scan.chunk_length(T) for T in (1, 2, 10, 10000, 10**6)] == [1, 1, 3, 100, _scan.CHUNK_LIMIT]
+    assert [_chunks.chunk_length(T) for T in (1, 2, 10, 10000, 10**6)] == [1, 1, 3, 100, _chunks.CHUNK_LIMIT]
     cpu = torch.device("cpu")
     for activation in NAMES:
         chunked = ScanOptions(activation, algorithm="chunked")
-        assert _scan.wants_chunks(chunked, 5, 1, cpu, False) == (activation == "identity")
-        assert not _scan.wants_chunks(dataclasses.replace(chunked, message_clip=0.1), 5, 1, cpu, False)
-        assert not _scan.wants_chunks(ScanOptions(activation, algorithm="sequential"), 10**6, 1, cpu, True)
+        assert _chunks.wants_chunks(chunked, 5, 1, cpu, False) == (activation == "identity")
+        assert not _chunks.wants_chunks(dataclasses.replace(chunked, message_clip=0.1), 5, 1, cpu, False)
+        assert not _chunks.wants_chunks(ScanOptions(activation, algorithm="sequential"), 10**6, 1, cpu, True)
     # one processor is full already
-    assert not _scan.wants_chunks(ScanOptions("identity"), 10000, 1, cpu, False)
+    assert not _chunks.wants_chunks(ScanOptions("identity"), 10000, 1, cpu, False)
 
 
 # ------------------------------------------------------------------------------------------------- lengths and clipping

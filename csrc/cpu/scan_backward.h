@@ -1,0 +1,417 @@
+// The backward pass of scan.h for a group of rows of the batch, and the sums over all threads at its end.
+//
+// delta_t and [h_{t-1}, x_t, 1] of the last few steps are kept in two rings of blocked rows. A ring holds about
+// kRingRows rows. Once it is full, one product (outer.h) adds it to this thread's sums, which gives the gradients of
+// the map, of W_in and of b without a second pass over memory. Which steps share a ring depends on t and the lengths
+// alone, so the sums have the same bits when states are recomputed from checkpoints.
+#pragma once
+
+#include "cpu/outer.h"
+#include "cpu/scan_rows.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+constexpr int kRingRows = 128;
+
+// A partial result of one thread. Those of all threads are added at the end, in the order of the threads.
+template <class T>
+struct ScanSums {
+  Scratch<T> gradients;    // [round_up(N)][ldc]: columns of h, then of x, then the one
+  Scratch<T> table_part;   // [D][round_up(N)] of the last few steps
+  Scratch<T> table_total;  // [D][round_up(N)]
+  Scratch<double> param;   // [round_up(N)]
+  Scratch<double> norm;    // [T]
+
+  bool allocate(const ScanPlan<T>& plan) {
+    const ScanArgs& args = *plan.args;
+    const size_t padded = plan.padded(), ldc = padded + round_up(plan.X, kLanes<T>);
+    return param.allocate(padded) && norm.allocate(args.T) && (!args.grad_map || gradients.allocate(padded * ldc)) &&
+           (!args.tokens || (table_part.allocate(plan.D * padded) && table_total.allocate(plan.D * padded)));
+  }
+};
+
+// What one step reads and writes: rows N apart, or blocked rows of a ring.
+template <class T>
+struct BackwardStep {
+  int64_t t;
+  int rows;            // R_t
+  int unmasked;        // the first rows that need no test of their length
+  const T* grad_h;     // g_t
+  const T* pre;        // a_t, or null
+  const T* h;          // h_t, blocked
+  T* delta;            // delta_t, blocked
+  T* grad_x;           // where delta_t goes as rows, or null
+  const int64_t* ids;  // of the tokens whose gradients are wanted, or null
+};
+
+template <class T, class A>
+struct BackwardRows {
+  static constexpr int L = kLanes<T>;
+  const ScanPlan<T>& plan;
+  const ScanArgs& args;
+  ScanSums<T>* sums;
+  ScanRows<T> rows;
+  const int row0, R;
+  const int64_t N, B;
+  const int64_t every;         // steps of a segment between checkpoints, or 0
+  const int blocks, x_blocks;  // of N columns, and of X
+  const bool params;           // whether gradients of the parameters are wanted
+  const bool delta_out;        // delta is the result grad_x
+  const bool dx_out;           // grad_x is that of the features
+  const int slots;             // steps of R rows that fit into a ring
+  const ptrdiff_t ring_block;  // elements from one block of a ring to the next
+  const ptrdiff_t ldc;
+  int64_t token_steps;  // see add_table_part, 0 without tokens
+  int used;             // rows of the ring in use
+
+  // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
+  // step t.
+  Scratch<T> delta, inputs, dx, ending;
+  Scratch<T> segment, segment_pre;  // with checkpoints: states (and pre-activations) of one segment, [every][R][N]
+
+  // At least two steps fit: a dense map still reads delta_{t+1} while the first columns of delta_t are written.
+  BackwardRows(const ScanPlan<T>& plan_, ScanSums<T>* sums_, int row0_, int R_)
+      : plan(plan_),
+        args(*plan_.args),
+        sums(sums_),
+        rows(plan_, row0_, R_),
+        row0(row0_),
+        R(R_),
+        N(plan_.N),
+        B(plan_.B),
+        every(args.checkpoint_every),
+        blocks(plan_.blocks()),
+        x_blocks(round_up(plan_.X, L) / L),
+        params(args.grad_map != nullptr),
+        delta_out(args.grad_x && plan_.X == 0 && !args.tokens),
+        dx_out(args.grad_x && plan_.X != 0),
+        slots(kRingRows / R_ > 2 ? kRingRows / R_ : 2),
+        ring_block(static_cast<ptrdiff_t>(slots) * R_ * L),
+        ldc(static_cast<ptrdiff_t>(blocks + x_blocks) * L),
+        token_steps(0),
+        used(0) {
+    const int64_t ring_rows = static_cast<int64_t>(slots) * R;
+    if (args.tokens && params) token_steps = slots * ((plan.D + ring_rows - 1) / ring_rows);
+  }
+
+  bool allocate() {
+    if (!rows.allocate() || !rows.place_steps(slots * R)) return false;
+    if (!ending.allocate(static_cast<size_t>(blocks) * L * R) ||
+        !delta.allocate(static_cast<size_t>(blocks) * ring_block) ||
+        !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
+        !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
+      return false;
+    if (!every) return true;
+    const size_t n = static_cast<size_t>(every < args.T ? every : args.T) * R * N;
+    return segment.allocate(n) && (!A::needs_input || segment_pre.allocate(n));
+  }
+
+  T* grad_x() const { return static_cast<T*>(args.grad_x); }
+  ptrdiff_t place(int64_t t) const { return static_cast<ptrdiff_t>(rows.place[t]) * L; }
+  // map^T(delta_{t+1}), blocked.
+  T* message() const { return rows.next; }
+  // The first step of the segment that t is in.
+  int64_t segment_start(int64_t t) const { return every ? t / every * every : 0; }
+  // h_k as rows N apart, while step t is computed.
+  const T* state_rows(int64_t k, int64_t t) const {
+    const T* states = static_cast<const T*>(args.states);
+    if (k < 0) return static_cast<const T*>(args.h0) + row0 * N;
+    if (!every) return states + (k * B + row0) * N;
+    const int64_t start = segment_start(t);
+    return k < start ? states + ((k + 1) / every * B + row0) * N : segment + static_cast<ptrdiff_t>(k - start) * R * N;
+  }
+  // a_t as rows N apart, or null.
+  const T* pre_rows(int64_t t) const {
+    if (!A::needs_input) return nullptr;
+    if (every) return segment_pre + static_cast<ptrdiff_t>(t - segment_start(t)) * R * N;
+    return static_cast<const T*>(args.saved_pre) + (t * B + row0) * N;
+  }
+
+  void run() {
+    const int64_t last = rows.longest - 1;
+    for (int64_t t = last; t >= 0; t--) {
+      if (t == last || rows.place[t + 1] == 0) used = rows.place[t] + rows.active[t];
+      if (every && (t == last || (t + 1) % every == 0)) recompute_segment(t);
+      read_ending(t);
+      V<T> square = V<T>{};
+      compute_delta(step_at(t), &square);
+      sums->norm[t] += sum_lanes<T>(square);
+      if (dx_out) write_feature_gradient(t);
+      rows.read_rows(state_rows(t - 1, t), N, rows.active[t], plan.N, inputs + place(t), ring_block);
+      if (params) add_gradients(t);
+    }
+    Transfers<T> during_first, during_last;
+    if (delta_out && plan.stream) stream_delta(&during_last, 0);
+    multiply_back(0, &during_first, &during_last, [](int, int) {});
+    rows.write_rows(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
+    if (delta_out || dx_out)
+      for (int64_t t = 0; t < args.T; t++) rows.clear_rest(t, rows.active[t], grad_x(), delta_out ? plan.N : plan.D);
+    if (plan.stream && delta_out) stream_fence();
+  }
+
+  // The states of the segment that ends with step t, from its checkpoint.
+  void recompute_segment(int64_t t) {
+    const int64_t start = segment_start(t);
+    const T* checkpoint = static_cast<const T*>(args.states) + ((t / every) * B + row0) * N;
+    rows.read_rows(checkpoint, N, R, N, rows.state, rows.block);
+    for (int64_t k = start; k <= t; k++) {
+      const ptrdiff_t at = static_cast<ptrdiff_t>(k - start) * R * N;
+      rows.template step<A>(k, segment + at, A::needs_input ? segment_pre + at : nullptr, false);
+    }
+  }
+
+  // h_t of the rows that end with step t. That of the others is in the ring, from step t + 1.
+  void read_ending(int64_t t) {
+    const T* from = state_rows(t, t);
+    for (int r = 0; r < rows.active[t]; r++)
+      if (rows.length[r] == t + 1) rows.read_rows(from + r * N, N, 1, N, ending + r * L, rows.block);
+  }
+
+  BackwardStep<T> step_at(int64_t t) const {
+    const ptrdiff_t here = (t * B + row0) * N;
+    const bool unmasked = !A::needs_input && rows.gapless(t) && rows.gapless(t + 1);
+    BackwardStep<T> step;
+    step.t = t;
+    step.rows = rows.active[t];
+    step.unmasked = unmasked ? rows.active[t + 1] : 0;
+    step.grad_h = static_cast<const T*>(args.grad_hs) + here;
+    step.pre = pre_rows(t);
+    step.h = inputs + (t < rows.longest - 1 ? place(t + 1) : 0);
+    step.delta = delta + place(t);
+    step.grad_x = delta_out && !plan.stream ? grad_x() + here : nullptr;
+    step.ids = args.tokens && params ? args.tokens + t * B + row0 : nullptr;
+    return step;
+  }
+
+  // delta_t in the ring, as the epilogue of map^T(delta_{t+1}), and |dL/dh_t|^2.
+  void compute_delta(const BackwardStep<T>& step, V<T>* square) {
+    const int64_t t = step.t;
+    if (t == rows.longest - 1) {
+      finish_blocks(step, 0, blocks, square);
+      return;
+    }
+    Transfers<T> during_first, during_last;
+    if (delta_out && plan.stream) stream_delta(plan.factored ? &during_first : &during_last, t + 1);
+    rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), t, t - 1);
+    if (A::needs_input && !every) rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), t, t - 1);
+    during_last.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);
+    if (step.grad_x) during_last.prefetch(step.grad_x, N, L, step.rows, blocks);
+    multiply_back(t + 1, &during_first, &during_last,
+                  [&](int first, int last) { finish_blocks(step, first, last, square); });
+  }
+
+  // message <- map^T(delta of step t).
+  template <class After>
+  ORTHOKERN_INLINE void multiply_back(int64_t t, Transfers<T>* during_first, Transfers<T>* during_last,
+                                      const After& after) {
+    const Segment<T> from = {delta + place(t), ring_block, plan.N};
+    const int R_t = rows.active[t];
+    if (plan.factored) {
+      multiply<T>(&from, 1, plan.first_t, R_t, rows.z, rows.block, during_first, [](int, int) {});
+      const Segment<T> middle = {rows.z, rows.block, plan.K};
+      multiply<T>(&middle, 1, plan.second_t, R_t, message(), rows.block, during_last, after);
+    } else {
+      multiply<T>(&from, 1, plan.second_t, R_t, message(), rows.block, during_last, after);
+    }
+  }
+
+  // Writes delta of step t to grad_x with streaming stores.
+  void stream_delta(Transfers<T>* transfers, int64_t t) {
+    transfers->stream(delta + place(t), L, ring_block, grad_x() + (t * B + row0) * N, N, L, rows.active[t], blocks);
+  }
+
+  static ORTHOKERN_INLINE V<T> clip(V<T> d, V<T> bound) {  // a NaN stays a NaN
+    d = d > bound ? bound : d;
+    return d < -bound ? -bound : d;
+  }
+
+  // delta_t for blocks [first, last), of which the message is ready.
+  void finish_blocks(const BackwardStep<T>& step, int first, int last, V<T>* square) {
+    for (int b = first; b < last && b < blocks; b++) {
+      V<T> param_grad = V<T>{};
+      const int r = rows.lanes(b) == L ? finish_unmasked_rows(step, b, square, &param_grad) : 0;
+      finish_masked_rows(step, r, b, square, &param_grad);
+      if (step.grad_x) write_block(step, b);
+      if (step.ids) add_to_table(step, b);
+      if (A::has_parameter) {
+        double* to = sums->param + b * L;
+        for (int i = 0; i < L; i++) to[i] += param_grad[i];
+      }
+    }
+  }
+  // Nearly all rows: no branch inside the loop. Returns how many.
+  ORTHOKERN_INLINE int finish_unmasked_rows(const BackwardStep<T>& step, int b, V<T>* square, V<T>* param_grad) {
+    const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
+    const int64_t stride = N;
+    const int count = step.unmasked;
+    T* d_to = step.delta + b * ring_block;
+    const T* h_at = step.h + b * ring_block;
+    const T* q_at = message() + b * rows.block;
+    const T* g_at = step.grad_h + b * L;
+    V<T> total = *square, param_total = *param_grad;
+    for (int r = 0; r < count; r++) {
+      const V<T> g = load(g_at + r * stride) + load(q_at + r * L);
+      total += g * g;
+      const V<T> h = load(h_at + r * L);
+      store(d_to + r * L, clip(activate_grad<T, A>(h, g, param, &param_total), bound));
+    }
+    *square = total, *param_grad = param_total;
+    return count;
+  }
+  // Rows from `from` on, of which some may have ended before step t or end with it, or which read a_t.
+  ORTHOKERN_INLINE void finish_masked_rows(const BackwardStep<T>& step, int from, int b, V<T>* square,
+                                           V<T>* param_grad) {
+    const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
+    const int count = rows.lanes(b);
+    T* d_to = step.delta + b * ring_block;
+    const T* h_at = step.h + b * ring_block;
+    const T* q_at = message() + b * rows.block;
+    const T* g_at = step.grad_h + b * L;
+    for (int r = from; r < step.rows; r++) {
+      if (rows.ended(r, step.t)) {
+        store(d_to + r * L, V<T>{});
+        continue;
+      }
+      const bool ends = rows.length[r] == step.t + 1;
+      V<T> g = load_part(g_at + r * N, count);
+      if (!ends) g += load(q_at + r * L);
+      *square += g * g;
+      const V<T> saved = A::needs_input ? load_part(step.pre + r * N + b * L, count)
+                                        : load(ends ? ending + b * rows.block + r * L : h_at + r * L);
+      store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, param_grad), bound));
+    }
+  }
+  // delta_t of one block to grad_x.
+  ORTHOKERN_INLINE void write_block(const BackwardStep<T>& step, int b) const {
+    const int count = rows.lanes(b);
+    const T* from = step.delta + b * ring_block;
+    T* to = step.grad_x + b * L;
+    for (int r = 0; r < step.rows; r++) {
+      if (count == L) store(to + r * N, load(from + r * L));
+      else store_part(to + r * N, load(from + r * L), count);
+    }
+  }
+  // delta_t of one block to the rows of the table that the tokens chose.
+  ORTHOKERN_INLINE void add_to_table(const BackwardStep<T>& step, int b) const {
+    const T* from = step.delta + b * ring_block;
+    const int padded = blocks * L;
+    for (int r = 0; r < step.rows; r++) {
+      if (rows.ended(r, step.t)) continue;
+      T* to = sums->table_part + step.ids[r] * padded + b * L;
+      store(to, load(to) + load(from + r * L));
+    }
+  }
+
+  // grad_x_t = delta_t W_in.
+  void write_feature_gradient(int64_t t) {
+    const int R_t = rows.active[t];
+    const Segment<T> from = {delta + place(t), ring_block, plan.N};
+    multiply<T>(&from, 1, plan.input_t, R_t, dx, rows.block);
+    rows.write_rows(dx, rows.block, R_t, plan.D, grad_x() + (t * B + row0) * plan.D, plan.D);
+  }
+
+  // Completes the inputs of step t in the ring. If step t is the last that the ring takes, adds the ring to the sums.
+  void add_gradients(int64_t t) {
+    T* here = inputs + place(t);
+    if (plan.X) rows.read_features(t, here + blocks * ring_block, ring_block);
+    if (!rows.gapless(t)) rows.clear_ended(t, here, ring_block, blocks + x_blocks);  // may hold NaN or infinities
+    if (rows.place[t] == 0)
+      outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
+    if (token_steps && t % token_steps == 0) add_table_part();
+  }
+  // Token gradients are summed over token_steps steps before they are added to the total: a sum of sums has a smaller
+  // rounding error, see outer.h.
+  void add_table_part() {
+    const ptrdiff_t n = static_cast<ptrdiff_t>(plan.D) * blocks * L;
+    for (ptrdiff_t i = 0; i < n; i += L) {
+      store(sums->table_total + i, load(sums->table_total + i) + load(sums->table_part + i));
+      store(sums->table_part + i, V<T>{});
+    }
+  }
+};
+
+template <class T, class A>
+bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) {
+  BackwardRows<T, A> rows(plan, sums, row0, R);
+  if (!rows.allocate()) return false;
+  rows.run();
+  return true;
+}
+
+// The results that are sums over all threads.
+
+template <class T>
+void collect_norm(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
+  T* norm = static_cast<T*>(plan.args->grad_norm);
+  for (int64_t t = 0; t < plan.args->T; t++) {
+    double total = 0;
+    for (int i = 0; i < plan.threads; i++) total += sums[i].norm[t];
+    norm[t] = static_cast<T>(__builtin_sqrt(total));
+  }
+}
+
+template <class T>
+void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
+  T* to = static_cast<T*>(plan.args->grad_act_param);
+  const bool shared = plan.args->act_param_size == 1;
+  double whole = 0;
+  for (int n = 0; n < plan.N; n++) {
+    double total = 0;
+    for (int i = 0; i < plan.threads; i++) total += sums[i].param[n];
+    if (shared) whole += total;
+    else to[n] = static_cast<T>(total);
+  }
+  if (shared) to[0] = static_cast<T>(whole);
+}
+
+// M = sum_t delta_t h_{t-1}^T, and the gradients of W_in and b for features.
+template <class T>
+void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
+  const ScanArgs& args = *plan.args;
+  const int N = plan.N, D = plan.D, padded = plan.padded();
+  const ptrdiff_t ldc = padded + round_up(plan.X, kLanes<T>);
+  auto total = [&](ptrdiff_t at) {
+    T sum = sums[0].gradients[at];
+    for (int i = 1; i < plan.threads; i++) sum += sums[i].gradients[at];
+    return sum;
+  };
+  T *map = static_cast<T*>(args.grad_map), *weight = static_cast<T*>(args.grad_weight),
+    *bias = static_cast<T*>(args.grad_bias);
+  for (int n = 0; n < N; n++) {
+    for (int m = 0; m < N; m++) map[static_cast<ptrdiff_t>(n) * N + m] = total(n * ldc + m);
+    if (plan.X) {
+      for (int d = 0; d < D; d++) weight[static_cast<ptrdiff_t>(n) * D + d] = total(n * ldc + padded + d);
+      if (plan.bias_column) bias[n] = total(n * ldc + padded + D);
+    }
+  }
+}
+
+// The gradients of W_in and b for tokens.
+template <class T>
+void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
+  T *weight = static_cast<T*>(plan.args->grad_weight), *bias = static_cast<T*>(plan.args->grad_bias);
+  const int D = plan.D, padded = plan.padded();
+  for (int n = 0; n < plan.N; n++) {
+    T all = 0;
+    for (int d = 0; d < D; d++) {
+      T sum = 0;
+      for (int i = 0; i < plan.threads; i++) sum += sums[i].table_total[static_cast<ptrdiff_t>(d) * padded + n];
+      weight[static_cast<ptrdiff_t>(n) * D + d] = sum;
+      all += sum;
+    }
+    if (bias) bias[n] = all;
+  }
+}
+
+template <class T>
+void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
+  collect_norm(plan, sums);
+  if (plan.args->grad_act_param) collect_param(plan, sums);
+  if (!plan.args->grad_map) return;
+  collect_products(plan, sums);
+  if (plan.args->tokens) collect_table(plan, sums);
+}
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

@@ -1,0 +1,172 @@
+// What all threads of a call of scan.h share: the sizes, the rows of every thread and the packed weights.
+#pragma once
+
+#include "cpu/activate.h"
+#include "cpu/gemm.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+constexpr int64_t kStreamBytes = 8 << 20;  // results larger than this are written with streaming stores
+
+template <class T>
+struct ScanPlan {
+  const ScanArgs* args;
+  int B, N, K, D;
+  int X;  // extra columns of the product: D and the one for the bias, 0 without features
+  bool bias_column;
+  bool factored;
+  bool stream;  // write results with streaming stores
+  int threads;
+  T clip;              // of delta, infinite without one
+  Scratch<int> begin;  // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
+  Packed<T> first;     // forward, factored: [N, K] V diag(s)
+  Packed<T> second;    // forward: [K or N (+ X), N] U^T or W^T, W_in^T, b
+  Packed<T> first_t;   // backward, factored: [N, K] U diag(s)
+  Packed<T> second_t;  // backward: [K, N] V^T, or [N, N] W
+  Packed<T> input_t;   // backward with features whose gradient is wanted: [N, D] W_in
+  Scratch<T> table;    // [D, round_up(N)]: W_in^T + b, for token ids
+  Scratch<T> param;    // [round_up(N)]
+
+  int padded() const { return round_up(N, kLanes<T>); }
+  int blocks() const { return padded() / kLanes<T>; }
+  int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
+};
+
+// Rows [row0, row0 + rows) of a packed matrix, see Packed::fill. The panels of all jobs are shared out among `parts`
+// tasks, which pays at N = 1000.
+template <class T>
+struct PackJob {
+  Packed<T>* to;
+  int row0, rows;
+  const T* source;
+  ptrdiff_t row_stride, col_stride;
+  const T* scale;
+};
+template <class T>
+struct PackJobs {
+  PackJob<T> job[8];
+  int count, parts;
+
+  void add(Packed<T>* to, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
+           const T* scale = nullptr) {
+    job[count++] = {to, row0, rows, source, row_stride, col_stride, scale};
+  }
+};
+template <class T>
+void pack_task(void* context, int task) {
+  const PackJobs<T>& jobs = *static_cast<PackJobs<T>*>(context);
+  for (int i = 0; i < jobs.count; i++) {
+    const PackJob<T>& j = jobs.job[i];
+    const int panels = j.to->panel_count();
+    j.to->fill(panels * task / jobs.parts, panels * (task + 1) / jobs.parts, j.row0, j.rows, j.source, j.row_stride,
+               j.col_stride, j.scale);
+  }
+}
+
+// Gives each task about the same number of steps, summed over its rows. A task may get no rows, where neighbouring
+// sequences have very different lengths.
+template <class T>
+bool share_rows(ScanPlan<T>* plan) {
+  const int64_t tasks = plan->threads;
+  if (!plan->begin.allocate(tasks + 1)) return false;
+  int64_t total = 0, taken = 0;
+  for (int b = 0; b < plan->B; b++) total += plan->length(b);
+  int b = 0;
+  for (int64_t task = 1; task < tasks; task++) {
+    // a row on the boundary goes to the side that has more of its steps
+    while (b < plan->B && (2 * taken + plan->length(b)) * tasks < 2 * total * task) taken += plan->length(b++);
+    plan->begin[task] = b;
+  }
+  plan->begin[tasks] = plan->B;
+  return true;
+}
+
+// The sizes, and how the results are written.
+template <class T>
+void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
+  plan->args = &args;
+  plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N), plan->K = static_cast<int>(args.K);
+  plan->factored = args.scale != nullptr;
+  plan->D = static_cast<int>(args.D);
+  const bool features = args.weight && !args.tokens;
+  plan->bias_column = features && args.bias;
+  plan->X = features ? plan->D + (plan->bias_column ? 1 : 0) : 0;
+  plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
+  plan->clip = static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf());
+  const bool aligned = args.N % kLanes<T> == 0;
+  const void* result = backward ? args.grad_x : args.hs;
+  plan->stream = aligned && args.T * args.B * args.N * static_cast<int64_t>(sizeof(T)) > kStreamBytes &&
+                 reinterpret_cast<uintptr_t>(result) % kVectorBytes == 0;
+}
+
+// W_in^T + b, a row for every token id.
+template <class T>
+bool make_token_table(ScanPlan<T>* plan) {
+  const ScanArgs& args = *plan->args;
+  const T *weight = static_cast<const T*>(args.weight), *bias = static_cast<const T*>(args.bias);
+  const int D = plan->D, padded = plan->padded();
+  if (!plan->table.allocate(static_cast<size_t>(D) * padded)) return false;
+  for (int n = 0; n < plan->N; n++)
+    for (int d = 0; d < D; d++)
+      plan->table[static_cast<ptrdiff_t>(d) * padded + n] =
+          weight[static_cast<ptrdiff_t>(n) * D + d] + (bias ? bias[n] : T(0));
+  return true;
+}
+
+// The weights of a step forward: the map, and below it W_in and the bias.
+template <class T>
+bool plan_forward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
+  const ScanArgs& args = *plan->args;
+  const int N = plan->N, K = plan->K, D = plan->D;
+  const int depth = plan->factored ? K : N;
+  if (!plan->second.allocate(depth + plan->X, N)) return false;
+  if (plan->factored) {
+    if (!plan->first.allocate(N, K)) return false;
+    jobs->add(&plan->first, 0, N, static_cast<const T*>(args.first), K, 1, static_cast<const T*>(args.scale));
+  }
+  jobs->add(&plan->second, 0, depth, static_cast<const T*>(args.second), 1, depth);
+  if (plan->X) jobs->add(&plan->second, depth, D, static_cast<const T*>(args.weight), 1, D);
+  if (plan->bias_column) jobs->add(&plan->second, depth + D, 1, static_cast<const T*>(args.bias), 0, 1);
+  return !args.tokens || make_token_table(plan);
+}
+
+// The weights of a step back: the transposed map, and W_in for the gradient of the features.
+template <class T>
+bool plan_backward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
+  const ScanArgs& args = *plan->args;
+  const int N = plan->N, K = plan->K, D = plan->D;
+  const T* second = static_cast<const T*>(args.second);
+  if (plan->factored) {
+    if (!plan->first_t.allocate(N, K) || !plan->second_t.allocate(K, N)) return false;
+    jobs->add(&plan->first_t, 0, N, second, K, 1, static_cast<const T*>(args.scale));
+    jobs->add(&plan->second_t, 0, K, static_cast<const T*>(args.first), 1, K);
+  } else {
+    if (!plan->second_t.allocate(N, N)) return false;
+    jobs->add(&plan->second_t, 0, N, second, N, 1);
+  }
+  if (plan->X && args.grad_x) {
+    if (!plan->input_t.allocate(N, D)) return false;
+    jobs->add(&plan->input_t, 0, N, static_cast<const T*>(args.weight), D, 1);
+  }
+  return true;
+}
+
+template <class T>
+bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
+  set_sizes(plan, args, backward);
+  if (!share_rows(plan)) return false;
+  PackJobs<T> jobs;
+  jobs.count = 0;
+  jobs.parts = plan->threads;
+  const bool runs_forward = !backward || args.checkpoint_every;  // backward recomputes states from checkpoints
+  if (runs_forward && !plan_forward_weights(plan, &jobs)) return false;
+  if (backward && !plan_backward_weights(plan, &jobs)) return false;
+  parallel_run(jobs.parts, pack_task<T>, &jobs);
+  return expand_param(&plan->param, static_cast<const T*>(args.act_param), args.act_param_size, plan->N);
+}
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

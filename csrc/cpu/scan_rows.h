@@ -1,0 +1,221 @@
+// A group of rows of the batch in scan.h: which of them run at which step, their working memory, and one step forward.
+#pragma once
+
+#include "cpu/scan_plan.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+template <class T>
+struct ScanRows {
+  static constexpr int L = kLanes<T>;
+  const ScanPlan<T>& plan;
+  const ScanArgs& args;
+  int row0, R;                   // rows [row0, row0 + R) of the batch
+  ptrdiff_t block;               // elements from one block of a blocked matrix of R rows to the next
+  Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
+  Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
+  int longest;                   // steps of the longest row
+  Scratch<int> length;           // [R]
+  Scratch<int> active;           // [T + 1] R_t: one more than the last row that runs at step t, 0 after the longest
+  Scratch<int> running;          // [T + 1] how many run; fewer than R_t where a row in between has ended
+  Scratch<int> place;            // [longest] first row of step t in the ring, see place_steps
+
+  ScanRows(const ScanPlan<T>& plan_, int row0_, int R_)
+      : plan(plan_), args(*plan_.args), row0(row0_), R(R_), block(R_ * L) {}
+
+  bool allocate() {
+    // The product writes whole panels: room for two blocks.
+    const size_t n = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
+    return state.allocate(n) && next.allocate(n) && z.allocate(static_cast<size_t>(round_up(plan.K, 2 * L)) * R) &&
+           x.allocate(static_cast<size_t>(round_up(plan.X, L)) * R) && e_rows.allocate(R) && count_steps();
+  }
+  bool count_steps() {
+    if (!length.allocate(R) || !active.allocate(args.T + 1) || !running.allocate(args.T + 1)) return false;
+    longest = 0;
+    for (int r = 0; r < R; r++) {
+      const int last = (length[r] = plan.length(row0 + r)) - 1;
+      active[last] = r + 1;
+      running[last]++;
+      if (last >= longest) longest = last + 1;
+    }
+    for (int t = longest - 2; t >= 0; t--) {
+      if (active[t] < active[t + 1]) active[t] = active[t + 1];
+      running[t] += running[t + 1];
+    }
+    return true;
+  }
+  // Places the steps in a ring of `capacity` rows, at least 2 R. Consecutive steps lie one after the other until the
+  // next one would not fit; that one starts at row 0 again. At least two steps fit before each restart, and later steps
+  // have no more rows than earlier ones. So the first step after a restart never overlaps the step before it, which is
+  // still needed.
+  bool place_steps(int capacity) {
+    if (!place.allocate(longest)) return false;
+    int next_place = 0;
+    for (int t = 0; t < longest; t++) {
+      if (next_place + active[t] > capacity) next_place = 0;
+      place[t] = next_place;
+      next_place += active[t];
+    }
+    return true;
+  }
+  bool ended(int r, int64_t t) const { return length[r] <= t; }
+  bool gapless(int64_t t) const { return running[t] == active[t]; }
+  // Sets rows that ended before step t, among the first R_t, to zero: in a blocked matrix, and in a row-major one.
+  void clear_ended(int64_t t, T* rows, ptrdiff_t rows_block, int count) const {
+    for (int r = 0; r < active[t]; r++)
+      if (ended(r, t))
+        for (int b = 0; b < count; b++) store(rows + b * rows_block + r * L, V<T>{});
+  }
+  void clear_ended(int64_t t, T* rows) const {
+    for (int r = 0; r < active[t]; r++)
+      if (ended(r, t)) memset(rows + static_cast<ptrdiff_t>(r) * plan.N, 0, plan.N * sizeof(T));
+  }
+  // Rows [from, R) of the batch at one step of a row-major [.., B, columns].
+  void clear_rest(int64_t step, int from, T* rows, int columns) const {
+    memset(rows + (step * plan.B + row0 + from) * columns, 0, static_cast<size_t>(R - from) * columns * sizeof(T));
+  }
+
+  int lanes(int b) const { return plan.N - b * L < L ? plan.N - b * L : L; }
+
+  // Blocked <- row-major [rows][columns], rows `stride` elements apart; and back.
+  void read_rows(const T* from, ptrdiff_t stride, int rows, int columns, T* to, ptrdiff_t to_block) const {
+    const int whole = columns / L;
+    for (int r = 0; r < rows; r++) {
+      const T* row = from + r * stride;
+      for (int b = 0; b < whole; b++) store(to + b * to_block + r * L, load(row + b * L));
+      if (whole * L < columns) store(to + whole * to_block + r * L, load_part(row + whole * L, columns - whole * L));
+    }
+  }
+  void write_rows(const T* from, ptrdiff_t from_block, int rows, int columns, T* to, ptrdiff_t stride) const {
+    const int whole = columns / L;
+    for (int r = 0; r < rows; r++) {
+      T* row = to + r * stride;
+      for (int b = 0; b < whole; b++) store(row + b * L, load(from + b * from_block + r * L));
+      if (whole * L < columns)
+        store_part(row + whole * L, load(from + whole * from_block + r * L), columns - whole * L);
+    }
+  }
+  // x_t and the one for the bias, blocked.
+  void read_features(int64_t t, T* to, ptrdiff_t to_block) const {
+    const T* from = static_cast<const T*>(args.x) + (t * plan.B + row0) * plan.D;
+    read_rows(from, plan.D, active[t], plan.D, to, to_block);
+    if (plan.bias_column)
+      for (int r = 0; r < active[t]; r++) to[(plan.D / L) * to_block + r * L + plan.D % L] = 1;
+  }
+
+  // Prefetches rows of a row-major [T, B, N]. A product first needs the columns of its first panel (two blocks): these
+  // are prefetched one product earlier, for step `later` (none if it is outside [0, T)). The columns after them are
+  // prefetched for step t.
+  void prefetch_rows(Transfers<T>* transfers, const T* from, int64_t t, int64_t later) const {
+    const ptrdiff_t step = static_cast<ptrdiff_t>(plan.B) * plan.N;
+    const T* rows = from + row0 * static_cast<ptrdiff_t>(plan.N);
+    if (plan.blocks() > 2) transfers->prefetch(rows + t * step + 2 * L, plan.N, L, active[t], plan.blocks() - 2);
+    if (later >= 0 && later < args.T)
+      transfers->prefetch(rows + later * step, plan.N, L, active[later], plan.blocks() < 2 ? plan.blocks() : 2);
+  }
+
+  // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`,
+  // h_t only goes to the state, and the next step's product writes it with streaming stores.
+  template <class A>
+  void step(int64_t t, T* h_out, T* pre_out, bool stream) {
+    const int N = plan.N, R_t = active[t];
+    Transfers<T> during_first, during_last;  // the factored map's first product, and the last product
+    const bool has_e = read_input(t, &during_last);
+    if (h_out && stream && t > 0) {
+      T* h_before = h_out - static_cast<ptrdiff_t>(plan.B) * N;
+      (plan.factored ? during_first : during_last)
+          .stream(state, L, block, h_before, N, L, active[t - 1], plan.blocks());
+    }
+    if (h_out && !stream) during_last.prefetch(h_out, N, L, R_t, plan.blocks());
+    Segment<T> segments[2];
+    T* out = next;
+    if (plan.factored) {
+      const Segment<T> from = {state, block, N};
+      multiply<T>(&from, 1, plan.first, R_t, z, block, &during_first, [](int, int) {});
+      segments[0] = {z, block, plan.K};
+      out = state;  // the first product was the last to read the old state
+    } else {
+      segments[0] = {state, block, N};
+    }
+    segments[1] = {x, block, plan.X};
+    multiply<T>(segments, plan.X ? 2 : 1, plan.second, R_t, out, block, &during_last,
+                [&](int first, int last) { activate_blocks<A>(first, last, R_t, has_e, out, h_out, pre_out, stream); });
+    if (!gapless(t)) {
+      clear_ended(t, out, block, plan.blocks());
+      if (!stream) clear_ended(t, h_out);
+      if (pre_out) clear_ended(t, pre_out);
+    }
+    if (!plan.factored) swap_states();
+  }
+  // The input of step t: sets e_rows and returns true, or reads the features into x. Prefetches the next step's.
+  bool read_input(int64_t t, Transfers<T>* transfers) {
+    const int R_t = active[t];
+    if (args.tokens) {
+      const int64_t* id = args.tokens + t * plan.B + row0;
+      for (int r = 0; r < R_t; r++) e_rows[r] = plan.table + (ended(r, t) ? 0 : id[r]) * plan.padded();
+      return true;
+    }
+    if (plan.X == 0) {
+      for (int r = 0; r < R_t; r++) e_rows[r] = static_cast<const T*>(args.x) + (t * plan.B + row0 + r) * plan.N;
+      prefetch_rows(transfers, static_cast<const T*>(args.x), t, t + 1);
+      return true;
+    }
+    read_features(t, x, block);
+    const T* x_next = static_cast<const T*>(args.x) + ((t + 1) * plan.B + row0) * plan.D;
+    if (t + 1 < args.T) transfers->prefetch(x_next, plan.D, L, active[t + 1], (plan.D + L - 1) / L);
+    return false;
+  }
+  // The epilogue of a step's last product, for blocks [first, last): a_t, or what it has without e_t, becomes h_t.
+  template <class A>
+  ORTHOKERN_INLINE void activate_blocks(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out,
+                                        bool stream) {
+    const T* const* e = has_e ? e_rows.get() : nullptr;
+    for (int b = first; b < last && b < plan.blocks(); b++) {
+      const int count = lanes(b);
+      const V<T> param = load(plan.param + b * L);
+      T* at = out + b * block;
+      T* h_to = stream ? nullptr : h_out + b * L;
+      if (count == L && !pre_out) {  // the common case: no branch inside the loops
+        if (e && stream) activate_rows<A, true, false>(R_t, at, b, param, h_to);
+        else if (e) activate_rows<A, true, true>(R_t, at, b, param, h_to);
+        else if (stream) activate_rows<A, false, false>(R_t, at, b, param, h_to);
+        else activate_rows<A, false, true>(R_t, at, b, param, h_to);
+        continue;
+      }
+      for (int r = 0; r < R_t; r++) {
+        V<T> a = load(at + r * L);
+        if (e) a += args.tokens || count == L ? load(e[r] + b * L) : load_part(e[r] + b * L, count);
+        const V<T> h = activate<T, A>(a, param);
+        store(at + r * L, h);
+        if (!stream) store_part(h_to + static_cast<ptrdiff_t>(r) * plan.N, h, count);
+        if (pre_out) store_part(pre_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, a, count);
+      }
+    }
+  }
+  // One block of it: a, blocked [rows][L], becomes h there and, with STORE, in rows N apart.
+  template <class A, bool INPUT, bool STORE>
+  ORTHOKERN_INLINE void activate_rows(int rows, T* a, int b, V<T> param, T* h_out) {
+    const T* const* e = e_rows;
+    for (int r = 0; r < rows; r++, a += L) {
+      V<T> x_t = load(a);
+      if (INPUT) x_t += load(e[r] + b * L);
+      const V<T> h = activate<T, A>(x_t, param);
+      store(a, h);
+      if (STORE) {
+        store(h_out, h);
+        h_out += plan.N;
+      }
+    }
+  }
+  // The last state of a streamed sequence, which no further product writes.
+  void write_last(T* h_out) const {
+    for (int b = 0; b < plan.blocks(); b++)
+      for (int r = 0; r < active[longest - 1]; r++)
+        store_stream(h_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, load(state + b * block + r * L));
+  }
+  void swap_states() { state.swap(next); }
+};
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern
