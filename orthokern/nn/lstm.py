@@ -28,7 +28,7 @@ from orthokern.nn._checks import (
     positive_int,
     share,
 )
-from orthokern.nn.rnn import _widened
+from orthokern.nn._recurrent import widened
 from orthokern.ops._common import given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -309,8 +309,8 @@ class PeepholeLSTM(nn.Module):
         if _autocast.is_on(kind):
             with torch.autocast(kind, enabled=False):
                 dtype = self._tensor("weight_ih_l0").dtype
-                state = (_widened(hx[0], dtype), _widened(hx[1], dtype)) if isinstance(hx, tuple) else hx
-                return self.forward(_widened(input, dtype), state)
+                state = (widened(hx[0], dtype), widened(hx[1], dtype)) if isinstance(hx, tuple) else hx
+                return self.forward(widened(input, dtype), state)
         if isinstance(input, PackedSequence):
             self._check_input(input.data, packed=True)
             check_packed(input)

@@ -15,9 +15,10 @@ from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 from orthokern.nn.exprnn import INITS, OPTIMIZER_STATES
+from orthokern.nn.factorized import APPLY
 from orthokern.nn.nonnormal import INITS as SCHUR_INITS
 from orthokern.nn.nonnormal import MASKS
-from orthokern.nn.rnn import APPLY, NONLINEARITIES
+from orthokern.nn.rnn import NONLINEARITIES
 
 __all__ = ["MODELS", "NETWORK_DEFAULTS", "add_network_options", "build_recurrence", "check_backend", "check_network"]
 
