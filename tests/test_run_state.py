@@ -80,12 +80,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(run: Path) -> tuple[toy_task.Toy, dict[str, Any]]:
     """A new task of the run's settings, and what a checkpoint of it would hold."""
+    from orthokern.training.checkpoint import rng_state
     from orthokern.training.distributed import Shard
-    from orthokern.training.loop import _Run, rng_state
+    from orthokern.training.state import RunState
 
     settings = json.loads((run / "config.json").read_text())["settings"]
     task = toy_task.Toy(settings)
-    state = _Run(task, RunFolder(run, {"settings": settings}), None, 0.0, Shard())  # type: ignore[arg-type]
+    state = RunState(task, RunFolder(run, {"settings": settings}), None, 0.0, Shard())  # type: ignore[arg-type]
     return task, state._payload([rng_state()])
 
 

@@ -20,7 +20,7 @@ from toy_task import DEFAULTS, Toy
 
 from orthokern import dispatch
 from orthokern.training import LoopSettings, RunFolder, load_checkpoint, save_checkpoint, train
-from orthokern.training.loop import _joint_profile
+from orthokern.training.iteration import joint_profile
 from orthokern.training.progress import Progress
 
 OPTIONS = ["--iterations", 20, "--threads", 1, "--no-plots"]
@@ -202,9 +202,9 @@ def test_a_task_without_a_last_step(tmp_path: Path) -> None:
 def test_profiles_of_unequal_lengths() -> None:
     """Beyond its end a part has no states: it adds nothing there."""
     parts = [torch.tensor([3.0, 4.0, 2.0]), torch.tensor([4.0, 3.0])]
-    assert _joint_profile(parts, mean=False).tolist() == [5.0, 5.0, 2.0]
-    assert _joint_profile(parts, mean=True).tolist() == [2.5, 2.5, 1.0]
-    assert _joint_profile(parts[:1], mean=True) is parts[0]
+    assert joint_profile(parts, mean=False).tolist() == [5.0, 5.0, 2.0]
+    assert joint_profile(parts, mean=True).tolist() == [2.5, 2.5, 1.0]
+    assert joint_profile(parts[:1], mean=True) is parts[0]
 
 
 # ---- epochs --------------------------------------------------------------------------------------

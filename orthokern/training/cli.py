@@ -30,9 +30,10 @@ from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
-from orthokern.training.loop import FREE_SETTINGS, LoopSettings, train
+from orthokern.training.loop import LoopSettings, train
 from orthokern.training.rundir import RunFolder
 from orthokern.training.startup import without_dynamo
+from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
 
 __all__ = [
