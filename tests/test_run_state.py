@@ -314,3 +314,36 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b) or (a != a and b != b)
+
+
+@pytest.mark.parametrize("model", ["factorized", "nnrnn"])
+def test_an_optimizer_state_of_an_earlier_version_is_taken(model: str) -> None:
+    """Earlier versions recorded no names of parameters, no margin and no weight decay of their own."""
+    from types import SimpleNamespace
+
+    from orthokern.tasks import copy as copy_task
+    from orthokern.training.schema import _check_optimizer
+
+    init = "cayley" if model == "nnrnn" else "orthogonal"
+    settings = {**copy_task.DEFAULTS, "T": 3, "hidden": 4, "model": model, "init": init, "device": "cpu"}
+    task = copy_task.CopyExperiment(copy_task.complete({**settings, "backend": "auto"}))
+    for p in task.model.parameters():
+        p.grad = torch.zeros_like(p)
+    task.optimizer.step()
+    fresh = task.optimizer.state_dict()
+    saved = copy.deepcopy(fresh)
+    for group in saved["param_groups"]:
+        for key in ("param_names", "margin", "spectrum_map"):
+            group.pop(key, None)
+        if "weight_decay" in group:
+            group["weight_decay"] = 0
+    _check_optimizer(saved, fresh, SimpleNamespace(optimizer=task.optimizer, scheduler=task.scheduler), 1)  # type: ignore[arg-type]
+    task.optimizer.load_state_dict(saved)
+    roles = [group["role"] for group in task.optimizer.param_groups]
+    assert (
+        roles
+        == {
+            "factorized": ["geodesic", "readout", "input", "spectrum"],
+            "nnrnn": ["readout", "input", "rotation", "skew"],
+        }[model]
+    )

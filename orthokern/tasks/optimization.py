@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, ReduceLROn
 from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
-from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, split_parameters
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
 from orthokern.penalties import (
     OrthogonalPenalty,
     composite_weight_decay,
@@ -385,50 +385,33 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: Settings) -> C
     Returns:
         The optimizer; groups have "role": "readout", "input", "rotation", "skew", "spectrum" or "geodesic".
     """
-    split = split_parameters(rnn)
-    input_lr = settings["lr"] if settings["input_lr"] is None else settings["input_lr"]
-    groups = [
-        {"params": list(readout.parameters()), "lr": settings["lr"], "role": "readout"},
-        {"params": split["other"], "lr": input_lr, "role": "input"},
-    ]
-    if split["rotation"]:
-        groups.append({"params": split["rotation"], "lr": input_lr, "role": "rotation"})
-    if split["skew"]:
-        rate = SKEW_RATE * settings["lr"] if settings["skew_lr"] is None else settings["skew_lr"]
-        groups.append({"params": split["skew"], "lr": rate, "role": "skew"})
-    parts: dict[str, torch.optim.Optimizer] = {}
-    if split["spectrum"]:
-        # ds/dp is proportional to 2m: dividing by it, a rate means the same at every margin (the paper, below eq. 11).
-        margin = split["spectrum"][0][1]
-        rate = settings["lr"] if settings["spectrum_lr"] is None else settings["spectrum_lr"]
-        if margin is not None:
-            slope = 2.0 if settings["spectrum_map"] == "sigmoid" else 4.0  # as optimizer_for
-            rate = rate / (slope * margin) if margin > 0.0 else 0.0
-        groups.append({"params": [p for p, _ in split["spectrum"]], "lr": rate, "role": "spectrum"})
-    if split["geodesic"]:
-        bases = [{"params": split["geodesic"], "role": "geodesic"}]
-        common = {
-            "lr": settings["geodesic_lr"],
-            "max_grad_norm": settings["basis_clip"],
+    lr = settings["lr"]
+    euclidean, options = _euclidean(settings)
+    rmsprop = settings["geodesic"] == "rmsprop"
+    return optimizer_for(
+        nn.ModuleDict({"readout": readout, "input": rnn}),
+        lr={"readout": lr, "input": lr if settings["input_lr"] is None else settings["input_lr"]},
+        geodesic_lr=settings["geodesic_lr"],
+        spectrum_lr=lr if settings["spectrum_lr"] is None else settings["spectrum_lr"],
+        skew_lr=SKEW_RATE * lr if settings["skew_lr"] is None else settings["skew_lr"],
+        euclidean=euclidean,
+        max_basis_grad_norm=settings["basis_clip"],
+        geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
+        geodesic_options={
             "backend": settings["backend"],
-        }
-        if settings["geodesic"] == "rmsprop":
-            parts["geodesic"] = GeodesicRMSprop(bases, alpha=settings["alpha"], eps=settings["eps"], **common)
-        else:
-            parts["geodesic"] = GeodesicSGD(bases, **common)
-    parts["euclidean"] = _euclidean(groups, settings)
-    track = getattr(rnn, "track_optimizer", None)
-    if callable(track):  # moves of an exponential's base reach the optimizer's state
-        track(parts["euclidean"])
-    return CombinedOptimizer(parts)
+            **({"alpha": settings["alpha"], "eps": settings["eps"]} if rmsprop else {}),
+        },
+        **options,
+    )
 
 
-def _euclidean(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+def _euclidean(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class of the optimizer of all but the bases, and its arguments besides the rates."""
     if settings["optimizer"] == "adam":
-        return torch.optim.Adam(groups, betas=(settings["beta1"], settings["beta2"]), eps=settings["eps"])
+        return torch.optim.Adam, {"betas": (settings["beta1"], settings["beta2"]), "eps": settings["eps"]}
     if settings["optimizer"] == "sgd":
-        return torch.optim.SGD(groups, momentum=settings["momentum"], nesterov=settings["momentum"] > 0.0)
-    return torch.optim.RMSprop(groups, alpha=settings["alpha"], eps=settings["eps"])
+        return torch.optim.SGD, {"momentum": settings["momentum"], "nesterov": settings["momentum"] > 0.0}
+    return torch.optim.RMSprop, {"alpha": settings["alpha"], "eps": settings["eps"]}
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: Settings) -> Tensor | None:

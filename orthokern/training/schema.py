@@ -123,7 +123,7 @@ def _check_optimizer(saved: Any, fresh: Mapping[str, Any], task: Task, iteration
 
 
 def _check_group(name: str, group: Any, own: Mapping[str, Any], kind: type, moving: set[str]) -> None:
-    kept = (constants(kind, own) | {"params", "param_names"} & own.keys()) - moving
+    kept = (constants(kind, own) | {"params", "param_names", "margin", "spectrum_map"} & own.keys()) - moving
     if isinstance(group, dict):  # an older version may lack what has a default now
         for key in kept - group.keys() - {"params"}:
             group[key] = own[key]

@@ -146,7 +146,8 @@ class RunState:
             ours = settings.get(key)
             if key not in FREE_SETTINGS and theirs != ours:
                 raise CheckpointError(
-                    f"checkpoint {path} was made with {key[:40]}={_short(theirs)}, this run has {key[:40]}={_short(ours)}"
+                    f"checkpoint {path} was made with {key[:40]}={_short(theirs)}, "
+                    f"this run has {key[:40]}={_short(ours)}"
                 )
         data = payload.get("data")
         if data is not None and (type(data) is not int or data != self.task.data_digest):
