@@ -85,7 +85,7 @@ def built(run: Path) -> tuple[toy_task.Toy, dict[str, Any]]:
     from orthokern.training.state import RunState
 
     settings = json.loads((run / "config.json").read_text())["settings"]
-    task = toy_task.Toy(settings)
+    task = toy_task.Toy(toy_task.complete(settings))
     state = RunState(task, RunFolder(run, {"settings": settings}), None, 0.0, Shard())  # type: ignore[arg-type]
     return task, state._payload([rng_state()])
 

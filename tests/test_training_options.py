@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import toy_task
 from test_kill_resume import records, same
 from torch import Tensor
-from toy_task import DEFAULTS, Toy
+from toy_task import Toy, ToyOptions
 
 from orthokern import dispatch
 from orthokern.training import LoopSettings, RunFolder, load_checkpoint, save_checkpoint, train
@@ -34,13 +35,13 @@ def go(folder: Path, task: Toy, **settings: Any) -> str:
     """Trains for twenty iterations; returns what a user sees."""
     progress = Progress(20, io.StringIO(), every=0.0)
     loop = LoopSettings(20, 4, 5, False, **settings)
-    assert train(task, RunFolder.create(folder, "toy", task.settings), loop, progress=progress).exit_code == 0
+    assert train(task, RunFolder.create(folder, "toy", asdict(task.settings)), loop, progress=progress).exit_code == 0
     return progress.stream.getvalue()  # type: ignore[attr-defined]
 
 
 def task(cls: type[Toy] = Toy, **settings: Any) -> Toy:
     torch.manual_seed(3)
-    return cls({**DEFAULTS, **settings})
+    return cls(ToyOptions(**settings))
 
 
 # ---- accumulation --------------------------------------------------------------------------------

@@ -261,23 +261,7 @@ def optimizer_for(
         model = torch.nn.ModuleDict({"rnn": orthokern.nn.FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})
         optimizer = optimizer_for(model, lr={"rnn": 1e-3, "readout": 1e-2}, spectrum_lr=1e-3, geodesic_lr=1e-5)
     """
-    child_rates = dict(lr) if isinstance(lr, Mapping) else None
-    given = {"spectrum_lr": spectrum_lr, "skew_lr": skew_lr}
-    rates: dict[str, Any] = {"lr": lr}
-    if child_rates is not None:
-        rates = {f"lr of {child}": rate for child, rate in child_rates.items()}
-        missing = [name for name, rate in given.items() if rate is None]
-        if missing:
-            raise InputError(f"{missing[0]} is None; accepted where lr is a dict: a number")
-    rates |= {name: lr if rate is None else rate for name, rate in given.items()}
-    rates["geodesic_lr"] = geodesic_lr
-    for name, rate in rates.items():
-        try:
-            accepted = math.isfinite(rate) and rate >= 0.0
-        except TypeError:
-            accepted = False
-        if not accepted:
-            raise InputError(f"{name} must be finite and at least 0, got {rate!r}")
+    rates = _checked_rates(lr, geodesic_lr, spectrum_lr, skew_lr)
     kind: Any = euclidean
     if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
         raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
@@ -312,6 +296,29 @@ def optimizer_for(
         if callable(track):
             track(parts["euclidean"])
     return CombinedOptimizer(parts)
+
+
+def _checked_rates(
+    lr: float | Mapping[str, float], geodesic_lr: float, spectrum_lr: float | None, skew_lr: float | None
+) -> dict[str, Any]:
+    """The rates of `optimizer_for` by name, each a finite number of at least 0."""
+    given = {"spectrum_lr": spectrum_lr, "skew_lr": skew_lr}
+    rates: dict[str, Any] = {"lr": lr}
+    if isinstance(lr, Mapping):
+        rates = {f"lr of {child}": rate for child, rate in lr.items()}
+        missing = [name for name, rate in given.items() if rate is None]
+        if missing:
+            raise InputError(f"{missing[0]} is None; accepted where lr is a dict: a number")
+    rates |= {name: lr if rate is None else rate for name, rate in given.items()}
+    rates["geodesic_lr"] = geodesic_lr
+    for name, rate in rates.items():
+        try:
+            accepted = math.isfinite(rate) and rate >= 0.0
+        except TypeError:
+            accepted = False
+        if not accepted:
+            raise InputError(f"{name} must be finite and at least 0, got {rate!r}")
+    return rates
 
 
 def _by_child(
