@@ -265,7 +265,7 @@ def path(text: str) -> Path:
 
 @dataclass(frozen=True)
 class Needs:
-    """Another setting without which an option plays no part.
+    """A condition on another setting, without which an option has no effect.
 
     Attributes:
         setting: its name.
@@ -300,7 +300,7 @@ class Parser(argparse.ArgumentParser):
     defaults.
 
     Attributes:
-        needs: name of an option -> ways in which it can play a part, each of them what must all be met.
+        needs: name of an option -> the ways in which it has an effect; all conditions of one way must be met.
     """
 
     def __init__(self, **keywords: Any) -> None:

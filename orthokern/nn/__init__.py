@@ -1,4 +1,4 @@
-"""Modules: recurrences that stand in for torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss."""
+"""Modules: drop-in replacements of torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss."""
 
 from orthokern.nn.activations import OPLU, ModReLU
 from orthokern.nn.exprnn import ExpRNN

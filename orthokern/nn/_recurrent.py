@@ -198,7 +198,7 @@ class Recurrent(nn.Module):
 
     def _serves_lengths(self) -> bool:
         """Whether the backend that runs this module's scans takes lengths. `auto` is not to look for another one that
-        does: a GPU's kernel over padding is faster than the reference without it."""
+        does: a GPU kernel that computes padding too is faster than the reference without padding."""
         op, sizes = self._op()
         weight = self._tensor("weight_ih_l0")
         features = ("message_clip",) if self.message_clip > 0 else ()
@@ -238,7 +238,7 @@ class Recurrent(nn.Module):
                 a recurrence over thousands of steps keeps its states in float32.
             hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
                 for one sequence; never batch_first. None: the learned states if the module has them, else zeros.
-                With an hx, learned states take no part.
+                Learned states are not used if hx is given.
 
         Returns:
             (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
@@ -311,9 +311,9 @@ class Recurrent(nn.Module):
             readout: a torch.nn.Linear or orthokern.nn.LinearCrossEntropy, N inputs, C classes.
             target: uint8, int16, int32 or int64, the shape of input without features, class ids in [0, C).
             hx: as in forward.
-            lengths: int64 [B] in [1, T], the steps that each sequence has; None: all. Those behind count nothing.
+            lengths: int64 [B] in [1, T], the steps that each sequence has; None: all. Later steps do not count.
             reduction: "mean" over the steps that count, or "sum".
-            algorithm: "auto", "modal", "sequential" or "chunked", of the last layer.
+            algorithm: of the last layer: "auto", "modal", "sequential" or "chunked".
 
         Returns:
             (loss, hits): the loss, 0-dim, in nats; int64 [T], at how many sequences the largest logit of a step is that
@@ -327,9 +327,14 @@ class Recurrent(nn.Module):
         if _autocast.is_on(device):
             with torch.autocast(device, enabled=False):
                 return self.loss(
-                    widened(input, weight.dtype), readout, target, widened(hx, weight.dtype),
-                    lengths=lengths, reduction=reduction, algorithm=algorithm,
-                )  # fmt: skip
+                    widened(input, weight.dtype),
+                    readout,
+                    target,
+                    widened(hx, weight.dtype),
+                    lengths=lengths,
+                    reduction=reduction,
+                    algorithm=algorithm,
+                )
         if self.bidirectional:
             raise InputError(
                 "loss serves one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"

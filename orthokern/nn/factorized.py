@@ -34,7 +34,7 @@ class FactorizedRNN(Recurrent):
     Args:
         input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device: as in
             orthokern.nn.RNN.
-        dtype: float32 or float64; 16-bit types are refused, orthogonality does not survive in them.
+        dtype: float32 or float64; 16-bit types are refused, which are too coarse for orthonormal U and V.
         margin: m >= 0, how far s may go from 1; 0 fixes s = 1 (p is kept and its gradient is zero). None: s itself
             is the parameter, free.
         spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. Of no effect
@@ -139,7 +139,7 @@ class FactorizedRNN(Recurrent):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, as the class documentation says; `generator` as in RNN.reset_parameters."""
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
         for suffix in self._suffixes():
             self._reset_input(suffix, generator)
             spectrum = self._tensor(f"spectrum_{suffix}")

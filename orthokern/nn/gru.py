@@ -1,4 +1,4 @@
-"""A gated recurrent unit that stands in for torch.nn.GRU, with the cell of Kanai et al. 2017 as its default.
+"""A gated recurrent unit with the interface of torch.nn.GRU and the cell of Kanai et al. 2017 as its default.
 
 Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
 """
@@ -129,7 +129,7 @@ class GRU(Recurrent):
         return [f"{name}_{suffix}" for name in names]
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, as the class documentation says, in torch's order.
+        """Reinitialize the parameters, as the class documentation says, in torch's order.
 
         Args:
             generator: where the numbers come from; None for torch's global generator.

@@ -261,7 +261,7 @@ class PeepholeLSTM(nn.Module):
         return tensor
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, as the class documentation says.
+        """Reinitialize the parameters, as the class documentation says.
 
         Args:
             generator: where the numbers come from; None for torch's global generator.
@@ -347,8 +347,11 @@ class PeepholeLSTM(nn.Module):
             x = _reversed(data, lengths) if reverse else data
             hs, cs = _scan(
                 self._input_term(x, suffix),
-                self._tensor(f"weight_hh_{suffix}"), self._tensor(f"weight_peephole_{suffix}"), h0, c0,
-            )  # fmt: skip
+                self._tensor(f"weight_hh_{suffix}"),
+                self._tensor(f"weight_peephole_{suffix}"),
+                h0,
+                c0,
+            )
             if lengths is None:
                 ends.append((hs[-1], cs[-1]))
             else:

@@ -49,10 +49,10 @@ class RNN(Recurrent):
         checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the rest, with the
             same bits as result.
         backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
-        precision: of float32 products on a GPU: "ieee" (exact), or at your wish "3xtf32", "tf32" or "bf16"; states and
-            sums stay float32. The CPU computes exact products whatever it says.
+        precision: of float32 products on a GPU: "ieee" (exact), or on request "3xtf32", "tf32" or "bf16"; states and
+            sums stay float32. The CPU ignores it and computes exact products.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
-            of the backward, before it goes on; 0 does not. See orthokern.functional.factored_scan.
+            of the backward; 0 does not clip. See orthokern.functional.factored_scan.
         gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). No parameter changes
             its meaning: recurrent_matrix() and state_dict() are without it.
 
@@ -122,7 +122,7 @@ class RNN(Recurrent):
         return [f"{name}_{suffix}" for name in names]
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew: U(-1/sqrt(N), 1/sqrt(N)) in torch's order, then W_hh by `init`, then the others.
+        """Reinitialize the parameters: U(-1/sqrt(N), 1/sqrt(N)) in torch's order, then W_hh by `init`, then the others.
 
         Args:
             generator: where the numbers come from; None for torch's global generator.

@@ -232,11 +232,14 @@ class DeepMnist(DigitsTask):
         title = f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
         drawn = [
             plots.plot_learning(
-                records, folder / "learning.png", baseline=self.baseline, title=title,
+                records,
+                folder / "learning.png",
+                baseline=self.baseline,
+                title=title,
                 loss_label="cross-entropy (nats)" + (" and penalty" if penalty else ""),
             ),
             plots.plot_layers(records, folder / "layers.png", title=title),
-        ]  # fmt: skip
+        ]
         return [path for path in drawn if path is not None]
 
 

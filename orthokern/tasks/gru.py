@@ -1,4 +1,4 @@
-"""What the experiments of Kanai et al. 2017 have in common: a GRU that reads on from batch to batch, trained under a
+"""What the experiments of Kanai et al. 2017 have in common: a GRU with a state carried between batches, trained under a
 spectral-norm constraint or with clipped gradients (section 4.1 of the paper)."""
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
 
 
 class GruTask(Task):
-    """A GRU whose state goes on from batch to batch.
+    """A GRU whose state is carried from batch to batch.
 
     A subclass sets its data up, calls `build`, and says what a batch is (`read`) and how the model is evaluated
     (`measure`). Its model is a module with `rnn` (a GRU), and

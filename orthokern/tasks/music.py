@@ -5,7 +5,7 @@ section 4.1.2, Table 2; the data are `orthokern.data.load_music`'s).
 
     x_t in {0, 1}^88  ->  0.01 E x_t [200]  ->  two GRU layers of 200  ->  W h_t + b [88]  ->  logistic
 
-with dropout of 50 % on what goes from layer to layer. What the paper leaves open: a row of the batch begins a piece
+with dropout of 50 % between layers. What the paper leaves open: a row of the batch begins a piece
 with a zero state and keeps to it through its windows of 35 steps; the first step of a piece is not predicted.
 
 Note [First weights]

@@ -144,8 +144,8 @@ class NetworkOptions(RunOptions):
 
 
 def check_network(settings: NetworkOptions) -> None:
-    """Checks what a single option can't, wherever the settings come from. (Of those that a user gave, the parser also
-    refuses what plays no part.)
+    """Checks what a single option can't, wherever the settings come from. (The parser also
+    refuses given options that have no effect.)
 
     Raises:
         InputError: options that don't go together.

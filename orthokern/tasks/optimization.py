@@ -178,7 +178,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
 
 
 def check_schedule(settings: DescentOptions) -> None:
-    """Refuses a schedule of rates that fall, and don't.
+    """Refuses a decreasing schedule under which the rates would stay constant.
 
     Args:
         settings: complete; "eval_every" counts where the task has it.
@@ -225,7 +225,7 @@ def plateau(optimizer: torch.optim.Optimizer, factor: float, patience: int) -> R
         optimizer: whose rates they are, geodesic and spectral ones included.
         factor: what they are multiplied by, in (0, 1).
         patience: evaluations in a row, at least 1, none of which is better than the best before them, until they fall;
-            then it counts anew. A score that is no number is not better.
+            then counting restarts. A score of NaN is not better.
     """
     # torch counts those that are put up with; and its eps would spare rates below 1e-8, which a geodesic one may have.
     return ReduceLROnPlateau(

@@ -149,7 +149,7 @@ def start_normal(rnn: nn.Module, readout: nn.Module, settings: StartOptions) -> 
 
 @torch.no_grad()
 def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
-    """Draws the input weights anew unless "start" says "torch", biases 0. LSTMs keep theirs."""
+    """Redraws the input weights and sets biases to 0, unless start is "torch" or the network is an LSTM."""
     if settings.start == "torch" or settings.model in LSTMS:
         return
     weight = rnn.get_parameter("weight_ih_l0")
@@ -222,7 +222,7 @@ class RecurrentTask(Task):
         check_backend(settings, classes)
 
     def build(self, model: nn.Module) -> None:
-        """Takes the model over and makes its optimizer and schedules."""
+        """Registers the model and creates its optimizer and schedules."""
         self.model = model
         self.rnn: nn.Module = model.get_submodule("rnn")
         self.readout: nn.Module = model.get_submodule("readout")
@@ -289,7 +289,7 @@ class DrawnData(Protocol):
         ...
 
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Draws both anew, in place."""
+        """Redraws both in place."""
         ...
 
 

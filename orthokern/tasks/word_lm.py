@@ -5,7 +5,7 @@ al. 2014; the data are `orthokern.data.load_words`'s).
 
     word  ->  0.01 E[word] [650]  ->  a GRU layer of 650  ->  W h_t + b [10 000]  ->  softmax
 
-with dropout of 50 % on what goes from layer to layer. The text is cut into 20 streams side by side; the state goes on
+with dropout of 50 % between layers. The text is cut into 20 streams side by side; the state goes on
 from window to window, and is zero at the beginning of an epoch.
 """
 
@@ -94,9 +94,13 @@ class WordLm(GruTask):
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
         dispatch.resolve(
-            "linear_cross_entropy", settings.backend, device=self.device, dtype=torch.get_default_dtype(),
-            N=settings.hidden, C=words,
-        )  # fmt: skip
+            "linear_cross_entropy",
+            settings.backend,
+            device=self.device,
+            dtype=torch.get_default_dtype(),
+            N=settings.hidden,
+            C=words,
+        )
         self.streams = stream_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         check_gru(settings, steps=min(settings.window, len(self.streams) - 1))
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)

@@ -89,7 +89,7 @@ def step(
     with profiler.stage("clip and step"):
         gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
-        # One transfer for all numbers: on a GPU each .item() would be a wait of its own.
+        # One transfer for all numbers: on a GPU each .item() would synchronize.
         local = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
         values, came = distributed.agree(local, stop.signal)
         numbers = dict(zip(["grad_norm", "loss", *names], values, strict=True))
@@ -119,8 +119,8 @@ def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Pro
 
 
 def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
-    """‖dL/dh_t‖ [T] for L the loss of the last step alone. Leaves parameters' gradients, buffers and random states as
-    they were, and other ranks alone."""
+    """‖dL/dh_t‖ [T] for L the loss of the last step alone. Gradients, buffers and random states are restored, and
+    there is no communication with other ranks."""
     rng = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
     module, task.module = task.module, task.model

@@ -59,12 +59,12 @@ def train(
     started: float | None = None,
     announce: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Trains until the goal is reached, all iterations are done, the loss is no number, or SIGINT or SIGTERM comes.
+    """Trains until the goal is reached, all iterations are done, the loss is not finite, or SIGINT or SIGTERM arrives.
 
     Files are written to the run's folder: a record per iteration to metrics.jsonl, checkpoint.pt every
     `settings.checkpoint_every` iterations and at the end, best.pt at every evaluation better than all before, the
-    task's plots at the end. A full disk costs warnings and no more: the old checkpoint stays whole, records wait in
-    memory, training goes on.
+    task's plots at the end. A full disk causes warnings only: the old checkpoint is kept, records are buffered in
+    memory, and training continues.
 
     In several processes, joined by `distributed.processes`, all ranks call this with the same arguments; `run` is the
     folder as rank 0 sees it, and only rank 0 writes and evaluates.
@@ -123,7 +123,7 @@ def _train(
     first = state.iteration
     shown_ms = None
     task.model.train()
-    stopped = None if several else stop.signal  # several processes heed a signal after all have heard of it
+    stopped = None if several else stop.signal  # with several processes, only once all know of the signal
     while state.iteration < settings.iterations and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
@@ -308,7 +308,7 @@ def _diverged(state: RunState, settings: LoopSettings, metrics: dict[str, float]
 
 
 def _plot(state: RunState, settings: LoopSettings) -> None:
-    """Plots are a by-product: what goes wrong in them is told, and never costs the run its result."""
+    """Draws the plots. An error here is reported as a warning and never ends the run."""
     if not settings.plots or not state.shard.first:
         return
     try:

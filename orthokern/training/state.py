@@ -31,8 +31,8 @@ from orthokern.training.task import Task
 __all__ = ["FREE_SETTINGS", "RunState"]
 
 # Settings that a resumed run may change: none of them changes what an iteration computes. (Another number of threads or
-# processes may change rounding, and another number of processes what dropout draws; and a schedule that ends with the
-# run, a cosine, goes on along the longer curve.)
+# processes may change rounding, and another number of processes what dropout draws; and a schedule that
+# ends with the run, a cosine, continues along the longer curve.)
 FREE_SETTINGS = frozenset(
     {"iterations", "epochs", "data", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
 )
@@ -174,7 +174,7 @@ class RunState:
     def _take_rng(self, states: list[dict[str, Any]], iteration: int) -> None:
         if self.shard.rank < len(states):
             set_rng_state(states[self.shard.rank])
-        else:  # the run goes on in more processes than before
+        else:  # the run continues in more processes than before
             seed_all(self.run.config["settings"].get("seed", 0) + self.shard.rank + self.shard.world * iteration)
 
     def _payload(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
@@ -240,14 +240,14 @@ class RunState:
         try:
             if self.log is not None:
                 self.log.sync()
-            self.write_best()  # so that no checkpoint knows of a best.pt that isn't there
+            self.write_best()  # before the checkpoint, which refers to best.pt
             save_checkpoint(self.run.checkpoint, payload)
         except OSError as error:
             return f"{error.strerror or error}"
         return None
 
     def prepare_for_loss(self) -> None:
-        """What a rank says if another one disappears."""
+        """Sets what a rank prints if another one disappears."""
         distributed.tell_on_loss(f"{self.last_good()}; continue with --resume {self.run.path}")
 
     def save_best(self) -> None:
