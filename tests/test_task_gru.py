@@ -328,8 +328,10 @@ def test_what_is_not_given_is_filled_in(small: dict[str, list[str]]) -> None:
     def settings(*options: str) -> tuple[Any, ...]:
         given = word_lm._parser().parse([*small["word_lm"], *options])
         found = word_lm.complete({**word_lm.DEFAULTS, **given})
-        assert word_lm.complete(found) == found  # as a resumed run does
-        return tuple(found[key] for key in ("constraint", "variant", "delta", "threshold", "constrained_inputs"))
+        assert word_lm.complete(vars(found)) == found  # as a resumed run does
+        return tuple(
+            getattr(found, key) for key in ("constraint", "variant", "delta", "threshold", "constrained_inputs")
+        )
 
     assert settings() == ("projection", "kanai", 0.2, "2-delta", "upper")
     assert settings("--model", "torch-gru", "--clip", "5") == ("none", "torch", None, None, None)
