@@ -149,7 +149,7 @@ def test_parts_of_an_iteration(benchmark: Any, bench: Bench, size: Size, algorit
     spent["other"] = [0.0] * len(begun)
     for i, whole in zip(timed, total, strict=True):
         spent["other"][i] = whole - sum(spent[part][i] for part in parts)
-    sizes = {**size, "B": task.settings["batch"]}
+    sizes = {**size, "B": task.settings.batch}
     whole = median(total)
     details = {"iterations_timed": len(total), "error": error, "tolerance": TOLERANCE}
     bar, goal = ITERATION[algorithm] if T == 10000 and N == 128 else (None, None)

@@ -140,7 +140,7 @@ def copy(T: int, N: int, algorithm: str) -> dict[str, Any]:
         loop = LoopSettings(iterations=4, plots=True)
         outcome = train(experiment, run, loop, progress=Progress(4, stream=io.StringIO()))
     assert outcome.exit_code == 0 and outcome.evaluation is not None and math.isfinite(outcome.evaluation["loss"])
-    return {"peak_mb": round(peak() / 1e6, 1), "B": settings["batch"]}
+    return {"peak_mb": round(peak() / 1e6, 1), "B": settings.batch}
 
 
 def main() -> None:

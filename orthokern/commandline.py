@@ -265,7 +265,7 @@ def path(text: str) -> Path:
 
 @dataclass(frozen=True)
 class Needs:
-    """Another setting without which an option plays no part.
+    """A condition on another setting, without which an option has no effect.
 
     Attributes:
         setting: its name.
@@ -277,8 +277,8 @@ class Needs:
     values: tuple[Any, ...] = ()
     nothing: Any = None
 
-    def met(self, settings: Mapping[str, Any]) -> bool:
-        value = settings[self.setting]
+    def met(self, settings: object) -> bool:
+        value = getattr(settings, self.setting)
         return value in self.values if self.values else value != self.nothing
 
     @property
@@ -300,7 +300,7 @@ class Parser(argparse.ArgumentParser):
     defaults.
 
     Attributes:
-        needs: name of an option -> ways in which it can play a part, each of them what must all be met.
+        needs: name of an option -> the ways in which it has an effect; all conditions of one way must be met.
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -343,12 +343,12 @@ class Parser(argparse.ArgumentParser):
             )
         return vars(known)
 
-    def check_all_play(self, given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Refuses an option that was given and can't act. One that only a preset sets may stand idle.
+    def check_all_play(self, given: Mapping[str, Any], settings: object) -> None:
+        """Refuses an option that was given and has no effect. A preset may set options without effect.
 
         Args:
             given: as `parse` returned it.
-            settings: all settings, complete.
+            settings: all settings, complete, as attributes.
 
         Raises:
             InputError: names what the option belongs to.
@@ -359,7 +359,7 @@ class Parser(argparse.ArgumentParser):
                 continue
             wanted = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
             lacking = next(need for need in ways[0] if not need.met(settings))
-            value = settings[lacking.setting]
+            value = getattr(settings, lacking.setting)
             shown = "none" if value is None or value is False else f"{value:g}" if isinstance(value, float) else value
             raise InputError(f"{action.option_strings[0]}: for {wanted}; here {lacking.option} is {shown}")
 

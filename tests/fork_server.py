@@ -128,7 +128,7 @@ def serve() -> None:
     import toy_task
 
     torch.set_num_threads(1)
-    task = toy_task.Toy(toy_task.DEFAULTS)  # loads what is loaded on first use: optimizers, native kernels
+    task = toy_task.Toy(toy_task.ToyOptions())  # loads what is loaded on first use: optimizers, native kernels
     with torch.no_grad():
         task.loss(task.next_batch())  # but no backward: autograd does not outlive a fork
     for line in sys.stdin:

@@ -301,10 +301,10 @@ def test_an_interpreter_of_its_own(redirection: str, tmp_path: Path) -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def complete(name: str, **settings: Any) -> dict[str, Any]:
+def complete(name: str, **settings: Any) -> Any:
     made = module(name)
     chosen = {**made.DEFAULTS, "data": None if name in ("adding", "copy") else "nowhere", "device": "cpu", **settings}
-    return dict(made.complete({"backend": "auto", **chosen}) if hasattr(made, "complete") else chosen)
+    return made.complete({**chosen, "backend": "auto"})
 
 
 NETWORKS = [
@@ -322,13 +322,13 @@ NETWORKS = [
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: "-".join(map(str, network.values())))
 def test_sizes_are_those_of_the_modules(network: dict[str, Any], bias: bool) -> None:
     from orthokern.optim import split_parameters
-    from orthokern.tasks.network import NETWORK_DEFAULTS, build_recurrence
-    from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer
+    from orthokern.tasks.network import build_recurrence
+    from orthokern.tasks.optimization import OptimizerOptions, build_optimizer
 
     init = "cayley" if network["model"] in ("exprnn", "nnrnn") else "orthogonal"
     for hidden, optimizer, geodesic in ((7, "adam", "sgd"), (4, "sgd", "rmsprop"), (5, "rmsprop", "sgd")):
-        settings = {**NETWORK_DEFAULTS, **OPTIMIZER_DEFAULTS, "device": "cpu", "backend": "auto", "hidden": hidden}
-        settings |= {"init": init, "optimizer": optimizer, "geodesic": geodesic, **network}
+        chosen = {"device": "cpu", "backend": "auto", "hidden": hidden, "init": init, **network}
+        settings = OptimizerOptions(optimizer=optimizer, geodesic=geodesic, **chosen)
         rnn, readout = build_recurrence(3, settings, bias=bias), torch.nn.Linear(hidden, 2)
         parameters, bases, buffers = memory.network_size(3, settings, bias=bias)
         assert parameters == sum(p.numel() for p in rnn.parameters())
@@ -387,8 +387,8 @@ def test_what_cannot_fit_is_refused_before_anything_is_made(
 
 def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A byte decides, and the largest part is the one that is named."""
-    settings = {"device": "cpu", "batch": 3, "hidden": None, "T": 5}
-    parts = [memory.Part("one", 100, ("hidden", "T")), memory.Part("two", 200, ("hidden", "batch"))]
+    settings = complete("copy", batch=3, T=5)
+    parts = [memory.Part("one", 100, ("rank", "T")), memory.Part("two", 200, ("rank", "batch"))]
     monkeypatch.setattr(memory, "machine_memory", lambda device: 300)
     memory.check(settings, parts)
     monkeypatch.setattr(memory, "machine_memory", lambda device: 299)

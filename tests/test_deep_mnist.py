@@ -76,9 +76,9 @@ def test_starts(small: list[str]) -> None:
     # the presets are those of the paper
     for preset, start in (("ff", "normal"), ("open", "normal"), ("oinit", "learned")):
         settings = build([*small, "--hidden", "100", "--preset", preset]).settings
-        assert (settings["init"], settings["sigma"], settings["layers"]) == (start, 0.001, 10)
-        assert (settings["optimizer"], settings["momentum"], settings["lr"]) == ("sgd", 0, 0.01)
-        assert settings["penalty"] == (0.01 if preset == "open" else 0)
+        assert (settings.init, settings.sigma, settings.layers) == (start, 0.001, 10)
+        assert (settings.optimizer, settings.momentum, settings.lr) == ("sgd", 0, 0.01)
+        assert settings.penalty == (0.01 if preset == "open" else 0)
 
 
 def test_the_penalty_is_that_of_every_matrix(small: list[str]) -> None:

@@ -213,7 +213,7 @@ def test_processes_that_are_not_joined(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = RunFolder.create(tmp_path / "run", "toy", toy_task.DEFAULTS)
     with pytest.raises(InputError, match="2 processes that are not joined"):
-        train(toy_task.Toy(toy_task.DEFAULTS), run, LoopSettings(3))
+        train(toy_task.Toy(toy_task.ToyOptions()), run, LoopSettings(3))
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(InputError, match="WORLD_SIZE='two' is not an integer"):
         current_shard()

@@ -676,3 +676,9 @@ def test_autocast_leaves_the_recurrence_in_float32(module: Any) -> None:
     assert torch.equal(compiled, expected)
     with pytest.raises(InputError, match="input has dtype torch.bfloat16"):
         net(x)
+
+
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
+def test_a_module_pickled_by_an_earlier_version_still_loads(kind: type) -> None:
+    """Pickles name the file in which a class was defined when they were made."""
+    assert pickle.loads(f"corthokern.nn.rnn\n{kind.__name__}\n.".encode()) is kind

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau,
 
 from orthokern import InputError, dispatch, functional
 from orthokern.init import haar_orthogonal_
-from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
+from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for, split_parameters
 
 
@@ -785,3 +785,26 @@ def test_geodesic_rmsprop_refuses(options: dict[str, float], message: str) -> No
     with pytest.raises(InputError) as caught:
         GeodesicRMSprop([nn.Parameter(torch.eye(3))], **options)
     assert message in str(caught.value)
+
+
+def test_a_rate_for_each_child() -> None:
+    model = nn.ModuleDict({"rnn": NonNormalRNN(3, 4), "readout": nn.Linear(4, 2)})
+    rates = {"spectrum_lr": 0.3, "skew_lr": 0.4}
+    optimizer = optimizer_for(model, lr={"readout": 0.1, "rnn": 0.2}, **rates)
+    told = [(group["role"], group["lr"]) for group in optimizer.param_groups]
+    assert told == [("readout", 0.1), ("rnn", 0.2), ("rotation", 0.2), ("skew", 0.4)]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held)) and set(held) == set(model.parameters())
+    with pytest.raises(InputError, match="unknown child .* 'readout'.*accepted: rnn"):
+        optimizer_for(model, lr={"rnn": 0.2}, **rates)
+    with pytest.raises(InputError, match="lr of rnn must be finite and at least 0, got -1"):
+        optimizer_for(model, lr={"rnn": -1.0}, **rates)
+    with pytest.raises(InputError, match="skew_lr is None; accepted where lr is a dict: a number"):
+        optimizer_for(model, lr={"rnn": 0.2, "readout": 0.1}, spectrum_lr=0.3)
+
+
+def test_bases_by_another_geodesic_optimizer() -> None:
+    options = {"alpha": 0.7}
+    optimizer = optimizer_for(FactorizedRNN(2, 4), geodesic=GeodesicRMSprop, geodesic_options=options)
+    assert isinstance(optimizer.parts["geodesic"], GeodesicRMSprop)
+    assert optimizer.parts["geodesic"].param_groups[0]["alpha"] == 0.7

@@ -246,14 +246,13 @@ def test_the_cost_of_the_constraint(
     assert "no such folder" in capsys.readouterr().err
 
 
-def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> dict[str, Any]:
+def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> Any:
     """The complete settings that a command line stands for."""
     module = MODULES[task]
     parser = module._parser()
     given: dict[str, Any] = parser.parse(list(options))
     preset = module.PRESETS.get(given.get("preset", ""), {})
-    complete = getattr(module, "complete", adding.recurrent.complete)
-    settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given, **more})
+    settings = module.complete({**module.DEFAULTS, **preset, **given, **more})
     parser.check_all_play(given, settings)
     return settings
 
@@ -267,9 +266,9 @@ def test_command_lines_are_accepted(experiment: Experiment) -> None:
         for options in (run.options, (*run.options, *run.quick)):
             settings = settings_of(run.task, options, {"data": "x"} if experiment.data else {})
             for name in (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else [])):
-                assert name in settings
+                assert hasattr(settings, name)
             for label in run.labels.values():
-                assert not label.startswith("--") or label.removeprefix("--").replace("-", "_") in settings
+                assert not label.startswith("--") or hasattr(settings, label.removeprefix("--").replace("-", "_"))
         assert set(run.published) <= titles
 
 
@@ -292,24 +291,24 @@ def test_searches_ask_for_what_the_paper_says() -> None:
     for search in oinit.SEARCHES:
         run = search.run(120)
         settings = settings_of(run.task, (*run.options, *run.quick), {})
-        assert settings["hidden"] == 40 and settings["T"] == 120
+        assert settings.hidden == 40 and settings.T == 120
         settings = settings_of(run.task, run.options, {})
-        assert (settings["hidden"], settings["batch"], settings["iterations"]) == (100, 20, 100_000)
-        assert (settings["eval_every"], settings["eval_sequences"], settings["short_evaluations"]) == (
+        assert (settings.hidden, settings.batch, settings.iterations) == (100, 20, 100_000)
+        assert (settings.eval_every, settings.eval_sequences, settings.short_evaluations) == (
             100,
             10_000,
             True,
         )
         if run.task == "adding":
-            assert (settings["goal"], settings["right"]) == (0, 100)
-            assert (settings["target"], settings["positions"]) == ("mean", "pascanu")
+            assert (settings.goal, settings.right) == (0, 100)
+            assert (settings.target, settings.positions) == ("mean", "pascanu")
         else:
-            assert settings["goal"] == 100
+            assert settings.goal == 100
         if search.published is not None:
-            assert settings["model"] == "rnn" and settings["nonlinearity"] == "tanh"
-            assert settings["optimizer"] == "sgd" and settings["momentum"] == 0 and settings["clip"] is None
-            assert float(search.parameters.split("α = ")[1].split(",")[0]) == settings["lr"]
-            assert ("λ" in search.parameters) == bool(settings["soft_orthogonality"])
+            assert settings.model == "rnn" and settings.nonlinearity == "tanh"
+            assert settings.optimizer == "sgd" and settings.momentum == 0 and settings.clip is None
+            assert float(search.parameters.split("α = ")[1].split(",")[0]) == settings.lr
+            assert ("λ" in search.parameters) == bool(settings.soft_orthogonality)
     assert {search.problem for search in oinit.SEARCHES if "--bits" in search.options} == {"3-bit temporal order"}
 
 

@@ -11,18 +11,17 @@ import pytest
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import nnrnn
 from orthokern.reproduce.spec import Experiment, Run
-from orthokern.tasks import adding, char_lm, copy, pixel_mnist, recurrent
+from orthokern.tasks import adding, char_lm, copy, pixel_mnist
 
 MODULES = {"copy": copy, "adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
 
 
-def settings_of(run: Run, options: tuple[str, ...]) -> dict[str, Any]:
+def settings_of(run: Run, options: tuple[str, ...]) -> Any:
     module = MODULES[run.task]
     given: dict[str, Any] = module._parser().parse(list(options))
     preset = module.PRESETS[given["preset"]] if "preset" in given else {}
     data = {"data": "somewhere"} if "data" in module.DEFAULTS else {}
-    complete = getattr(module, "complete", recurrent.complete)
-    settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given, **data})
+    settings = module.complete({**module.DEFAULTS, **preset, **given, **data})
     return settings
 
 
@@ -37,14 +36,14 @@ def test_command_lines_are_accepted(experiment: Experiment) -> None:
         for run in experiment.runs:
             settings = settings_of(run, (*run.options, *(run.quick if extra else ())))
             names = (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else []))
-            told.add(tuple(settings[name] for name in names))
+            told.add(tuple(getattr(settings, name) for name in names))
             assert set(run.published) <= titles
         assert len(told) == len(experiment.runs)
 
 
 def test_an_ablation_changes_one_thing() -> None:
     (ablations,) = (experiment for experiment in nnrnn.EXPERIMENTS if experiment.name == "nnrnn-ablations")
-    base, *others = (settings_of(run, run.options) for run in ablations.runs)
+    base, *others = (vars(settings_of(run, run.options)) for run in ablations.runs)
     changed = [{key: other[key] for key in other if other[key] != base[key]} for other in others]
     assert changed == [
         {"modulus_norm": "l1"},

@@ -80,12 +80,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(run: Path) -> tuple[toy_task.Toy, dict[str, Any]]:
     """A new task of the run's settings, and what a checkpoint of it would hold."""
+    from orthokern.training.checkpoint import rng_state
     from orthokern.training.distributed import Shard
-    from orthokern.training.loop import _Run, rng_state
+    from orthokern.training.state import RunState
 
     settings = json.loads((run / "config.json").read_text())["settings"]
-    task = toy_task.Toy(settings)
-    state = _Run(task, RunFolder(run, {"settings": settings}), None, 0.0, Shard())  # type: ignore[arg-type]
+    task = toy_task.Toy(toy_task.complete(settings))
+    state = RunState(task, RunFolder(run, {"settings": settings}), None, 0.0, Shard())  # type: ignore[arg-type]
     return task, state._payload([rng_state()])
 
 
@@ -313,3 +314,36 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b) or (a != a and b != b)
+
+
+@pytest.mark.parametrize("model", ["factorized", "nnrnn"])
+def test_an_optimizer_state_of_an_earlier_version_is_taken(model: str) -> None:
+    """Earlier versions recorded no names of parameters, no margin and no weight decay of their own."""
+    from types import SimpleNamespace
+
+    from orthokern.tasks import copy as copy_task
+    from orthokern.training.schema import _check_optimizer
+
+    init = "cayley" if model == "nnrnn" else "orthogonal"
+    settings = {**copy_task.DEFAULTS, "T": 3, "hidden": 4, "model": model, "init": init, "device": "cpu"}
+    task = copy_task.CopyExperiment(copy_task.complete({**settings, "backend": "auto"}))
+    for p in task.model.parameters():
+        p.grad = torch.zeros_like(p)
+    task.optimizer.step()
+    fresh = task.optimizer.state_dict()
+    saved = copy.deepcopy(fresh)
+    for group in saved["param_groups"]:
+        for key in ("param_names", "margin", "spectrum_map"):
+            group.pop(key, None)
+        if "weight_decay" in group:
+            group["weight_decay"] = 0
+    _check_optimizer(saved, fresh, SimpleNamespace(optimizer=task.optimizer, scheduler=task.scheduler), 1)  # type: ignore[arg-type]
+    task.optimizer.load_state_dict(saved)
+    roles = [group["role"] for group in task.optimizer.param_groups]
+    assert (
+        roles
+        == {
+            "factorized": ["geodesic", "readout", "input", "spectrum"],
+            "nnrnn": ["readout", "input", "rotation", "skew"],
+        }[model]
+    )

@@ -127,7 +127,7 @@ def test_rates_decay_and_follow_T(tmp_path: Path) -> None:
     assert rates == pytest.approx(
         {"geodesic": 1e-4 * decay, "readout": 2e-2 * decay, "input": 1e-3 * decay, "spectrum": 5e-3 * decay}
     )
-    rule = {T: copy.complete({**copy.DEFAULTS, "T": T})["geodesic_lr"] for T in (10_000, 1000, 200)}
+    rule = {T: copy.complete({**copy.DEFAULTS, "T": T}).geodesic_lr for T in (10_000, 1000, 200)}
     assert rule == pytest.approx({10_000: 1e-6, 1000: 1e-5, 200: 5e-5})
 
 
@@ -145,7 +145,7 @@ def test_the_paper_preset(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
     assert (settings["geodesic_lr"], settings["input_lr"], settings["clip"]) == (1e-6, 1e-4, 100.0)
     assert settings["lr"] == 3e-4  # the command line is stronger
-    assert copy.complete({**copy.DEFAULTS, **copy.PRESETS["paper"], "T": 10_000})["margin"] == 0.001
+    assert copy.complete({**copy.DEFAULTS, **copy.PRESETS["paper"], "T": 10_000}).margin == 0.001
 
 
 # ---- the algorithm ---------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_music_is_measured_piece_by_piece(small: dict[str, list[str]]) -> None:
     with torch.no_grad():
         for index in range(len(pieces)):
             piece = pieces.piece(index).float().unsqueeze(1)
-            logits = model.readout(model.rnn(task.settings["input_scale"] * model.input(piece[:-1]))[0])
+            logits = model.readout(model.rnn(task.settings.input_scale * model.input(piece[:-1]))[0])
             total -= torch.distributions.Bernoulli(logits=logits).log_prob(piece[1:]).sum().item()
         assert task.measure("test") == pytest.approx(total / pieces.predictions, rel=1e-5)
 
@@ -133,14 +133,14 @@ def test_words_are_measured_as_streams(small: dict[str, list[str]]) -> None:
     task = build("word_lm", small["word_lm"])
     task.model.eval()
     model, text = task.model, task.data.test
-    count, rows = len(text) - 1, task.settings["batch"]
+    count, rows = len(text) - 1, task.settings.batch
     length = -(-count // rows)
     assert count % rows  # the last stream is shorter
     total = 0.0
     with torch.no_grad():
         for begin in range(0, count, length):
             inputs, targets = text[begin : begin + length][: count - begin], text[begin + 1 : begin + length + 1]
-            states, _ = model.rnn(task.settings["input_scale"] * model.embedding(inputs).unsqueeze(1))
+            states, _ = model.rnn(task.settings.input_scale * model.embedding(inputs).unsqueeze(1))
             total += nn.functional.cross_entropy(model.readout(states[:, 0]), targets, reduction="sum").item()
         assert task.measure("test") == pytest.approx(total / count, rel=1e-5)
 
@@ -228,8 +228,8 @@ def test_initial_weights(words: Path, rolls: Path) -> None:
     for task, data, std in (("word_lm", words, 650**-0.5), ("music", rolls, 200**-0.5)):
         for model in ("gru", "torch-gru"):
             built = build(task, ["--data", str(data), "--model", model])
-            n = built.settings["hidden"]
-            assert built.settings["layers"] == (1 if task == "word_lm" else 2) and built.time_steps == 35
+            n = built.settings.hidden
+            assert built.settings.layers == (1 if task == "word_lm" else 2) and built.time_steps == 35
             for name, weight in built.model.named_parameters():
                 if name.endswith("bias"):
                     assert not weight.any()
@@ -328,8 +328,10 @@ def test_what_is_not_given_is_filled_in(small: dict[str, list[str]]) -> None:
     def settings(*options: str) -> tuple[Any, ...]:
         given = word_lm._parser().parse([*small["word_lm"], *options])
         found = word_lm.complete({**word_lm.DEFAULTS, **given})
-        assert word_lm.complete(found) == found  # as a resumed run does
-        return tuple(found[key] for key in ("constraint", "variant", "delta", "threshold", "constrained_inputs"))
+        assert word_lm.complete(vars(found)) == found  # as a resumed run does
+        return tuple(
+            getattr(found, key) for key in ("constraint", "variant", "delta", "threshold", "constrained_inputs")
+        )
 
     assert settings() == ("projection", "kanai", 0.2, "2-delta", "upper")
     assert settings("--model", "torch-gru", "--clip", "5") == ("none", "torch", None, None, None)

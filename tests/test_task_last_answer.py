@@ -38,9 +38,8 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def build(task: str, *options: str) -> Any:
     given = TASKS[task]._parser().parse(list(options))
     preset = last_answer.PRESETS.get(given.get("preset", ""), {})
-    complete = getattr(TASKS[task], "complete", recurrent.complete)
     torch.manual_seed(0)
-    return EXPERIMENTS[task](complete({**TASKS[task].DEFAULTS, **preset, **given}))
+    return EXPERIMENTS[task](TASKS[task].complete({**TASKS[task].DEFAULTS, **preset, **given}))
 
 
 @pytest.mark.parametrize(

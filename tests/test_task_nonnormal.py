@@ -52,12 +52,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
-def settings_of(task: str, options: list[str]) -> dict[str, Any]:
+def settings_of(task: str, options: list[str]) -> Any:
     module = TASKS[task]
     given = module._parser().parse(options)
     preset = module.PRESETS.get(given.get("preset", ""), {})
-    complete = getattr(module, "complete", recurrent.complete)
-    settings: dict[str, Any] = complete({**module.DEFAULTS, **preset, **given})
+    settings = module.complete({**module.DEFAULTS, **preset, **given})
     return settings
 
 
@@ -180,8 +179,8 @@ def test_the_reports_tables() -> None:
     for (task, model), row in rows.items():
         data = ["--data", "somewhere"] if task == "pixel_mnist" else []
         settings = settings_of(task, ["--preset", f"report-{model}", *data])
-        assert tuple(settings[key] for key in keys) == row and settings["model"] == model
-        assert settings["optimizer"] == "rmsprop" and settings["schedule"] == "constant" and settings["clip"] is None
+        assert tuple(getattr(settings, key) for key in keys) == row and settings.model == model
+        assert settings.optimizer == "rmsprop" and settings.schedule == "constant" and settings.clip is None
 
 
 # ---- characters as a stream ------------------------------------------------------------------------------------------

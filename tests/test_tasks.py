@@ -66,11 +66,10 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
-def settings_of(task: str, options: list[str], **changes: Any) -> dict[str, Any]:
+def settings_of(task: str, options: list[str], **changes: Any) -> Any:
     """The complete settings that a command line stands for."""
     given = TASKS[task]._parser().parse(options)
-    complete = getattr(TASKS[task], "complete", recurrent.complete)
-    settings: dict[str, Any] = complete({**TASKS[task].DEFAULTS, **given, **changes})
+    settings = TASKS[task].complete({**TASKS[task].DEFAULTS, **given, **changes})
     return settings
 
 
@@ -292,7 +291,7 @@ def test_penalties_are_added(small: dict[str, list[str]]) -> None:
 
 def test_schedules() -> None:
     def factors(**changes: Any) -> list[float]:
-        settings = {**optimization.OPTIMIZER_DEFAULTS, "iterations": 100, **changes}
+        settings = optimization.OptimizerOptions(iterations=100, **changes)
         factor = optimization.schedule_factor(settings)
         return [factor(i) for i in (0, 50, 100)]
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 import toy_task
 from test_kill_resume import records, same
 from torch import Tensor
-from toy_task import DEFAULTS, Toy
+from toy_task import Toy, ToyOptions
 
 from orthokern import dispatch
 from orthokern.training import LoopSettings, RunFolder, load_checkpoint, save_checkpoint, train
-from orthokern.training.loop import _joint_profile
+from orthokern.training.iteration import joint_profile
 from orthokern.training.progress import Progress
 
 OPTIONS = ["--iterations", 20, "--threads", 1, "--no-plots"]
@@ -34,13 +35,13 @@ def go(folder: Path, task: Toy, **settings: Any) -> str:
     """Trains for twenty iterations; returns what a user sees."""
     progress = Progress(20, io.StringIO(), every=0.0)
     loop = LoopSettings(20, 4, 5, False, **settings)
-    assert train(task, RunFolder.create(folder, "toy", task.settings), loop, progress=progress).exit_code == 0
+    assert train(task, RunFolder.create(folder, "toy", asdict(task.settings)), loop, progress=progress).exit_code == 0
     return progress.stream.getvalue()  # type: ignore[attr-defined]
 
 
 def task(cls: type[Toy] = Toy, **settings: Any) -> Toy:
     torch.manual_seed(3)
-    return cls({**DEFAULTS, **settings})
+    return cls(ToyOptions(**settings))
 
 
 # ---- accumulation --------------------------------------------------------------------------------
@@ -202,9 +203,9 @@ def test_a_task_without_a_last_step(tmp_path: Path) -> None:
 def test_profiles_of_unequal_lengths() -> None:
     """Beyond its end a part has no states: it adds nothing there."""
     parts = [torch.tensor([3.0, 4.0, 2.0]), torch.tensor([4.0, 3.0])]
-    assert _joint_profile(parts, mean=False).tolist() == [5.0, 5.0, 2.0]
-    assert _joint_profile(parts, mean=True).tolist() == [2.5, 2.5, 1.0]
-    assert _joint_profile(parts[:1], mean=True) is parts[0]
+    assert joint_profile(parts, mean=False).tolist() == [5.0, 5.0, 2.0]
+    assert joint_profile(parts, mean=True).tolist() == [2.5, 2.5, 1.0]
+    assert joint_profile(parts[:1], mean=True) is parts[0]
 
 
 # ---- epochs --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,20 +22,31 @@ from orthokern.optim import optimizer_for
 from orthokern.tasks.optimization import plateau
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
+from orthokern.training.options import complete as make_options
+from orthokern.training.options import defaults, option
 
-DEFAULTS: cli.Settings = {
-    **cli.RUN_DEFAULTS,
-    "device": "cpu",
-    "iterations": 30,
-    "checkpoint_every": 4,
-    "diagnose_every": 5,
-    "batch": 8,
-    "hidden": 12,
-    "dropout": 0.0,
-    "mistake": None,
-    "dump": None,
-    "preset": None,
-}
+
+@dataclass(kw_only=True)
+class ToyOptions(cli.RunOptions):
+    GROUP = "the task"
+    batch: int = option(8, cli.integer(1), "sequences", "N")
+    hidden: int = option(12, cli.integer(1), "units", "N")
+    dropout: float = option(0.0, cli.real(0.0), "dropout")
+    mistake: str | None = option(None, str, "drift, data, model or idle: what the task does wrong", "NAME")
+    dump: str | None = option(
+        None, str, "at the end, each rank writes its parameters to this file, '.' and its number", "FILE"
+    )
+    device: str = "cpu"
+    iterations: int = 30
+    checkpoint_every: int = 4
+    diagnose_every: int = 5
+
+
+DEFAULTS = defaults(ToyOptions)
+
+
+def complete(settings: cli.Settings) -> ToyOptions:
+    return make_options(ToyOptions, settings)
 
 
 class Model(nn.Module):
@@ -57,16 +69,16 @@ class Toy(Task):
     device = torch.device("cpu")
     iterations_per_epoch = 8
 
-    def __init__(self, settings: cli.Settings) -> None:
+    def __init__(self, settings: ToyOptions) -> None:
         self.settings = settings
         shard = current_shard()
         self.rank = shard.rank
-        self.rows = shard.rows(settings["batch"])
-        self.model: Model = Model(settings["hidden"], settings["dropout"], settings["mistake"] == "idle")
+        self.rows = shard.rows(settings.batch)
+        self.model: Model = Model(settings.hidden, settings.dropout, settings.mistake == "idle")
         self.optimizer = optimizer_for(self.model, lr=3e-3, geodesic_lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
         self.plateau = plateau(self.optimizer, factor=0.9, patience=1)
-        self.generator = torch.Generator().manual_seed(settings["seed"])
+        self.generator = torch.Generator().manual_seed(settings.seed)
         self.batches = 0
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -75,17 +87,17 @@ class Toy(Task):
             at, rank, number = os.environ["TOY_STRIKE"].split(",")
             if self.batches == int(at) and self.rank == int(rank):
                 os.kill(os.getpid(), signal.Signals[number])
-        if self.settings["mistake"] == "drift" and self.batches == 7 and self.rank == 1:
+        if self.settings.mistake == "drift" and self.batches == 7 and self.rank == 1:
             self.model.rnn.get_parameter("u_l0").data[0, 0] += 1e-15
-        if self.settings["mistake"] == "data" and self.batches == 7 and self.rank == 1:
+        if self.settings.mistake == "data" and self.batches == 7 and self.rank == 1:
             raise InputError("data.gz is truncated")
-        x = torch.randn(self.time_steps, self.settings["batch"], 3, generator=self.generator, dtype=torch.float64)
+        x = torch.randn(self.time_steps, self.settings.batch, 3, generator=self.generator, dtype=torch.float64)
         target = x.sum(2).cumsum(0) / torch.arange(1, self.time_steps + 1)[:, None]
         return x[:, self.rows], target[:, self.rows]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x, target = batch
-        error = ((self.model if self.settings["mistake"] == "model" else self.module)(x) - target).square()
+        error = ((self.model if self.settings.mistake == "model" else self.module)(x) - target).square()
         decay = 1e-3 * self.model.readout.weight.square().sum()  # a parameter used past the forward pass
         return error.mean() + decay, {"last_error": error[-1].mean().detach()}
 
@@ -116,20 +128,14 @@ class Toy(Task):
         self.batches = state["batches"]
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        if self.settings["dump"] is not None:
-            torch.save(self.model.state_dict(), f"{self.settings['dump']}.{self.rank}")
+        if self.settings.dump is not None:
+            torch.save(self.model.state_dict(), f"{self.settings.dump}.{self.rank}")
         return f"done at {iteration}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="toy")
-    parser.add_argument("--batch", type=cli.integer(1))
-    parser.add_argument("--hidden", type=cli.integer(1))
-    parser.add_argument("--dropout", type=cli.real(0.0))
-    parser.add_argument("--mistake", help="drift, data, model or idle: what the task does wrong")
-    parser.add_argument("--dump", help="at the end, each rank writes its parameters to this file, '.' and its number")
-    cli.add_run_options(parser, DEFAULTS)
-    return cli.run("toy", parser, DEFAULTS, {}, dict, Toy, arguments)
+    parser = cli.make_parser("toy", "", "", ToyOptions)
+    return cli.run("toy", parser, ToyOptions, {}, complete, Toy, arguments)
 
 
 if __name__ == "__main__":

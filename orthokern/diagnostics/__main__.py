@@ -64,32 +64,41 @@ def _parser() -> Parser:
     parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run")
     group = parser.add_argument_group("what to draw")
     group.add_argument(
-        "--figure", type=one_of("figure", (*FIGURES, "all", "none")), metavar="NAME",
+        "--figure",
+        type=one_of("figure", (*FIGURES, "all", "none")),
+        metavar="NAME",
         help=f"{', '.join(FIGURES)}; all: what the records allow; none: the table alone (default all)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--quantity", type=_names, metavar="NAME[,...]",
+        "--quantity",
+        type=_names,
+        metavar="NAME[,...]",
         help="numbers for curves, as the records name them, a part of one behind a dot: loss, accuracy, "
         "held_out_accuracy, grad_norm, spectral_radius, spectrum.max, ... (default: loss, accuracy, held-out numbers)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--panel", metavar="SETTING", help="curves: a panel for each value of this setting, instead of one for all"
     )
     group.add_argument(
-        "--legend", type=_names, metavar="SETTING[,...]",
+        "--legend",
+        type=_names,
+        metavar="SETTING[,...]",
         help="settings that name the runs (default: as many as it takes of those in which they differ)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--x", type=one_of("x", plots.AXES), metavar="NAME",
+        "--x",
+        type=one_of("x", plots.AXES),
+        metavar="NAME",
         help="iteration or epoch (default: epoch if all runs know how many iterations make one)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--baseline", type=real(), metavar="X", help="curves: a line at this value (default: the loss's, if known)"
     )
     group.add_argument(
-        "--recurrence", metavar="NAME",
+        "--recurrence",
+        metavar="NAME",
         help="spectrum and angles: of which layer, as parameters name it: l1, l0_reverse, ... (default: the first)",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("where to")
     group.add_argument(
         "--out", type=path, metavar="DIR", help="folder for pictures (default: the run's; for several: comparison/)"

@@ -1,12 +1,13 @@
-"""Modules: recurrences that stand in for torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss."""
+"""Modules: drop-in replacements of torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss."""
 
 from orthokern.nn.activations import OPLU, ModReLU
 from orthokern.nn.exprnn import ExpRNN
+from orthokern.nn.factorized import FactorizedRNN
 from orthokern.nn.gru import GRU
 from orthokern.nn.linear_cross_entropy import LinearCrossEntropy
 from orthokern.nn.lstm import PeepholeLSTM
 from orthokern.nn.nonnormal import NonNormalRNN
-from orthokern.nn.rnn import RNN, FactorizedRNN
+from orthokern.nn.rnn import RNN
 
 __all__ = [
     "GRU",

@@ -42,7 +42,7 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
-from orthokern.nn.rnn import _Recurrent
+from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._register import untraced
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
@@ -84,7 +84,7 @@ def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
     return (2 * k.real).tril(-1).to(momentum.dtype)
 
 
-class _Exponential(_Recurrent):
+class _Exponential(Recurrent):
     """A recurrence with an orthogonal P = B exp(A) per direction and layer; a subclass makes its matrix of it."""
 
     _half_ok = False

@@ -19,7 +19,7 @@ from orthokern import functional
 from orthokern.errors import InputError
 
 if TYPE_CHECKING:
-    from orthokern.nn.rnn import _Recurrent
+    from orthokern.nn._recurrent import Recurrent
 
 KEY = "modal_basis_"
 
@@ -36,7 +36,7 @@ def weights_of(readout: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
 
 
 def loss(
-    module: _Recurrent,
+    module: Recurrent,
     data: Tensor,
     h0: Tensor | None,
     suffix: str,
@@ -62,9 +62,9 @@ def loss(
 
 
 def explain(
-    module: _Recurrent, T: int, B: int, classes: int, *, ids: bool, lengths: bool, algorithm: str
+    module: Recurrent, T: int, B: int, classes: int, *, ids: bool, lengths: bool, algorithm: str
 ) -> tuple[str, str]:
-    """(algorithm, why) of ``module.loss`` for one call; see ``_Recurrent.explain_loss``."""
+    """(algorithm, why) of ``module.loss`` for one call; see ``Recurrent.explain_loss``."""
     suffix = module._suffix(-1, False)
     with torch.no_grad():
         matrix = module._factors(suffix)[0]
@@ -76,13 +76,13 @@ def explain(
     )  # fmt: skip
 
 
-def save(module: _Recurrent, destination: dict[str, Any], prefix: str) -> None:
+def save(module: Recurrent, destination: dict[str, Any], prefix: str) -> None:
     """Writes the bases into a state_dict."""
     for suffix, basis in module._bases.items():
         destination[f"{prefix}{KEY}{suffix}"] = basis
 
 
-def load(module: _Recurrent, state_dict: dict[str, Any], prefix: str, unexpected: list[str], errors: list[str]) -> None:
+def load(module: Recurrent, state_dict: dict[str, Any], prefix: str, unexpected: list[str], errors: list[str]) -> None:
     """Takes the bases of a state_dict, and their keys out of those that nobody expected."""
     module._bases = {}
     N = module.hidden_size

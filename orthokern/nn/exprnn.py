@@ -90,7 +90,7 @@ class ExpRNN(_Exponential):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`."""
+        """Reinitialize the parameters: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`."""
         for suffix in self._suffixes():
             self._reset_input(suffix, generator)
             self._reset_exponential(suffix, generator)

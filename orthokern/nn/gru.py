@@ -1,4 +1,4 @@
-"""A gated recurrent unit that stands in for torch.nn.GRU, with the cell of Kanai et al. 2017 as its default.
+"""A gated recurrent unit with the interface of torch.nn.GRU and the cell of Kanai et al. 2017 as its default.
 
 Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
 """
@@ -15,7 +15,7 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype
-from orthokern.nn.rnn import _Recurrent
+from orthokern.nn._recurrent import Recurrent
 from orthokern.ops.gru_scan import VARIANTS
 
 __all__ = ["GRU"]
@@ -23,7 +23,7 @@ __all__ = ["GRU"]
 INITS = ("kanai", "torch")
 
 
-class GRU(_Recurrent):
+class GRU(Recurrent):
     """A GRU with torch.nn.GRU's interface, whose fixed point at 0 a constraint on one matrix keeps stable.
 
         r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
@@ -129,7 +129,7 @@ class GRU(_Recurrent):
         return [f"{name}_{suffix}" for name in names]
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, as the class documentation says, in torch's order.
+        """Reinitialize the parameters, as the class documentation says, in torch's order.
 
         Args:
             generator: where the numbers come from; None for torch's global generator.

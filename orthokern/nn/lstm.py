@@ -28,7 +28,7 @@ from orthokern.nn._checks import (
     positive_int,
     share,
 )
-from orthokern.nn.rnn import _widened
+from orthokern.nn._recurrent import widened
 from orthokern.ops._common import given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -261,7 +261,7 @@ class PeepholeLSTM(nn.Module):
         return tensor
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, as the class documentation says.
+        """Reinitialize the parameters, as the class documentation says.
 
         Args:
             generator: where the numbers come from; None for torch's global generator.
@@ -309,8 +309,8 @@ class PeepholeLSTM(nn.Module):
         if _autocast.is_on(kind):
             with torch.autocast(kind, enabled=False):
                 dtype = self._tensor("weight_ih_l0").dtype
-                state = (_widened(hx[0], dtype), _widened(hx[1], dtype)) if isinstance(hx, tuple) else hx
-                return self.forward(_widened(input, dtype), state)
+                state = (widened(hx[0], dtype), widened(hx[1], dtype)) if isinstance(hx, tuple) else hx
+                return self.forward(widened(input, dtype), state)
         if isinstance(input, PackedSequence):
             self._check_input(input.data, packed=True)
             check_packed(input)
@@ -347,8 +347,11 @@ class PeepholeLSTM(nn.Module):
             x = _reversed(data, lengths) if reverse else data
             hs, cs = _scan(
                 self._input_term(x, suffix),
-                self._tensor(f"weight_hh_{suffix}"), self._tensor(f"weight_peephole_{suffix}"), h0, c0,
-            )  # fmt: skip
+                self._tensor(f"weight_hh_{suffix}"),
+                self._tensor(f"weight_peephole_{suffix}"),
+                h0,
+                c0,
+            )
             if lengths is None:
                 ends.append((hs[-1], cs[-1]))
             else:

@@ -151,7 +151,7 @@ class NonNormalRNN(_Exponential):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, as the class documentation says; input weights and bias as in ExpRNN."""
+        """Reinitialize the parameters, as the class documentation says; input weights and bias as in ExpRNN."""
         for suffix in self._suffixes():
             self._reset_input(suffix, generator)
             self._reset_exponential(suffix, generator)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orthokern.errors import InputError
+from orthokern.errors import InputError, unknown_name
 from orthokern.optim._checks import check_new, check_rate
 from orthokern.optim.geodesic import GeodesicSGD
 
@@ -210,24 +210,25 @@ class CombinedOptimizer(Optimizer):
 def optimizer_for(
     model: nn.Module,
     *,
-    lr: float = 1e-3,
+    lr: float | Mapping[str, float] = 1e-3,
     geodesic_lr: float = 1e-6,
     spectrum_lr: float | None = None,
     skew_lr: float | None = None,
     euclidean: Callable[..., Optimizer] = torch.optim.RMSprop,
     max_basis_grad_norm: float | None = None,
+    geodesic: Callable[..., Optimizer] = GeodesicSGD,
     geodesic_options: Mapping[str, Any] | None = None,
     **euclidean_kwargs: Any,
 ) -> CombinedOptimizer:
-    """One optimizer for all parameters of a model, each kind trained as it may be.
+    """One optimizer for all parameters of a model, with the update that each kind of parameter needs.
 
     Bases go to GeodesicSGD at `geodesic_lr`. Spectra go to the `euclidean` optimizer in one group per margin m and map
     at `spectrum_lr` / (2 m), since ds/dp is proportional to 2m (Vorontsov et al. 2017, below eq. 11); for the map
     "tanh", whose p is half as large for the same s, at `spectrum_lr` / (4 m), so that under an optimizer whose steps do
     not scale with the gradient (RMSprop, Adam) s takes the same path for both. A margin of 0 freezes its group (lr 0),
     a margin of None (s itself is the parameter) takes `spectrum_lr` as it is. Generators of an exponential (ExpRNN,
-    NonNormalRNN) go to `euclidean` at `skew_lr`, and hear of every move of their base; everything else at `lr`. A model
-    without bases or spectra is fine: it gets what is left.
+    NonNormalRNN) go to `euclidean` at `skew_lr`, and its state is adapted whenever their base moves. Everything else
+    goes to `euclidean` at `lr`. A model without bases or spectra is accepted.
 
     Weight decay among `euclidean_kwargs` acts on s where s is the parameter (there it is the decay of W itself) but not
     on p, which is no weight: decaying p would pull s to 1. For that W see orthokern.penalties.composite_weight_decay.
@@ -235,33 +236,32 @@ def optimizer_for(
 
     Args:
         model: any module; see split_parameters.
-        lr: rate of the other parameters.
+        lr: rate of the other parameters; or a dict with one rate per child module, by name, that has such parameters:
+            each child then has a group of its own, whose role is its name.
         geodesic_lr: rate of the bases.
-        spectrum_lr: rate of the spectra before the division; None for `lr`.
-        skew_lr: rate of the generators of an exponential; None for `lr`. The literature takes `lr` / 10.
+        spectrum_lr: rate of the spectra before the division; None for `lr`, which is then a number.
+        skew_lr: rate of the generators of an exponential; None for `lr`, which is then a number. The literature takes
+            `lr` / 10.
         euclidean: an optimizer class, or a callable, that takes (groups, lr=..., **euclidean_kwargs).
         max_basis_grad_norm: clip the joint gradient norm of all bases of the model; None: no clipping.
-        geodesic_options: further keyword arguments of GeodesicSGD.
+        geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.
+        geodesic_options: further keyword arguments of `geodesic`.
         euclidean_kwargs: further keyword arguments of `euclidean`.
 
     Returns:
         A CombinedOptimizer of the parts "geodesic" and "euclidean", as far as there are parameters for them. Each group
-        has "role": "geodesic", "other" or "spectrum"; a spectrum group also has "margin" and "spectrum_map".
+        has "role": "geodesic", "other" (or a child's name), "rotation", "skew" or "spectrum"; a spectrum group also
+        has "margin" and "spectrum_map".
 
     Raises:
         InputError: for a rate that is no finite number, 0 or more, for LBFGS, a model without parameters, or whatever
-            GeodesicSGD refuses.
+            GeodesicSGD refuses; for a dict `lr` that lacks a child, or names none.
+
+    Example:
+        model = torch.nn.ModuleDict({"rnn": orthokern.nn.FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})
+        optimizer = optimizer_for(model, lr={"rnn": 1e-3, "readout": 1e-2}, spectrum_lr=1e-3, geodesic_lr=1e-5)
     """
-    spectrum_lr = lr if spectrum_lr is None else spectrum_lr
-    skew_lr = lr if skew_lr is None else skew_lr
-    rates = {"lr": lr, "geodesic_lr": geodesic_lr, "spectrum_lr": spectrum_lr, "skew_lr": skew_lr}
-    for name, rate in rates.items():
-        try:
-            accepted = math.isfinite(rate) and rate >= 0.0
-        except TypeError:
-            accepted = False
-        if not accepted:
-            raise InputError(f"{name} must be finite and at least 0, got {rate!r}")
+    rates = _checked_rates(lr, geodesic_lr, spectrum_lr, skew_lr)
     kind: Any = euclidean
     if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
         raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
@@ -272,31 +272,71 @@ def optimizer_for(
     if split["geodesic"]:
         group = _group(split["geodesic"], "geodesic", geodesic_lr)
         options = {"max_grad_norm": max_basis_grad_norm, **(geodesic_options or {})}
-        parts["geodesic"] = GeodesicSGD([group], geodesic_lr, **options)
-    groups = []
-    if split["other"]:
-        groups.append(_group(split["other"], "other", lr))
-    for role, rate in (("skew", skew_lr), ("rotation", lr)):
-        if split[role]:
-            groups.append({**_group(split[role], role, rate), "weight_decay": 0.0})
+        parts["geodesic"] = geodesic([group], geodesic_lr, **options)
+    groups = [_group(entries, child or "other", rate) for child, rate, entries in _by_child(split["other"], lr)]
+    for _, rate, entries in _by_child(split["rotation"], lr):
+        groups.append({**_group(entries, "rotation", rate), "weight_decay": 0.0})
+    if split["skew"]:
+        groups.append({**_group(split["skew"], "skew", rates["skew_lr"]), "weight_decay": 0.0})
     alike: dict[tuple[float | None, str], list[_Entry]] = {}
     for entry in split["spectrum"]:
         alike.setdefault((entry.margin, entry.spectrum_map), []).append(entry)
     for (margin, spectrum_map), entries in alike.items():
         kind = {"margin": margin, "spectrum_map": spectrum_map}
         if margin is None:
-            groups.append({**_group(entries, "spectrum", spectrum_lr), **kind})
+            groups.append({**_group(entries, "spectrum", rates["spectrum_lr"]), **kind})
         else:
             scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
-            rate = spectrum_lr / scale if margin > 0.0 else 0.0
+            rate = rates["spectrum_lr"] / scale if margin > 0.0 else 0.0
             groups.append({**_group(entries, "spectrum", rate), **kind, "weight_decay": 0.0})
     if groups:
-        parts["euclidean"] = euclidean(groups, lr=lr, **euclidean_kwargs)
+        parts["euclidean"] = euclidean(groups, lr=groups[0]["lr"], **euclidean_kwargs)
     for module in model.modules():
         track = getattr(module, "track_optimizer", None)
         if callable(track):
             track(parts["euclidean"])
     return CombinedOptimizer(parts)
+
+
+def _checked_rates(
+    lr: float | Mapping[str, float], geodesic_lr: float, spectrum_lr: float | None, skew_lr: float | None
+) -> dict[str, Any]:
+    """The rates of `optimizer_for` by name, each a finite number of at least 0."""
+    given = {"spectrum_lr": spectrum_lr, "skew_lr": skew_lr}
+    rates: dict[str, Any] = {"lr": lr}
+    if isinstance(lr, Mapping):
+        rates = {f"lr of {child}": rate for child, rate in lr.items()}
+        missing = [name for name, rate in given.items() if rate is None]
+        if missing:
+            raise InputError(f"{missing[0]} is None; accepted where lr is a dict: a number")
+    rates |= {name: lr if rate is None else rate for name, rate in given.items()}
+    rates["geodesic_lr"] = geodesic_lr
+    for name, rate in rates.items():
+        try:
+            accepted = math.isfinite(rate) and rate >= 0.0
+        except TypeError:
+            accepted = False
+        if not accepted:
+            raise InputError(f"{name} must be finite and at least 0, got {rate!r}")
+    return rates
+
+
+def _by_child(
+    entries: list[_Entry], lr: float | Mapping[str, float]
+) -> Iterator[tuple[str | None, float, list[_Entry]]]:
+    """(child or None, rate, its entries) of `optimizer_for`, in the order of `lr`."""
+    if not isinstance(lr, Mapping):
+        if entries:
+            yield None, lr, entries
+        return
+    for entry in entries:
+        child = entry.name.partition(".")[0]
+        if child not in lr:
+            raise unknown_name("child of the model, for which lr has no rate,", child, list(lr))
+    for child, rate in lr.items():
+        own = [entry for entry in entries if entry.name.partition(".")[0] == child]
+        if own:
+            yield child, rate, own
 
 
 def _group(entries: list[_Entry], role: str, lr: float) -> dict[str, Any]:

@@ -165,36 +165,41 @@ def _timed(into: list[float], work: Callable[[], Any]) -> Any:
     return result
 
 
-def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
-    """Trains in the setting of Table 1 and times every method on the same iterations."""
-    quick = given.get("quick", False)
-    if "threads" in given:
-        torch.set_num_threads(given["threads"])
+def _language_model(given: Settings) -> word_lm.WordLm:
+    """The task of Table 1 without its own projection, which would run within its optimizer's step and could not be
+    timed alone."""
     root = given.get("data", Path("data"))
     data = root / "ptb" if (root / "ptb").is_dir() else root
     if not data.is_dir():
         raise InputError(f"--data {root}: no such folder; it must hold ptb/ (see docs/experiments.md, Data)")
-    iterations = given.get("iterations", 20 if quick else 200)
-    scale = {"hidden": 128, "window": 10} if quick else {}
-    # without the task's own projection, which would run within its optimizer's step: it could not be timed alone
-    settings = word_lm.complete({**word_lm.DEFAULTS, "data": data, "device": "cpu", "constraint": "none", **scale})
-    seed_all(settings["seed"])
+    scale = {"hidden": 128, "window": 10} if given.get("quick", False) else {}
+    settings = word_lm.complete({**word_lm.DEFAULTS, "data": str(data), "device": "cpu", "constraint": "none", **scale})
+    seed_all(settings.seed)
     task = word_lm.WordLm(settings)
-    task.initial_loss = 0.0  # not looked at
-    projection = SpectralNormProjection(task.model, DELTA)
-    growth: list[Tensor] = []  # what every step adds, beside the gradient
-    began_with = f"candidate's matrices with singular values from {projection.limit:g} to 0.2, the largest growing"
+    task.initial_loss = 0.0  # not read
+    return task
+
+
+def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Path) -> tuple[str, list[Tensor]]:
+    """Where the timed iterations begin, in words, and what every step adds to the matrices beside the gradient."""
     earlier = folder / f"words-delta-{DELTA}" / "checkpoint.pt"
     if earlier.exists():
         found = load_checkpoint(earlier)
         task.model.load_state_dict(found["model"])
-        began_with = f"iteration {found['iteration']} of the run words-delta-{DELTA}"
-    else:  # an untrained model takes thousands of iterations to reach the bound, and until then there is no work
-        for w in projection.matrices:  # orthogonal columns: these become the singular values
-            w.mul_(torch.linspace(projection.limit, 0.2, w.shape[1]))
-        growth = [_growth(w) for w in projection.matrices]
+        return f"iteration {found['iteration']} of the run words-delta-{DELTA}", []
+    # an untrained model takes thousands of iterations to reach the bound, and until then there is nothing to project
+    for w in projection.matrices:  # orthogonal columns: these become the singular values
+        w.mul_(torch.linspace(projection.limit, 0.2, w.shape[1]))
+    began_with = f"candidate's matrices with singular values from {projection.limit:g} to 0.2, the largest growing"
+    return began_with, [_growth(w) for w in projection.matrices]
+
+
+def _measure(
+    task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int, stream: TextIO
+) -> tuple[dict[str, list[float]], float]:
+    """Milliseconds of every part of every iteration, by name, and the largest difference of the two projections."""
     times: dict[str, list[float]] = {name: [] for name in ("iteration", *PUBLISHED)}
-    worst = 0.0  # the difference of the two ways to project
+    worst = 0.0
 
     def train() -> None:
         task.optimizer.zero_grad(set_to_none=True)
@@ -225,6 +230,36 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
             projection.counts = dict.fromkeys(projection.counts, 0)
         if (i + 1) % 50 == 0:
             say(f"iteration {i + 1} of {warm_up + iterations}", stream)
+    return times, worst
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| method | ms per iteration | % of an iteration | hours of training | ratio to clipping | published ratio |",
+        "|" + " --- |" * 6,
+    ]
+    clipping = next(row for row in rows if row["method"] == "gradient clipping")
+    for row in rows:
+        ratio = row["hours_of_training"] / clipping["hours_of_training"]
+        published = row["published_seconds"] / clipping["published_seconds"]
+        lines.append(
+            f"| {row['method']}: {row['what']} | {row['ms_per_iteration']:.2f} | {row['percent_of_iteration']:.1f} "
+            f"| {row['hours_of_training']:.1f} | {ratio:.3f} | {published:.3f} |"
+        )
+    return lines
+
+
+def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
+    """Trains in the setting of Table 1 and times every method on the same iterations."""
+    quick = given.get("quick", False)
+    if "threads" in given:
+        torch.set_num_threads(given["threads"])
+    iterations = given.get("iterations", 20 if quick else 200)
+    task = _language_model(given)
+    settings = task.settings
+    projection = SpectralNormProjection(task.model, DELTA)
+    began_with, growth = _begin(task, projection, folder)
+    times, worst = _measure(task, projection, growth, iterations, stream)
     if projection.counts["projections"] == 0:
         raise InputError(
             f"gru-table3: no singular value rose above {projection.limit:g} in {iterations} iterations from "
@@ -244,24 +279,12 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         for name, seconds in PUBLISHED.items()
     ]
     study = STUDIES[0]
-    lines = [
-        "| method | ms per iteration | % of an iteration | hours of training | ratio to clipping | published ratio |",
-        "|" + " --- |" * 6,
-    ]
-    clipping = next(row for row in rows if row["method"] == "gradient clipping")
-    for row in rows:
-        ratio = row["hours_of_training"] / clipping["hours_of_training"]
-        published = row["published_seconds"] / clipping["published_seconds"]
-        lines.append(
-            f"| {row['method']}: {row['what']} | {row['ms_per_iteration']:.2f} | {row['percent_of_iteration']:.1f} "
-            f"| {row['hours_of_training']:.1f} | {ratio:.3f} | {published:.3f} |"
-        )
     counts = ", ".join(f"{count} {what}" for what, count in projection.counts.items())
     text = [
-        f"# {study.name}: {study.title}", "", f"{study.source}. {scale and 'Scaled down (`--quick`).' or ''}".rstrip(),
-        "", "Lower is better.", "", *lines, "", paragraph(
-        f"An iteration without any of these takes {each['iteration']:.1f} ms ({settings['hidden']} units, windows of "
-        f"{settings['window']} steps, batch {settings['batch']}, {len(task.data.vocabulary)} words): the median of "
+        f"# {study.name}: {study.title}", "", f"{study.source}. {'Scaled down (`--quick`).' if quick else ''}".rstrip(),
+        "", "Lower is better.", "", *_table(rows), "", paragraph(
+        f"An iteration without any of these takes {each['iteration']:.1f} ms ({settings.hidden} units, windows of "
+        f"{settings.window} steps, batch {settings.batch}, {len(task.data.vocabulary)} words): the median of "
         f"{iterations} iterations from {began_with}, in one process. The projection took {counts}. The largest "
         f"difference of an entry between the two projections was {worst:.1e}. Hours are for {EPOCHS} epochs of "
         f"{task.iterations_per_epoch} iterations without evaluation. The published column is the ratio of the "

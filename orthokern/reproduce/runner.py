@@ -1,4 +1,4 @@
-"""Trains the runs of an experiment that are not trained yet, several at once, and goes on where it was stopped."""
+"""Trains the runs of an experiment that are not trained yet, several at once; continues interrupted runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Plan:
         return self.folder / run.name
 
     def command(self, run: Run) -> list[str]:
-        """The command line that trains the run, or goes on with it."""
+        """The command line that trains or continues the run."""
         folder = self.run_folder(run)
         options = [*each_once((*run.options, *(run.quick if self.quick else ()), *self.longer))]
         options += ["--threads", str(self.threads)]

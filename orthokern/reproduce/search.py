@@ -82,7 +82,7 @@ class Found:
 
 
 def find(searches: Sequence[Search], plan: Plan, stream: TextIO) -> dict[str, str]:
-    """Trains what the searches need, several at once, and goes on where they were stopped.
+    """Trains what the searches need, several at once, and continues those that were interrupted.
 
     Args, Raises:
         As `orthokern.reproduce.runner.train_all`, for searches in the place of runs.

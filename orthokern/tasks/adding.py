@@ -7,51 +7,64 @@ Schmidhuber 1997; Vorontsov et al. 2017, section 3.1.1 and Figure 5; the data ar
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, real
 from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.tasks import recurrent
-from orthokern.tasks.last_answer import PAPER, add_short_evaluations, out_of_reach
+from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import OF_OTHERS, add_network_options, build_recurrence
-from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import STARTS, DrawnTask, start_normal, start_recurrence
+from orthokern.tasks.network import OF_OTHERS, build_recurrence
+from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
+from orthokern.training.options import defaults, named, option, switch
 
 # An answer counts as right if it is this close: the criterion of Pascanu et al. 2013, an error squared of 0.04.
 CLOSE = 0.2
 
-DEFAULTS: Settings = {
-    **recurrent.DEFAULTS,
-    "T": 1000,
-    "target": "sum",
-    "positions": "halves",
+
+@dataclass(kw_only=True)
+class AddingOptions(StartOptions, DrawnOptions):
+    """The settings of the adding task."""
+
+    GROUP = "the task"
+    T: int = option(1000, integer(2), "numbers per sequence", "N")
+    target: str = named("sum", "target", TARGETS, "sum or mean of the two")
+    positions: str = named(
+        "halves",
+        "positions",
+        POSITIONS,
+        "halves: one mark in each half; pascanu: one in the first tenth, one before the middle",
+    )
+    goal: float = option(1e-3, real(0.0), "mean squared error to reach")
+    right: float | None = option(
+        None,
+        real(0.0, exclusive=True, maximum=100.0, none=True),
+        f"also solved if this share of new sequences is answered to within {CLOSE:g}; none",
+        "PERCENT",
+    )
+    short_evaluations: bool = switch(False, SHORT_EVALUATIONS, needs=(Needs("right"), Needs("goal", (0,))))
+    eval_sequences: int = 500
     # A rectified identity passes numbers on from the first step (Le et al. 2015), and the mark must only learn to let
     # them in. Narrow margins leave no room for that: with 0.1, or geodesic steps along the plain gradient, the error
     # stays at the baseline for thousands of iterations, as the paper found for margin 0.
-    "nonlinearity": "relu",
-    "init": "identity",
-    "margin": 1.0,
-    "start": "torch",
-    "lr": 1e-3,
-    "spectrum_lr": 1e-2,
-    "geodesic": "rmsprop",
-    "geodesic_lr": 1e-3,
-    "clip": 1.0,
-    "iterations": 10_000,
-    "goal": 1e-3,
-    "right": None,
-    "eval_every": 100,
-    "eval_sequences": 500,
-    "short_evaluations": False,
-    "sigma": None,
-}
+    nonlinearity: str = "relu"
+    init: str = "identity"
+    margin: float | None = 1.0
+    spectrum_lr: float | None = 1e-2
+    geodesic: str = "rmsprop"
+    geodesic_lr: float = 1e-3
+    clip: float | None = 1.0
+    iterations: int = 10_000
+
+
+DEFAULTS = defaults(AddingOptions)
 
 # Manchev and Spratling, section III-A, in the variant of their released code: half the sum, marks at the places of
 # Pascanu et al. 2013, solved when every answer of 10 000 is no more than 0.2 off. (Their text says 0.0001.)
@@ -137,21 +150,21 @@ class AddingModel(nn.Module):
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: AddingOptions) -> None:
         super().__init__()
         self.rnn = build_recurrence(2, settings)
-        self.readout = nn.Linear(settings["hidden"], 1)
+        self.readout = nn.Linear(settings.hidden, 1)
         start_recurrence(self.rnn, settings)
         with torch.no_grad():
-            if settings["start"] == "learned":
+            if settings.start == "learned":
                 init.learned_(self.readout.weight)
-            elif settings["start"] == "glorot-normal":
+            elif settings.start == "glorot-normal":
                 nn.init.xavier_normal_(self.readout.weight)
             else:
                 nn.init.xavier_uniform_(self.readout.weight)
             self.readout.bias.zero_()
         start_normal(self.rnn, self.readout, settings)
-        self.readout.to(settings["device"])
+        self.readout.to(settings.device)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs [T, B, 2], targets [B] float32 -> mean squared error (0-dim); "accuracy", the share of answers no
@@ -165,19 +178,20 @@ class Adding(DrawnTask):
     """The adding task for the training loop; settings as DEFAULTS, complete."""
 
     name = "adding"
+    settings: AddingOptions
     loss_label = "mean squared error"
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
-    def __init__(self, settings: Settings) -> None:
-        data = AddingTask(settings["T"], target=settings["target"], positions=settings["positions"])
+    def __init__(self, settings: AddingOptions) -> None:
+        data = AddingTask(settings.T, target=settings.target, positions=settings.positions)
         check_recurrent(settings, 2, 1, steps=data.length, features=2, evaluated=self.evaluation_batch(settings))
         super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """When a training batch, which is fresh too, is as good as the goal; and every so often for the record."""
-        every = self.settings["eval_every"]
-        return metrics["loss"] < self.settings["goal"] or (every > 0 and iteration % every == 0)
+        every = self.settings.eval_every
+        return metrics["loss"] < self.settings.goal or (every > 0 and iteration % every == 0)
 
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
@@ -185,22 +199,22 @@ class Adding(DrawnTask):
     def settled(self, right: int, done: int) -> bool:
         settings = self.settings
         return (
-            settings["short_evaluations"]
-            and settings["goal"] == 0.0
-            and settings["right"] is not None
-            and out_of_reach(right, done, settings["eval_sequences"], settings["right"])
+            settings.short_evaluations
+            and settings.goal == 0.0
+            and settings.right is not None
+            and out_of_reach(right, done, settings.eval_sequences, settings.right)
         )
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        right = self.settings["right"]
-        return evaluation["loss"] < self.settings["goal"] or (
+        right = self.settings.right
+        return evaluation["loss"] < self.settings.goal or (
             right is not None and 100.0 * evaluation["accuracy"] >= right
         )
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
         done = f"iteration {iteration}, {seconds:.1f} s"
-        right = self.settings["right"]
-        goal = f"goal {self.settings['goal']:g}" if right is None else f"goal {right:g} % within {CLOSE:g}"
+        right = self.settings.right
+        goal = f"goal {self.settings.goal:g}" if right is None else f"goal {right:g} % within {CLOSE:g}"
         goal += f", baseline {self.baseline:.4g}"
         if evaluation is None:
             return f"not solved ({goal}): {done}"
@@ -236,41 +250,19 @@ Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.tasks.adding", description=DESCRIPTION, epilog=EXAMPLES)
-    group = parser.add_argument_group("the task")
-    group.add_argument("--T", type=integer(2), metavar="N", help="numbers per sequence (default 1000)")
-    group.add_argument(
-        "--target", type=one_of("target", TARGETS), metavar="NAME", help="sum or mean of the two (default sum)"
-    )
-    group.add_argument(
-        "--positions", type=one_of("positions", POSITIONS), metavar="NAME",
-        help="halves: one mark in each half; pascanu: one in the first tenth, one before the middle (default halves)",
-    )  # fmt: skip
-    group.add_argument("--goal", type=real(0.0), metavar="X", help="mean squared error to reach (default 0.001)")
-    group.add_argument(
-        "--right", type=real(0.0, exclusive=True, maximum=100.0, none=True), metavar="PERCENT",
-        help=f"also solved if this share of new sequences is answered to within {CLOSE:g}; none (default none)",
-    )  # fmt: skip
-    group.add_argument(
-        "--eval-every", type=integer(0), metavar="N", help="also evaluate every N iterations, 0 for never (default 100)"
-    )
-    group.add_argument(
-        "--eval-sequences", type=integer(1), metavar="N", help="new sequences per evaluation (default 500)"
-    )
-    add_short_evaluations(group)
-    parser.needs["short_evaluations"] = ((Needs("right"), Needs("goal", (0,))),)
-    group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
-    recurrent.add_sigma(parser, group)
-    add_network_options(parser, DEFAULTS)
-    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
-    cli.add_run_options(parser, DEFAULTS)
+    parser = cli.make_parser("adding", DESCRIPTION, EXAMPLES, AddingOptions, PRESETS, PRESET_HELP)
     parser.needs["backend"] = ((OF_OTHERS,),)  # the readout is torch's, and so are the lstms
     return parser
 
 
+def complete(settings: Settings) -> AddingOptions:
+    """The settings as an object, checked; see `recurrent.complete`."""
+    return recurrent.complete(AddingOptions, settings)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("adding", _parser(), DEFAULTS, PRESETS, recurrent.complete, Adding, arguments)
+    return cli.run("adding", _parser(), AddingOptions, PRESETS, complete, Adding, arguments)
 
 
 if __name__ == "__main__":

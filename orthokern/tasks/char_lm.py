@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern._state import check_integer, check_tensor, misfit
-from orthokern.commandline import Needs, Parser, Settings, file_name, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, file_name, integer, real
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
@@ -26,34 +27,70 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import LSTMS, add_network_options, build_recurrence
-from orthokern.tasks.optimization import add_optimizer_options, penalty
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, count_epochs, digest, start_recurrence, stream_seed
+from orthokern.tasks.network import LSTMS, build_recurrence
+from orthokern.tasks.optimization import penalty
+from orthokern.tasks.recurrent import (
+    DataOptions,
+    RecurrentTask,
+    StartOptions,
+    count_epochs,
+    digest,
+    start_recurrence,
+    stream_seed,
+)
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
+from orthokern.training.options import defaults, option, switch
 
-DEFAULTS: Settings = {
-    **recurrent.DEFAULTS,
-    "data": None,
-    "length": 75,
-    "bucket": 16,
-    "released_targets": False,
-    "bptt": None,
-    "hidden": 512,
-    "nonlinearity": "modrelu",
-    "margin": 1.0,
-    "start": "torch",
-    "optimizer": "adam",
-    "lr": 3e-3,
-    "geodesic_lr": 1e-3,
-    "schedule": "cosine",
-    "clip": 1.0,
-    "goal": None,
-    "epochs": 20,
-    "iterations": None,
-    "checkpoint_every": 200,
-    "diagnose_every": 50,
-}
+_BY_SENTENCE = Needs("bptt", (None,))
+
+
+@dataclass(kw_only=True)
+class CharOptions(StartOptions, DataOptions):
+    """The settings of the character language model."""
+
+    GROUP = "the task"
+    HIDDEN = frozenset({"sigma"})
+    data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
+    length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=(_BY_SENTENCE,))
+    bucket: int = option(
+        16,
+        integer(1),
+        "number of batches whose sentences are sorted by length together; 1: random batches",
+        "N",
+        needs=(_BY_SENTENCE,),
+    )
+    released_targets: bool = switch(
+        False,
+        "also count two trivial targets per sentence, as in the paper's released code",
+        needs=(_BY_SENTENCE,),
+    )
+    bptt: int | None = option(
+        None,
+        integer(1),
+        "one stream of characters instead of sentences, in segments of N, carrying the state",
+        "N",
+        shown="sentences",
+    )
+    goal: float | None = option(
+        None,
+        real(0.0, exclusive=True, none=True),
+        "stop at this number of bits per validation character; none",
+        "BITS",
+    )
+    hidden: int = 512
+    nonlinearity: str = "modrelu"
+    margin: float | None = 1.0
+    optimizer: str = "adam"
+    lr: float = 3e-3
+    geodesic_lr: float = 1e-3
+    schedule: str = "cosine"
+    clip: float | None = 1.0
+    checkpoint_every: int = 200
+    diagnose_every: int = 50
+
+
+DEFAULTS = defaults(CharOptions)
 
 # The README of the code released with Kerg, Goyette et al. 2019, "Hyperparameters for reported results", PTB; batches
 # of 128 rows and 100 epochs as in that code. (Its embedding of 200, U(-0.1, 0.1), goes through the input matrix: here
@@ -118,14 +155,12 @@ class CharModel(nn.Module):
         characters: how many there are.
     """
 
-    def __init__(self, settings: Settings, characters: int = len(ALPHABET)) -> None:
+    def __init__(self, settings: CharOptions, characters: int = len(ALPHABET)) -> None:
         super().__init__()
-        self.embed = settings["model"] == "lstm"  # torch's takes no token ids
+        self.embed = settings.model == "lstm"  # torch's takes no token ids
         self.characters = characters
         self.rnn = build_recurrence(characters, settings)
-        self.readout = LinearCrossEntropy(
-            settings["hidden"], characters, device=settings["device"], backend=settings["backend"]
-        )
+        self.readout = LinearCrossEntropy(settings.hidden, characters, device=settings.device, backend=settings.backend)
         start_recurrence(self.rnn, settings)
         with torch.no_grad():
             self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
@@ -159,7 +194,7 @@ class StreamModel(CharModel):
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings, len(STREAM_ALPHABET))
 
     def forward(  # type: ignore[override]
@@ -179,6 +214,7 @@ class CharTask(RecurrentTask):
     name = "char_lm"
     loss_label = "cross-entropy (nats per character)"
     baseline = None
+    settings: CharOptions
     iterations_per_epoch: int
     parts: dict[str, Any]  # "validation" and "test", for `_evaluate`
     steps: int  # of the last batch
@@ -206,7 +242,7 @@ class CharTask(RecurrentTask):
         return self._evaluate(self.parts["test"])
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        goal = self.settings["goal"]
+        goal = self.settings.goal
         return goal is not None and evaluation["bpc"] <= goal
 
     def score(self, evaluation: dict[str, float]) -> float:
@@ -232,17 +268,17 @@ class CharTask(RecurrentTask):
 class CharLm(CharTask):
     """Penn Treebank characters by sentence for the training loop; settings as DEFAULTS, complete."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CharOptions) -> None:
         check_recurrent(settings, len(ALPHABET), len(ALPHABET))
         super().__init__(settings, classes=len(ALPHABET))
-        data = load_ptb(settings["data"], max_length=settings["length"], released_targets=settings["released_targets"])
+        data = load_ptb(settings.data, max_length=settings.length, released_targets=settings.released_targets)
         self.parts = {"validation": data.validation, "test": data.test}
         self.data_digest = digest(data.train.tokens, data.train.offsets)
         self.time_steps = int(data.train.lengths.max())
         shard = current_shard()
-        generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
+        generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
         self.batches = data.train.batches(
-            settings["batch"], generator, bucket=settings["bucket"], part=(shard.rank, shard.world)
+            settings.batch, generator, bucket=settings.bucket, part=(shard.rank, shard.world)
         )
         self.iterations_per_epoch = count_epochs(settings, self.batches.per_epoch)
         self.build(CharModel(settings))
@@ -272,7 +308,7 @@ class CharLm(CharTask):
         self.batches.load_state_dict(state["batches"])
 
     def title(self) -> str:
-        return f"up to {self.settings['length']} characters, {super().title()}"
+        return f"up to {self.settings.length} characters, {super().title()}"
 
 
 class CharStream(CharTask):
@@ -284,19 +320,21 @@ class CharStream(CharTask):
     at the learned initial state.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CharOptions) -> None:
         characters = len(STREAM_ALPHABET)
         check_recurrent(settings, characters, characters)
         super().__init__(settings, classes=characters)
         if current_shard().world > 1:
             raise InputError(f"--bptt in {current_shard().world} processes: its state is carried in one, run it in one")
-        data = load_ptb_stream(settings["data"])
+        data = load_ptb_stream(settings.data)
         self.data_digest = digest(data.train)
-        rows = {"train": settings["batch"], "validation": STREAM_ROWS, "test": STREAM_ROWS}
+        assert settings.bptt is not None  # see _task
+        self.length = settings.bptt
+        rows = {"train": settings.batch, "validation": STREAM_ROWS, "test": STREAM_ROWS}
         self.parts = {part: stream_rows(getattr(data, part), count).to(self.device) for part, count in rows.items()}
-        self.time_steps = min(settings["bptt"], len(self.parts["train"]) - 1)
+        self.time_steps = min(self.length, len(self.parts["train"]) - 1)
         check_recurrent(settings, characters, characters, steps=self.time_steps, evaluated=STREAM_ROWS)
-        self.pieces = -(-(len(self.parts["train"]) - 1) // settings["bptt"])
+        self.pieces = -(-(len(self.parts["train"]) - 1) // self.length)
         self.iterations_per_epoch = count_epochs(settings, self.pieces)
         self.position = 0  # of the next piece in the epoch
         self.carried: State | None = None
@@ -304,7 +342,7 @@ class CharStream(CharTask):
 
     def _piece(self, tokens: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """tokens [L, B] uint8 -> inputs, targets [T, B] int64 of piece `index`; the last one of a text is shorter."""
-        length = self.settings["bptt"]
+        length = self.length
         piece = tokens[index * length : (index + 1) * length + 1].long()
         return piece[:-1], piece[1:]
 
@@ -323,7 +361,7 @@ class CharStream(CharTask):
 
     def _evaluate(self, part: Tensor) -> dict[str, float]:
         total, targets, state = {"loss": 0.0, "accuracy": 0.0}, part[1:].numel(), None
-        for index in range(-(-(len(part) - 1) // self.settings["bptt"])):
+        for index in range(-(-(len(part) - 1) // self.length)):
             inputs, expected = self._piece(part, index)
             loss, numbers, state = self.model(inputs, expected, state)
             total["loss"] += loss.item() * expected.numel()
@@ -337,19 +375,19 @@ class CharStream(CharTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         settings, states = self.settings, state["carried"]
         self.position = check_integer("position", state["position"], 0, self.pieces - 1)
-        if len(states) not in (0, 2 if settings["model"] in LSTMS else 1):
+        if len(states) not in (0, 2 if settings.model in LSTMS else 1):
             raise misfit("carried", states, "the states of one recurrence")
         for tensor in states:
-            check_tensor("carried", tensor, torch.zeros(1, settings["batch"], settings["hidden"]))
+            check_tensor("carried", tensor, torch.zeros(1, settings.batch, settings.hidden))
         carried = [tensor.to(self.device) for tensor in state["carried"]]
         self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
 
     def title(self) -> str:
-        return f"{self.settings['bptt']} characters at a time, {super().title()}"
+        return f"{self.length} characters at a time, {super().title()}"
 
 
-def _task(settings: Settings) -> CharTask:
-    return CharLm(settings) if settings["bptt"] is None else CharStream(settings)
+def _task(settings: CharOptions) -> CharTask:
+    return CharLm(settings) if settings.bptt is None else CharStream(settings)
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -381,53 +419,17 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.tasks.char_lm", description=DESCRIPTION, epilog=EXAMPLES)
-    group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (required)")
-    group.add_argument(
-        "--length", type=integer(4), metavar="N", help="omit sentences longer than N characters (default 75)"
-    )
-    group.add_argument(
-        "--bucket", type=integer(1), metavar="N",
-        help="number of batches whose sentences are sorted by length together; 1: random batches (default 16)",
-    )  # fmt: skip
-    group.add_argument(
-        "--released-targets", action="store_true",
-        help="also count two trivial targets per sentence, as in the paper's released code",
-    )  # fmt: skip
-    group.add_argument(
-        "--bptt",
-        type=integer(1),
-        metavar="N",
-        help="one stream of characters instead of sentences, in segments of N, carrying the state (default: sentences)",
-    )
-    group.add_argument(
-        "--goal",
-        type=real(0.0, exclusive=True, none=True),
-        metavar="BITS",
-        help="stop at this number of bits per validation character; none (default none)",
-    )
-    group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
-    recurrent.add_epochs(group, DEFAULTS["epochs"])
-    parser.needs.update(dict.fromkeys(("length", "bucket", "released_targets"), ((Needs("bptt", (None,)),),)))
-    add_network_options(parser, DEFAULTS)
-    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
-    cli.add_run_options(parser, DEFAULTS)
-    return parser
+    return cli.make_parser("char_lm", DESCRIPTION, EXAMPLES, CharOptions, PRESETS, PRESET_HELP)
 
 
-def complete(settings: Settings) -> Settings:
-    """Checks what argparse can't.
-
-    Raises:
-        InputError: no --data, or settings that don't go together.
-    """
-    return recurrent.complete_with_data(settings, "the Penn Treebank's text files")
+def complete(settings: Settings) -> CharOptions:
+    """The settings as an object, checked; see `recurrent.complete`."""
+    return recurrent.complete(CharOptions, settings, data="the Penn Treebank's text files")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("char_lm", _parser(), DEFAULTS, PRESETS, complete, _task, arguments)
+    return cli.run("char_lm", _parser(), CharOptions, PRESETS, complete, _task, arguments)
 
 
 if __name__ == "__main__":

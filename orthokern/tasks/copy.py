@@ -26,22 +26,23 @@ Note [Settings that solve it in a hundred iterations]
 
 import math
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import LSTMS, MODELS, add_network_options, build_recurrence
-from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import DrawnTask
+from orthokern.tasks.network import OF_FACTORIZED, OF_OTHERS, build_recurrence
+from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training import cli
+from orthokern.training.options import defaults, named, option
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
@@ -50,29 +51,69 @@ STARTS = ("zero", "random", "glorot-normal")
 GEODESIC_RATE_TIMES_T, LARGEST_GEODESIC_RATE = 1e-2, 1e-4
 SPECTRUM_RATE_TIMES_T, LARGEST_SPECTRUM_RATE = 2e-2, 1e-3
 
-DEFAULTS: Settings = {
-    **recurrent.DEFAULTS,
-    "T": 1000,
-    "layout": "arjovsky",
-    "input": "onehot",
-    "marker": -1.0,
-    "nonlinearity": "identity",
-    "margin": 0.001,
-    "algorithm": "auto",
-    "start": "zero",
-    "lr": 2e-2,
-    "input_lr": 1e-3,
-    "spectrum_lr": None,
-    "geodesic_lr": None,
-    "schedule": "inverse",
-    "lr_decay": 0.005,
-    "basis_clip": 1.0,
-    "iterations": 5000,
-    "goal": 99.9,
-    "eval_every": 100,
-    "eval_sequences": 200,
-}
-del DEFAULTS["forget_bias"]  # the recurrence has no bias
+
+@dataclass(kw_only=True)
+class CopyOptions(DrawnOptions):
+    """The settings of the copy task."""
+
+    GROUP = "the task"
+    HIDDEN = frozenset({"forget_bias"})  # the recurrence has no bias
+    T: int = option(1000, integer(1), "steps between symbols and recall", "N")
+    layout: str = named(
+        "arjovsky",
+        "layout",
+        LAYOUTS,
+        "arjovsky: the recall starts after the marker; exprnn: at the marker",
+    )
+    input: str = named(
+        "onehot",
+        "input",
+        INPUTS,
+        "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank",
+    )
+    marker: float = option(
+        -1.0,
+        real(),
+        "value of the marker in scalar input: -1 or 9 in released codes",
+        needs=(Needs("input", ("scalar",)),),
+    )
+    goal: float = option(99.9, real(0.0, exclusive=True, maximum=100.0), "recall accuracy to reach", "PERCENT")
+    start: str = named(
+        "zero",
+        "start",
+        STARTS,
+        "zero: readout of zeros, with the blank's bias at its log-odds; random: as in the paper; glorot-normal: "
+        "both Glorot-normal",
+    )
+    algorithm: str = named(
+        "auto",
+        "algorithm",
+        ALGORITHMS,
+        "of the recurrence: modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
+        "auto: modal where it is faster and as accurate",
+        needs=(OF_OTHERS,),
+    )
+    nonlinearity: str = "identity"
+    margin: float | None = 0.001
+    lr: float = 2e-2
+    input_lr: float | None = 1e-3
+    spectrum_lr: float | None = option(
+        None,
+        real(0.0),
+        "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
+        needs=(OF_FACTORIZED,),
+        shown="by T",
+    )
+    geodesic_lr: float = option(
+        None, real(0.0), "factorized: rate of the geodesic steps on U and V", needs=(OF_FACTORIZED,), shown="by T"
+    )
+    schedule: str = "inverse"
+    lr_decay: float = 0.005
+    basis_clip: float | None = 1.0
+    iterations: int = 5000
+
+
+DEFAULTS = defaults(CopyOptions)
 
 # Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN (Kerg, Goyette et
 # al. 2019), section 4.1: RMSprop, batches of 10. What the text leaves open is as in the released code: T = 200, 1500
@@ -146,29 +187,29 @@ class CopyModel(nn.Module):
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, data: CopyTask, settings: Settings) -> None:
+    def __init__(self, data: CopyTask, settings: CopyOptions) -> None:
         super().__init__()
         self.data = data
-        hidden = settings["hidden"]
+        hidden = settings.hidden
         inputs, classes = _inputs(data, settings), data.num_classes
-        self.marker = settings["marker"] if settings["input"] == "scalar" else None
-        self.embed = settings["model"] == "lstm" and self.marker is None  # torch's takes no token ids
-        self.algorithm = settings["algorithm"]
+        self.marker = settings.marker if settings.input == "scalar" else None
+        self.embed = settings.model == "lstm" and self.marker is None  # torch's takes no token ids
+        self.algorithm = settings.algorithm
         self.rnn = build_recurrence(inputs, settings, bias=False)
-        self.readout = LinearCrossEntropy(hidden, classes, device=settings["device"], backend=settings["backend"])
+        self.readout = LinearCrossEntropy(hidden, classes, device=settings.device, backend=settings.backend)
         table = self.rnn.get_parameter("weight_ih_l0")
         bias = self.readout.get_parameter("bias")
         # Drawn on the CPU, so that a seed means the same model on every device.
         with torch.no_grad():
             nn.init.zeros_(bias)
-            if settings["start"] == "zero":
+            if settings.start == "zero":
                 table.copy_(torch.randn(table.shape) * math.sqrt(2.0 / (hidden + classes + 1)))
                 if inputs > 1:
                     table[:, 0] = 0.0  # the blank; as a scalar it is 0 already
                 nn.init.zeros_(self.readout.weight)
                 # The log-odds of the blank against any one symbol, as often as they are targets.
                 bias[0] = math.log((data.length - data.recall) * data.symbols / data.recall)
-            elif settings["start"] == "glorot-normal":
+            elif settings.start == "glorot-normal":
                 table.copy_(glorot_(torch.empty(table.shape)))
                 self.readout.weight.copy_(glorot_(torch.empty(self.readout.weight.shape)))
             else:
@@ -201,32 +242,33 @@ class CopyModel(nn.Module):
         return self.readout.loss(states, targets), {"wrong": wrong}
 
 
-def _inputs(data: CopyTask, settings: Settings) -> int:
+def _inputs(data: CopyTask, settings: CopyOptions) -> int:
     """Input features of the recurrence, or token ids."""
-    return data.num_ids if settings["input"] == "onehot" else 1
+    return data.num_ids if settings.input == "onehot" else 1
 
 
 class CopyExperiment(DrawnTask):
     """The copy task for the training loop; settings as DEFAULTS, complete."""
 
     name = "copy"
+    settings: CopyOptions
     loss_label = "cross-entropy (nats per time step)"
     goal: float
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
-    def __init__(self, settings: Settings) -> None:
-        self.data = CopyTask(settings["T"], layout=settings["layout"], dtype=torch.uint8)
+    def __init__(self, settings: CopyOptions) -> None:
+        self.data = CopyTask(settings.T, layout=settings.layout, dtype=torch.uint8)
         inputs = _inputs(self.data, settings)
         check_recurrent(settings, inputs, self.data.num_classes, bias=False, steps=self.data.length)
         super().__init__(self.data, settings, classes=self.data.num_classes)
-        self.goal = settings["goal"] / 100.0
+        self.goal = settings.goal / 100.0
         self.build(CopyModel(self.data, settings))
 
         self.way = ("sequential", "")
         if isinstance(self.rnn, RECURRENCES):  # raises where "modal" is asked for and cannot serve
             self.way = self.rnn.explain_loss(
-                self.time_steps, settings["batch"], self.data.num_classes,
-                ids=settings["input"] == "onehot", algorithm=settings["algorithm"],
+                self.time_steps, settings.batch, self.data.num_classes,
+                ids=settings.input == "onehot", algorithm=settings.algorithm,
             )  # fmt: skip
 
     def headline(self) -> str:
@@ -245,7 +287,7 @@ class CopyExperiment(DrawnTask):
         return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1].long())
 
     def clip_gradients(self) -> None:
-        if self.settings["start"] == "zero" and self.settings["input"] == "onehot":
+        if self.settings.start == "zero" and self.settings.input == "onehot":
             blank = self.rnn.get_parameter("weight_ih_l0").grad
             if blank is not None:
                 blank[:, 0] = 0.0  # Note [Settings ...]: blanks stay silent
@@ -255,7 +297,7 @@ class CopyExperiment(DrawnTask):
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """When a training batch, which is fresh too, is as good as the goal; and every so often for the record."""
-        every = self.settings["eval_every"]
+        every = self.settings.eval_every
         return metrics["accuracy"] >= self.goal or (every > 0 and iteration % every == 0)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
@@ -264,8 +306,8 @@ class CopyExperiment(DrawnTask):
         Returns:
             "accuracy" (fraction), "loss" (nats per step), "sequences" (how many were tried), "reached" (1.0 or 0.0).
         """
-        batch = self.settings["batch"]
-        batches = -(-self.settings["eval_sequences"] // batch)
+        batch = self.settings.batch
+        batches = -(-self.settings.eval_sequences // batch)
         allowed = math.floor((1.0 - self.goal) * batches * batch * self.data.recall + 1e-6)
         errors, losses = 0, []
         for _, (tokens, targets) in zip(range(batches), self.held_out(iteration, batch), strict=False):
@@ -294,7 +336,7 @@ class CopyExperiment(DrawnTask):
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.1f} %"
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        goal = f"goal {self.settings['goal']:g} %"
+        goal = f"goal {self.settings.goal:g} %"
         if evaluation is None:
             return f"not solved ({goal}): iteration {iteration}, {seconds:.1f} s"
         accuracy, sequences = 100 * evaluation["accuracy"], evaluation["sequences"]
@@ -336,81 +378,29 @@ interrupted (saved).
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.tasks.copy", description=DESCRIPTION, epilog=EXAMPLES)
-
-    group = parser.add_argument_group("the task")
-    group.add_argument("--T", type=integer(1), metavar="N", help="steps between symbols and recall (default 1000)")
-    group.add_argument(
-        "--layout", type=one_of("layout", LAYOUTS), metavar="NAME",
-        help="arjovsky: the recall starts after the marker; exprnn: at the marker (default arjovsky)",
-    )  # fmt: skip
-    group.add_argument(
-        "--input", type=one_of("input", INPUTS), metavar="NAME",
-        help="onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank (default onehot)",
-    )  # fmt: skip
-    group.add_argument(
-        "--marker",
-        type=real(),
-        metavar="X",
-        help="value of the marker in scalar input: -1 or 9 in released codes (default -1)",
-    )
-    group.add_argument(
-        "--goal",
-        type=real(0.0, exclusive=True, maximum=100.0),
-        metavar="PERCENT",
-        help="recall accuracy to reach (default 99.9)",
-    )
-    group.add_argument(
-        "--eval-every",
-        type=integer(0),
-        metavar="N",
-        help="also evaluate every N iterations, 0 for never (default 100)",
-    )
-    group.add_argument(
-        "--eval-sequences", type=integer(1), metavar="N", help="new sequences per evaluation (default 200)"
-    )
-
-    group.add_argument(
-        "--start", type=one_of("start", STARTS), metavar="NAME",
-        help="zero: readout of zeros, with the blank's bias at its log-odds; random: as in the paper; glorot-normal: "
-        "both Glorot-normal (default zero)",
-    )  # fmt: skip
-    group.add_argument(
-        "--algorithm",
-        type=one_of("algorithm", ALGORITHMS),
-        metavar="NAME",
-        help="of the recurrence: modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
-        "auto: modal where it is faster and as accurate (default auto)",
-    )
-    add_network_options(parser, DEFAULTS, bias=False)
-    parser.needs["algorithm"] = ((Needs("model", tuple(model for model in MODELS if model not in LSTMS)),),)
-    parser.needs["marker"] = ((Needs("input", ("scalar",)),),)
-    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
-    cli.add_run_options(parser, DEFAULTS)
-    return parser
+    return cli.make_parser("copy", DESCRIPTION, EXAMPLES, CopyOptions, PRESETS, PRESET_HELP)
 
 
-def complete(settings: Settings) -> Settings:
-    """Fills in what depends on T, and checks what argparse can't.
+def complete(settings: Settings) -> CopyOptions:
+    """The settings as an object: fills in what depends on T, and checks what argparse can't.
 
     Raises:
-        InputError: settings that don't go together.
+        InputError: settings that are not compatible.
     """
-    settings = recurrent.complete(settings)
+    if settings["margin"] == "by T":
+        # Figure 1: up to T = 1000 wide margins learn faster, at T = 10000 only those up to 0.001 learn fast
+        settings = {**settings, "margin": 0.1 if settings["T"] <= 2000 else 0.001}
     if settings["geodesic_lr"] is None:
-        settings["geodesic_lr"] = min(GEODESIC_RATE_TIMES_T / settings["T"], LARGEST_GEODESIC_RATE)
-    if settings["spectrum_lr"] is None:
-        settings["spectrum_lr"] = min(SPECTRUM_RATE_TIMES_T / settings["T"], LARGEST_SPECTRUM_RATE)
-    if (
-        settings["margin"] == "by T"
-    ):  # Figure 1: up to T = 1000 wide margins learn faster, at T = 10000 only those up to 0.001 learn fast
-        settings["margin"] = 0.1 if settings["T"] <= 2000 else 0.001
-    return settings
+        settings = {**settings, "geodesic_lr": min(GEODESIC_RATE_TIMES_T / settings["T"], LARGEST_GEODESIC_RATE)}
+    made = recurrent.complete(CopyOptions, settings)
+    if made.spectrum_lr is None:
+        made.spectrum_lr = min(SPECTRUM_RATE_TIMES_T / made.T, LARGEST_SPECTRUM_RATE)
+    return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("copy", _parser(), DEFAULTS, PRESETS, complete, CopyExperiment, arguments)
+    return cli.run("copy", _parser(), CopyOptions, PRESETS, complete, CopyExperiment, arguments)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +16,63 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, integer, real
 from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.digits import DigitsTask, add_digit_options
+from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.memory import Part, check, model_parts
-from orthokern.tasks.optimization import (
-    DESCENT_NEEDS,
-    NORMS,
-    OPTIMIZERS,
-    SCHEDULE_DEFAULTS,
-    add_schedule_options,
-    build_schedules,
-    check_schedule,
-)
-from orthokern.tasks.recurrent import add_epochs
+from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
+from orthokern.training.options import complete as make_options
+from orthokern.training.options import defaults, named, option, switch
 
 PIXELS, CLASSES = 784, 10
 STARTS = ("normal", "learned", "orthogonal", "glorot-uniform")
 
-DEFAULTS: Settings = {
-    **cli.RUN_DEFAULTS,
-    "preset": None,
-    "data": None,
-    "validation": 10_000,
-    "layers": 10,
-    "hidden": 100,
-    "init": "learned",
-    "sigma": 0.001,
-    "standardize": True,
-    "penalty": 0.0,
-    "penalty_norm": "squared",
-    "batch": 20,
-    "optimizer": "sgd",
-    "lr": 0.01,
-    "momentum": 0.0,
-    "alpha": 0.9,
-    "eps": 1e-8,
-    **SCHEDULE_DEFAULTS,
-    "clip": None,
-    "goal": None,
-    "epochs": 20,
-    "iterations": None,
-    "checkpoint_every": 1000,
-    "diagnose_every": 250,
-}
+
+@dataclass(kw_only=True)
+class DeepOptions(DigitsOptions, DescentOptions):
+    """The settings of deep feedforward MNIST."""
+
+    GROUP = "the network"
+    HIDDEN = frozenset({"backend"})  # everything is torch's
+    layers: int = option(10, integer(1), "hidden layers", "N")
+    hidden: int = option(100, integer(1), "units per hidden layer", "N")
+    init: str = named(
+        "learned",
+        "init",
+        STARTS,
+        "initial matrices: normal: from N(0, sigma); learned: the same, then made orthogonal by gradient "
+        "descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform",
+    )
+    sigma: float = option(
+        0.001,
+        real(0.0, exclusive=True),
+        "normal, learned: standard deviation of the weights",
+        needs=(Needs("init", ("normal", "learned")),),
+    )
+    standardize: bool = switch(
+        True, "use pixels in [0, 1], instead of each with mean 0 and variance 1 over the training images"
+    )
+    penalty: float = option(0.0, real(0.0), "add X ||W W^T - I||^2 of every weight matrix to the loss")
+    penalty_norm: str = named(
+        "squared",
+        "penalty-norm",
+        NORMS,
+        "squared: as above; plain: the norm, not squared",
+        needs=(Needs("penalty", nothing=0.0),),
+    )
+    batch: int = 20
+    optimizer: str = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    checkpoint_every: int = 1000
+    diagnose_every: int = 250
+
+
+DEFAULTS = defaults(DeepOptions)
 
 # Manchev and Spratling, section III-C: ten layers of 100 tanh units, every weight from N(0, 0.001), 100 epochs. What
 # the text leaves open is as in the released code: plain SGD, batches of 20, every pixel standardised, the squared
@@ -82,12 +92,12 @@ PRESET_HELP = {
 }
 
 
-def _sides(settings: Settings) -> list[int]:
+def _sides(settings: DeepOptions) -> list[int]:
     """Numbers of units, from the input's to the output's."""
-    return [PIXELS, *[settings["hidden"]] * settings["layers"], CLASSES]
+    return [PIXELS, *[settings.hidden] * settings.layers, CLASSES]
 
 
-def _check_memory(settings: Settings, rows: int = 0) -> None:
+def _check_memory(settings: DeepOptions, rows: int = 0) -> None:
     """Refuses a network that does not fit.
 
     Args:
@@ -97,7 +107,7 @@ def _check_memory(settings: Settings, rows: int = 0) -> None:
     Raises:
         InputError: as `orthokern.tasks.memory.check`.
     """
-    n, layers = settings["hidden"], settings["layers"]
+    n, layers = settings.hidden, settings.layers
     parameters = (PIXELS + 1) * n + (layers - 1) * (n + 1) * n + (n + 1) * CLASSES
     states = Part("the layers' outputs", torch.get_default_dtype().itemsize * rows * layers * n, ("batch", "hidden"))
     check(settings, [*model_parts(parameters, settings, ("hidden", "layers")), states])
@@ -110,21 +120,21 @@ class DeepNetwork(nn.Module):
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DeepOptions) -> None:
         super().__init__()
         sides = _sides(settings)
         self.layers = nn.ModuleList(nn.Linear(sides[i], sides[i + 1]) for i in range(len(sides) - 1))
         with torch.no_grad():
             for layer in self.layers:
                 weight = layer.get_parameter("weight")
-                if settings["init"] == "normal":
-                    init.normal_(weight, settings["sigma"])
-                elif settings["init"] == "learned":
-                    init.learned_(weight, std=settings["sigma"])
+                if settings.init == "normal":
+                    init.normal_(weight, settings.sigma)
+                elif settings.init == "learned":
+                    init.learned_(weight, std=settings.sigma)
                 else:
-                    init.initialize_(weight, settings["init"])
+                    init.initialize_(weight, settings.init)
                 layer.get_parameter("bias").zero_()
-        self.to(settings["device"])
+        self.to(settings.device)
 
     def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """pixels [B, 784] float32, labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy" (0-dim)."""
@@ -149,15 +159,16 @@ class DeepMnist(DigitsTask):
     time_steps = 1
     EVALUATION_BATCH = 1000
     model: DeepNetwork
+    settings: DeepOptions
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DeepOptions) -> None:
         _check_memory(settings)
         self.settings = settings
-        self.device = torch.device(settings["device"])
-        self.rows = current_shard().rows(settings["batch"])  # of a joint batch, this process's
-        data = load_mnist(settings["data"], validation=settings["validation"])
+        self.device = torch.device(settings.device)
+        self.rows = current_shard().rows(settings.batch)  # of a joint batch, this process's
+        data = load_mnist(settings.data, validation=settings.validation)
         mean, deviation = torch.zeros(PIXELS), torch.full((PIXELS,), 255.0)
-        if settings["standardize"]:
+        if settings.standardize:
             mean, deviation = pixel_statistics(data.train.images)
         self._mean, self._scale = mean.to(self.device), 1.0 / deviation.to(self.device)
         self.train_set, self.validation_set, self.test_set = (
@@ -165,20 +176,20 @@ class DeepMnist(DigitsTask):
             for part in (data.train, data.validation, data.test)
         )
         self.begin_epochs()
-        _check_memory(settings, settings["batch"] // current_shard().world)
+        _check_memory(settings, settings.batch // current_shard().world)
         self.model = DeepNetwork(settings)
-        self.penalty = OrthogonalPenalty(settings["penalty"], squared=settings["penalty_norm"] == "squared")
+        self.penalty = OrthogonalPenalty(settings.penalty, squared=settings.penalty_norm == "squared")
         self.optimizer = self._optimizer()
         self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         settings, parameters = self.settings, list(self.model.parameters())
-        if settings["optimizer"] == "adam":
-            return torch.optim.Adam(parameters, lr=settings["lr"], eps=settings["eps"])
-        if settings["optimizer"] == "rmsprop":
-            return torch.optim.RMSprop(parameters, lr=settings["lr"], alpha=settings["alpha"], eps=settings["eps"])
-        momentum = settings["momentum"]
-        return torch.optim.SGD(parameters, lr=settings["lr"], momentum=momentum, nesterov=momentum > 0.0)
+        if settings.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=settings.lr, eps=settings.eps)
+        if settings.optimizer == "rmsprop":
+            return torch.optim.RMSprop(parameters, lr=settings.lr, alpha=settings.alpha, eps=settings.eps)
+        momentum = settings.momentum
+        return torch.optim.SGD(parameters, lr=settings.lr, momentum=momentum, nesterov=momentum > 0.0)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -193,8 +204,8 @@ class DeepMnist(DigitsTask):
         return (loss + self.penalty(self.model) if self.penalty.strength else loss), numbers
 
     def clip_gradients(self) -> None:
-        if self.settings["clip"] is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
 
     # ---- what is told ------------------------------------------------------------------------------------------------
 
@@ -217,15 +228,18 @@ class DeepMnist(DigitsTask):
         from orthokern.diagnostics import plots
 
         settings = self.settings
-        penalty = f", penalty {settings['penalty']:g}" if settings["penalty"] else ""
-        title = f"{self.name}, {settings['layers']} layers of {settings['hidden']}, {settings['init']} start{penalty}"
+        penalty = f", penalty {settings.penalty:g}" if settings.penalty else ""
+        title = f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
         drawn = [
             plots.plot_learning(
-                records, folder / "learning.png", baseline=self.baseline, title=title,
+                records,
+                folder / "learning.png",
+                baseline=self.baseline,
+                title=title,
                 loss_label="cross-entropy (nats)" + (" and penalty" if penalty else ""),
             ),
             plots.plot_layers(records, folder / "layers.png", title=title),
-        ]  # fmt: skip
+        ]
         return [path for path in drawn if path is not None]
 
 
@@ -259,85 +273,25 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.tasks.deep_mnist", description=DESCRIPTION, epilog=EXAMPLES)
-    group = parser.add_argument_group("the task")
-    add_digit_options(group)
-    group.add_argument(
-        "--no-standardize", dest="standardize", action="store_false",
-        help="use pixels in [0, 1], instead of each with mean 0 and variance 1 over the training images",
-    )  # fmt: skip
-    add_epochs(group, DEFAULTS["epochs"])
-    group = parser.add_argument_group("the network")
-    group.add_argument("--layers", type=integer(1), metavar="N", help="hidden layers (default 10)")
-    group.add_argument("--hidden", type=integer(1), metavar="N", help="units per hidden layer (default 100)")
-    group.add_argument(
-        "--init", type=one_of("init", STARTS), metavar="NAME",
-        help="initial matrices: normal: from N(0, sigma); learned: the same, then made orthogonal by gradient "
-        "descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform (default learned)",
-    )  # fmt: skip
-    group.add_argument(
-        "--sigma", type=real(0.0, exclusive=True), metavar="X",
-        help="normal, learned: standard deviation of the weights (default 0.001)",
-    )  # fmt: skip
-    group = parser.add_argument_group("the optimizer")
-    group.add_argument(
-        "--preset", type=one_of("preset", PRESETS), metavar="NAME",
-        help="; ".join(f"{name}: {text}" for name, text in PRESET_HELP.items()).replace("%", "%%"),
-    )  # fmt: skip
-    group.add_argument("--batch", type=integer(1), metavar="N", help="images per batch (default 20)")
-    group.add_argument(
-        "--optimizer", type=one_of("optimizer", OPTIMIZERS), metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)} (with Nesterov's momentum, if any) (default sgd)",
-    )  # fmt: skip
-    group.add_argument("--lr", type=real(0.0), metavar="X", help="learning rate (default 0.01)")
-    group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help="of sgd (default 0)")
-    group.add_argument(
-        "--alpha",
-        type=real(0.0, below=1.0),
-        metavar="X",
-        help="rmsprop: decay of the running mean square (default 0.9)",
-    )
-    group.add_argument(
-        "--eps",
-        type=real(0.0, exclusive=True),
-        metavar="X",
-        help="rmsprop, adam: added to the RMS of the gradient (default 1e-8)",
-    )
-    add_schedule_options(group, DEFAULTS)
-    group.add_argument(
-        "--clip", type=real(0.0, exclusive=True, none=True), metavar="X",
-        help="clip the norm of the whole gradient; none (default none)",
-    )  # fmt: skip
-    group.add_argument(
-        "--penalty", type=real(0.0), metavar="X",
-        help="add X ||W W^T - I||^2 of every weight matrix to the loss (default 0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--penalty-norm", type=one_of("penalty-norm", NORMS), metavar="NAME",
-        help="squared: as above; plain: the norm, not squared (default squared)",
-    )  # fmt: skip
-    cli.add_run_options(parser, DEFAULTS, backend=False)
-    parser.needs.update(DESCENT_NEEDS)
-    parser.needs["sigma"] = ((Needs("init", ("normal", "learned")),),)
-    parser.needs["penalty_norm"] = ((Needs("penalty", nothing=0.0),),)
-    return parser
+    return cli.make_parser("deep_mnist", DESCRIPTION, EXAMPLES, DeepOptions, PRESETS, PRESET_HELP)
 
 
-def complete(settings: Settings) -> Settings:
-    """Checks what argparse can't.
+def complete(settings: Settings) -> DeepOptions:
+    """The settings as an object, checked.
 
     Raises:
-        InputError: no --data, or settings that don't go together.
+        InputError: no --data, or settings that are not compatible.
     """
-    if settings["data"] is None:
+    made = make_options(DeepOptions, settings)
+    if not made.data:
         raise InputError("--data is needed: the folder with the four MNIST files")
-    check_schedule(settings)
-    return dict(settings)
+    check_schedule(made)
+    return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("deep_mnist", _parser(), DEFAULTS, PRESETS, complete, DeepMnist, arguments)
+    return cli.run("deep_mnist", _parser(), DeepOptions, PRESETS, complete, DeepMnist, arguments)
 
 
 if __name__ == "__main__":

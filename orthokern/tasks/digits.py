@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern.commandline import Settings, file_name, integer, real
+from orthokern.commandline import file_name, integer, real
 from orthokern.errors import InputError
-from orthokern.tasks.recurrent import count_epochs, digest, epoch_order
+from orthokern.tasks.recurrent import DataOptions, count_epochs, digest, epoch_order
 from orthokern.training import Task
+from orthokern.training.options import option
 
-__all__ = ["DigitsTask", "add_digit_options"]
+__all__ = ["DigitsOptions", "DigitsTask"]
+
+
+@dataclass(kw_only=True)
+class DigitsOptions(DataOptions):
+    """The settings of a task on MNIST."""
+
+    GROUP = "the task"
+    data: str = option("", file_name, "folder with the four MNIST files (required)", "DIR", shown="")
+    validation: int = option(10_000, integer(1), "training images held out for validation", "N")
+    goal: float | None = option(
+        None, real(0.0, exclusive=True, maximum=100.0, none=True), "stop at this validation accuracy; none", "PERCENT"
+    )
+    batch: int = 50  # declared by the optimizer's options
 
 
 class DigitsTask(Task):
@@ -24,7 +38,7 @@ class DigitsTask(Task):
     """
 
     EVALUATION_BATCH = 500  # images
-    settings: Settings
+    settings: DigitsOptions
     device: torch.device
     rows: slice  # of a joint batch, this process's
     train_set: tuple[Tensor, Tensor]  # images uint8, labels [n] int64
@@ -33,15 +47,15 @@ class DigitsTask(Task):
     iterations_per_epoch: int
 
     def begin_epochs(self) -> None:
-        """Turns settings["epochs"] into iterations.
+        """Turns the epochs into iterations.
 
         Raises:
             InputError: a batch larger than the training set.
         """
         settings, count = self.settings, len(self.train_set[1])
-        if settings["batch"] > count:
-            raise InputError(f"--batch {settings['batch']}: there are {count} training images")
-        self.batches_per_epoch = count // settings["batch"]  # what is left of the last batch comes in another epoch
+        if settings.batch > count:
+            raise InputError(f"--batch {settings.batch}: there are {count} training images")
+        self.batches_per_epoch = count // settings.batch  # what is left of the last batch comes in another epoch
         self.iterations_per_epoch = count_epochs(settings, self.batches_per_epoch)
         self.data_digest = digest(*self.train_set)
         self.position = 0  # in batches
@@ -54,9 +68,9 @@ class DigitsTask(Task):
     def next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, batch = divmod(self.position, self.batches_per_epoch)
         if self._order is None or self._order[0] != epoch:
-            order = epoch_order(self.settings["seed"], epoch, len(self.train_set[1]))
+            order = epoch_order(self.settings.seed, epoch, len(self.train_set[1]))
             self._order = (epoch, order.to(self.device))
-        size = self.settings["batch"]
+        size = self.settings.batch
         self.position += 1
         return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size][self.rows])
 
@@ -92,7 +106,7 @@ class DigitsTask(Task):
         return evaluation["accuracy"]
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        goal = self.settings["goal"]
+        goal = self.settings.goal
         return goal is not None and 100.0 * evaluation["accuracy"] >= goal
 
     # ---- what is told
@@ -105,15 +119,3 @@ class DigitsTask(Task):
         if evaluation is None:
             return f"not evaluated: {done}"
         return f"validation accuracy {100 * evaluation['accuracy']:.2f} %, {done}"
-
-
-def add_digit_options(group: argparse._ArgumentGroup) -> None:
-    """--data, --validation and --goal."""
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the four MNIST files (required)")
-    group.add_argument(
-        "--validation", type=integer(1), metavar="N", help="training images held out for validation (default 10000)"
-    )
-    group.add_argument(
-        "--goal", type=real(0.0, exclusive=True, maximum=100.0, none=True), metavar="PERCENT",
-        help="stop at this validation accuracy; none (default none)",
-    )  # fmt: skip

@@ -1,13 +1,13 @@
-"""What the experiments of Kanai et al. 2017 have in common: a GRU that reads on from batch to batch, trained under a
+"""What the experiments of Kanai et al. 2017 have in common: a GRU with a state carried between batches, trained under a
 spectral-norm constraint or with clipped gradients (section 4.1 of the paper)."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._state import check_real, check_tensor
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
 from orthokern.tasks.memory import check_gru
-from orthokern.tasks.optimization import DESCENT_NEEDS
-from orthokern.training import Task, cli
+from orthokern.tasks.recurrent import DataOptions
+from orthokern.training import Task
 from orthokern.training.distributed import current_shard
+from orthokern.training.options import complete as make_options
+from orthokern.training.options import named, option, switch
 
-__all__ = ["DEFAULTS", "GruTask", "add_gru_options", "build_gru", "complete"]
+__all__ = ["GruOptions", "GruTask", "build_gru", "complete"]
 
 MODELS = ("gru", "torch-gru")
 CONSTRAINTS = ("projection", "none")
@@ -33,163 +35,142 @@ THRESHOLDS = ("2-delta", "2")
 INPUTS = ("upper", "all", "none")
 OPTIMIZERS = ("sgd", "adam", "rmsprop")
 
-DEFAULTS: Settings = {
-    **cli.RUN_DEFAULTS,
-    "preset": None,
-    "data": None,
-    "model": "gru",
-    "variant": None,  # kanai, or what torch.nn.GRU is
-    "layers": 1,
-    "dropout": 0.5,
-    "input_scale": 0.01,
-    "constraint": None,
-    "delta": None,  # these three where there is a constraint: see CONSTRAINED
-    "threshold": None,
-    "constrained_inputs": None,
-    "clip": None,
-    "optimizer": "sgd",
-    "momentum": 0.0,
-    "batch": 20,
-    "window": 35,
-    "iterations": None,
-    "checkpoint_every": 500,
-    "diagnose_every": 50,
-}
+
+_PROJECTED = Needs("constraint", ("projection",))
+
+
+@dataclass(kw_only=True)
+class GruOptions(DataOptions):
+    """The settings of a task with a GRU.
+
+    Attributes:
+        variant, init_std, constraint: None until they are complete; so are delta, threshold and constrained_inputs
+            where there is a constraint.
+    """
+
+    GROUP = "the network"
+    model: str = named("gru", "model", MODELS, "gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases")
+    variant: str = named(
+        None,
+        "variant",
+        ("kanai", "torch"),
+        "gru: the reset gate before the recurrent matrix (kanai) or after it (torch)",
+        needs=(Needs("model", ("gru",)),),
+        shown="kanai",
+    )
+    hidden: int = option(200, integer(1), "units of a layer", "N")
+    layers: int = option(1, integer(1), "GRU layers", "N")
+    dropout: float = option(0.5, real(0.0), "dropout of each layer's output, not of the recurrence, below 1")
+    init_std: float = option(
+        None,
+        real(0.0, exclusive=True),
+        "standard deviation of all initial weights except the candidate's recurrent matrices, which are orthogonal",
+        shown="1 / sqrt(hidden)",
+    )
+    input_scale: float = option(0.01, real(0.0, exclusive=True), "factor of the output of the first, linear layer")
+    constraint: str | None = named(
+        None,
+        "constraint",
+        CONSTRAINTS,
+        "projection: after every step no singular value above 2 - delta; none",
+        shown="none with --clip, else projection",
+    )
+    delta: float = option(None, real(), "projection: in (0, 2)", needs=(_PROJECTED,), shown="0.2")
+    threshold: str = named(
+        None,
+        "threshold",
+        THRESHOLDS,
+        "projection: which singular values become 2 - delta: those above 2-delta, or above 2",
+        needs=(_PROJECTED,),
+        shown="2-delta",
+    )
+    constrained_inputs: str = named(
+        None,
+        "constrained-inputs",
+        INPUTS,
+        "projection: candidate's input matrices that are also constrained: those of the upper layers, all, none",
+        needs=(_PROJECTED,),
+        shown="upper",
+    )
+    clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
+    bias: bool = switch(True, "a readout without bias")
+    batch: int = option(20, integer(1), "sequences at once", "N")
+    window: int = option(35, integer(1), "time steps of back-propagation; the state is carried on", "N")
+    optimizer: str = named("sgd", "optimizer", OPTIMIZERS, ", ".join(OPTIMIZERS))
+    lr: float = option(1.0, real(0.0, exclusive=True), "learning rate")
+    momentum: float = option(0.0, real(0.0, maximum=1.0), "of sgd", needs=(Needs("optimizer", ("sgd",)),))
+    checkpoint_every: int = 500
+    diagnose_every: int = 50
+
 
 CONSTRAINED: Settings = {"delta": 0.2, "threshold": "2-delta", "constrained_inputs": "upper"}
+Chosen = TypeVar("Chosen", bound=GruOptions)
 
 
-def add_gru_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
-    """Adds the options of DEFAULTS, but for --data; the help shows the task's own defaults."""
-
-    def default(key: str) -> str:
-        value = defaults[key]
-        return f"(default {'none' if value is None else f'{value:g}' if isinstance(value, float) else value})"
-
-    group = parser.add_argument_group("the network")
-    group.add_argument(
-        "--model", type=one_of("model", MODELS), metavar="NAME",
-        help=f"gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases {default('model')}",
-    )  # fmt: skip
-    group.add_argument(
-        "--variant", type=one_of("variant", ("kanai", "torch")), metavar="NAME",
-        help="gru: the reset gate before the recurrent matrix (kanai) or after it (torch) (default kanai)",
-    )  # fmt: skip
-    group.add_argument("--hidden", type=integer(1), metavar="N", help=f"units of a layer {default('hidden')}")
-    group.add_argument("--layers", type=integer(1), metavar="N", help=f"GRU layers {default('layers')}")
-    group.add_argument(
-        "--dropout", type=real(0.0), metavar="X",
-        help=f"dropout of each layer's output, not of the recurrence, below 1 {default('dropout')}",
-    )  # fmt: skip
-    group.add_argument(
-        "--init-std", type=real(0.0, exclusive=True), metavar="X",
-        help="standard deviation of all initial weights except the candidate's recurrent matrices, which are "
-        "orthogonal (default 1 / sqrt(hidden))",
-    )  # fmt: skip
-    group.add_argument(
-        "--input-scale", type=real(0.0, exclusive=True), metavar="X",
-        help=f"factor of the output of the first, linear layer {default('input_scale')}",
-    )  # fmt: skip
-    group = parser.add_argument_group("the constraint")
-    group.add_argument(
-        "--constraint", type=one_of("constraint", CONSTRAINTS), metavar="NAME",
-        help="projection: after every step no singular value above 2 - delta; none (default: none with --clip, else "
-        "projection)",
-    )  # fmt: skip
-    group.add_argument("--delta", type=real(), metavar="X", help="projection: in (0, 2) (default 0.2)")
-    group.add_argument(
-        "--threshold", type=one_of("threshold", THRESHOLDS), metavar="NAME",
-        help="projection: which singular values become 2 - delta: those above 2-delta, or above 2 (default 2-delta)",
-    )  # fmt: skip
-    group.add_argument(
-        "--constrained-inputs", type=one_of("constrained-inputs", INPUTS), metavar="NAME",
-        help="projection: candidate's input matrices that are also constrained: those of the upper layers, all, "
-        "none (default upper)",
-    )  # fmt: skip
-    group.add_argument(
-        "--clip", type=real(0.0, exclusive=True, none=True), metavar="X",
-        help=f"clip the norm of the whole gradient; none {default('clip')}",
-    )  # fmt: skip
-    group = parser.add_argument_group("the optimizer")
-    group.add_argument("--batch", type=integer(1), metavar="N", help=f"sequences at once {default('batch')}")
-    group.add_argument(
-        "--window", type=integer(1), metavar="N",
-        help=f"time steps of back-propagation; the state goes on {default('window')}",
-    )  # fmt: skip
-    group.add_argument(
-        "--optimizer", type=one_of("optimizer", OPTIMIZERS), metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)} {default('optimizer')}",
-    )  # fmt: skip
-    group.add_argument("--lr", type=real(0.0, exclusive=True), metavar="X", help=f"learning rate {default('lr')}")
-    group.add_argument("--momentum", type=real(0.0, maximum=1.0), metavar="X", help=f"of sgd {default('momentum')}")
-    parser.needs["variant"] = ((Needs("model", ("gru",)),),)
-    parser.needs["momentum"] = DESCENT_NEEDS["momentum"]
-    projected = ((Needs("constraint", ("projection",)),),)
-    parser.needs.update(dict.fromkeys(("delta", "threshold", "constrained_inputs"), projected))
-
-
-def complete(settings: Settings, what: str) -> Settings:
-    """Fills in what depends on other options, and checks what argparse can't.
+def complete(options: type[Chosen], settings: Settings, what: str) -> Chosen:
+    """The settings as an object: fills in what depends on other options, and checks what argparse can't.
 
     Args:
-        settings: of a task with these options.
+        options: the task's class.
+        settings: by name.
         what: the files that the folder of --data must hold.
 
     Raises:
-        InputError: no --data, or settings that don't go together or are out of range.
+        InputError: no --data, or settings that are not compatible or out of range.
     """
-    settings = dict(settings)
-    if settings["data"] is None:
-        raise InputError(f"--data is needed: the folder with {what}")
-    if settings["delta"] is not None and not 0 < settings["delta"] < 2:
-        raise InputError(f"--delta {settings['delta']:g}: accepted is a number in (0, 2), the bound is 2 - delta")
-    if not 0 <= settings["dropout"] < 1:
-        raise InputError(f"--dropout {settings['dropout']:g}: accepted is a number in [0, 1)")
-    own = "torch" if settings["model"] == "torch-gru" else "kanai"
-    settings["variant"] = settings["variant"] or own
-    if settings["constraint"] is None:
-        settings["constraint"] = "projection" if settings["clip"] is None else "none"
-    if settings["constraint"] == "projection":
-        settings |= {key: usual for key, usual in CONSTRAINED.items() if settings[key] is None}
     if settings["init_std"] is None:
-        settings["init_std"] = 1.0 / math.sqrt(settings["hidden"])
-    return settings
+        settings = {**settings, "init_std": 1.0 / math.sqrt(settings["hidden"])}
+    made = make_options(options, settings)
+    if not made.data:
+        raise InputError(f"--data is needed: the folder with {what}")
+    if made.delta is not None and not 0 < made.delta < 2:
+        raise InputError(f"--delta {made.delta:g}: accepted is a number in (0, 2), the bound is 2 - delta")
+    if not 0 <= made.dropout < 1:
+        raise InputError(f"--dropout {made.dropout:g}: accepted is a number in [0, 1)")
+    made.variant = made.variant or ("torch" if made.model == "torch-gru" else "kanai")
+    if made.constraint is None:
+        made.constraint = "projection" if made.clip is None else "none"
+    if made.constraint == "projection":
+        for key, usual in CONSTRAINED.items():
+            if getattr(made, key) is None:
+                setattr(made, key, usual)
+    return made
 
 
-def build_gru(inputs: int, settings: Settings) -> nn.Module:
+def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
     """The recurrence that the settings ask for, initialised as in section 4.1 of the paper.
 
     Args:
         inputs: number of input features.
-        settings: "model", "variant", "hidden", "layers", "dropout", "init_std", "backend".
+        settings: complete.
 
     Returns:
         A module with torch.nn.GRU's interface, its parameters drawn from torch's global generator on the CPU.
     """
-    layers = settings["layers"]
-    dropout = settings["dropout"] if layers > 1 else 0.0  # of the last layer's output it is the task's
-    if settings["model"] == "gru":
+    layers = settings.layers
+    dropout = settings.dropout if layers > 1 else 0.0  # of the last layer's output it is the task's
+    if settings.model == "gru":
         return GRU(
             inputs,
-            settings["hidden"],
+            settings.hidden,
             layers,
             dropout=dropout,
-            variant=settings["variant"],
+            variant=settings.variant,
             init="kanai",
-            init_std=settings["init_std"],
-            backend=settings["backend"],
+            init_std=settings.init_std,
+            backend=settings.backend,
         )
-    rnn = nn.GRU(inputs, settings["hidden"], layers, bias=False, dropout=dropout)
+    rnn = nn.GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout)
     with torch.no_grad():
         for name, weight in rnn.named_parameters():
-            nn.init.normal_(weight, 0.0, settings["init_std"])
+            nn.init.normal_(weight, 0.0, settings.init_std)
             if name.startswith("weight_hh"):
                 init_.initialize_(weight[2 * rnn.hidden_size :], "orthogonal")
     return rnn
 
 
 class GruTask(Task):
-    """A GRU whose state goes on from batch to batch.
+    """A GRU whose state is carried from batch to batch.
 
     A subclass sets its data up, calls `build`, and says what a batch is (`read`) and how the model is evaluated
     (`measure`). Its model is a module with `rnn` (a GRU), and
@@ -204,20 +185,21 @@ class GruTask(Task):
     that of the untrained model.
     """
 
+    settings: GruOptions
     unit = "step"  # what a loss is per
     iterations_per_epoch: int
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GruOptions) -> None:
         """Args: settings: complete."""
         if current_shard().world > 1:
             raise InputError(f"{self.name} carries states from batch to batch in one process; run it without torchrun")
         check_gru(settings)
         self.settings = settings
-        self.device = torch.device(settings["device"])
-        self.time_steps = settings["window"]
-        if settings["model"] == "gru":
+        self.device = torch.device(settings.device)
+        self.time_steps = settings.window
+        if settings.model == "gru":
             dispatch.resolve(
-                "gru_scan", settings["backend"], device=self.device, dtype=torch.get_default_dtype()
+                "gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype()
             )  # raises now, not in the first iteration
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
@@ -230,25 +212,25 @@ class GruTask(Task):
         self.model = model.to(self.device)
         self.rnn: nn.Module = model.get_submodule("rnn")
         parameters = self.model.parameters()
-        if settings["optimizer"] == "adam":
-            self.optimizer = torch.optim.Adam(parameters, lr=settings["lr"])
-        elif settings["optimizer"] == "rmsprop":
-            self.optimizer = torch.optim.RMSprop(parameters, lr=settings["lr"])
+        if settings.optimizer == "adam":
+            self.optimizer = torch.optim.Adam(parameters, lr=settings.lr)
+        elif settings.optimizer == "rmsprop":
+            self.optimizer = torch.optim.RMSprop(parameters, lr=settings.lr)
         else:
-            self.optimizer = torch.optim.SGD(parameters, lr=settings["lr"], momentum=settings["momentum"])
+            self.optimizer = torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
         self.projection: SpectralNormProjection | None = None
-        if settings["constraint"] == "projection":
+        if settings.constraint == "projection":
             self.projection = SpectralNormProjection(
                 self.model,
-                settings["delta"],
-                threshold=settings["threshold"],
-                inputs=settings["constrained_inputs"],
+                settings.delta,
+                threshold=settings.threshold,
+                inputs=settings.constrained_inputs,
             )
             self.projection.attach(self.optimizer)
 
     def zero_state(self, batch: int) -> Tensor:
         """[layers, batch, N]."""
-        return torch.zeros(self.settings["layers"], batch, self.settings["hidden"], device=self.device)
+        return torch.zeros(self.settings.layers, batch, self.settings.hidden, device=self.device)
 
     # ---- training
 
@@ -284,8 +266,8 @@ class GruTask(Task):
         return total / inputs.shape[1], {"nll": total.detach() / steps}
 
     def clip_gradients(self) -> None:
-        if self.settings["clip"] is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
 
     # ---- evaluation
 
@@ -339,7 +321,7 @@ class GruTask(Task):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["state"] is not None:
-            check_tensor("state", state["state"], self.zero_state(self.settings["batch"]).cpu())
+            check_tensor("state", state["state"], self.zero_state(self.settings.batch).cpu())
         if state["initial_loss"] is not None:
             check_real("initial_loss", state["initial_loss"])
         self.state = None if state["state"] is None else state["state"].to(self.device)
@@ -364,11 +346,11 @@ class GruTask(Task):
     def title(self) -> str:
         """What the plots' titles say of the settings."""
         settings = self.settings
-        parts = [f"{self.name}, {settings['model']}, {settings['layers']} x {settings['hidden']} units"]
-        if settings["constraint"] == "projection":
-            parts.append(f"δ = {settings['delta']:g}")
-        if settings["clip"] is not None:
-            parts.append(f"clipping at {settings['clip']:g}")
+        parts = [f"{self.name}, {settings.model}, {settings.layers} x {settings.hidden} units"]
+        if settings.constraint == "projection":
+            parts.append(f"δ = {settings.delta:g}")
+        if settings.clip is not None:
+            parts.append(f"clipping at {settings.clip:g}")
         return ", ".join(parts)
 
     def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:

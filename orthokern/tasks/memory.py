@@ -11,11 +11,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from orthokern.commandline import Settings
 from orthokern.errors import InputError
+from orthokern.tasks.network import NetworkOptions
+from orthokern.tasks.optimization import OptimizerOptions
+from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
 
 __all__ = ["Part", "check", "check_gru", "check_recurrent", "gru_size", "machine_memory", "model_parts", "network_size"]
@@ -69,7 +72,7 @@ def _number(file: Path) -> int | None:
         return None
 
 
-def check(settings: Settings, parts: Iterable[Part]) -> None:
+def check(settings: RunOptions, parts: Iterable[Part]) -> None:
     """Refuses what the device cannot hold.
 
     Args:
@@ -80,13 +83,14 @@ def check(settings: Settings, parts: Iterable[Part]) -> None:
         InputError: names the largest part and the options to lower.
     """
     parts = list(parts)
-    needed, there = sum(part.size for part in parts), machine_memory(settings["device"])
+    needed, there = sum(part.size for part in parts), machine_memory(settings.device)
     if there is None or needed <= there:
         return
     largest = max(parts, key=lambda part: part.size)
-    lower = [f"--{name.replace('_', '-')} ({settings[name]})" for name in largest.options if settings.get(name)]
+    sizes = {name: getattr(settings, name, None) for name in largest.options}
+    lower = [f"--{name.replace('_', '-')} ({sizes[name]})" for name in largest.options if sizes[name]]
     raise InputError(
-        f"out of memory on {settings['device']}: at least {_gib(needed)} would be allocated, there are {_gib(there)}; "
+        f"out of memory on {settings.device}: at least {_gib(needed)} would be allocated, there are {_gib(there)}; "
         f"the largest part is {largest.what}, {_gib(largest.size)}: lower {' or '.join(lower)}"
     )
 
@@ -98,18 +102,18 @@ def _gib(size: int) -> str:
 # ---- sizes of networks -----------------------------------------------------------------------------------------------
 
 
-def network_size(inputs: int, settings: Settings, *, bias: bool = True) -> tuple[int, int, int]:
+def network_size(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> tuple[int, int, int]:
     """Numbers of elements of what `orthokern.tasks.network.build_recurrence` makes of the same arguments.
 
     Returns:
         All parameters; those of them that move along geodesics; buffers.
     """
-    n, k, model = settings["hidden"], settings["rank"] or settings["hidden"], settings["model"]
+    n, k, model = settings.hidden, settings.rank or settings.hidden, settings.model
     if model in ("lstm", "peephole-lstm"):
         peepholes = 3 * n if model == "peephole-lstm" else 0
         return 4 * n * (inputs + n + (2 if bias else 0)) + peepholes, 0, 0
-    outside = n * inputs + (n if settings["learned_h0"] else 0)
-    outside += {"modrelu": n, "prelu": 1}.get(settings["nonlinearity"], 0)
+    outside = n * inputs + (n if settings.learned_h0 else 0)
+    outside += {"modrelu": n, "prelu": 1}.get(settings.nonlinearity, 0)
     if model == "rnn":
         return outside + n * n + (2 * n if bias else 0), 0, 0
     outside += n if bias else 0
@@ -117,16 +121,16 @@ def network_size(inputs: int, settings: Settings, *, bias: bool = True) -> tuple
         return outside + 2 * n * k + k, 2 * n * k, 0
     if model == "exprnn":
         return outside + n * n, 0, n * n
-    return outside + n * n + n + (n * n if settings["triangle"] else 0), 0, n * n
+    return outside + n * n + n + (n * n if settings.triangle else 0), 0, n * n
 
 
-def gru_size(settings: Settings) -> int:
+def gru_size(settings: Any) -> int:
     """Number of parameters of what `orthokern.tasks.gru.build_gru` makes for as many inputs as hidden units."""
-    return int(6 * settings["layers"] * settings["hidden"] ** 2)
+    return int(6 * settings.layers * settings.hidden**2)
 
 
 def model_parts(
-    parameters: int, settings: Settings, options: tuple[str, ...], *, bases: int = 0, buffers: int = 0
+    parameters: int, settings: Any, options: tuple[str, ...], *, bases: int = 0, buffers: int = 0
 ) -> list[Part]:
     """Parameters, gradients and the optimizer's state, in the default dtype.
 
@@ -138,8 +142,8 @@ def model_parts(
         buffers: elements of the model that are not trained.
     """
     size = torch.get_default_dtype().itemsize
-    copies = {"adam": 2, "rmsprop": 1, "sgd": 1 if settings["momentum"] else 0}[settings["optimizer"]]
-    state = copies * (parameters - bases) + (bases if bases and settings["geodesic"] == "rmsprop" else 0)
+    copies = {"adam": 2, "rmsprop": 1, "sgd": 1 if settings.momentum else 0}[settings.optimizer]
+    state = copies * (parameters - bases) + (bases if bases and settings.geodesic == "rmsprop" else 0)
     return [
         Part("the model", size * (parameters + buffers), options),
         Part("the gradients", size * parameters, options),
@@ -151,7 +155,7 @@ def model_parts(
 
 
 def check_recurrent(
-    settings: Settings,
+    settings: OptimizerOptions,
     inputs: int,
     outputs: int,
     *,
@@ -174,17 +178,17 @@ def check_recurrent(
         InputError: as `check`.
     """
     parameters, bases, buffers = network_size(inputs, settings, bias=bias)
-    parameters += (settings["hidden"] + 1) * outputs
+    parameters += (settings.hidden + 1) * outputs
     model = model_parts(parameters, settings, ("rank", "hidden"), bases=bases, buffers=buffers)
-    rows, size = settings["batch"] // current_shard().world, torch.get_default_dtype().itemsize
-    numbers = steps * rows * (2 * settings["hidden"] + features)
+    rows, size = settings.batch // current_shard().world, torch.get_default_dtype().itemsize
+    numbers = steps * rows * (2 * settings.hidden + features)
     check(settings, [*model, Part("the states of a batch with their gradients", size * numbers, _OF_STATES)])
-    numbers = steps * evaluated * (settings["hidden"] + features)
+    numbers = steps * evaluated * (settings.hidden + features)
     options = ("T", "bptt", "eval_sequences", "hidden")
     check(settings, [*model, Part("the states of an evaluation's batch", size * numbers, options)])
 
 
-def check_gru(settings: Settings, *, steps: int = 0) -> None:
+def check_gru(settings: Any, *, steps: int = 0) -> None:
     """`check` for a stack of GRU layers; what stands around it is not counted.
 
     Args:
@@ -195,6 +199,6 @@ def check_gru(settings: Settings, *, steps: int = 0) -> None:
         InputError: as `check`.
     """
     size = torch.get_default_dtype().itemsize
-    numbers = 2 * settings["layers"] * steps * settings["batch"] * settings["hidden"]
+    numbers = 2 * settings.layers * steps * settings.batch * settings.hidden
     states = Part("the states of a batch with their gradients", size * numbers, _OF_STATES)
     check(settings, [*model_parts(gru_size(settings), settings, ("layers", "hidden")), states])

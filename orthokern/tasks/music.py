@@ -5,7 +5,7 @@ section 4.1.2, Table 2; the data are `orthokern.data.load_music`'s).
 
     x_t in {0, 1}^88  ->  0.01 E x_t [200]  ->  two GRU layers of 200  ->  W h_t + b [88]  ->  logistic
 
-with dropout of 50 % on what goes from layer to layer. What the paper leaves open: a row of the batch begins a piece
+with dropout of 50 % between layers. What the paper leaves open: a row of the batch begins a piece
 with a zero state and keeps to it through its windows of 35 steps; the first step of a piece is not predicted.
 
 Note [First weights]
@@ -17,35 +17,43 @@ Note [First weights]
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Parser, Settings, file_name, integer, one_of, real
+from orthokern.commandline import Needs, Parser, Settings, file_name, integer, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
-from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.tasks.recurrent import add_epochs, count_epochs, digest, stream_seed
+from orthokern.tasks.recurrent import count_epochs, digest, stream_seed
 from orthokern.training import cli
+from orthokern.training.options import defaults, named, option
 
-# Kanai et al. 2017, section 4.1.2. Training ends when the rate falls below lr_floor; "epochs" is a bound for that.
-DEFAULTS: Settings = {
-    **gru.DEFAULTS,
-    "collection": "nottingham",
-    "hidden": 200,
-    "layers": 2,
-    "init_std": None,  # 1 / sqrt(hidden)
-    "bias": True,
-    "lr": 0.1,
-    "patience": 10,
-    "decay": 1.25,
-    "lr_floor": 1e-4,
-    "epochs": 1000,
-}
+
+@dataclass(kw_only=True)
+class MusicOptions(GruOptions):
+    """The settings of Kanai et al. 2017, section 4.1.2.
+
+    Training ends when the rate falls below lr_floor; epochs is an upper bound.
+    """
+
+    GROUP = "the task"
+    data: str = option("", file_name, "folder with the piano rolls (required)", "DIR", shown="")
+    collection: str = named("nottingham", "collection", COLLECTIONS, ", ".join(COLLECTIONS))
+    patience: int = option(10, integer(1), "epochs without a better validation loss before the rate decreases", "N")
+    decay: float = option(1.25, real(1.0, exclusive=True), "divisor of the learning rate then")
+    lr_floor: float = option(1e-4, real(0.0), "training ends if the learning rate is below this")
+    layers: int = 2
+    lr: float = 0.1
+    epochs: int | None = 1000
+
+
+DEFAULTS = defaults(MusicOptions)
 
 
 class MusicModel(nn.Module):
@@ -55,15 +63,15 @@ class MusicModel(nn.Module):
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: MusicOptions) -> None:
         super().__init__()
-        self.scale, self.dropout = settings["input_scale"], settings["dropout"]
-        self.input = nn.Linear(NOTES, settings["hidden"], bias=False)
-        self.rnn = build_gru(settings["hidden"], settings)
-        self.readout = nn.Linear(settings["hidden"], NOTES, bias=settings["bias"])
+        self.scale, self.dropout = settings.input_scale, settings.dropout
+        self.input = nn.Linear(NOTES, settings.hidden, bias=False)
+        self.rnn = build_gru(settings.hidden, settings)
+        self.readout = nn.Linear(settings.hidden, NOTES, bias=settings.bias)
         for layer in (self.input, self.readout):
-            nn.init.normal_(layer.weight, 0.0, settings["init_std"])
-        if settings["bias"]:
+            nn.init.normal_(layer.weight, 0.0, settings.init_std)
+        if settings.bias:
             nn.init.zeros_(self.readout.bias)
 
     def forward(self, inputs: Tensor, targets: Tensor, valid: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,17 +89,18 @@ class MusicTask(GruTask):
 
     name = "music"
     unit = "time step"
+    settings: MusicOptions
 
-    def __init__(self, settings: Settings) -> None:
-        check_gru(settings, steps=settings["window"])
+    def __init__(self, settings: MusicOptions) -> None:
+        check_gru(settings, steps=settings.window)
         super().__init__(settings)
-        self.data = load_music(settings["data"], settings["collection"])
+        self.data = load_music(settings.data, settings.collection)
         self.data_digest = digest(self.data.train.notes, self.data.train.offsets)
-        generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
-        self.windows = self.data.train.windows(settings["batch"], settings["window"], generator)
+        generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
+        self.windows = self.data.train.windows(settings.batch, settings.window, generator)
         self.iterations_per_epoch = count_epochs(settings, self.windows.per_epoch)
         self.build(MusicModel(settings))
-        self.plateau = plateau(self.optimizer, 1.0 / settings["decay"], settings["patience"])
+        self.plateau = plateau(self.optimizer, 1.0 / settings.decay, settings.patience)
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         window = next(self.windows).to(self.device)
@@ -109,7 +118,7 @@ class MusicTask(GruTask):
 
     def schedule_ended(self, loss: float) -> bool:
         """Over when the rate has fallen below "lr_floor"."""
-        return bool(self.optimizer.param_groups[0]["lr"] < self.settings["lr_floor"])
+        return bool(self.optimizer.param_groups[0]["lr"] < self.settings.lr_floor)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "windows": self.windows.state_dict()}
@@ -119,7 +128,7 @@ class MusicTask(GruTask):
         self.windows.load_state_dict(state["windows"])
 
     def title(self) -> str:
-        return f"{self.settings['collection']}, {super().title()}"
+        return f"{self.settings.collection}, {super().title()}"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -147,43 +156,21 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.tasks.music", description=DESCRIPTION, epilog=EXAMPLES)
-    group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the piano rolls (required)")
-    group.add_argument(
-        "--collection", type=one_of("collection", COLLECTIONS), metavar="NAME",
-        help=f"{', '.join(COLLECTIONS)} (default nottingham)",
-    )  # fmt: skip
-    group.add_argument("--no-bias", dest="bias", action="store_false", help="a readout without bias")
-    add_epochs(group, DEFAULTS["epochs"])
-    group.add_argument(
-        "--patience", type=integer(1), metavar="N",
-        help="epochs without a better validation loss before the rate decreases (default 10)",
-    )  # fmt: skip
-    group.add_argument(
-        "--decay", type=real(1.0, exclusive=True), metavar="X", help="divisor of the learning rate then (default 1.25)"
-    )
-    group.add_argument(
-        "--lr-floor",
-        type=real(0.0),
-        metavar="X",
-        help="training ends if the learning rate is below this (default 1e-4)",
-    )
-    add_gru_options(parser, DEFAULTS)
-    cli.add_run_options(parser, DEFAULTS)
+    parser = cli.make_parser("music", DESCRIPTION, EXAMPLES, MusicOptions)
     parser.needs["backend"] = ((Needs("model", ("gru",)),),)  # all else is torch's
     return parser
 
 
-def complete(settings: Settings) -> Settings:
-    """Checks what argparse can't.
+def complete(settings: Settings) -> MusicOptions:
+    """The settings as an object, checked.
 
     Raises:
-        InputError: no --data, or settings that don't go together.
+        InputError: a rate below the floor; or as `gru.complete`.
     """
-    if settings["lr"] < settings["lr_floor"]:
-        raise InputError(f"--lr {settings['lr']:g}: below --lr-floor, {settings['lr_floor']:g}, at which training ends")
-    return gru.complete(settings, "the piano rolls")
+    made = gru.complete(MusicOptions, settings, "the piano rolls")
+    if made.lr < made.lr_floor:
+        raise InputError(f"--lr {made.lr:g}: below --lr-floor, {made.lr_floor:g}, at which training ends")
+    return made
 
 
 PRESETS: dict[str, Settings] = {}
@@ -191,7 +178,7 @@ PRESETS: dict[str, Settings] = {}
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("music", _parser(), DEFAULTS, PRESETS, complete, MusicTask, arguments)
+    return cli.run("music", _parser(), MusicOptions, PRESETS, complete, MusicTask, arguments)
 
 
 if __name__ == "__main__":

@@ -8,50 +8,53 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of
+from orthokern.commandline import Needs, Parser, Settings, integer
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
-from orthokern.tasks.digits import DigitsTask, add_digit_options
+from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import add_network_options, build_recurrence
-from orthokern.tasks.optimization import add_optimizer_options
-from orthokern.tasks.recurrent import STARTS, RecurrentTask, start_normal, start_recurrence
+from orthokern.tasks.network import build_recurrence
+from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
+from orthokern.training.options import defaults, option, switch
 
-DEFAULTS: Settings = {
-    **recurrent.DEFAULTS,
-    "data": None,
-    "permuted": False,
-    "permutation_seed": 0,
-    "validation": 10_000,
-    "pool": 1,
-    "standardize": False,
-    "sigma": None,
+
+@dataclass(kw_only=True)
+class PixelOptions(StartOptions, DigitsOptions):
+    """The settings of sequential MNIST."""
+
+    GROUP = "the task"
+    permuted: bool = switch(False, "read the pixels in one random order")
+    permutation_seed: int = option(0, integer(0), "seed of that order", "N", needs=(Needs("permuted", nothing=False),))
+    pool: int = option(1, integer(1), "average N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14", "N")
+    standardize: bool = switch(
+        False, "scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]"
+    )
     # After 20 epochs of the ordered task 97.8 % of the test images, after 40 of the permuted one 94.1 %. Geodesic steps
     # along plain gradients at 1e-3, with --lr 1e-3, get 94.7 and 90.9 % after 20; and after three, at constant rates,
     # 90.7 % in order, of which tanh and a random orthogonal start get 85 %.
-    "nonlinearity": "modrelu",
-    "init": "cayley",
-    "start": "torch",
-    "lr": 2e-3,
-    "geodesic": "rmsprop",
-    "geodesic_lr": 1e-4,
-    "clip": 1.0,
-    "schedule": "cosine",
-    "lr_decay": 0.05,
-    "goal": None,
-    "epochs": 20,
-    "iterations": None,
-    "checkpoint_every": 200,
-    "diagnose_every": 50,
-}
+    nonlinearity: str = "modrelu"
+    init: str = "cayley"
+    lr: float = 2e-3
+    geodesic: str = "rmsprop"
+    geodesic_lr: float = 1e-4
+    clip: float | None = 1.0
+    schedule: str = "cosine"
+    lr_decay: float = 0.05
+    batch: int = 50
+    checkpoint_every: int = 200
+    diagnose_every: int = 50
+
+
+DEFAULTS = defaults(PixelOptions)
 
 # Manchev and Spratling, section III-B and Table II: 100 tanh units, every matrix from N(0, sigma), batches of 16, 10^6
 # of them, no clipping; the penalty is the norm without its square. Pixels are standardised, as in the released code.
@@ -162,18 +165,16 @@ class PixelModel(nn.Module):
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PixelOptions) -> None:
         super().__init__()
         self.rnn = build_recurrence(1, settings)
-        self.readout = LinearCrossEntropy(
-            settings["hidden"], 10, device=settings["device"], backend=settings["backend"]
-        )
+        self.readout = LinearCrossEntropy(settings.hidden, 10, device=settings.device, backend=settings.backend)
         start_recurrence(self.rnn, settings)
         with torch.no_grad():
-            normal = settings["start"] == "glorot-normal"
+            normal = settings.start == "glorot-normal"
             drawn = torch.empty(self.readout.weight.shape)
             self.readout.weight.copy_((nn.init.xavier_normal_ if normal else nn.init.xavier_uniform_)(drawn))
-            if settings["start"] == "learned":
+            if settings.start == "learned":
                 init.learned_(self.readout.weight)
             self.readout.get_parameter("bias").zero_()
         start_normal(self.rnn, self.readout, settings)
@@ -192,17 +193,18 @@ class PixelMnist(DigitsTask, RecurrentTask):
 
     name = "pixel_mnist"
     baseline = math.log(10.0)
+    settings: PixelOptions
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PixelOptions) -> None:
         check_recurrent(settings, 1, 10)
         super().__init__(settings, classes=10)
-        self.time_steps = (28 // settings["pool"]) ** 2
-        data = load_mnist(settings["data"], validation=settings["validation"])
+        self.time_steps = (28 // settings.pool) ** 2
+        data = load_mnist(settings.data, validation=settings.validation)
         self.train_set = self._on_device(data.train.images, data.train.labels)
         self.validation_set = self._on_device(data.validation.images, data.validation.labels)
         self.test_set = self._on_device(data.test.images, data.test.labels)
         self._scaling: tuple[Tensor, Tensor] | None = None  # mean and deviation [T, 1] of the training pixels
-        if settings["standardize"]:
+        if settings.standardize:
             mean, deviation = pixel_statistics(self.train_set[0].T.cpu())
             self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
         self.begin_epochs()
@@ -212,13 +214,13 @@ class PixelMnist(DigitsTask, RecurrentTask):
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """images [n, 784] uint8, labels [n] -> pixels [T, n] uint8, in the order in which they are read; labels."""
-        pool = self.settings["pool"]
+        pool = self.settings.pool
         if pool > 1:
             means = nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), pool)
             images = means.round().to(torch.uint8).flatten(1)
         pixels = images.T
-        if self.settings["permuted"]:
-            pixels = pixels[pixel_permutation(self.settings["permutation_seed"], self.time_steps)]
+        if self.settings.permuted:
+            pixels = pixels[pixel_permutation(self.settings.permutation_seed, self.time_steps)]
         return pixels.contiguous().to(self.device), labels.to(self.device)
 
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
@@ -227,7 +229,7 @@ class PixelMnist(DigitsTask, RecurrentTask):
         return ((pixels[:, chosen].float() - mean) / deviation).unsqueeze(-1), labels[chosen]
 
     def title(self) -> str:
-        return ("permuted, " if self.settings["permuted"] else "") + super().title()
+        return ("permuted, " if self.settings.permuted else "") + super().title()
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -257,46 +259,24 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.tasks.pixel_mnist", description=DESCRIPTION, epilog=EXAMPLES)
-    group = parser.add_argument_group("the task")
-    add_digit_options(group)
-    group.add_argument("--permuted", action="store_true", help="read the pixels in one random order")
-    group.add_argument("--permutation-seed", type=integer(0), metavar="N", help="seed of that order (default 0)")
-    group.add_argument(
-        "--pool",
-        type=integer(1),
-        metavar="N",
-        help="average N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14 (default 1)",
-    )
-    group.add_argument(
-        "--standardize", action="store_true",
-        help="scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]",
-    )  # fmt: skip
-    group.add_argument("--start", type=one_of("start", STARTS), metavar="NAME", help=recurrent.START_HELP)
-    recurrent.add_sigma(parser, group)
-    recurrent.add_epochs(group, DEFAULTS["epochs"])
-    parser.needs["permutation_seed"] = ((Needs("permuted", nothing=False),),)
-    add_network_options(parser, DEFAULTS)
-    add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
-    cli.add_run_options(parser, DEFAULTS)
-    return parser
+    return cli.make_parser("pixel_mnist", DESCRIPTION, EXAMPLES, PixelOptions, PRESETS, PRESET_HELP)
 
 
-def complete(settings: Settings) -> Settings:
-    """Checks what argparse can't.
+def complete(settings: Settings) -> PixelOptions:
+    """The settings as an object, checked.
 
     Raises:
-        InputError: no --data, or settings that don't go together.
+        InputError: images cannot be pooled so; or as `recurrent.complete`.
     """
-    settings = recurrent.complete_with_data(settings, "the four MNIST files")
-    if settings["pool"] not in (1, 2, 4, 7, 14):
-        raise InputError(f"--pool {settings['pool']}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
-    return settings
+    made = recurrent.complete(PixelOptions, settings, data="the four MNIST files")
+    if made.pool not in (1, 2, 4, 7, 14):
+        raise InputError(f"--pool {made.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
+    return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("pixel_mnist", _parser(), DEFAULTS, PRESETS, complete, PixelMnist, arguments)
+    return cli.run("pixel_mnist", _parser(), PixelOptions, PRESETS, complete, PixelMnist, arguments)
 
 
 if __name__ == "__main__":

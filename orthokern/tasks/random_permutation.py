@@ -10,9 +10,12 @@ import sys
 
 from orthokern.commandline import Parser, Settings
 from orthokern.data import RandomPermutationTask
-from orthokern.tasks import last_answer, recurrent
-from orthokern.tasks.last_answer import DEFAULTS, PRESETS, LastAnswer
+from orthokern.tasks import recurrent
+from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
 from orthokern.training import cli
+from orthokern.training.options import defaults
+
+DEFAULTS = defaults(LastAnswerOptions)
 
 
 class RandomPermutation(LastAnswer):
@@ -20,8 +23,8 @@ class RandomPermutation(LastAnswer):
 
     name = "random_permutation"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(RandomPermutationTask(settings["T"]), settings)
+    def __init__(self, settings: LastAnswerOptions) -> None:
+        super().__init__(RandomPermutationTask(settings.T), settings)
 
 
 DESCRIPTION = """\
@@ -44,12 +47,17 @@ Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 
 
 
 def _parser() -> Parser:
-    return last_answer.make_parser("random_permutation", DESCRIPTION, EXAMPLES, 2, DEFAULTS)[0]
+    return cli.make_parser("random_permutation", DESCRIPTION, EXAMPLES, LastAnswerOptions, PRESETS, PRESET_HELP)
+
+
+def complete(settings: Settings) -> LastAnswerOptions:
+    """The settings as an object, checked; see `recurrent.complete`."""
+    return recurrent.complete(LastAnswerOptions, settings)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("random_permutation", _parser(), DEFAULTS, PRESETS, recurrent.complete, RandomPermutation, arguments)
+    return cli.run("random_permutation", _parser(), LastAnswerOptions, PRESETS, complete, RandomPermutation, arguments)
 
 
 if __name__ == "__main__":

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer, real
+from orthokern.commandline import Needs, Settings, file_name, integer, real
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.network import LSTMS, NETWORK_DEFAULTS, check_backend, check_network
-from orthokern.tasks.optimization import OPTIMIZER_DEFAULTS, build_optimizer, build_schedules, check_schedule, penalty
-from orthokern.training import Task, cli
+from orthokern.tasks.network import LSTMS, check_backend, check_network
+from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, check_schedule, penalty
+from orthokern.training import Task
+from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
+from orthokern.training.options import complete as make_options
+from orthokern.training.options import named, option
 
 __all__ = [
     "STARTS",
+    "DataOptions",
+    "DrawnOptions",
     "DrawnTask",
     "RecurrentTask",
-    "add_epochs",
-    "add_sigma",
+    "StartOptions",
     "complete",
-    "complete_with_data",
     "count_epochs",
     "digest",
     "epoch_order",
-    "start_help",
     "start_normal",
     "start_recurrence",
     "stream_seed",
@@ -43,18 +45,49 @@ __all__ = [
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
 
-def start_help(default: str) -> str:
-    """The help of --start."""
-    return (
+@dataclass(kw_only=True)
+class DataOptions(RunOptions):
+    """A task that reads its data from files, in epochs.
+
+    Attributes:
+        iterations: counted from the epochs unless it is given.
+    """
+
+    GROUP = "the task"
+    data: str = option("", file_name, "folder with the task's files (required)", "DIR", shown="")
+    epochs: int | None = option(20, integer(1), "stop after N epochs", "N")
+
+
+@dataclass(kw_only=True)
+class StartOptions(OptimizerOptions):
+    """How the weights besides the recurrent matrix are drawn."""
+
+    GROUP = "the task"
+    start: str = named(
+        "torch",
+        "start",
+        STARTS,
         "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
         "glorot, glorot-normal: Glorot's, uniform or normal, biases 0; learned: as --init learned, biases 0, and the "
-        f"readout where the task says so; an lstm keeps torch's (default {default})"
+        "readout where the task says so; an lstm keeps torch's",
+    )
+    sigma: float | None = option(
+        None,
+        real(0.0, exclusive=True, none=True),
+        "rnn: draw all matrices from N(0, X), whatever --init and --start, biases 0; those that are to be learned "
+        "are then made orthogonal from there; none",
+        needs=(Needs("model", ("rnn",)),),
     )
 
 
-START_HELP = start_help("torch")
+@dataclass(kw_only=True)
+class DrawnOptions(OptimizerOptions):
+    """A task whose sequences are drawn."""
 
-DEFAULTS: Settings = {**cli.RUN_DEFAULTS, **NETWORK_DEFAULTS, **OPTIMIZER_DEFAULTS, "preset": None}
+    GROUP = "the task"
+    T: int = 1000  # declared by each task, whose T counts different things
+    eval_every: int = option(100, integer(0), "evaluate every N iterations, 0 for never", "N")
+    eval_sequences: int = option(200, integer(1), "new sequences per evaluation", "N")
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -78,53 +111,31 @@ def digest(*data: Tensor) -> int:
     return found
 
 
-def add_epochs(group: argparse._ArgumentGroup, default: int) -> None:
-    """Adds --epochs, for tasks with a data set."""
-    group.add_argument(
-        "--epochs",
-        type=integer(1),
-        metavar="N",
-        help=f"stop after N epochs (default {default})",
-    )
-
-
-def count_epochs(settings: Settings, batches: int) -> int:
-    """Iterations of an epoch of `batches` batches; settings["epochs"] becomes settings["iterations"].
+def count_epochs(settings: DataOptions, batches: int) -> int:
+    """Iterations of an epoch of `batches` batches; the epochs become iterations.
 
     Raises:
         InputError: an iteration takes more than an epoch.
     """
-    if settings["accumulate"] > batches:
-        raise InputError(f"--accumulate {settings['accumulate']}: an epoch has {batches} batches, which is the most")
-    per_epoch: int = batches // settings["accumulate"]
-    if settings["epochs"] is not None:
-        settings["iterations"] = settings["epochs"] * per_epoch
+    if settings.accumulate > batches:
+        raise InputError(f"--accumulate {settings.accumulate}: an epoch has {batches} batches, which is the most")
+    per_epoch: int = batches // settings.accumulate
+    if settings.epochs is not None:
+        settings.iterations = settings.epochs * per_epoch
     return per_epoch
 
 
-def add_sigma(parser: Parser, group: argparse._ArgumentGroup) -> None:
-    """Adds --sigma, for tasks whose model calls `start_normal`."""
-    group.add_argument(
-        "--sigma",
-        type=real(0.0, exclusive=True, none=True),
-        metavar="X",
-        help="rnn: draw all matrices from N(0, X), whatever --init and --start, biases 0; those that are to be learned "
-        "are then made orthogonal from there; none (default none)",
-    )
-    parser.needs["sigma"] = ((Needs("model", ("rnn",)),),)
-
-
 @torch.no_grad()
-def start_normal(rnn: nn.Module, readout: nn.Module, settings: Settings) -> None:
+def start_normal(rnn: nn.Module, readout: nn.Module, settings: StartOptions) -> None:
     """Where "sigma" is set, draws the matrices of a plain recurrence and of its readout anew from N(0, sigma), those
     that are "learned" made orthogonal from there, biases 0 (Manchev and Spratling, sections III-B and II-A)."""
-    sigma = settings["sigma"]
+    sigma = settings.sigma
     if sigma is None:
         return
     for weight, how in (
-        (rnn.get_parameter("weight_hh_l0"), settings["init"]),
-        (rnn.get_parameter("weight_ih_l0"), settings["start"]),
-        (readout.get_parameter("weight"), settings["start"]),
+        (rnn.get_parameter("weight_hh_l0"), settings.init),
+        (rnn.get_parameter("weight_ih_l0"), settings.start),
+        (readout.get_parameter("weight"), settings.start),
     ):
         if how == "learned":
             init.learned_(weight, std=sigma)
@@ -137,48 +148,47 @@ def start_normal(rnn: nn.Module, readout: nn.Module, settings: Settings) -> None
 
 
 @torch.no_grad()
-def start_recurrence(rnn: nn.Module, settings: Settings) -> None:
-    """Draws the input weights anew unless "start" says "torch", biases 0. LSTMs keep theirs."""
-    if settings["start"] == "torch" or settings["model"] in LSTMS:
+def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
+    """Redraws the input weights and sets biases to 0, unless start is "torch" or the network is an LSTM."""
+    if settings.start == "torch" or settings.model in LSTMS:
         return
     weight = rnn.get_parameter("weight_ih_l0")
-    if settings["start"] == "small":
+    if settings.start == "small":
         weight.copy_(torch.empty(weight.shape).uniform_(-0.01, 0.01))
     else:
         starts = {"learned": init.learned_, "glorot": init.glorot_uniform_, "glorot-normal": init.glorot_}
-        starts[settings["start"]](weight)
+        starts[settings.start](weight)
     for name, parameter in rnn.named_parameters():
         if name.startswith("bias"):
             parameter.zero_()
 
 
-def complete_with_data(settings: Settings, what: str) -> Settings:
-    """`complete` for a task that reads its data: --data is needed.
+Chosen = TypeVar("Chosen", bound=OptimizerOptions)
+
+
+def complete(options: type[Chosen], settings: Settings, *, data: str | None = None) -> Chosen:
+    """The settings of a task with a recurrent network as an object, checked.
 
     Args:
-        settings: with "data".
-        what: the files that its folder must hold.
+        options: the task's class.
+        settings: by name.
+        data: the files that the folder of --data must hold, for a task that reads its data.
 
     Raises:
-        InputError: no --data, or settings that don't go together.
+        InputError: no --data where it is needed, or settings that are not compatible.
+
+    Example:
+        settings = complete(OptimizerOptions, {"hidden": 64, "iterations": 100})
     """
-    settings = complete(settings)
-    if settings["data"] is None:
-        raise InputError(f"--data is needed: the folder with {what}")
-    return settings
-
-
-def complete(settings: Settings) -> Settings:
-    """Checks what the options of all tasks say together.
-
-    Raises:
-        InputError: settings that don't go together.
-    """
-    check_network(settings)
-    if settings.get("sigma") is not None and settings["model"] != "rnn":
-        raise InputError(f"--sigma {settings['sigma']:g}: for --model rnn, not {settings['model']}; see --init")
-    check_schedule(settings)
-    return dict(settings)
+    made = make_options(options, settings)
+    check_network(made)
+    sigma = getattr(made, "sigma", None)
+    if sigma is not None and made.model != "rnn":
+        raise InputError(f"--sigma {sigma:g}: for --model rnn, not {made.model}; see --init")
+    check_schedule(made)
+    if data is not None and not getattr(made, "data", ""):
+        raise InputError(f"--data is needed: the folder with {data}")
+    return made
 
 
 @torch.no_grad()
@@ -200,18 +210,19 @@ class RecurrentTask(Task):
     """
 
     model: nn.Module
+    settings: OptimizerOptions
     loss_label = "cross-entropy (nats)"
     goal: float | None = None  # accuracy to reach, a fraction, drawn into the plot
 
-    def __init__(self, settings: Settings, classes: int) -> None:
+    def __init__(self, settings: OptimizerOptions, classes: int) -> None:
         """Args: settings: complete; classes: of the readout (0: not a classification)."""
         self.settings = settings
-        self.device = torch.device(settings["device"])
-        self.rows = current_shard().rows(settings["batch"])  # of a joint batch, this process's
+        self.device = torch.device(settings.device)
+        self.rows = current_shard().rows(settings.batch)  # of a joint batch, this process's
         check_backend(settings, classes)
 
     def build(self, model: nn.Module) -> None:
-        """Takes the model over and makes its optimizer and schedules."""
+        """Registers the model and creates its optimizer and schedules."""
         self.model = model
         self.rnn: nn.Module = model.get_submodule("rnn")
         self.readout: nn.Module = model.get_submodule("readout")
@@ -224,8 +235,8 @@ class RecurrentTask(Task):
         return loss if added is None else loss + added, numbers
 
     def clip_gradients(self) -> None:
-        if self.settings["clip"] is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
 
     def diagnose(self) -> dict[str, Any]:
         """Numbers on the recurrent matrix, and "lr", the readout's learning rate."""
@@ -238,16 +249,16 @@ class RecurrentTask(Task):
     def title(self) -> str:
         """What the plots' titles say of the settings."""
         settings = self.settings
-        network = f"{settings['hidden']} units"
-        if settings["model"] == "factorized":
-            network += f", margin {'none' if settings['margin'] is None else format(settings['margin'], 'g')}"
-        return f"{settings['model']}, {network}"
+        network = f"{settings.hidden} units"
+        if settings.model == "factorized":
+            network += f", margin {'none' if settings.margin is None else format(settings.margin, 'g')}"
+        return f"{settings.model}, {network}"
 
     def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
         from orthokern.diagnostics import plots
 
         title = f"{self.name}, {self.title()}"
-        margin = self.settings["margin"] if self.settings["model"] == "factorized" else None
+        margin = self.settings.margin if self.settings.model == "factorized" else None
         drawn = [
             plots.plot_learning(
                 records,
@@ -262,7 +273,7 @@ class RecurrentTask(Task):
             plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
             plots.plot_angles(records, folder / "angles.png", title=title),
         ]
-        if self.settings["model"] == "nnrnn":
+        if self.settings.model == "nnrnn":
             drawn.append(plots.plot_moduli(records, folder / "moduli.png", title=title))
         return [path for path in drawn if path is not None]
 
@@ -278,28 +289,29 @@ class DrawnData(Protocol):
         ...
 
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Draws both anew, in place."""
+        """Redraws both in place."""
         ...
 
 
 class DrawnTask(RecurrentTask):
     """A task whose sequences are drawn, each seen once. A subclass calls `build` after this constructor."""
 
+    settings: DrawnOptions
     EVALUATION_BATCH = 250  # sequences; what their states need is what limits it
 
-    def __init__(self, data: DrawnData, settings: Settings, classes: int) -> None:
+    def __init__(self, data: DrawnData, settings: DrawnOptions, classes: int) -> None:
         """Args: data: the generator; settings: complete; classes: of the readout (0: not a classification)."""
         super().__init__(settings, classes)
         self.drawn = data
         self.baseline = data.baseline
         self.time_steps = data.length
-        self.generator = torch.Generator().manual_seed(stream_seed(settings["seed"], "train"))
-        self._buffers = data.buffers(settings["batch"], self.device)
+        self.generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
+        self._buffers = data.buffers(settings.batch, self.device)
 
     @classmethod
-    def evaluation_batch(cls, settings: Settings) -> int:
+    def evaluation_batch(cls, settings: DrawnOptions) -> int:
         """Sequences that an evaluation reads at once."""
-        return min(cls.EVALUATION_BATCH, settings["eval_sequences"])
+        return min(cls.EVALUATION_BATCH, settings.eval_sequences)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = self._buffers
@@ -308,7 +320,7 @@ class DrawnTask(RecurrentTask):
 
     def held_out(self, iteration: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Fresh batches of `size` sequences, the same whenever an iteration is evaluated, in tensors of their own."""
-        generator = torch.Generator().manual_seed(stream_seed(self.settings["seed"], f"held-out {iteration}"))
+        generator = torch.Generator().manual_seed(stream_seed(self.settings.seed, f"held-out {iteration}"))
         inputs, targets = self.drawn.buffers(size, self.device)
         while True:
             self.drawn.fill(inputs, targets, generator)
@@ -317,7 +329,7 @@ class DrawnTask(RecurrentTask):
     def evaluate(self, iteration: int) -> dict[str, float]:
         """On "eval_sequences" fresh sequences: their mean "loss", and "accuracy" (a fraction). Fewer, where the rest of
         them can change nothing that matters: see `settled`."""
-        count = self.settings["eval_sequences"]
+        count = self.settings.eval_sequences
         size = self.evaluation_batch(self.settings)
         loss, right, done = 0.0, 0.0, 0
         for inputs, targets in self.held_out(iteration, size):
@@ -342,4 +354,4 @@ class DrawnTask(RecurrentTask):
         self.generator.set_state(state["generator"])
 
     def title(self) -> str:
-        return f"T = {self.settings['T']}, {super().title()}"
+        return f"T = {self.settings.T}, {super().title()}"

@@ -7,27 +7,40 @@ Schmidhuber 1997; Manchev & Spratling, section III-A; the data are `orthokern.da
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 from orthokern.commandline import Parser, Settings, integer
 from orthokern.data import TemporalOrderTask
 from orthokern.errors import InputError
-from orthokern.tasks import last_answer, recurrent
-from orthokern.tasks.last_answer import PRESETS, LastAnswer
+from orthokern.tasks import recurrent
+from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
 from orthokern.training import cli
+from orthokern.training.options import defaults, option
 
-DEFAULTS: Settings = {**last_answer.DEFAULTS, "bits": 2}
+
+@dataclass(kw_only=True)
+class TemporalOrderOptions(LastAnswerOptions):
+    """The settings of the temporal order problems."""
+
+    GROUP = "the task"
+    T: int = option(100, integer(10), "symbols in a sequence", "N")
+    bits: int = option(2, integer(2), "number of symbols to remember, 2 or 3", "N")
+
+
+DEFAULTS = defaults(TemporalOrderOptions)
 
 
 class TemporalOrder(LastAnswer):
     """The temporal order problem for the training loop; settings as DEFAULTS, complete."""
 
     name = "temporal_order"
+    settings: TemporalOrderOptions
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(TemporalOrderTask(settings["T"], bits=settings["bits"]), settings)
+    def __init__(self, settings: TemporalOrderOptions) -> None:
+        super().__init__(TemporalOrderTask(settings.T, bits=settings.bits), settings)
 
     def title(self) -> str:
-        return f"{self.settings['bits']} bits, {super().title()}"
+        return f"{self.settings.bits} bits, {super().title()}"
 
 
 DESCRIPTION = """\
@@ -52,25 +65,24 @@ Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 
 
 
 def _parser() -> Parser:
-    parser, group = last_answer.make_parser("temporal_order", DESCRIPTION, EXAMPLES, 10, DEFAULTS)
-    group.add_argument("--bits", type=integer(2), metavar="N", help="number of symbols to remember, 2 or 3 (default 2)")
-    return parser
+    return cli.make_parser("temporal_order", DESCRIPTION, EXAMPLES, TemporalOrderOptions, PRESETS, PRESET_HELP)
 
 
-def complete(settings: Settings) -> Settings:
-    """Checks what argparse can't.
+def complete(settings: Settings) -> TemporalOrderOptions:
+    """The settings as an object, checked.
 
     Raises:
-        InputError: bits other than 2 and 3, or settings that don't go together.
+        InputError: bits other than 2 and 3; or as `recurrent.complete`.
     """
-    if settings["bits"] not in (2, 3):
-        raise InputError(f"--bits {settings['bits']}: accepted: 2, 3")
-    return recurrent.complete(settings)
+    made = recurrent.complete(TemporalOrderOptions, settings)
+    if made.bits not in (2, 3):
+        raise InputError(f"--bits {made.bits}: accepted: 2, 3")
+    return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("temporal_order", _parser(), DEFAULTS, PRESETS, complete, TemporalOrder, arguments)
+    return cli.run("temporal_order", _parser(), TemporalOrderOptions, PRESETS, complete, TemporalOrder, arguments)
 
 
 if __name__ == "__main__":

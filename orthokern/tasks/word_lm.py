@@ -5,7 +5,7 @@ al. 2014; the data are `orthokern.data.load_words`'s).
 
     word  ->  0.01 E[word] [650]  ->  a GRU layer of 650  ->  W h_t + b [10 000]  ->  softmax
 
-with dropout of 50 % on what goes from layer to layer. The text is cut into 20 streams side by side; the state goes on
+with dropout of 50 % between layers. The text is cut into 20 streams side by side; the state goes on
 from window to window, and is zero at the beginning of an epoch.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,24 +25,28 @@ from orthokern.commandline import Parser, Settings, file_name, integer, real
 from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
-from orthokern.tasks.gru import GruTask, add_gru_options, build_gru
+from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.memory import check_gru
-from orthokern.tasks.recurrent import add_epochs, count_epochs, digest
+from orthokern.tasks.recurrent import count_epochs, digest
 from orthokern.training import cli
+from orthokern.training.options import defaults, option
 
-# Kanai et al. 2017, section 4.1.1.
-DEFAULTS: Settings = {
-    **gru.DEFAULTS,
-    "vocabulary": 10_000,
-    "hidden": 650,
-    "init_std": None,  # 1 / sqrt(hidden)
-    "bias": True,
-    "lr": 1.0,
-    "decay": 1.1,
-    "decay_after": 10,
-    "epochs": 75,
-    "goal": None,
-}
+
+@dataclass(kw_only=True)
+class WordOptions(GruOptions):
+    """The settings of Kanai et al. 2017, section 4.1.1."""
+
+    GROUP = "the task"
+    data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
+    vocabulary: int = option(10_000, integer(2), "largest vocabulary of the training text", "N")
+    goal: float | None = option(None, real(1.0, exclusive=True, none=True), "stop at this validation perplexity; none")
+    decay: float = option(1.1, real(1.0), "divisor of the learning rate after every epoch")
+    decay_after: int = option(10, integer(1), "epochs at the initial rate", "N")
+    hidden: int = 650
+    epochs: int | None = 75
+
+
+DEFAULTS = defaults(WordOptions)
 
 
 class WordModel(nn.Module):
@@ -52,17 +57,17 @@ class WordModel(nn.Module):
         settings: as DEFAULTS, complete.
     """
 
-    def __init__(self, words: int, settings: Settings) -> None:
+    def __init__(self, words: int, settings: WordOptions) -> None:
         super().__init__()
-        self.scale, self.dropout = settings["input_scale"], settings["dropout"]
-        self.embedding = nn.Embedding(words, settings["hidden"])
-        self.rnn = build_gru(settings["hidden"], settings)
+        self.scale, self.dropout = settings.input_scale, settings.dropout
+        self.embedding = nn.Embedding(words, settings.hidden)
+        self.rnn = build_gru(settings.hidden, settings)
         self.readout = LinearCrossEntropy(
-            settings["hidden"], words, settings["bias"], reduction="sum", backend=settings["backend"]
+            settings.hidden, words, settings.bias, reduction="sum", backend=settings.backend
         )
         for weight in (self.embedding.weight, self.readout.weight):
-            nn.init.normal_(weight, 0.0, settings["init_std"])
-        if settings["bias"]:
+            nn.init.normal_(weight, 0.0, settings.init_std)
+        if settings.bias:
             nn.init.zeros_(self.readout.get_parameter("bias"))
 
     def forward(self, inputs: Tensor, targets: Tensor, valid: Tensor | None, h0: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,19 +86,24 @@ class WordLm(GruTask):
 
     name = "word_lm"
     unit = "word"
+    settings: WordOptions
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: WordOptions) -> None:
         super().__init__(settings)
-        self.data = load_words(settings["data"], limit=settings["vocabulary"])
+        self.data = load_words(settings.data, limit=settings.vocabulary)
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
         dispatch.resolve(
-            "linear_cross_entropy", settings["backend"], device=self.device, dtype=torch.get_default_dtype(),
-            N=settings["hidden"], C=words,
-        )  # fmt: skip
-        self.streams = stream_rows(self.data.train, settings["batch"]).to(self.device)  # [L, B]
-        check_gru(settings, steps=min(settings["window"], len(self.streams) - 1))
-        self.windows_per_epoch = -(-(len(self.streams) - 1) // settings["window"])
+            "linear_cross_entropy",
+            settings.backend,
+            device=self.device,
+            dtype=torch.get_default_dtype(),
+            N=settings.hidden,
+            C=words,
+        )
+        self.streams = stream_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
+        check_gru(settings, steps=min(settings.window, len(self.streams) - 1))
+        self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)
         self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
         self.position = 0  # windows read
         self.build(WordModel(words, settings))
@@ -102,18 +112,18 @@ class WordLm(GruTask):
     def _rate(self, iteration: int) -> float:
         """What the learning rate is multiplied by; iteration 0 is the first."""
         epoch = iteration // self.iterations_per_epoch
-        return float(self.settings["decay"] ** -max(0, epoch + 1 - self.settings["decay_after"]))
+        return float(self.settings.decay ** -max(0, epoch + 1 - self.settings.decay_after))
 
     def read(self) -> tuple[Tensor, Tensor, None, bool]:
         window = self.position % self.windows_per_epoch
         self.position += 1
-        begin = window * self.settings["window"]
-        end = min(begin + self.settings["window"], len(self.streams) - 1)
+        begin = window * self.settings.window
+        end = min(begin + self.settings.window, len(self.streams) - 1)
         return self.streams[begin:end], self.streams[begin + 1 : end + 1], None, window == 0
 
     def _evaluation_windows(self, text: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Inputs, targets and valid, [T, B] each: every word of the text but the first is a target once."""
-        count, rows, steps = len(text) - 1, self.settings["batch"], self.settings["window"]
+        count, rows, steps = len(text) - 1, self.settings.batch, self.settings.window
         length = -(-count // rows)
         first = length * torch.arange(rows)
         for begin in range(0, length, steps):
@@ -124,7 +134,7 @@ class WordLm(GruTask):
 
     def measure(self, part: str) -> float:
         text = self.data.validation if part == "validation" else self.data.test
-        total, state = 0.0, self.zero_state(self.settings["batch"])
+        total, state = 0.0, self.zero_state(self.settings.batch)
         for batch in self._evaluation_windows(text):
             inputs, targets, valid = (tensor.to(self.device) for tensor in batch)
             loss, state = self.model(inputs, targets, valid, state)
@@ -142,7 +152,7 @@ class WordLm(GruTask):
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         ended = super().goal_reached(evaluation)
-        goal = self.settings["goal"]
+        goal = self.settings.goal
         return ended or (goal is not None and evaluation["perplexity"] <= goal)
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,34 +195,12 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.tasks.word_lm", description=DESCRIPTION, epilog=EXAMPLES)
-    group = parser.add_argument_group("the task")
-    group.add_argument("--data", type=file_name, metavar="DIR", help="folder with the three text files (required)")
-    group.add_argument(
-        "--vocabulary", type=integer(2), metavar="N", help="largest vocabulary of the training text (default 10000)"
-    )
-    group.add_argument(
-        "--goal", type=real(1.0, exclusive=True, none=True), metavar="X",
-        help="stop at this validation perplexity; none (default none)",
-    )  # fmt: skip
-    group.add_argument("--no-bias", dest="bias", action="store_false", help="a readout without bias")
-    add_epochs(group, DEFAULTS["epochs"])
-    group.add_argument(
-        "--decay", type=real(1.0), metavar="X", help="divisor of the learning rate after every epoch (default 1.1)"
-    )
-    group.add_argument("--decay-after", type=integer(1), metavar="N", help="epochs at the initial rate (default 10)")
-    add_gru_options(parser, DEFAULTS)
-    cli.add_run_options(parser, DEFAULTS)
-    return parser
+    return cli.make_parser("word_lm", DESCRIPTION, EXAMPLES, WordOptions)
 
 
-def complete(settings: Settings) -> Settings:
-    """Checks what argparse can't.
-
-    Raises:
-        InputError: no --data, or settings that don't go together.
-    """
-    return gru.complete(settings, "the Penn Treebank's text files")
+def complete(settings: Settings) -> WordOptions:
+    """The settings as an object, checked; see `gru.complete`."""
+    return gru.complete(WordOptions, settings, "the Penn Treebank's text files")
 
 
 PRESETS: dict[str, Settings] = {}
@@ -220,7 +208,7 @@ PRESETS: dict[str, Settings] = {}
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    return cli.run("word_lm", _parser(), DEFAULTS, PRESETS, complete, WordLm, arguments)
+    return cli.run("word_lm", _parser(), WordOptions, PRESETS, complete, WordLm, arguments)
 
 
 if __name__ == "__main__":

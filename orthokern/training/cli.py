@@ -6,7 +6,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,20 +31,22 @@ from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
-from orthokern.training.loop import FREE_SETTINGS, LoopSettings, train
+from orthokern.training.loop import LoopSettings, train
+from orthokern.training.options import Options, add_options, defaults, named, option, switch
 from orthokern.training.rundir import RunFolder
 from orthokern.training.startup import without_dynamo
+from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
 
 __all__ = [
     "EXIT_BAD_INPUT",
     "EXIT_INTERRUPTED",
-    "RUN_DEFAULTS",
+    "RunOptions",
     "Parser",
     "Settings",
-    "add_run_options",
     "device",
     "integer",
+    "make_parser",
     "one_of",
     "real",
     "resolve",
@@ -51,89 +54,98 @@ __all__ = [
 ]
 
 
-def add_run_options(parser: Parser, defaults: Mapping[str, Any], *, backend: bool = True) -> None:
-    """Adds the options that every task has. Their names in the settings are those of the options with underscores.
+@dataclass(kw_only=True)
+class RunOptions(Options):
+    """The settings that every task has. Their names are those of the options, with underscores.
+
+    Attributes:
+        preset: name of the preset; None for none.
+        processes: number of processes that train together; recorded.
+        iterations_per_epoch: of the task, None where it has no epochs; recorded.
+        iterations, backend: None until the settings are complete, and not in those that a task is built from.
+    """
+
+    GROUP = "the run"
+    preset: str | None = None
+    processes: int = 1
+    iterations_per_epoch: int | None = None
+    iterations: int = option(None, integer(1), "stop after N iterations, solved or not", "N", shown="by --epochs")
+    seed: int = option(0, integer(0, 2**63 - 1), "seed of the model, the data and the held-out data", "N")
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu",
+        device,
+        "cpu, cuda, cuda:1, ...",
+        "NAME",
+        shown="cuda if there is one",
+    )
+    backend: str = named(
+        None,
+        "backend",
+        ("auto", *BACKENDS),
+        f"auto, {', '.join(BACKENDS)}",
+        shown=f"the environment variable {ENVIRONMENT_VARIABLE}, else auto",
+    )
+    threads: int | None = option(None, integer(1, MAX_THREADS), "CPU threads", "N", shown="as many as torch chooses")
+    checkpoint_every: int = option(50, integer(1), "iterations between checkpoints", "N")
+    diagnose_every: int = option(10, integer(0), "iterations between records of spectrum and gradient, 0 for none", "N")
+    last_step_gradient: bool = switch(
+        False,
+        "also record the gradient of the last time step's loss, where a task has one (one more pass per record)",
+        needs=(Needs("diagnose_every", nothing=0),),
+    )
+    accumulate: int = option(
+        1,
+        integer(1),
+        "batches per iteration, their gradients averaged: as a batch K times as large, in less memory",
+        "K",
+    )
+    profile: int | None = option(
+        None,
+        integer(1),
+        "after three iterations, time the stages of N more (10) and the operators of three; writes profile.json",
+        "N",
+        shown="",
+        optional=10,
+    )
+    process_timeout: int = option(
+        600,
+        integer(1, 365 * 86_400),
+        "under torchrun, seconds that a process waits for another: more than an evaluation takes",
+        "S",
+    )
+    plots: bool = switch(True, "draw no plots at the end")
+
+
+def make_parser(
+    name: str,
+    description: str,
+    epilog: str,
+    options: type[RunOptions],
+    presets: Mapping[str, Settings] | None = None,
+    preset_help: Mapping[str, str] | None = None,
+) -> Parser:
+    """The parser of a task's command line.
 
     Args:
-        parser: a task's.
-        defaults: the task's own, shown by the help.
-        backend: whether the task calls any operator of ours, whose backend can be chosen.
+        name: the task's module in orthokern.tasks; description, epilog: of the help.
+        options, presets, preset_help: as `add_options`.
     """
-    iterations = "as --epochs says" if defaults["iterations"] is None else defaults["iterations"]
-    group = parser.add_argument_group("the run")
-    group.add_argument(
-        "--iterations",
-        type=integer(1),
-        metavar="N",
-        help=f"stop after N iterations, solved or not (default {iterations})",
-    )
-    group.add_argument(
-        "--seed",
-        type=integer(0, 2**63 - 1),
-        metavar="N",
-        help="seed of the model, the data and the held-out data (default 0)",
-    )
-    group.add_argument(
-        "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)"
-    )
-    if backend:
-        group.add_argument(
-            "--backend",
-            type=one_of("backend", ("auto", *BACKENDS)),
-            metavar="NAME",
-            help=f"auto, {', '.join(BACKENDS)} (default: the environment variable {ENVIRONMENT_VARIABLE}, else auto)",
-        )
-    group.add_argument(
-        "--threads", type=integer(1, MAX_THREADS), metavar="N", help="CPU threads (default: as many as torch chooses)"
-    )
+    parser = Parser(prog=f"python -m orthokern.tasks.{name}", description=description, epilog=epilog)
+    add_options(parser, options, presets, preset_help)
+    group = parser.add_argument_group("the run folder")
     group.add_argument("--out", type=path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")
     group.add_argument(
-        "--resume", type=path, nargs="?", const=None, metavar="DIR",
-        help="go on with the run in DIR (or in --out), with its settings, exactly as if it had never stopped",
-    )  # fmt: skip
-    group.add_argument(
-        "--checkpoint-every",
-        type=integer(1),
-        metavar="N",
-        help=f"iterations between checkpoints (default {defaults['checkpoint_every']})",
+        "--resume",
+        type=path,
+        nargs="?",
+        const=None,
+        metavar="DIR",
+        help="resume the run in DIR (or in --out) with its settings, exactly as if it had never stopped",
     )
-    group.add_argument(
-        "--diagnose-every", type=integer(0), metavar="N",
-        help=f"iterations between looks at spectrum and gradient, 0 for none (default {defaults['diagnose_every']})",
-    )  # fmt: skip
-    group.add_argument(
-        "--last-step-gradient", action="store_true",
-        help="look at the gradient of the last time step's loss too, where a task has one (one more pass per look)",
-    )  # fmt: skip
-    group.add_argument(
-        "--accumulate", type=integer(1), metavar="K",
-        help="batches per iteration, their gradients averaged: as a batch K times as large, in less memory (default 1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--profile", type=integer(1), nargs="?", const=10, metavar="N",
-        help="after three iterations, time the stages of N more (10) and the operators of three; writes profile.json",
-    )  # fmt: skip
-    group.add_argument(
-        "--process-timeout", type=integer(1, 365 * 86_400), metavar="S",
-        help="under torchrun, seconds that a process waits for another: more than an evaluation takes (default 600)",
-    )  # fmt: skip
-    group.add_argument("--no-plots", dest="plots", action="store_false", help="draw no plots at the end")
-    parser.needs["last_step_gradient"] = ((Needs("diagnose_every", nothing=0),),)
+    return parser
 
 
-RUN_DEFAULTS: Settings = {
-    "seed": 0,
-    "device": "cuda" if torch.cuda.is_available() else "cpu",
-    "backend": None,
-    "threads": None,
-    "checkpoint_every": 50,
-    "diagnose_every": 10,
-    "plots": True,
-    "last_step_gradient": False,
-    "accumulate": 1,
-    "profile": None,
-    "process_timeout": 600,
-}
+Chosen = TypeVar("Chosen", bound=RunOptions)
 
 
 def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings], stored: Settings | None) -> Settings:
@@ -165,7 +177,9 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
         settings = {**defaults, **stored, **given}
     else:
         settings = {**defaults, **presets.get(given.get("preset") or "", {}), **given}
-    if settings["backend"] is None:  # from here on a name: the record says what was used, and a resumed run keeps it
+    if (
+        settings.get("backend") is None
+    ):  # from here on a name: the record says what was used, and a resumed run keeps it
         settings["backend"] = requested(None)
     return settings
 
@@ -176,20 +190,21 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
 def run(
     name: str,
     parser: Parser,
-    defaults: Settings,
+    options: type[Chosen],
     presets: Mapping[str, Settings],
-    complete: Callable[[Settings], Settings],
-    build: Callable[[Settings], Task],
+    complete: Callable[[Settings], Chosen],
+    build: Callable[[Chosen], Task],
     arguments: list[str] | None = None,
 ) -> int:
     """The main function of a task's command line.
 
     Args:
         name: the task's name.
-        parser: with the task's options and those of `add_run_options`.
-        defaults: every setting of the task, RUN_DEFAULTS included.
+        parser: of `make_parser`.
+        options: the class of the task's settings.
         presets: settings by preset name.
-        complete: fills in the settings that depend on others, and checks those that only make sense together.
+        complete: makes the object of settings given by name: fills in those that depend on others, and checks those
+            that only make sense together.
         build: makes the task from complete settings; the global random generators are seeded by then.
         arguments: the command line; by default the process's.
 
@@ -202,9 +217,9 @@ def run(
     def body() -> int:
         try:
             given = parser.parse(arguments)
-            timeout: float = given.get("process_timeout") or defaults["process_timeout"]
+            timeout: float = given.get("process_timeout") or options.process_timeout
             with without_dynamo(), distributed.processes(timeout) as shard:
-                return _run(name, parser, given, defaults, presets, complete, build, started, shard)
+                return _run(name, parser, given, options, presets, complete, build, started, shard)
         except (InputError, BackendUnavailable) as error:
             if distributed.speaks(error):
                 raise
@@ -226,7 +241,7 @@ _NO_SIZE = re.compile(r"[Ss]torage size calculation overflowed|[Oo]verflow when 
 
 
 @contextlib.contextmanager
-def _enough_memory(settings: Settings) -> Iterator[None]:
+def _enough_memory(settings: RunOptions) -> Iterator[None]:
     """Turns an allocation that failed into one line: what could not be had, and what to lower.
 
     Raises:
@@ -245,9 +260,10 @@ def _enough_memory(settings: Settings) -> Iterator[None]:
             what = f"{amount / 2**30:.4g} GiB" if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
         elif _NO_SIZE.search(text):
             what = "a tensor of more than 2^63 bytes"
-        sizes = [f"--{name.replace('_', '-')} ({settings[name]})" for name in _SIZES if settings.get(name) is not None]
+        given = {name: getattr(settings, name, None) for name in _SIZES}
+        sizes = [f"--{name.replace('_', '-')} ({size})" for name, size in given.items() if size is not None]
         advice = f"; lower {' or '.join(sizes)}" if sizes else ""
-        raise InputError(f"out of memory on {settings['device']}: {what} could not be allocated{advice}") from None
+        raise InputError(f"out of memory on {settings.device}: {what} could not be allocated{advice}") from None
 
 
 def _check_device(recorded: Any) -> None:
@@ -273,13 +289,14 @@ def _run(
     name: str,
     parser: Parser,
     given: Settings,
-    defaults: Settings,
+    options: type[Chosen],
     presets: Mapping[str, Settings],
-    complete: Callable[[Settings], Settings],
-    build: Callable[[Settings], Task],
+    complete: Callable[[Settings], Chosen],
+    build: Callable[[Chosen], Task],
     started: float,
     shard: Shard,
 ) -> int:
+    usual_settings = defaults(options)
     resume = "resume" in given
     out, folder = given.pop("out", None), given.pop("resume", None)
     if folder is not None and out is not None and out != folder:
@@ -294,7 +311,7 @@ def _run(
         stored = dict(run_folder.config["settings"])
         stored.pop("profile", None)  # asked for once
 
-    def settle() -> Settings:
+    def settle() -> Chosen:
         if stored is not None:
             try:
                 recorded = {name: value for name, value in stored.items() if name not in given}
@@ -302,25 +319,25 @@ def _run(
                 if "device" in recorded:
                     _check_device(recorded["device"])
                 for name, value in recorded.items():
-                    usual = [defaults.get(name), *(preset[name] for preset in presets.values() if name in preset)]
+                    usual = [usual_settings.get(name), *(preset[name] for preset in presets.values() if name in preset)]
                     if value is None and None not in usual and not _may_be_none(parser, name, {**stored, **given}):
                         raise InputError(f"{name} is null, which --{name.replace('_', '-')} does not take")
             except InputError as error:
                 raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-        settings = complete(resolve(given, defaults, presets, stored))
+        settings = complete(resolve(given, usual_settings, presets, stored))
         parser.check_all_play(given, settings)
         return settings
 
     settings = distributed.together(settle)
-    settings["processes"] = shard.world
-    if settings["threads"] is not None:
-        torch.set_num_threads(settings["threads"])
-    settings["threads"] = torch.get_num_threads()
+    settings.processes = shard.world
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    settings.threads = torch.get_num_threads()
     # Numbers below 1e-38 mean nothing here and cost a CPU a hundred cycles each: in long runs the softmax's vanishing
     # probabilities and the gradients they make would be full of them.
     torch.set_flush_denormal(True)
-    distributed.together(lambda: distributed.use_device(settings["device"]))
-    seed_all(settings["seed"])
+    distributed.together(lambda: distributed.use_device(settings.device))
+    seed_all(settings.seed)
 
     def make() -> Task:
         task = build(settings)
@@ -330,22 +347,22 @@ def _run(
 
     with _enough_memory(settings):
         task = distributed.together(make)
-    settings["iterations_per_epoch"] = task.iterations_per_epoch
+    settings.iterations_per_epoch = task.iterations_per_epoch
     if shard.world > 1:  # the models are the same; from here on dropout differs
-        seed_all(settings["seed"] + shard.rank)
+        seed_all(settings.seed + shard.rank)
     facts = {"baseline": task.baseline, "time_steps": task.time_steps}
     if run_folder is None:
-        run_folder = distributed.on_first(lambda: RunFolder.create(folder, name, settings, facts))
+        run_folder = distributed.on_first(lambda: RunFolder.create(folder, name, asdict(settings), facts))
     else:
-        run_folder.config["settings"] = settings
+        run_folder.config["settings"] = {**(stored or {}), **asdict(settings)}
     loop = LoopSettings(
-        settings["iterations"],
-        settings["checkpoint_every"],
-        settings["diagnose_every"],
-        settings["plots"],
-        accumulate=settings["accumulate"],
-        last_step_gradient=settings["last_step_gradient"],
-        profile=settings["profile"],
+        settings.iterations,
+        settings.checkpoint_every,
+        settings.diagnose_every,
+        settings.plots,
+        accumulate=settings.accumulate,
+        last_step_gradient=settings.last_step_gradient,
+        profile=settings.profile,
     )
     where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}{task.headline()}"
     try:

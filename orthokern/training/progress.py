@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""What a user sees during a run: a bar on a terminal, a plain line every few seconds elsewhere."""
 
 import shutil
 import sys

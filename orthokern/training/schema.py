@@ -123,7 +123,7 @@ def _check_optimizer(saved: Any, fresh: Mapping[str, Any], task: Task, iteration
 
 
 def _check_group(name: str, group: Any, own: Mapping[str, Any], kind: type, moving: set[str]) -> None:
-    kept = (constants(kind, own) | {"params", "param_names"} & own.keys()) - moving
+    kept = (constants(kind, own) | {"params", "param_names", "margin", "spectrum_map"} & own.keys()) - moving
     if isinstance(group, dict):  # an older version may lack what has a default now
         for key in kept - group.keys() - {"params"}:
             group[key] = own[key]
@@ -181,7 +181,7 @@ def _check_optimizer_state(
 def _check_schedule(name: str, saved: Any, fresh: dict[str, Any], kind: type, iteration: int) -> None:
     check_like(name, saved, fresh)
     made_with = constants(kind, fresh) - {"last_epoch"}
-    # integers among them may be lengths, which grow with a run that goes on for longer
+    # integers among them may be lengths, which grow if a run is continued for longer
     check_constants(name, saved, fresh, {key for key in made_with if type(fresh[key]) is not int})
     check_constants(name, saved, fresh, {"base_lrs", "min_lrs"} & fresh.keys())
     for key in made_with:

@@ -1,0 +1,489 @@
+"""What the modules that replace torch.nn.RNN share: layers, directions, layouts, dropout, initial states, the loss.
+
+Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from orthokern import _autocast, dispatch, functional
+from orthokern._activations import ACTIVATIONS
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn import _loss
+from orthokern.nn._checks import (
+    check_backend,
+    check_held,
+    check_input,
+    check_packed,
+    finite,
+    flag,
+    new_parameter,
+    number,
+    positive_int,
+    share,
+)
+from orthokern.nn._layouts import Dense, Layout, Packed
+from orthokern.nn.activations import draw_start
+
+__all__ = ["NONLINEARITIES", "Recurrent", "widened"]
+
+NONLINEARITIES = tuple(ACTIVATIONS)
+
+
+def widened(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor or packed sequence of 16-bit floats in ``dtype``; anything else as it is."""
+    floats = value.data if isinstance(value, PackedSequence) else value
+    if isinstance(floats, Tensor) and floats.dtype in (torch.bfloat16, torch.float16):
+        return value.to(dtype)
+    return value
+
+
+class Recurrent(nn.Module):
+    """Layers, directions, layouts, initial states; a subclass has the recurrent matrix and runs one scan with it."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        nonlinearity: str,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        *,
+        negative_slope: float,
+        learned_h0: bool,
+        checkpoint_every: int,
+        backend: str | None,
+        precision: str,
+        message_clip: float,
+        gain: float,
+    ) -> None:
+        super().__init__()
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name
+        self.input_size = positive_int("input_size", input_size)
+        self.hidden_size = positive_int("hidden_size", hidden_size)
+        self.num_layers = positive_int("num_layers", num_layers)
+        if nonlinearity not in NONLINEARITIES:
+            raise unknown_name("nonlinearity", nonlinearity, list(NONLINEARITIES))
+        if ACTIVATIONS[nonlinearity].pairs and self.hidden_size % 2:
+            raise InputError(
+                f"hidden_size must be even for nonlinearity {nonlinearity!r} (it works on pairs of units), "
+                f"got {hidden_size}"
+            )
+        self.nonlinearity = nonlinearity
+        self.bias = flag("bias", bias)
+        self.batch_first = flag("batch_first", batch_first)
+        self.bidirectional = flag("bidirectional", bidirectional)
+        self.dropout = share("dropout", dropout)
+        if self.dropout > 0.0 and self.num_layers == 1:
+            warnings.warn(f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1", stacklevel=3)
+        self.negative_slope = number("negative_slope", negative_slope, "a finite number")
+        if not math.isfinite(self.negative_slope):
+            raise InputError(f"negative_slope must be a finite number, got {negative_slope!r}")
+        self.learned_h0 = flag("learned_h0", learned_h0)
+        self.checkpoint_every = positive_int("checkpoint_every", checkpoint_every, minimum=0)
+        self.backend = check_backend(backend)
+        if precision not in functional.PRECISIONS:
+            raise unknown_name("precision", precision, functional.PRECISIONS)
+        self.precision = precision
+        self.message_clip = finite("message_clip", message_clip, above_zero=False)
+        self.gain = finite("gain", gain, above_zero=True)
+        self._bases: dict[str, Tensor] = {}  # Note [The basis that a module keeps]
+
+    # -- parameters
+
+    def _suffixes(self) -> list[str]:
+        """Names of the recurrences in torch's order: l0, l0_reverse, l1, ..."""
+        return [
+            f"l{layer}{way}"
+            for layer in range(self.num_layers)
+            for way in (("", "_reverse") if self.bidirectional else ("",))
+        ]
+
+    def _inputs(self, suffix: str) -> int:
+        """Number of input features of the layer."""
+        first = suffix in ("l0", "l0_reverse")
+        return self.input_size if first else self.hidden_size * (2 if self.bidirectional else 1)
+
+    def _register(self, name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype) -> None:
+        self.register_parameter(name, new_parameter(name, shape, device, dtype))
+        self._shapes[name] = shape
+
+    def _register_common(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
+        """Parameters of one recurrence besides its weights: of the activation, and the initial state."""
+        learned = ACTIVATIONS[self.nonlinearity].learned
+        if learned is not None:
+            size = self.hidden_size if learned.per_unit else 1
+            self._register(f"{learned.stem}_{suffix}", (size,), device, dtype)
+        if self.learned_h0:
+            self._register(f"h0_{suffix}", (self.hidden_size,), device, dtype)
+
+    def _register_input(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
+        """Input weight and the one bias, of a recurrence whose matrix is made of other parameters."""
+        self._register(f"weight_ih_{suffix}", (self.hidden_size, self._inputs(suffix)), device, dtype)
+        if self.bias:
+            self._register(f"bias_{suffix}", (self.hidden_size,), device, dtype)
+
+    def _reset_input(self, suffix: str, generator: torch.Generator | None) -> None:
+        """U(-1/sqrt(N), 1/sqrt(N)) as torch's, bias 0."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+        if self.bias:
+            nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+
+    def _reset_common(self, suffix: str, generator: torch.Generator | None) -> None:
+        learned = ACTIVATIONS[self.nonlinearity].learned
+        if learned is not None:
+            draw_start(self._tensor(f"{learned.stem}_{suffix}"), learned, generator)
+        if self.learned_h0:
+            nn.init.zeros_(self._tensor(f"h0_{suffix}"))
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = getattr(self, name)
+        check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
+        return tensor
+
+    def _act_param(self, suffix: str) -> Tensor | None:
+        parameter = ACTIVATIONS[self.nonlinearity].parameter
+        if parameter is None:
+            return None
+        if parameter.stem is None:
+            # no buffer: torch's state_dicts have no such key, and without one it would not survive Module.to_empty
+            return self._tensor("weight_ih_l0").new_full((1,), self.negative_slope)
+        return self._tensor(f"{parameter.stem}_{suffix}")
+
+    def _suffix(self, layer: int, reverse: bool) -> str:
+        """Name of one recurrence, checked; a negative layer counts from the last."""
+        try:
+            index = range(self.num_layers)[operator.index(layer)]
+        except (TypeError, IndexError):
+            raise InputError(
+                f"layer must be an integer in [{-self.num_layers}, {self.num_layers}), got {layer!r}"
+            ) from None
+        if reverse and not self.bidirectional:
+            raise InputError("reverse=True needs a bidirectional module; accepted: reverse=False")
+        return f"l{index}{'_reverse' if reverse else ''}"
+
+    def flatten_parameters(self) -> None:
+        """Does nothing; torch.nn.RNN has it (for cuDNN), so code written for that may call it."""
+
+    # -- forward
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        """What `_scan` needs of the recurrent matrix, made once per forward however many scans follow."""
+        raise NotImplementedError
+
+    def _op(self) -> tuple[str, dict[str, Any]]:
+        """The op that `_scan` runs, and the sizes that a backend may limit."""
+        raise NotImplementedError
+
+    def _gained(self, tensor: Tensor) -> Tensor:
+        """One of the terms that make up a pre-activation, times the gain."""
+        return tensor if self.gain == 1.0 else tensor * self.gain
+
+    def _serves_lengths(self) -> bool:
+        """Whether the backend that runs this module's scans takes lengths. `auto` is not to look for another one that
+        does: a GPU kernel that computes padding too is faster than the reference without padding."""
+        op, sizes = self._op()
+        weight = self._tensor("weight_ih_l0")
+        features = ("message_clip",) if self.message_clip > 0 else ()
+        chosen = dispatch.choose(op, self.backend, device=weight.device, dtype=weight.dtype, features=features, **sizes)
+        return dispatch.has_feature(op, chosen, "lengths")
+
+    def _scan_options(self, suffix: str, lengths: Tensor | None) -> dict[str, Any]:
+        """What both scans take besides matrices and bias."""
+        return {
+            "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
+            "lengths": lengths,
+            "message_clip": self.message_clip,
+            "activation": self.nonlinearity,
+            "act_param": self._act_param(suffix),
+            # the number of checkpoints, ceil(T / k), would bind an exported program to a T above k
+            "checkpoint_every": 0 if torch.compiler.is_exporting() else self.checkpoint_every,
+            "backend": self.backend,
+            "precision": self.precision,
+        }
+
+    @overload
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(self, input: PackedSequence, hx: Tensor | None = None) -> tuple[PackedSequence, Tensor]: ...
+
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        """Run all layers over a batch of sequences.
+
+        Args:
+            input: float [T,B,D] ([B,T,D] if batch_first), float [T,D] for one sequence without a batch, or token
+                ids, int64 or int32, in [0, input_size): [T,B] ([B,T] if batch_first) or [T]. Ids select columns of
+                the input weight, as a one-hot input would; the one-hot tensor is never made. Or a PackedSequence of
+                any of these. Floats have the dtype of the parameters; under autocast, 16-bit floats are widened to it:
+                a recurrence over thousands of steps keeps its states in float32.
+            hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
+                for one sequence; never batch_first. None: the learned states if the module has them, else zeros.
+                Learned states are not used if hx is given.
+
+        Returns:
+            (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
+            packed input), the states of the last layer; h_n [num_layers * directions, B, N], the last state of every
+            recurrence (for the reverse direction the one at t = 0).
+
+        Raises:
+            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
+        """
+        weight = self._tensor("weight_ih_l0")
+        device = weight.device.type
+        if _autocast.is_on(device):
+            with torch.autocast(device, enabled=False):
+                return self.forward(widened(input, weight.dtype), widened(hx, weight.dtype))
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx)
+        tokens = self._check_input(input)
+        batched = input.dim() == (2 if tokens else 3)
+        if batched:
+            data = input.transpose(0, 1) if self.batch_first else input
+        else:
+            data = input.unsqueeze(1)
+        if data.shape[0] < 1 or data.shape[1] < 1:
+            raise InputError(
+                f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step and 1 sequence"
+            )
+        if hx is not None:
+            self._check_hx(hx, data.shape[1] if batched else None, input.device)
+            hx = hx if batched else hx.unsqueeze(1)
+        output, h_n = self._run(data, hx, Dense(data.shape[1]))
+        if not batched:
+            return output.squeeze(1), h_n.squeeze(1)
+        return (output.transpose(0, 1) if self.batch_first else output), h_n
+
+    def _forward_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
+        self._check_input(input.data, packed=True)
+        check_packed(input)
+        layout = Packed(input.batch_sizes, input.data.device, self._serves_lengths())
+        if hx is not None:
+            self._check_hx(hx, layout.batch, input.data.device)
+            if input.sorted_indices is not None:  # the caller's order -> order by falling length
+                hx = hx.index_select(1, input.sorted_indices)
+        output, h_n = self._run(input.data, hx, layout)
+        if input.unsorted_indices is not None:
+            h_n = h_n.index_select(1, input.unsorted_indices)
+        return PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices), h_n
+
+    def loss(
+        self,
+        input: Tensor,
+        readout: nn.Module,
+        target: Tensor,
+        hx: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        reduction: str = "mean",
+        algorithm: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of a linear readout of the last layer's states, which are never made for all steps::
+
+            loss, hits = rnn.loss(tokens, readout, targets)
+
+        is ``readout.loss(rnn(tokens)[0], targets)`` with less memory. With nonlinearity "identity" it is also much
+        faster: the recurrence then runs in the eigenbasis of its matrix, at O(N) a step, with the full gradient of
+        every parameter (``orthokern.functional.scan_cross_entropy``; docs/modal.md). The eigenvectors found are kept
+        for the next call, and are part of the state_dict.
+
+        Args:
+            input: as in forward, no PackedSequence; token ids may also be uint8 or int16.
+            readout: a torch.nn.Linear or orthokern.nn.LinearCrossEntropy, N inputs, C classes.
+            target: uint8, int16, int32 or int64, the shape of input without features, class ids in [0, C).
+            hx: as in forward.
+            lengths: int64 [B] in [1, T], the steps that each sequence has; None: all. Later steps do not count.
+            reduction: "mean" over the steps that count, or "sum".
+            algorithm: of the last layer: "auto", "modal", "sequential" or "chunked".
+
+        Returns:
+            (loss, hits): the loss, 0-dim, in nats; int64 [T], at how many sequences the largest logit of a step is that
+            of the target.
+
+        Raises:
+            InputError: as forward; a bidirectional module; "modal" where it cannot serve.
+        """
+        weight = self._tensor("weight_ih_l0")
+        device = weight.device.type
+        if _autocast.is_on(device):
+            with torch.autocast(device, enabled=False):
+                return self.loss(
+                    widened(input, weight.dtype),
+                    readout,
+                    target,
+                    widened(hx, weight.dtype),
+                    lengths=lengths,
+                    reduction=reduction,
+                    algorithm=algorithm,
+                )
+        if self.bidirectional:
+            raise InputError(
+                "loss serves one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"
+            )
+        tokens = self._check_input(input, small_ids=True)
+        data, batched = input, input.dim() == (2 if tokens else 3)
+        if not isinstance(target, Tensor) or target.shape != input.shape[: input.dim() - (not tokens)]:
+            got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+            raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
+        if not batched:
+            data, target = data.unsqueeze(1), target.unsqueeze(1)
+        elif self.batch_first:
+            data, target = data.transpose(0, 1), target.transpose(0, 1)
+        if hx is not None:
+            self._check_hx(hx, data.shape[1] if batched else None, input.device)
+            hx = hx if batched else hx.unsqueeze(1)
+        layout = Dense(data.shape[1])
+        self._begin()
+        if self.num_layers > 1:
+            if tokens and data.dtype not in (torch.int64, torch.int32):
+                data = data.to(torch.int64)
+            data = self._layers(data, hx, layout, self.num_layers - 1)[0]
+        suffix = self._suffix(-1, False)
+        h0 = self._initial_state(suffix, hx, self.num_layers - 1, layout)
+        found = _loss.loss(self, data, h0, suffix, readout, target, lengths, reduction, algorithm)
+        return found.loss, found.hits
+
+    def explain_loss(
+        self, T: int, B: int, classes: int, *, ids: bool = True, lengths: bool = False, algorithm: str = "auto"
+    ) -> tuple[str, str]:
+        """Which algorithm `loss` takes with the parameters as they are, and why.
+
+        Args:
+            T, B: time steps and sequences; classes: of the readout.
+            ids: the input is token ids.
+            lengths: the call gives lengths.
+            algorithm: what it asks for.
+
+        Returns:
+            ("modal", the condition of the eigenvectors) or ("sequential", why not modal), each as a phrase; with
+            algorithm="chunked", that.
+
+        Raises:
+            InputError: algorithm="modal" cannot serve.
+        """
+        return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, algorithm=algorithm)
+
+    def _factors(self, suffix: str) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The matrix as functional.scan_cross_entropy takes it, and the bias, both with the gain."""
+        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        return self._matrix(suffix), bias
+
+    def _begin(self) -> None:
+        """Called at the beginning of everything that runs all layers."""
+
+    def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
+        """h0 [B,N] of one recurrence, the index-th of hx."""
+        if hx is not None:
+            return hx[index]
+        return self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size) if self.learned_h0 else None
+
+    def _run(self, data: Tensor, hx: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+        self._begin()
+        data, last = self._layers(data, hx, layout, self.num_layers)
+        return data, torch.stack(last)
+
+    def _layers(self, data: Tensor, hx: Tensor | None, layout: Layout, count: int) -> tuple[Tensor, list[Tensor]]:
+        """The first `count` layers: what the next one is fed with, and the last states."""
+        last: list[Tensor] = []
+        ways = (False, True) if self.bidirectional else (False,)
+        for layer in range(count):
+            outputs = []
+            for reverse in ways:
+                suffix = self._suffix(layer, reverse)
+                h0 = self._initial_state(suffix, hx, len(last), layout)
+                matrix = self._matrix(suffix)
+
+                def scan(
+                    x: Tensor,
+                    h: Tensor | None,
+                    lengths: Tensor | None,
+                    suffix: str = suffix,
+                    matrix: tuple[Tensor, ...] = matrix,
+                ) -> Tensor:
+                    return self._scan(x, h, lengths, suffix, matrix)
+
+                output, end = layout.run(scan, data, h0, reverse)
+                outputs.append(output)
+                last.append(end)
+            data = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            if self.dropout > 0.0 and self.training and layer + 1 < self.num_layers:
+                data = nn.functional.dropout(data, self.dropout, training=True)
+        return data, last
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _loss.save(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        *_, unexpected, errors = args
+        _loss.load(self, state_dict, prefix, unexpected, errors)
+
+    def _check_input(self, input: Tensor, *, packed: bool = False, small_ids: bool = False) -> bool:
+        """Check everything but T and B; True for token ids."""
+        weight = self._tensor("weight_ih_l0")
+        if weight.dtype in (torch.bfloat16, torch.float16) and not self._half_ok:
+            raise InputError(
+                f"parameters have dtype {weight.dtype}, in which orthogonality is lost; "
+                "accepted: torch.float32, torch.float64"
+            )
+        return check_input(
+            input, weight, self.input_size, batch_first=self.batch_first, packed=packed, small_ids=small_ids
+        )
+
+    def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device) -> None:
+        if not isinstance(hx, Tensor):
+            raise InputError(f"hx must be a Tensor or None, got {type(hx).__name__}")
+        if hx.layout is not torch.strided or hx.is_nested:
+            kind = "nested" if hx.is_nested else str(hx.layout).removeprefix("torch.")
+            raise InputError(f"hx is a {kind} tensor; accepted: a strided (dense) one")
+        rows = self.num_layers * (2 if self.bidirectional else 1)
+        shape = (rows, self.hidden_size) if batch is None else (rows, batch, self.hidden_size)
+        if tuple(hx.shape) != shape:
+            letters = "layers * directions, N" if batch is None else "layers * directions, B, N"
+            raise InputError(f"hx has shape {tuple(hx.shape)}; accepted: {shape} ({letters})")
+        weight = self._tensor("weight_ih_l0")
+        if hx.dtype != weight.dtype or hx.device != device:
+            raise InputError(f"hx is {hx.dtype} on {hx.device}; accepted: {weight.dtype} on {device}, like the input")
+
+    _half_ok = True
+
+    def _repr_common(self) -> str:
+        text = f"{self.input_size}, {self.hidden_size}"
+        defaults = {
+            "num_layers": 1,
+            "nonlinearity": "tanh",
+            "bias": True,
+            "batch_first": False,
+            "dropout": 0.0,
+            "bidirectional": False,
+        }
+        defaults |= {"learned_h0": False, "checkpoint_every": 0, "backend": None, "precision": "ieee"}
+        defaults |= {"message_clip": 0.0, "gain": 1.0}
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                text += f", {name}={value!r}"
+        row = ACTIVATIONS[self.nonlinearity]
+        if row.parameter is not None and row.learned is None:
+            text += f", negative_slope={self.negative_slope}"
+        return text

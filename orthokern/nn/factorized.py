@@ -1,0 +1,226 @@
+"""A recurrence with the matrix W = U diag(s) V^T, U and V orthonormal.
+
+Letters: N hidden_size, K rank of U and V, D input_size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern import _autocast, functional
+from orthokern import init as init_
+from orthokern.errors import InputError, unknown_name
+from orthokern.nn._checks import check_device, number, parameter_dtype, positive_int
+from orthokern.nn._recurrent import Recurrent
+
+__all__ = ["APPLY", "FactorizedRNN"]
+
+APPLY = ("factored", "composed")
+
+
+class FactorizedRNN(Recurrent):
+    """An RNN whose recurrent matrix is W = U diag(s) V^T with orthonormal U and V [N,K] and a spectrum s held near 1.
+
+    h_t = phi(gain (U (s * (V^T h_{t-1})) + W_ih x_t + b)), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
+    Vorontsov, Trabelsi, Kadoury and Pal, "On orthogonality and learning recurrent networks with long term
+    dependencies", 2017. A drop-in for torch.nn.RNN in constructor names, layouts and (output, h_n). U and V stay
+    orthonormal only under an optimizer that keeps them so: orthokern.optim.optimizer_for(model) splits the parameters
+    and gives GeodesicSGD the bases.
+
+    Args:
+        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device: as in
+            orthokern.nn.RNN.
+        dtype: float32 or float64; 16-bit types are refused, which are too coarse for orthonormal U and V.
+        margin: m >= 0, how far s may go from 1; 0 fixes s = 1 (p is kept and its gradient is zero). None: s itself
+            is the parameter, free.
+        spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. Of no effect
+            for margin 0 or None.
+        rank: K <= N, columns of U and V; None for N.
+        apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
+            sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
+            function up to rounding. Kept as the attribute `apply_mode`: `module.apply(fn)` is torch.nn.Module's.
+        init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity",
+            "learned": W is the named orthogonal matrix, s = 1, for K = N. "glorot", "glorot-uniform": the (truncated)
+            singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights
+            U(-1/sqrt(N), 1/sqrt(N)) as torch's, bias 0.
+        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (one: the second of torch
+    adds nothing), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
+    modrelu_bias_l0 [N], h0_l0 [N] where asked for.
+
+    Raises InputError, one line, for a bad argument.
+    """
+
+    _half_ok = False
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        margin: float | None = 0.1,
+        spectrum_map: str = "sigmoid",
+        rank: int | None = None,
+        apply: str = "factored",
+        init: str = "orthogonal",
+        negative_slope: float = 0.01,
+        learned_h0: bool = False,
+        checkpoint_every: int = 0,
+        backend: str | None = None,
+        precision: str = "ieee",
+        message_clip: float = 0.0,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+            precision=precision,
+            message_clip=message_clip,
+            gain=gain,
+        )
+        if margin is not None:
+            accepted = "a finite number >= 0, or None for a free spectrum"
+            margin = number("margin", margin, accepted)
+            if not (math.isfinite(margin) and margin >= 0.0):
+                raise InputError(f"margin must be {accepted}, got {margin}")
+        self.margin = margin
+        if spectrum_map not in functional.SPECTRUM_MAPS:
+            raise unknown_name("spectrum_map", spectrum_map, functional.SPECTRUM_MAPS)
+        self.spectrum_map = spectrum_map
+        self.rank = self.hidden_size if rank is None else positive_int("rank", rank)
+        if self.rank > self.hidden_size:
+            raise InputError(f"rank must be at most hidden_size = {self.hidden_size}, got {self.rank}")
+        if apply not in APPLY:
+            raise unknown_name("apply", apply, list(APPLY))
+        self.apply_mode = apply
+        if init not in init_.INITS:
+            raise unknown_name("init", init, list(init_.INITS))
+        if init in init_.UNCONSTRAINED and margin is not None:
+            raise InputError(
+                f"init {init!r} needs margin=None (its singular values are free in (0, 2)), got margin={margin}"
+            )
+        if self.rank < self.hidden_size and init not in init_.LOWER_RANK:
+            raise InputError(
+                f"init {init!r} needs rank = hidden_size = {self.hidden_size}, got rank={self.rank}; "
+                f"accepted for a lower rank: {', '.join(map(repr, init_.LOWER_RANK))}"
+            )
+        self.init = init
+        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
+        n, k = self.hidden_size, self.rank
+        for suffix in self._suffixes():
+            self._register_input(suffix, device, dtype)
+            self._register(f"u_{suffix}", (n, k), device, dtype)
+            self._register(f"v_{suffix}", (n, k), device, dtype)
+            self._register(f"spectrum_{suffix}", (k,), device, dtype)
+            self._register_common(suffix, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
+        for suffix in self._suffixes():
+            self._reset_input(suffix, generator)
+            spectrum = self._tensor(f"spectrum_{suffix}")
+            init_.factorized_(self._tensor(f"u_{suffix}"), spectrum, self._tensor(f"v_{suffix}"), self.init, generator)
+            if self.margin is not None:  # s = 1 is p = 0
+                nn.init.zeros_(spectrum)
+            self._reset_common(suffix, generator)
+
+    def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """s [K] of one recurrence, in the order of the columns of U and V, without the gain; differentiable with
+        respect to the parameter."""
+        return self._spectrum(self._suffix(layer, reverse))
+
+    def spectra(self) -> list[Tensor]:
+        """`spectrum` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._spectrum(suffix) for suffix in self._suffixes()]
+
+    def singular_values(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """Singular values |s| [K] of W (without the gain), detached, in the order of the columns of U and V (not
+        sorted), so that each can be followed in time.
+
+        They are |s| because U and V are orthonormal. s itself (see `spectrum`) can be negative only for margin > 1
+        or None.
+        """
+        return self.spectrum(layer, reverse).detach().abs()
+
+    @_autocast.keeps_dtype
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """W = U diag(s) V^T [N,N] of one recurrence (without the gain), composed for inspection; differentiable.
+        Forward forms it only with apply="composed"."""
+        suffix = self._suffix(layer, reverse)
+        return (self._tensor(f"u_{suffix}") * self.spectrum(layer, reverse)) @ self._tensor(f"v_{suffix}").mT
+
+    @torch.no_grad()
+    def orthogonality_error(self) -> float:
+        """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence)."""
+        worst = 0.0
+        for name, role in self.parameter_roles().items():
+            if role == "geodesic":
+                m = self._tensor(name)
+                worst = max(worst, float((m.mT @ m - torch.eye(self.rank, dtype=m.dtype, device=m.device)).abs().max()))
+        return worst
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "geodesic" (U and V, kept orthonormal), "spectrum" (p or s; `margin` tells which) or
+        "other"."""
+        roles = {}
+        for name, _ in self.named_parameters(recurse=False):
+            kind = name.split("_l", 1)[0]
+            roles[name] = "geodesic" if kind in ("u", "v") else "spectrum" if kind == "spectrum" else "other"
+        return roles
+
+    def _spectrum(self, suffix: str) -> Tensor:
+        return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
+
+    @_autocast.keeps_dtype
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
+        s = self._gained(self._spectrum(suffix))
+        return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
+
+    def _op(self) -> tuple[str, dict[str, Any]]:
+        if self.apply_mode == "composed":
+            return "dense_scan", {"N": self.hidden_size}
+        return "factored_scan", {"N": self.hidden_size, "K": self.rank}
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        if self.apply_mode == "composed":
+            return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
+        u, s, v = matrix
+        return functional.factored_scan(x, u, s, v, h0, bias=bias, **self._scan_options(suffix, lengths))
+
+    def extra_repr(self) -> str:
+        text = f"{self._repr_common()}, margin={self.margin}"
+        if self.spectrum_map != "sigmoid":
+            text += f", spectrum_map={self.spectrum_map!r}"
+        if self.rank != self.hidden_size:
+            text += f", rank={self.rank}"
+        if self.apply_mode != "factored":
+            text += f", apply={self.apply_mode!r}"
+        return text + ("" if self.init == "orthogonal" else f", init={self.init!r}")

@@ -1,0 +1,164 @@
+"""One iteration of the training loop: the gradients of its batches, one optimizer step, and what is recorded of it."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern.diagnostics import tap, thin_profile
+from orthokern.training import distributed
+from orthokern.training.checkpoint import rng_state, set_rng_state
+from orthokern.training.distributed import Shard
+from orthokern.training.profiling import Profiler
+from orthokern.training.signals import StopRequest
+from orthokern.training.task import Task
+
+__all__ = ["LoopSettings", "Step", "diagnosis", "joint_profile", "step"]
+
+Profiles = dict[str, Tensor]  # name of the record's field -> norms [T] of one batch
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long and how often.
+
+    Attributes:
+        iterations: number of the last iteration (1 is the first).
+        checkpoint_every: iterations between checkpoints; one is also written at the end and at an interrupt.
+        diagnose_every: iterations between records of the spectrum and of the gradient through time; 0 for never.
+        plots: draw the task's plots at the end and at an interrupt.
+        accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
+        last_step_gradient: also record, at diagnosed iterations, the gradient through time of `Task.last_step_loss`.
+        profile: number of iterations to time by stage; None for no profile.
+    """
+
+    iterations: int
+    checkpoint_every: int = 50
+    diagnose_every: int = 10
+    plots: bool = True
+    accumulate: int = 1
+    last_step_gradient: bool = False
+    profile: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an iteration computed.
+
+    Attributes:
+        metrics: loss, grad_norm and the task's own numbers, averaged over batches and ranks.
+        taken: whether loss and gradient were finite, and the optimizer took its step.
+        stop: a signal that came on any rank, or None.
+        profiles: of each of this rank's batches; empty unless asked for.
+    """
+
+    metrics: dict[str, float]
+    taken: bool
+    stop: int | None
+    profiles: list[Profiles]
+
+
+def step(
+    task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, check: bool
+) -> Step:
+    """Gradients of all batches, then one optimizer step, left out if loss or gradient is not finite."""
+    task.optimizer.zero_grad(set_to_none=True)
+    names: list[str] = []
+    rows: list[Tensor] = []  # of each batch, the loss and the task's numbers
+    profiles: list[Profiles] = []
+    for index in range(settings.accumulate):
+        last = index + 1 == settings.accumulate
+        with profiler.stage("data"):
+            batch = task.next_batch()
+        with nullcontext() if last else distributed.keep_own_gradients(task.module):
+            with tap(sparse=True) if diagnose else nullcontext() as taken:
+                with profiler.stage("forward"):
+                    loss, extra = task.loss(batch)
+                with profiler.stage("backward"):
+                    (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
+        names = list(extra)
+        rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
+        if taken is not None:
+            with profiler.stage("diagnose"):
+                profiles.append(_profiles(task, taken, batch, settings))
+    if check:
+        distributed.check_averaged(task.module, task.name)
+    with profiler.stage("clip and step"):
+        gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
+        # One transfer for all numbers: on a GPU each .item() would synchronize.
+        local = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
+        values, came = distributed.agree(local, stop.signal)
+        numbers = dict(zip(["grad_norm", "loss", *names], values, strict=True))
+        metrics = {"loss": numbers["loss"], **numbers}
+        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        if finite:
+            task.clip_gradients()
+            task.optimizer.step()
+            if task.scheduler is not None:
+                task.scheduler.step()
+    return Step(metrics, finite, came, profiles)
+
+
+def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Profiles:
+    """The last layer's norms through time, of one batch."""
+    profiles = {}
+    if taken.grad_norms:
+        # Of the batch's own loss, not of its part in the mean.
+        profiles["grad_norm_through_time"] = taken.grad_norms[0] * settings.accumulate
+    if taken.state_norms:
+        profiles["state_norm_through_time"] = taken.state_norms[-1]
+    if settings.last_step_gradient:
+        last = _last_step_gradient(task, batch)
+        if last is not None:
+            profiles["last_grad_norm_through_time"] = last
+    return profiles
+
+
+def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
+    """‖dL/dh_t‖ [T] for L the loss of the last step alone. Gradients, buffers and random states are restored, and
+    there is no communication with other ranks."""
+    rng = rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
+    module, task.module = task.module, task.model
+    try:
+        with tap() as taken:
+            loss = task.last_step_loss(batch)
+            if loss is None:
+                return None
+            torch.autograd.grad(loss, [p for p in task.model.parameters() if p.requires_grad], allow_unused=True)
+    finally:
+        task.module = module
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        set_rng_state(rng)
+    return taken.grad_norms[0] if taken.grad_norms else None
+
+
+def joint_profile(parts: list[Tensor], mean: bool) -> Tensor:
+    """Norms [T] over the joint batch from those over its parts; a part that is shorter than the longest counts as zero
+    beyond its end. With `mean`, of the gradient of the parts' mean loss."""
+    if len(parts) == 1:
+        return parts[0]
+    squares = torch.zeros(max(len(part) for part in parts), dtype=torch.float64)
+    for part in parts:
+        squares[: len(part)] += part.double().cpu().square()
+    return squares.sqrt() / (len(parts) if mean else 1)
+
+
+def diagnosis(task: Task, shard: Shard, profiles: list[Profiles]) -> dict[str, Any]:
+    """The record of a diagnosed iteration: the task's numbers, and the norms through time over the joint batch."""
+    if shard.world > 1:
+        mine = [{name: norms.cpu() for name, norms in part.items()} for part in profiles]
+        profiles = [part for parts in distributed.gather(mine) for part in parts]
+    if not shard.first:
+        return {}
+    record = dict(task.diagnose())
+    for name in profiles[0]:
+        parts = [part[name] for part in profiles if name in part]
+        record[name] = thin_profile(joint_profile(parts, mean=name != "state_norm_through_time"))
+    return record

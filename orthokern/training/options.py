@@ -1,0 +1,167 @@
+"""Settings as dataclasses: each field is an option of the command line, and knows all that is told and checked of it.
+
+A class of options derives from `RunOptions` (training/cli.py). Each field is declared once, by `option` or `switch`,
+with its default, the values it takes, its help and what it needs to have an effect. The parser, the help text and the
+check for options without effect follow from that. A derived class changes a default by a plain assignment.
+
+Example:
+    @dataclass(kw_only=True)
+    class Options(RunOptions):
+        GROUP = "the network"
+        hidden: int = option(128, integer(1), "hidden units", "N")
+        batch: int = 20  # declared in a base class, with another default
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from orthokern.commandline import Needs, Parser, Settings, one_of
+
+__all__ = ["Option", "Options", "add_options", "defaults", "named", "option", "switch"]
+
+Ways = tuple[tuple[Needs, ...], ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field knows of its option.
+
+    Attributes:
+        convert: argparse type of the value; None for a switch without a value.
+        help: without the default.
+        metavar: of the value.
+        ways: what must be met for the option to have an effect: all conditions of one of them; (): nothing.
+        shown: what the help says of the default; None: its value; "": nothing.
+        optional: what the option means without a value; None: it needs one.
+    """
+
+    convert: Callable[[str], Any] | None
+    help: str
+    metavar: str = ""
+    ways: Ways = ()
+    shown: str | None = None
+    optional: Any = None
+
+
+def option(
+    default: Any,
+    convert: Callable[[str], Any],
+    help: str,
+    metavar: str = "X",
+    *,
+    needs: tuple[Needs, ...] = (),
+    or_needs: tuple[Needs, ...] = (),
+    shown: str | None = None,
+    optional: Any = None,
+) -> Any:
+    """A field whose option takes a value; `needs` and `or_needs` are the ways of `Option`."""
+    ways = tuple(way for way in (needs, or_needs) if way)
+    return _field(default, Option(convert, help, metavar, ways, shown, optional))
+
+
+def named(default: str | None, name: str, choices: Any, help: str, **more: Any) -> Any:
+    """A field whose option takes one of some names."""
+    return option(default, one_of(name, choices), help, "NAME", **more)
+
+
+def switch(default: bool, help: str, *, needs: tuple[Needs, ...] = ()) -> Any:
+    """A field whose option takes no value: --name for a default of False, --no-name for True."""
+    return _field(default, Option(None, help, "", (needs,) if needs else (), ""))
+
+
+def _field(default: Any, declared: Option) -> Any:
+    return dataclasses.field(default=default, metadata={"option": declared})
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The complete settings of a run.
+
+    Attributes:
+        GROUP: title of the class's own options in the help.
+        HIDDEN: names of options that this class's command line lacks.
+    """
+
+    GROUP: ClassVar[str] = "options"
+    HIDDEN: ClassVar[frozenset[str]] = frozenset()
+
+
+Chosen = TypeVar("Chosen", bound=Options)
+
+
+def _declared(options: type[Options]) -> dict[str, tuple[str, Option]]:
+    """Name of each option of a command line -> title of its group, and its declaration in the most derived class.
+
+    In the order of the help: groups of derived classes come first, and within a group the options of base classes.
+    """
+    found: dict[str, tuple[str, Option]] = {}
+    titles: list[str] = []
+    for base in options.__mro__:
+        if not issubclass(base, Options):
+            continue
+        titles.append(base.GROUP)
+        fields = {field.name: field for field in dataclasses.fields(base)}
+        for name in vars(base).get("__annotations__", {}):
+            if name in fields and "option" in fields[name].metadata and name not in options.HIDDEN:
+                _, declared = found.get(name, ("", fields[name].metadata["option"]))
+                found[name] = (base.GROUP, declared)  # the group of the class that declares it first
+    place = {field.name: index for index, field in enumerate(dataclasses.fields(options))}
+    return dict(sorted(found.items(), key=lambda each: (titles.index(each[1][0]), place[each[0]])))
+
+
+def defaults(options: type[Options]) -> Settings:
+    """The defaults of a command line, by name."""
+    declared = _declared(options)
+    return {field.name: field.default for field in dataclasses.fields(options) if field.name in declared}
+
+
+def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
+    """Settings as an object; those of other versions that the class does not know are left out."""
+    known = {field.name for field in dataclasses.fields(options)}
+    return options(**{name: value for name, value in settings.items() if name in known})
+
+
+def add_options(
+    parser: Parser,
+    options: type[Options],
+    presets: Mapping[str, object] | None = None,
+    preset_help: Mapping[str, str] | None = None,
+) -> None:
+    """Adds the options of a class to a parser, and what they need.
+
+    Args:
+        parser: a task's.
+        options: the task's class.
+        presets: the task's presets by name; adds --preset where there are any.
+        preset_help: name, or several names in one, -> a line of help.
+    """
+    usual = defaults(options)
+    groups: dict[str, Any] = {}
+    for name, (title, declared) in _declared(options).items():
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        value = usual[name]
+        told = declared.shown
+        if told is None or (name == "iterations" and value is not None):
+            told = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        text = (declared.help + (f" (default {told})" if told else "")).replace("%", "%%")
+        dashed = name.replace("_", "-")
+        if declared.convert is None:
+            action = "store_false" if value else "store_true"
+            groups[title].add_argument(
+                f"--no-{dashed}" if value else f"--{dashed}", dest=name, action=action, help=text
+            )
+        else:
+            more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
+            groups[title].add_argument(
+                f"--{dashed}", type=declared.convert, metavar=declared.metavar, help=text, **more
+            )
+        if declared.ways:
+            parser.needs[name] = declared.ways
+    if presets:
+        lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
+        parser.add_argument("--preset", type=one_of("preset", presets), metavar="NAME", help=lines)

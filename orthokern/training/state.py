@@ -1,0 +1,302 @@
+"""The state of a training run: what a checkpoint holds, how it is written, restored and checked."""
+
+import hashlib
+import io
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern._state import check_integer, misfit, shown
+from orthokern.errors import CheckpointError, InputError
+from orthokern.training import distributed
+from orthokern.training.checkpoint import (
+    checkpoint_bytes,
+    load_checkpoint,
+    rng_state,
+    save_checkpoint,
+    seed_all,
+    set_rng_state,
+    write_atomically,
+)
+from orthokern.training.distributed import Shard
+from orthokern.training.metrics import MetricsLog
+from orthokern.training.profiling import Profiler, table
+from orthokern.training.progress import Progress
+from orthokern.training.rundir import RunFolder
+from orthokern.training.schema import check_model, check_payload, json_value
+from orthokern.training.task import Task
+
+__all__ = ["FREE_SETTINGS", "RunState"]
+
+# Settings that a resumed run may change: none of them changes what an iteration computes. (Another number of threads or
+# processes may change rounding, and another number of processes what dropout draws; and a schedule that
+# ends with the run, a cosine, continues along the longer curve.)
+FREE_SETTINGS = frozenset(
+    {"iterations", "epochs", "data", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
+)
+
+
+class RunState:
+    """State of one call of `train`, in one process."""
+
+    def __init__(self, task: Task, run: RunFolder, progress: Progress, started: float, shard: Shard) -> None:
+        self.task = task
+        self.run = run
+        self.progress = progress
+        self.started = started
+        self.shard = shard
+        self.log: MetricsLog | None = None  # rank 0's
+        self.iteration = 0
+        self.saved_at: int | None = None
+        self.best: dict[str, Any] | None = None
+        self.evaluation: dict[str, float] | None = None
+        self.reached = False
+        self.moved = False  # whether the optimizer has taken a step in this call
+        self.earlier_seconds = 0.0
+        self._disk_warned = False
+        self._best_bytes: bytes | None = None  # a best.pt that is not on the disk yet
+
+    def seconds(self) -> float:
+        return self.earlier_seconds + time.perf_counter() - self.started
+
+    def open_log(self, resume: bool) -> None:
+        """Opens metrics.jsonl, on rank 0.
+
+        Raises:
+            OSError, CheckpointError: as MetricsLog does.
+        """
+
+        def open_file() -> None:
+            log = MetricsLog(self.run.metrics, keep=self.iteration if resume else None, lock=self.run.lock())
+            if log.held_out and self.evaluation is not None and log.held_out != self.evaluation.keys():
+                log.close()
+                error = misfit("evaluation", self.evaluation, f"the names in metrics.jsonl: {sorted(log.held_out)}")
+                raise CheckpointError(f"checkpoint {self.run.checkpoint} does not fit this run: {error}")
+            self.log = log
+
+        distributed.on_first(open_file)
+
+    def restore(self) -> None:
+        """Continues from the folder's checkpoint, which rank 0 reads for all; without one (killed before the first, see
+        `RunFolder.open`) the run begins again at its beginning.
+
+        Raises:
+            CheckpointError: see `load_checkpoint`, or the checkpoint is of another task, of other settings or sizes, or
+                the best state that it knows of is gone.
+        """
+        payload = distributed.on_first(self._read)
+        if payload is not None:
+            distributed.together(lambda: self._take(payload))
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self.run.checkpoint
+        if not path.exists():
+            return None
+        payload = load_checkpoint(path, self._size_limit())
+        if payload.get("best") is not None:
+            if not self.run.best.exists():
+                raise CheckpointError(
+                    f"no {self.run.best.name} beside checkpoint {path}, which knows of one; "
+                    "put it back, or start a new run"
+                )
+            self.read_best()
+        return payload
+
+    def read_best(self) -> tuple[dict[str, Any], int]:
+        """The state of the model in best.pt, and its iteration.
+
+        Raises:
+            CheckpointError: best.pt is damaged, or not of this model.
+        """
+        if self._best_bytes is not None:  # a full disk
+            found = torch.load(io.BytesIO(self._best_bytes), map_location="cpu", weights_only=True)
+        else:
+            found = load_checkpoint(self.run.best, self._size_limit())
+        try:
+            check_model(found.get("model"), self.task)
+            return found["model"], check_integer("iteration", found.get("iteration"))
+        except InputError as error:
+            raise CheckpointError(f"checkpoint {self.run.best} does not fit this run: {error}") from None
+
+    def _size_limit(self) -> int:
+        """Bytes that a checkpoint of this run may have: much more than the model and what optimizers keep for it."""
+        tensors = [value for value in self.task.model.state_dict().values() if isinstance(value, Tensor)]
+        return 2**30 + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _take(self, payload: dict[str, Any]) -> None:
+        path = self.run.checkpoint
+        fresh = self._payload([rng_state()])
+        lacking = fresh.keys() - payload.keys() - {"rng_of_other_ranks"}
+        lacking -= {"data"}  # an older version's does as well
+        if self.task.plateau is None:  # then too
+            lacking -= {"plateau"}
+        if lacking:
+            raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
+        if payload["task"] != self.task.name:
+            raise CheckpointError(
+                f"checkpoint {path} is of the task {shown(payload['task'])}, not of {self.task.name!r}"
+            )
+        settings = self.run.config["settings"]
+        saved = payload["settings"]
+        if not isinstance(saved, dict) or not all(type(key) is str and json_value(saved[key]) for key in saved):
+            raise CheckpointError(f"checkpoint {path} does not fit this run: {misfit('settings', saved, 'a dict')}")
+        for key, theirs in sorted(saved.items()):  # an older version had fewer: it did as the defaults say
+            ours = settings.get(key)
+            if key not in FREE_SETTINGS and theirs != ours:
+                raise CheckpointError(
+                    f"checkpoint {path} was made with {key[:40]}={_short(theirs)}, "
+                    f"this run has {key[:40]}={_short(ours)}"
+                )
+        data = payload.get("data")
+        if data is not None and (type(data) is not int or data != self.task.data_digest):
+            raise CheckpointError(
+                f"checkpoint {path} was trained on other data than {settings.get('data')} holds; give their --data"
+            )
+        try:
+            check_payload(payload, fresh, self.task)
+            self.task.model.load_state_dict(payload["model"])
+            self.task.optimizer.load_state_dict(payload["optimizer"])
+            if self.task.scheduler is not None:
+                self.task.scheduler.load_state_dict(payload["scheduler"])
+            if self.task.plateau is not None:
+                self.task.plateau.load_state_dict(payload["plateau"])
+            self.task.load_state_dict(payload["task_state"])
+            self.iteration, self.earlier_seconds = int(payload["iteration"]), float(payload["seconds"])
+            self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], self.iteration)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
+        self.saved_at = self.iteration
+        self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
+
+    def _take_rng(self, states: list[dict[str, Any]], iteration: int) -> None:
+        if self.shard.rank < len(states):
+            set_rng_state(states[self.shard.rank])
+        else:  # the run continues in more processes than before
+            seed_all(self.run.config["settings"].get("seed", 0) + self.shard.rank + self.shard.world * iteration)
+
+    def _payload(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
+        scheduler, plateau = self.task.scheduler, self.task.plateau
+        return {
+            "task": self.task.name,
+            "settings": self.run.config["settings"],
+            "iteration": self.iteration,
+            "seconds": self.seconds(),
+            "model": self.task.model.state_dict(),
+            "optimizer": self.task.optimizer.state_dict(),
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "plateau": plateau.state_dict() if plateau is not None else None,
+            "task_state": self.task.state_dict(),
+            "data": self.task.data_digest,
+            "rng": rng[0],
+            "rng_of_other_ranks": rng[1:],
+            "best": self.best,
+            "evaluation": self.evaluation,
+            "reached": self.reached,
+        }
+
+    def payload(self) -> dict[str, Any]:
+        """What a checkpoint holds: rank 0's state, and the random states of all. Called by all ranks together.
+
+        Raises:
+            CheckpointError: the ranks have drifted apart, so that no state is the run's.
+        """
+        parts = distributed.gather((rng_state(), self._digest() if self.shard.world > 1 else ""))
+        others = [str(rank) for rank, (_, digest) in enumerate(parts) if digest != parts[0][1]]
+        if others:
+            distributed.together(lambda: self._drifted(others))
+        return self._payload([rng for rng, _ in parts])
+
+    def _drifted(self, others: list[str]) -> None:
+        raise CheckpointError(
+            f"iteration {self.iteration}: the parameters of rank {', '.join(others)} differ from those of rank 0, "
+            f"which processors that round differently can cause; {self.last_good()}"
+        )
+
+    def _digest(self) -> str:
+        """Of the parameters' bits."""
+        digest = hashlib.sha256()
+        for parameter in self.task.model.parameters():
+            digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def last_good(self) -> str:
+        if self.saved_at is None:
+            return "no checkpoint was written yet"
+        return f"last good checkpoint: iteration {self.saved_at}, {self.run.checkpoint}"
+
+    def save(self) -> str | None:
+        """Writes checkpoint.pt, called by all ranks together; returns None, or why it could not."""
+        payload = self.payload()
+        failure = distributed.on_first(lambda: self._write(payload))
+        if failure is None:
+            self.saved_at = self.iteration
+            self.prepare_for_loss()
+        return failure
+
+    def _write(self, payload: dict[str, Any]) -> str | None:
+        try:
+            if self.log is not None:
+                self.log.sync()
+            self.write_best()  # before the checkpoint, which refers to best.pt
+            save_checkpoint(self.run.checkpoint, payload)
+        except OSError as error:
+            return f"{error.strerror or error}"
+        return None
+
+    def prepare_for_loss(self) -> None:
+        """Sets what a rank prints if another one disappears."""
+        distributed.tell_on_loss(f"{self.last_good()}; continue with --resume {self.run.path}")
+
+    def save_best(self) -> None:
+        """Writes best.pt, called by all ranks together; on a full disk later."""
+        payload = self.payload()
+        if not self.shard.first:
+            return
+        self._best_bytes = checkpoint_bytes(payload)
+        try:
+            self.write_best()
+        except OSError as error:
+            self.progress.line(f"warning: {self.run.best} not written: {error.strerror or error}; training goes on")
+
+    def has_best(self) -> bool:
+        """Whether the best state is on the disk, or waits for space there."""
+        return self._best_bytes is not None or self.run.best.exists()
+
+    def write_best(self) -> None:
+        """Writes best.pt, if the last attempt failed or there was none yet."""
+        if self._best_bytes is not None:
+            write_atomically(self.run.best, self._best_bytes)
+            self._best_bytes = None
+
+    def record(self, record: dict[str, Any]) -> None:
+        if self.log is None:
+            return
+        try:
+            self.log.append(record)
+            self._disk_warned = False
+        except OSError as error:
+            if not self._disk_warned:  # once, not at every iteration
+                self.progress.line(
+                    f"warning: {self.log.path} cannot be written: {error.strerror or error}; "
+                    "training goes on, records wait"
+                )
+            self._disk_warned = True
+
+    def show_profile(self, profiler: Profiler) -> None:
+        """Prints the profile and writes profile.json, on rank 0."""
+        if not self.shard.first:
+            return
+        self.progress.line(table(profiler.report()))
+        try:
+            profiler.write(self.run.profile)
+        except OSError as error:
+            self.progress.line(f"warning: {self.run.profile} not written: {error.strerror or error}")
+
+
+def _short(value: Any) -> str:
+    """A setting's value, cut to what one line holds."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
