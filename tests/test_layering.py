@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"init", "penalties", "optim", "data"},
     {"diagnostics"},
     {"nn"},
-    {"parametrize"},
+    {"parametrize", "conversion"},
     {"training"},
     {"tasks"},
     {"reproduce"},
