@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
     {"tasks"},
     {"reproduce"},
     {""},  # orthokern/__init__.py, which loads all of the above on first use
-    {"explain"},
+    {"explain", "compare"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What a leaf may import of the project besides itself: the reference nothing at all, so that it depends on nothing that
