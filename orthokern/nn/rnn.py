@@ -44,6 +44,9 @@ __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 NONLINEARITIES = tuple(ACTIVATIONS)
 APPLY = ("factored", "composed")
 
+# torch 2.6 has no is_exporting: a program that it compiles keeps all states, as one that is exported
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
 # (x [T,B,D] or ids [T,B], h0 [B,N] or None, lengths [B] or None) -> states [T,B,N]
 Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
@@ -306,7 +309,7 @@ class _Recurrent(nn.Module):
             "activation": self.nonlinearity,
             "act_param": self._act_param(suffix),
             # the number of checkpoints, ceil(T / k), would bind an exported program to a T above k
-            "checkpoint_every": 0 if torch.compiler.is_exporting() else self.checkpoint_every,
+            "checkpoint_every": 0 if _is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
         }
