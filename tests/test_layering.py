@@ -32,12 +32,12 @@ LAYERS: list[set[str]] = [
     {"init", "penalties", "optim", "data"},
     {"diagnostics"},
     {"nn"},
-    {"parametrize"},
+    {"parametrize", "conversion"},
     {"training"},
     {"tasks"},
     {"reproduce"},
     {""},  # orthokern/__init__.py, which loads all of the above on first use
-    {"explain"},
+    {"explain", "compare"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What a leaf may import of the project besides itself: the reference the names of its arguments alone, so that it
