@@ -18,7 +18,6 @@ from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops._common import (
     NO_CUDA,
-    NO_TRITON,
     apart,
     check_lengths,
     check_range,
@@ -34,7 +33,7 @@ ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)  # of token ids
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": NO_TRITON,
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
     "cuda": NO_CUDA,
 }
 dispatch.register("modal_scan", SUPPORT)
