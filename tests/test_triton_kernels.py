@@ -36,7 +36,7 @@ from orthokern._activations import ACTIVATIONS  # noqa: E402
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "triton_leaf"))
 
-OPS = ("activations", "dense_scan", "factored_scan", "gru_scan", "modal_scan", "cayley")
+OPS = ("activations", "dense_scan", "factored_scan", "gru_scan", "modal_scan", "modal_cross_entropy", "cayley")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_every_gru_fits_on_every_processor() -> None:
 
 def modal(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     """Those of the modal ops, by all that they can be asked for."""
-    from orthokern.triton_kernels import modal_scan
+    from orthokern.triton_kernels import modal_cross_entropy, modal_scan
 
     wide, found = torch.float64, []
     common: dict[str, Any] = {"p_re": wide, "p_im": wide, "M": 65, "BLOCK": modal_scan.BLOCK}
@@ -316,7 +316,16 @@ def modal(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     found.append((modal_scan.modal_scan_join_kernel, arguments | {"SQUARINGS": "i32", "BACKWARD": True}))
     arguments = scan | {"p_grad": dtype, "p_z": dtype, "p_before": dtype, "p_pairs": torch.int64, "P": "i32"}
     found.append((modal_scan.modal_scan_pairs_kernel, arguments | {"p_carry": wide, "p_sums": wide}))
-    return [(kernel, arguments, modal_scan.NUM_WARPS, 0) for kernel, arguments in found]
+    kernels = [(kernel, arguments, modal_scan.NUM_WARPS, 0) for kernel, arguments in found]
+    for block_c in (16, 1024):
+        arguments = {"p_logits": dtype, "p_bias": dtype, "p_target": torch.uint8, "p_scale": wide, "p_loss": wide}
+        arguments |= {"p_right": torch.int32, "p_lengths": torch.int64, "T": "i32", "B": "i32", "C": "i32"}
+        arguments |= {"FIRST": "i32", "BIAS": True, "GRAD": True, "LENGTHS": True, "BLOCK_C": block_c}
+        arguments |= {"BLOCK_R": modal_cross_entropy.TILE // block_c}
+        kernels.append(
+            (modal_cross_entropy.modal_cross_entropy_fwd_kernel, arguments, modal_cross_entropy.NUM_WARPS, 0)
+        )
+    return kernels
 
 
 def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:

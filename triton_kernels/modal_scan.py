@@ -400,10 +400,22 @@ class Recurrence:
 
     @classmethod
     def of(
-        cls, x: Tensor | None, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, lengths: Tensor | None, T: int
+        cls,
+        x: Tensor | None,
+        re: Tensor,
+        im: Tensor,
+        z0: Tensor,
+        table: Tensor | None,
+        lengths: Tensor | None,
+        T: int,
+        longest: int | None = None,
     ) -> Recurrence:
-        """Of a call with T steps; x may be features that no forward needs."""
-        return cls(x, re, im, z0, table, lengths, T, chunk_length(T, z0.shape[0] * re.shape[0]))
+        """Of a call with T steps.
+
+        longest: what a chunk has at most, a power of 2; None: it may have all steps.
+        """
+        chunk = chunk_length(T, z0.shape[0] * re.shape[0])
+        return cls(x, re, im, z0, table, lengths, T, chunk if longest is None or longest >= T else min(chunk, longest))
 
     @property
     def chunks(self) -> int:
@@ -548,11 +560,13 @@ class Adjoint:
             )  # fmt: skip
         self.pair_sums += sums.sum(0).sum(1).mT.reshape(P, 2, 2)
 
-    def grad_z0(self) -> Tensor:
-        """L^T delta of the first step, [B, 2M]."""
-        re, im = self.of.re, self.of.im
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(grad_re, grad_im, grad_z0, grad_table) of the ops, after the first chunk."""
+        re, im, dtype = self.of.re, self.of.im, self.of.z0.dtype
         real, imag = self.of.by_row(self.carry).chunk(2, 1)
-        return torch.cat([re * real + im * imag, re * imag - im * real], 1).to(self.of.z0.dtype)
+        grad_z0 = torch.cat([re * real + im * imag, re * imag - im * real], 1).to(dtype)  # L^T delta of the first step
+        grad_table = self.of.z0.new_empty(0) if self.table is None else self.table.to(dtype)
+        return self.sums[0].clone(), self.sums[1].clone(), grad_z0, grad_table
 
 
 def modal_scan_fwd(
@@ -588,12 +602,8 @@ def modal_scan_bwd(
         steps = call.steps(first, last)
         before = z[steps.start - 1] if first else z0
         adjoint.run(first, last, grad_z[steps], z[steps], before, None if grad_x is None else grad_x[steps])
-    grad_re, grad_im = adjoint.sums.clone().unbind(0)
     return (
         empty if grad_x is None else grad_x,
-        grad_re.clone(),
-        grad_im.clone(),
-        adjoint.grad_z0(),
-        empty if adjoint.table is None else adjoint.table.to(z0.dtype),
+        *adjoint.gradients(),
         re.new_empty(0) if pairs is None else adjoint.pair_sums,
     )

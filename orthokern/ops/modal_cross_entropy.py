@@ -14,14 +14,14 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_lengths, contiguous, given, no_second_derivative
+from orthokern.ops._common import NO_CUDA, apart, check_lengths, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 from orthokern.ops.modal_scan import FEATURES, check_ids, check_pairs
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": NO_TRITON,
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
     "cuda": NO_CUDA,
 }
 dispatch.register("modal_cross_entropy", SUPPORT)

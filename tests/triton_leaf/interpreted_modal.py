@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SHORT, assert_matches_reference, some_lengths
-from test_modal_scan import ID_DTYPES, SCAN_NAMES, Problem
+from helpers import SHORT, FloatProducts, assert_matches_reference, some_lengths
+from test_modal_scan import ID_DTYPES, LOSS_NAMES, SCAN_NAMES, Problem
 from torch import Tensor
 
-from orthokern.triton_kernels import modal_scan
+from orthokern.triton_kernels import modal_cross_entropy, modal_scan
 
 DTYPES = (torch.float32, torch.float64)
-SCANS = {name: importlib.import_module(f"orthokern.{name}.modal_scan") for name in ("triton_kernels", "reference")}
+LEAVES = ("triton_kernels", "reference")
+SCANS = {name: importlib.import_module(f"orthokern.{name}.modal_scan") for name in LEAVES}
+LOSSES = {name: importlib.import_module(f"orthokern.{name}.modal_cross_entropy") for name in LEAVES}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # the interpreter's NumPy
 
@@ -42,12 +44,23 @@ def scan(p: Problem, leaf: str = "triton_kernels", *, need_x: bool = True, lengt
     return {"z": z, **dict(zip(SCAN_NAMES, grads, strict=True))}
 
 
+def loss(p: Problem, leaf: str = "triton_kernels", **options: Any) -> dict[str, Tensor]:
+    """Everything that modal_cross_entropy_fwd of a leaf returns, by name."""
+    found = LOSSES[leaf].modal_cross_entropy_fwd(
+        p.x, p.re, p.im, p.z0, p.table, p.readout, p.bias, p.target, p.pairs, **options
+    )
+    return dict(zip(LOSS_NAMES, found, strict=True))
+
+
 def compare(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    dtype = actual["grad_z0"].dtype  # of the call; sums over what has it come in float64
     for name, tensor in actual.items():
         if name == "hits":
             assert torch.equal(tensor, exact[name])
-        else:
-            assert_matches_reference(tensor, exact[name], plain[name], name=name, gradient="grad" in name)
+            continue
+        assert tensor.dtype == plain[name].dtype, name
+        rounded = tensor.to(dtype), exact[name], plain[name].to(dtype)
+        assert_matches_reference(*rounded, name=name, gradient="grad" in name)
 
 
 def check_scan(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = None) -> dict[str, Tensor]:
@@ -57,6 +70,14 @@ def check_scan(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = No
     expected, plain = (scan(p, "reference", lengths=lengths) for p in (inexact.to(torch.float64), inexact))
     compare(actual, expected, plain)
     return actual
+
+
+def check_loss(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = None, **options: Any) -> None:
+    inexact = problem.to(dtype)
+    given = inexact if lengths is None else inexact.poisoned(lengths)
+    actual = loss(given, lengths=lengths, **options)
+    expected, plain = (loss(p, "reference", lengths=lengths, **options) for p in (inexact.to(torch.float64), inexact))
+    compare(actual, expected, plain)
 
 
 # M, T, B, D: lanes over one block of 64, T of whole chunks, not whole, below one
@@ -122,6 +143,94 @@ def test_long_products_keep_their_digits() -> None:
         assert error < 1e-7, f"{name}: {error:.2e}"
 
 
+# ---- with readout and loss ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("tokens", [True, False])
+def test_loss_parity(tokens: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of one step (a chunk then has one), of one chunk, of two chunks, and one for all."""
+    cases = [(1, 1, 1, 1, 1, 64), (3, 7, 2, 2, 2, 1), (2, 9, 3, 5, 9, 4), (33, 5, 2, 3, 17, 8), (5, 19, 1, 1, 3, 8)]
+    for index, (M, T, B, D, C, steps) in enumerate(cases):
+        monkeypatch.setattr(modal_cross_entropy, "span_steps", lambda *sizes, steps=steps: steps)
+        problem = Problem(M, T, B, C, D=D, tokens=tokens, P=index % 3, bias=index != 2, seed=index)
+        lengths = some_lengths(B, T, "any", seed=index) if (index + tokens) % 2 else None
+        check_loss(problem, dtype, lengths, reduction="sum" if index % 2 else "mean")
+
+
+def test_classes_in_tiles_and_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modal_cross_entropy, "MAX_BLOCK_C", 4)
+    monkeypatch.setattr(modal_cross_entropy, "TILE", 8)
+    monkeypatch.setattr(modal_cross_entropy, "SUM_ROWS", 4)
+    problem = Problem(2, 5, 2, 11, D=2)
+    problem.readout[[3, 9]] = problem.readout[[7, 2]]  # equal logits: the first counts
+    problem.bias = None
+    check_loss(problem, torch.float64)
+    check_loss(problem, torch.float32, torch.tensor([4, 5]))
+
+
+def test_extreme_logits() -> None:
+    """Losses near 0 keep their digits, and large ones do not overflow."""
+    problem = Problem(2, 4, 2, 4, D=2, bias=False)
+    for size in (1e-3, 40.0):
+        problem.readout = size * problem.readout / problem.readout.abs().max()
+        check_loss(problem, torch.float64)
+        check_loss(problem, torch.float32)
+    problem.readout, problem.bias = 0 * problem.readout, torch.tensor([30.0, 0.0, -1.0, 2.0]).double()
+    problem.target[:] = 0
+    check_loss(problem, torch.float32)
+
+
+def test_a_loss_without_gradients() -> None:
+    problem, lengths = Problem(2, 6, 2, D=2), torch.tensor([2, 6])
+    for options in ({}, {"lengths": lengths}, {"reduction": "sum"}):
+        full, only = loss(problem, **options), loss(problem, need_grad=False, **options)
+        for name, tensor in only.items():
+            assert torch.equal(tensor, full[name]) if name in ("loss", "hits") else not tensor.numel(), name
+
+
+@pytest.mark.parametrize("dtype", ID_DTYPES)
+def test_every_dtype_of_targets(dtype: torch.dtype) -> None:
+    problem = Problem(2, 3, 2, D=2)
+    narrow = problem.map(lambda t: t if t.is_floating_point() else t.to(dtype))
+    expected, actual = loss(problem), loss(narrow)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def test_a_wrong_target_is_nan() -> None:
+    for wrong in (-1, 3, 2**40):
+        problem = Problem(2, 5, 2, 3, D=2)
+        problem.target[3, 1] = wrong
+        found = loss(problem)
+        assert found["loss"].isnan() and found["grad_readout"].isnan().all() and found["grad_table"].isnan().any()
+        lengths = torch.tensor([5, 3])
+        for name, tensor in loss(problem, lengths=lengths).items():
+            assert torch.equal(tensor, loss(problem.poisoned(lengths), lengths=lengths)[name]), name
+
+
+def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = modal_cross_entropy.span_steps(50, 64, 9, 4)
+    assert steps & (steps - 1) == 0 and 50 * (4 * 64 + 9) * 4 * steps <= modal_cross_entropy.SPAN_BYTES
+    assert modal_cross_entropy.span_steps(10**6, 64, 9, 4) == 1
+    monkeypatch.setattr(modal_scan, "chunk_length", lambda T, lanes: T)  # as of many lanes
+    problem = Problem(2, 11, 2, D=2)
+    sizes = [modal_scan.Recurrence.of(
+        problem.x, problem.re, problem.im, problem.z0, problem.table, None, 11, longest=longest
+    ).chunk for longest in (None, 4, 16)]  # fmt: skip
+    assert sizes == [11, 4, 11]
+
+
+def test_products_are_ieee_whatever_the_process_allows() -> None:
+    problem = Problem(2, 5, 2, D=2).to(torch.float32)
+    with FloatProducts() as products:
+        loss(problem)
+    assert products.seen
+
+
+# ---- the host --------------------------------------------------------------------------------------------------------
+
+
 def test_a_wrong_id_or_length_touches_nothing_else() -> None:
     """Nobody checks what lies on a GPU."""
     problem = Problem(3, 9, 3, D=2)
@@ -181,3 +290,4 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for problem in problems:
         scan(problem)
         scan(problem, lengths=lengths)
+        loss(problem, lengths=lengths)
