@@ -1,28 +1,8 @@
 """modal_scan: z_t = lambda z_{t-1} + x_t mode by mode, in chunks of time that run at once.
 
-    lane     o_n = b M + m, mode m of sequence b; R = B M of them. Programs own BLOCK lanes of one chunk
-    chunk    CHUNK steps, those of program_id(1)
-
-    1  ends     every chunk from zero                         x -> end [chunks, 2, R]
-    2  join     a lane's chunks in turn                       state_{c+1} = lambda^CHUNK state_c + end_c
-    3  chunks   every chunk from its state                    x, state -> z
-
-Note [Modal chunks]
-    Eigenvalues, states, adjoints, powers and all sums are float64, also for float32 tensors; x is widened when it is
-    used, and z rounded when it is stored. lambda^CHUNK is made by squaring, CHUNK being a power of 2, so that it is
-    wrong by CHUNK roundings, as the product of the steps is. The adjoint goes the same way from the end, with the
-    conjugate of lambda. A lane's chunks wait for each other in 2 alone: 2 CHUNK + chunks steps in place of T, least
-    for CHUNK = sqrt(T / 2).
-
-Note [Sums over equal ids]
-    grad_table[d] is the sum of delta_t over the steps with id d. delta turns with its mode, and its sum over many steps
-    is far smaller than its terms: it is taken in float64. With few ids, each lane of each chunk has a sum for every id
-    in memory, [chunks, D, 2, R]. A run of steps with the same id is added up in registers first. With more ids than
-    half a chunk's steps delta itself is stored, in float64, for a span of steps at a time, and summed by
-    ``token_gradient``. No atomics: the same bits every time.
-
-Nothing is read of padding. An id outside the table makes its sequence NaN from there on and counts for no row; a length
-out of range counts as 0 or T.
+Which chunks, in which order, and what is stored between them: ``orthokern/_modal_chunks.py``. Here: the kernels. A
+program owns BLOCK lanes (o_n = b M + m, mode m of sequence b) of one chunk, and keeps coefficients, states and sums in
+registers, float64. What a step loads is fetched one step ahead. Limits: none on B, T and M.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -30,22 +10,23 @@ out of range counts as 0 or T.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from orthokern._modal_chunks import Kernels, run_scan_bwd, run_scan_fwd
 from orthokern.triton_kernels._inputs import token_gradient
 
 BLOCK = 64  # lanes of a program: 2 warps, of which 32 programs fill a processor
 NUM_WARPS = 2
-MIN_CHUNK = 16
-# So many lanes fill the largest device; then time need not be cut.
-ENOUGH_LANES = 2**18
-DELTA_BYTES = 2**27  # of the adjoints that are stored for sums over equal ids
+
+
+@triton.jit
+def chunk_and_lanes(R, BLOCK: tl.constexpr):
+    """(the program's chunk, its lanes [BLOCK] of R). One axis of the grid for both: others end at 65535."""
+    blocks = tl.cdiv(R, BLOCK)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
@@ -102,8 +83,7 @@ def modal_scan_fwd_kernel(
     LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i_c = tl.program_id(1)
-    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i_c, o_n = chunk_and_lanes(B * M, BLOCK)
     m_n = o_n < B * M
     o_b, o_m = o_n // M, o_n % M
     o_lane = i_c.to(tl.int64) * 2 * (B * M) + o_n
@@ -224,8 +204,7 @@ def modal_scan_bwd_kernel(
     LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i_c = tl.program_id(1)
-    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i_c, o_n = chunk_and_lanes(B * M, BLOCK)
     m_n = o_n < B * M
     o_b, o_m = o_n // M, o_n % M
     o_lane = i_c.to(tl.int64) * 2 * (B * M) + o_n
@@ -329,8 +308,7 @@ def modal_scan_pairs_kernel(
     BLOCK: tl.constexpr,
 ):
     """A lane is one pair (j, k) of one sequence: the adjoint of mode j once more. A pair of no modes gives NaN."""
-    i_c = tl.program_id(1)
-    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i_c, o_n = chunk_and_lanes(B * P, BLOCK)
     m_n = o_n < B * P
     o_b = o_n // P
     b_j = tl.load(p_pairs + 2 * (o_n % P), mask=m_n, other=0)
@@ -372,211 +350,68 @@ def modal_scan_pairs_kernel(
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def chunk_length(T: int, lanes: int) -> int:
-    """Steps of a chunk: T, or a power of 2 near sqrt(T / 2); of sizes alone, so that no device changes the bits."""
-    if lanes >= ENOUGH_LANES:
-        return T
-    return max(MIN_CHUNK, 2 ** round(math.log2(max(1.0, math.sqrt(T / 2)))))
+def launch_forward(
+    x: Tensor, re: Tensor, im: Tensor, table: Tensor | None, state: Tensor | None, z: Tensor | None,
+    end: Tensor | None, lengths: Tensor | None, B: int, chunk: int, first: int,
+) -> None:  # fmt: skip
+    """See ``Kernels.forward``."""
+    T, M = x.shape[0], re.shape[0]
+    with torch.cuda.device_of(re):
+        modal_scan_fwd_kernel[(triton.cdiv(B * M, BLOCK) * triton.cdiv(T, chunk),)](
+            x, table, re, im, state, z, end, lengths, T, B, 0 if table is None else table.shape[0], chunk, first, M=M,
+            TOKENS=table is not None, START=state is not None, STORE=z is not None, LENGTHS=lengths is not None,
+            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Recurrence:
-    """A call's recurrence, by chunks of time.
-
-    Attributes:
-        x: [T, B, 2M], or ids [T, B] with a table; None where no forward will be asked for.
-        re, im, z0, table, lengths: as in the ops.
-        T, chunk: steps altogether, and of a chunk.
-    """
-
-    x: Tensor | None
-    re: Tensor
-    im: Tensor
-    z0: Tensor
-    table: Tensor | None
-    lengths: Tensor | None
-    T: int
-    chunk: int
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor | None,
-        re: Tensor,
-        im: Tensor,
-        z0: Tensor,
-        table: Tensor | None,
-        lengths: Tensor | None,
-        T: int,
-        longest: int | None = None,
-    ) -> Recurrence:
-        """Of a call with T steps.
-
-        longest: what a chunk has at most, a power of 2; None: it may have all steps.
-        """
-        chunk = chunk_length(T, z0.shape[0] * re.shape[0])
-        return cls(x, re, im, z0, table, lengths, T, chunk if longest is None or longest >= T else min(chunk, longest))
-
-    @property
-    def chunks(self) -> int:
-        """How many there are."""
-        return triton.cdiv(self.T, self.chunk)
-
-    @property
-    def lanes(self) -> int:
-        """R = B M."""
-        return self.z0.shape[0] * self.re.shape[0]
-
-    def steps(self, first: int, last: int) -> slice:
-        """The steps of chunks [first, last)."""
-        return slice(first * self.chunk, min(last * self.chunk, self.T))
-
-    def by_chunk(self, chunks: int) -> Tensor:
-        """An empty float64 [chunks, 2, R]."""
-        return self.re.new_empty(chunks, 2, self.lanes)
-
-    def by_lane(self, rows: Tensor) -> Tensor:
-        """[B, 2M] as float64 [2, R]."""
-        return rows.double().view(-1, 2, self.re.shape[0]).transpose(0, 1).reshape(2, self.lanes)
-
-    def by_row(self, lanes: Tensor) -> Tensor:
-        """And back, float64."""
-        return lanes.view(2, -1, self.re.shape[0]).transpose(0, 1).reshape(-1, 2 * self.re.shape[0])
-
-    def forward(self, first: int, last: int, state: Tensor | None, z: Tensor | None, end: Tensor | None) -> None:
-        """Run chunks [first, last) from state [chunks, 2, R], or zeros: into z, or to end."""
-        assert self.x is not None
-        x, M = self.x[self.steps(first, last)], self.re.shape[0]
-        grid = (triton.cdiv(self.lanes, BLOCK), last - first)
-        with torch.cuda.device_of(self.z0):
-            modal_scan_fwd_kernel[grid](
-                x, self.table, self.re, self.im, state, z, end, self.lengths, x.shape[0], self.z0.shape[0],
-                0 if self.table is None else self.table.shape[0], self.chunk, first * self.chunk, M=M,
-                TOKENS=self.table is not None, START=state is not None, STORE=z is not None,
-                LENGTHS=self.lengths is not None, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
-            )  # fmt: skip
-
-    def join(self, entering: Tensor, end: Tensor, *, backward: bool) -> Tensor:
-        """What enters each chunk [chunks, 2, R], from what enters the first (backward: the last) [2, R]."""
-        state = torch.empty_like(end)
-        with torch.cuda.device_of(self.z0):
-            modal_scan_join_kernel[(triton.cdiv(self.lanes, BLOCK),)](
-                self.re, self.im, entering, end, state, self.lanes, end.shape[0], self.chunk.bit_length() - 1,
-                M=self.re.shape[0], BACKWARD=backward, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
-            )  # fmt: skip
-        return state
-
-    def states(self) -> Tensor:
-        """The state before every chunk, float64 [chunks, 2, R]."""
-        end = self.by_chunk(self.chunks)
-        if self.chunks > 1:
-            self.forward(0, self.chunks - 1, None, None, end)
-        return self.join(self.by_lane(self.z0), end, backward=False)
+def launch_join(re: Tensor, im: Tensor, entering: Tensor, end: Tensor, chunk: int, backward: bool) -> Tensor:
+    """See ``Kernels.join``."""
+    state, R = torch.empty_like(end), end.shape[2]
+    with torch.cuda.device_of(re):
+        modal_scan_join_kernel[(triton.cdiv(R, BLOCK),)](
+            re, im, entering, end, state, R, end.shape[0], chunk.bit_length() - 1, M=re.shape[0], BACKWARD=backward,
+            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+    return state
 
 
-class Adjoint:
-    """The adjoint recurrence from the last chunk to the first, a span of chunks at a time, and its sums."""
+def launch_backward(
+    g: Tensor, z: Tensor | None, before: Tensor | None, ids: Tensor | None, re: Tensor, im: Tensor,
+    carry: Tensor | None, delta: Tensor | None, table: Tensor | None, sums: Tensor | None, end: Tensor,
+    lengths: Tensor | None, chunk: int, first: int,
+) -> None:  # fmt: skip
+    """See ``Kernels.backward``."""
+    (T, B, _), M = g.shape, re.shape[0]
+    with torch.cuda.device_of(re):
+        modal_scan_bwd_kernel[(triton.cdiv(B * M, BLOCK) * triton.cdiv(T, chunk),)](
+            g, z, before, ids, re, im, carry, delta, table, sums, end, lengths, T, B,
+            0 if table is None else table.shape[1], chunk, first, M=M, START=carry is not None, STORE=delta is not None,
+            TABLE=table is not None, SUMS=sums is not None, LENGTHS=lengths is not None, BLOCK=BLOCK,
+            num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
 
-    def __init__(self, of: Recurrence, pairs: Tensor | None) -> None:
-        M, B = of.re.shape[0], of.z0.shape[0]
-        self.of, self.pairs = of, pairs
-        self.carry = of.re.new_zeros(2, of.lanes)  # the adjoint behind the next span
-        self.sums = of.re.new_zeros(2, M)
-        self.pair_sums = of.re.new_zeros(0 if pairs is None else pairs.shape[0], 2, 2)
-        self.table = None if of.table is None else of.re.new_zeros(of.table.shape)
-        self.few_ids = of.table is not None and 2 * of.table.shape[0] <= of.chunk
-        row_bytes = 16 * B * M
-        self.span = of.chunks if of.table is None or self.few_ids else max(1, DELTA_BYTES // (row_bytes * of.chunk))
 
-    def launch(
-        self, first: int, last: int, g: Tensor, z: Tensor | None, before: Tensor | None, carry: Tensor | None,
-        delta: Tensor | None, table: Tensor | None, sums: Tensor | None, end: Tensor,
-    ) -> None:  # fmt: skip
-        """Run chunks [first, last): tensors as the kernel's."""
-        of = self.of
-        ids = None if table is None or of.x is None else of.x[of.steps(first, last)]
-        grid = (triton.cdiv(of.lanes, BLOCK), last - first)
-        with torch.cuda.device_of(of.z0):
-            modal_scan_bwd_kernel[grid](
-                g, z, before, ids, of.re, of.im, carry, delta, table, sums, end, of.lengths, g.shape[0],
-                of.z0.shape[0], 0 if of.table is None else of.table.shape[0], of.chunk, first * of.chunk,
-                M=of.re.shape[0], START=carry is not None, STORE=delta is not None, TABLE=table is not None,
-                SUMS=sums is not None, LENGTHS=of.lengths is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
-                enable_fp_fusion=True,
-            )  # fmt: skip
+def launch_pairs(
+    g: Tensor, z: Tensor, before: Tensor, pairs: Tensor, re: Tensor, im: Tensor, carry: Tensor, sums: Tensor,
+    lengths: Tensor | None, chunk: int, first: int,
+) -> None:  # fmt: skip
+    """See ``Kernels.pairs``."""
+    (T, B, _), P = g.shape, pairs.shape[0]
+    with torch.cuda.device_of(re):
+        modal_scan_pairs_kernel[(triton.cdiv(B * P, BLOCK) * triton.cdiv(T, chunk),)](
+            g, z, before, pairs, re, im, carry, sums, lengths, T, B, P, chunk, first, M=re.shape[0],
+            LENGTHS=lengths is not None, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
 
-    def run(self, first: int, last: int, g: Tensor, z: Tensor, before: Tensor, grad_x: Tensor | None) -> None:
-        """Chunks [first, last), which are next: g, z and grad_x are those of their steps, before [B, 2M] the state
-        that the first of them begins with."""
-        of, chunks = self.of, last - first
-        end = of.by_chunk(chunks)
-        if chunks > 1:  # what the first chunk begins with enters none of these
-            self.launch(first + 1, last, g[of.chunk :], None, None, None, None, None, None, end[1:])
-        carry = of.join(self.carry, end, backward=True)
-        sums, table, delta = torch.empty_like(end), None, grad_x
-        if of.table is not None:
-            D = of.table.shape[0]
-            if self.few_ids:
-                table = of.re.new_zeros(chunks, D, 2, of.lanes)
-            else:
-                delta = of.re.new_empty(g.shape)
-        self.launch(first, last, g, z, before, carry, delta, table, sums, end)
-        self.carry = end[0]
-        B, M = of.z0.shape[0], of.re.shape[0]
-        self.sums += sums.sum(0).view(2, B, M).sum(1)
-        if self.table is not None:
-            if table is not None:
-                self.table += table.sum(0).view(-1, 2, B, M).sum(2).view(-1, 2 * M)
-            else:
-                assert delta is not None
-                self.table += token_gradient(delta.view(-1, 2 * M), self.ids(first, last), self.table.shape[0])
-        if self.pairs is not None:
-            self.run_pairs(first, last, g, z, before, carry)
 
-    def ids(self, first: int, last: int) -> Tensor:
-        """int64 [steps * B], -1 on padding."""
-        of = self.of
-        steps = of.steps(first, last)
-        assert of.x is not None
-        ids = of.x[steps].long()
-        if of.lengths is not None:
-            t = torch.arange(steps.start, steps.stop, device=ids.device)
-            ids = torch.where(t[:, None] < of.lengths, ids, -1)
-        return ids.flatten()
-
-    def run_pairs(self, first: int, last: int, g: Tensor, z: Tensor, before: Tensor, carry: Tensor) -> None:
-        """The sums of ``pairs`` over chunks [first, last)."""
-        of, pairs = self.of, self.pairs
-        assert pairs is not None
-        B, P = of.z0.shape[0], pairs.shape[0]
-        if not P:
-            return
-        sums = of.re.new_empty(last - first, 4, B, P)
-        with torch.cuda.device_of(of.z0):
-            modal_scan_pairs_kernel[(triton.cdiv(B * P, BLOCK), last - first)](
-                g, z, before, pairs, of.re, of.im, carry, sums, of.lengths, g.shape[0], B, P, of.chunk,
-                first * of.chunk, M=of.re.shape[0], LENGTHS=of.lengths is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
-                enable_fp_fusion=True,
-            )  # fmt: skip
-        self.pair_sums += sums.sum(0).sum(1).mT.reshape(P, 2, 2)
-
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(grad_re, grad_im, grad_z0, grad_table) of the ops, after the first chunk."""
-        re, im, dtype = self.of.re, self.of.im, self.of.z0.dtype
-        real, imag = self.of.by_row(self.carry).chunk(2, 1)
-        grad_z0 = torch.cat([re * real + im * imag, re * imag - im * real], 1).to(dtype)  # L^T delta of the first step
-        grad_table = self.of.z0.new_empty(0) if self.table is None else self.table.to(dtype)
-        return self.sums[0].clone(), self.sums[1].clone(), grad_z0, grad_table
+KERNELS = Kernels(launch_forward, launch_join, launch_backward, launch_pairs, token_gradient)
 
 
 def modal_scan_fwd(
     x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *, lengths: Tensor | None = None
 ) -> Tensor:
     """See ``orthokern.ops.modal_scan`` for the arguments, all contiguous. Returns z [T, B, 2M]."""
-    call = Recurrence.of(x, re, im, z0, table, lengths, x.shape[0])
-    z = z0.new_empty(x.shape[0], *z0.shape)
-    call.forward(0, call.chunks, call.states(), z, None)
-    return z
+    return run_scan_fwd(KERNELS, x, re, im, z0, table, lengths)
 
 
 def modal_scan_bwd(
@@ -593,17 +428,4 @@ def modal_scan_bwd(
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``orthokern.ops.modal_scan``. Returns (grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs)."""
-    call = Recurrence.of(x, re, im, z0, table, lengths, grad_z.shape[0])
-    adjoint = Adjoint(call, pairs)
-    empty = z0.new_empty(0)
-    grad_x = torch.empty_like(grad_z) if table is None and need_x else None
-    for last in range(call.chunks, 0, -adjoint.span):
-        first = max(0, last - adjoint.span)
-        steps = call.steps(first, last)
-        before = z[steps.start - 1] if first else z0
-        adjoint.run(first, last, grad_z[steps], z[steps], before, None if grad_x is None else grad_x[steps])
-    return (
-        empty if grad_x is None else grad_x,
-        *adjoint.gradients(),
-        re.new_empty(0) if pairs is None else adjoint.pair_sums,
-    )
+    return run_scan_bwd(KERNELS, grad_z, z, x, re, im, z0, table, pairs, need_x, lengths)

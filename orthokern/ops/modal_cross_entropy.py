@@ -14,7 +14,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, apart, check_lengths, contiguous, given, no_second_derivative
+from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 from orthokern.ops.modal_scan import FEATURES, check_ids, check_pairs
 
@@ -22,7 +22,7 @@ SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
     "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
-    "cuda": NO_CUDA,
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
 }
 dispatch.register("modal_cross_entropy", SUPPORT)
 

@@ -17,7 +17,6 @@ from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops._common import (
-    NO_CUDA,
     apart,
     check_lengths,
     check_range,
@@ -34,7 +33,7 @@ SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
     "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
-    "cuda": NO_CUDA,
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
 }
 dispatch.register("modal_scan", SUPPORT)
 

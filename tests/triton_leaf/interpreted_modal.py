@@ -19,7 +19,8 @@ from helpers import SHORT, FloatProducts, assert_matches_reference, some_lengths
 from test_modal_scan import ID_DTYPES, LOSS_NAMES, SCAN_NAMES, Problem
 from torch import Tensor
 
-from orthokern.triton_kernels import modal_cross_entropy, modal_scan
+from orthokern import _modal_chunks
+from orthokern.triton_kernels import modal_cross_entropy
 
 DTYPES = (torch.float32, torch.float64)
 LEAVES = ("triton_kernels", "reference")
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarnin
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modal_scan, "chunk_length", lambda T, lanes: 4)
+    monkeypatch.setattr(_modal_chunks, "chunk_length", lambda T, lanes: 4)
 
 
 def scan(p: Problem, leaf: str = "triton_kernels", *, need_x: bool = True, lengths: Tensor | None = None) -> Any:
@@ -96,17 +97,17 @@ def test_scan_parity(tokens: bool, dtype: torch.dtype) -> None:
 def test_long_chunks_of_the_scan(tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many joined chunks as the loop has loads under way, and more; one chunk of a length that is no power of 2."""
     for chunk, T in ((2, 11), (8, 17), (1, 5), (9, 9)):
-        monkeypatch.setattr(modal_scan, "chunk_length", lambda T, lanes, chunk=chunk: chunk)
+        monkeypatch.setattr(_modal_chunks, "chunk_length", lambda T, lanes, chunk=chunk: chunk)
         for dtype in DTYPES:
             check_scan(Problem(3, T, 2, D=1, tokens=tokens), dtype)
-    monkeypatch.setattr(modal_scan, "chunk_length", lambda T, lanes: 4)
+    monkeypatch.setattr(_modal_chunks, "chunk_length", lambda T, lanes: 4)
     check_scan(Problem(3, 6, 2, tokens=tokens), torch.float32, torch.tensor([3, 5]))  # nobody has the last step
 
 
 def test_many_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """More ids than half a chunk's steps: delta is stored, here for a chunk at a time, and summed by sorted ids."""
     for D, M, span in ((5, 3, 1), (3, 2, 10**6)):
-        monkeypatch.setattr(modal_scan, "DELTA_BYTES", span)
+        monkeypatch.setattr(_modal_chunks, "DELTA_BYTES", span)
         for dtype in DTYPES:
             problem = Problem(M, 14, 2, D=D)
             check_scan(problem, dtype)
@@ -135,7 +136,7 @@ def test_long_products_keep_their_digits() -> None:
     """Powers and chunks against a float64 loop: float32 tensors, whose results are rounded once."""
     problem = Problem(2, 90, 1, D=1, margin=1e-3, P=2).to(torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modal_scan, "chunk_length", lambda T, lanes: 16)
+        patch.setattr(_modal_chunks, "chunk_length", lambda T, lanes: 16)
         actual = scan(problem)
     expected = scan(problem.to(torch.float64), "reference")
     for name, tensor in actual.items():
@@ -152,7 +153,7 @@ def test_loss_parity(tokens: bool, dtype: torch.dtype, monkeypatch: pytest.Monke
     """Spans of one step (a chunk then has one), of one chunk, of two chunks, and one for all."""
     cases = [(1, 1, 1, 1, 1, 64), (3, 7, 2, 2, 2, 1), (2, 9, 3, 5, 9, 4), (33, 5, 2, 3, 17, 8), (5, 19, 1, 1, 3, 8)]
     for index, (M, T, B, D, C, steps) in enumerate(cases):
-        monkeypatch.setattr(modal_cross_entropy, "span_steps", lambda *sizes, steps=steps: steps)
+        monkeypatch.setattr(_modal_chunks, "span_steps", lambda *sizes, steps=steps: steps)
         problem = Problem(M, T, B, C, D=D, tokens=tokens, P=index % 3, bias=index != 2, seed=index)
         lengths = some_lengths(B, T, "any", seed=index) if (index + tokens) % 2 else None
         check_loss(problem, dtype, lengths, reduction="sum" if index % 2 else "mean")
@@ -161,7 +162,7 @@ def test_loss_parity(tokens: bool, dtype: torch.dtype, monkeypatch: pytest.Monke
 def test_classes_in_tiles_and_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modal_cross_entropy, "MAX_BLOCK_C", 4)
     monkeypatch.setattr(modal_cross_entropy, "TILE", 8)
-    monkeypatch.setattr(modal_cross_entropy, "SUM_ROWS", 4)
+    monkeypatch.setattr(_modal_chunks, "SUM_ROWS", 4)
     problem = Problem(2, 5, 2, 11, D=2)
     problem.readout[[3, 9]] = problem.readout[[7, 2]]  # equal logits: the first counts
     problem.bias = None
@@ -210,15 +211,12 @@ def test_a_wrong_target_is_nan() -> None:
 
 
 def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = modal_cross_entropy.span_steps(50, 64, 9, 4)
-    assert steps & (steps - 1) == 0 and 50 * (4 * 64 + 9) * 4 * steps <= modal_cross_entropy.SPAN_BYTES
-    assert modal_cross_entropy.span_steps(10**6, 64, 9, 4) == 1
-    monkeypatch.setattr(modal_scan, "chunk_length", lambda T, lanes: T)  # as of many lanes
-    problem = Problem(2, 11, 2, D=2)
-    sizes = [modal_scan.Recurrence.of(
-        problem.x, problem.re, problem.im, problem.z0, problem.table, None, 11, longest=longest
-    ).chunk for longest in (None, 4, 16)]  # fmt: skip
-    assert sizes == [11, 4, 11]
+    steps = _modal_chunks.span_steps(50, 64, 9, 4)
+    assert steps & (steps - 1) == 0 and 50 * (4 * 64 + 9) * 4 * steps <= _modal_chunks.SPAN_BYTES
+    assert _modal_chunks.span_steps(10**6, 64, 9, 4) == 1
+    monkeypatch.setattr(_modal_chunks, "chunk_length", lambda T, lanes: T)  # as of many lanes
+    monkeypatch.setattr(_modal_chunks, "span_steps", lambda *sizes: 4)  # then chunks are cut to spans
+    check_loss(Problem(2, 11, 2, D=2), torch.float64)
 
 
 def test_products_are_ieee_whatever_the_process_allows() -> None:
@@ -262,9 +260,9 @@ def test_what_is_not_needed_is_empty_and_nothing_is_written_to() -> None:
 
 def test_chunk_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    lengths = [modal_scan.chunk_length(T, 3200) for T in (1, 100, 1000, 10_000, 1_000_000)]
+    lengths = [_modal_chunks.chunk_length(T, 3200) for T in (1, 100, 1000, 10_000, 1_000_000)]
     assert lengths == [16, 16, 16, 64, 512]
-    assert modal_scan.chunk_length(1000, modal_scan.ENOUGH_LANES) == 1000
+    assert _modal_chunks.chunk_length(1000, _modal_chunks.ENOUGH_LANES) == 1000
 
 
 WAITS = ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -278,7 +276,9 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def refuse(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            assert not caller.startswith("orthokern.triton_kernels"), f"{caller} calls Tensor.{name}"
+            assert not caller.startswith(("orthokern.triton_kernels", "orthokern._modal")), (
+                f"{caller} calls Tensor.{name}"
+            )
             return original(self, *args, **kwargs)
 
         return refuse
