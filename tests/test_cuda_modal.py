@@ -15,8 +15,12 @@ from helpers import SHORT, assert_matches_reference, some_lengths, strided
 from test_modal_scan import ID_DTYPES, SCAN_NAMES, Problem
 from torch import Tensor
 
-from orthokern import _modal_chunks
-from orthokern.cuda import modal_cross_entropy, modal_scan
+from orthokern import _modal_chunks, dispatch, functional
+from orthokern.cuda import _call, modal_cross_entropy, modal_scan
+from orthokern.ops import _modal, _modal_basis, _scan_loss
+from orthokern.ops import modal_cross_entropy as ops_modal_cross_entropy
+from orthokern.ops import modal_scan as ops_modal_scan
+from orthokern.ops._modal_basis import Pending
 
 DTYPES = (torch.float32, torch.float64)
 ORDERS = tuple(build.ORDERS)
@@ -191,3 +195,87 @@ def test_gradcheck() -> None:
     problem = Problem(2, 5, 2, D=2, tokens=False)
     leaves = [t.clone().requires_grad_() for t in (problem.x, problem.re, problem.im, problem.z0)]
     assert torch.autograd.gradcheck(lambda *a: torch.ops.orthokern.modal_scan_fwd(*a, None, "cuda"), leaves)
+
+
+# ---- the basis, found while the host goes on -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of scan_cross_entropy as on a GPU: refinements are deferred, ids and pairs not looked at. What happened, in
+    order."""
+    events: list[str] = []
+    monkeypatch.setattr(dispatch, "choose", lambda op, *_, **__: "cuda" if op.startswith("modal") else "cpu")
+    monkeypatch.setattr(_scan_loss, "_is_asynchronous", lambda device: True)
+    for module in (ops_modal_scan, ops_modal_cross_entropy):
+        monkeypatch.setattr(module, "check_pairs", lambda *_: None)
+    true_call, true_get, true_solved = _call.call, Pending.get, _modal_basis._solved
+
+    def call(name: str, *rest: Any) -> None:
+        events.append("kernel")
+        true_call(name, *rest)
+
+    def get(self: Pending) -> list[float]:
+        events.append("wait")
+        return true_get(self)
+
+    def solved(*args: Any) -> Tensor:
+        events.append("solve")
+        return true_solved(*args)
+
+    monkeypatch.setattr(_call, "call", call)
+    monkeypatch.setattr(Pending, "get", get)
+    monkeypatch.setattr(_modal_basis, "_solved", solved)
+    return events
+
+
+def modal_step(w: Tensor, basis: Tensor | None, backend: str | None = "cuda") -> tuple[Any, Tensor]:
+    """(result, dL/dw) of a small call with token ids."""
+    generator = torch.Generator().manual_seed(1)
+    N, w = len(w), w.clone().requires_grad_()
+    x, target = (torch.randint(0, 4, (9, 2), generator=generator) for _ in range(2))
+    table, readout = (torch.randn(*size, generator=generator).double() for size in ((N, 4), (4, N)))
+    result = functional.scan_cross_entropy(
+        x, (w,), readout, target, weight=table, activation="identity", algorithm="modal", basis=basis, backend=backend
+    )
+    result.loss.backward()
+    assert w.grad is not None
+    return result, w.grad
+
+
+def test_the_host_waits_when_the_work_is_queued(deferred: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    first, _ = modal_step(w, None)
+    assert "solve" in deferred and "wait" not in deferred
+    deferred.clear()
+    moved = w + 1e-5 * torch.randn(6, 6, dtype=torch.float64)
+    late, grad = modal_step(moved, first.basis)
+    assert deferred.count("wait") == 1 and deferred[-1] == "wait" and "solve" not in deferred
+    monkeypatch.setattr(_scan_loss, "_is_asynchronous", lambda device: False)
+    soon, expected = modal_step(moved, first.basis)
+    assert torch.equal(late.loss, soon.loss) and torch.equal(late.basis, soon.basis)
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_start_that_leads_nowhere_costs_the_call_once_more(deferred: list[str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w, other = (torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=generator))[0] for _ in range(2))
+    fresh, expected = modal_step(w, None)
+    basis = modal_step(other, None)[0].basis
+    assert basis.shape == fresh.basis.shape
+    deferred.clear()
+    found, grad = modal_step(w, basis)
+    waited, solved = deferred.index("wait"), deferred.index("solve")
+    assert waited < solved and "kernel" in deferred[:waited] and "kernel" in deferred[solved:]
+    assert torch.equal(found.loss, fresh.loss) and torch.equal(found.basis, fresh.basis)
+    assert torch.equal(grad, expected)
+
+
+def test_modes_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _modal.Call(
+        kind="loss", T=10_000, B=50, N=128, K=128, C=9, ids=True, backward=True, dtype=torch.float32,
+        device=torch.device("cuda"), activation="identity", message_clip=0.0, backend=None, lengths=False, started=True,
+    )  # fmt: skip
+    for captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        assert ("captured" in (_modal.why_never(call) or "")) == captured

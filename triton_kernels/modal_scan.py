@@ -320,14 +320,15 @@ def modal_scan_pairs_kernel(
     i_high = tl.minimum(i_low + CHUNK, T)
     b_re = tl.load(p_re + b_j, mask=m_p, other=0.0)
     b_im = tl.load(p_im + b_j, mask=m_p, other=0.0)
-    b_r = tl.load(p_carry + o_lane, mask=m_p, other=float("nan"))
-    b_i = tl.load(p_carry + o_lane + B * M, mask=m_p, other=float("nan"))
+    b_r = tl.load(p_carry + o_lane, mask=m_p, other=0.0)
+    b_i = tl.load(p_carry + o_lane + B * M, mask=m_p, other=0.0)
     b_rr = tl.zeros([BLOCK], dtype=tl.float64)
     b_ri = tl.zeros([BLOCK], dtype=tl.float64)
     b_ir = tl.zeros([BLOCK], dtype=tl.float64)
     b_ii = tl.zeros([BLOCK], dtype=tl.float64)
     o_row = (i_high - 1).to(tl.int64) * B + o_b
-    for i in range(i_high - i_low):
+    steps = (i_high - i_low) * tl.max(m_p.to(tl.int32), axis=0)  # 0 where all lanes are of no modes
+    for i in range(steps):
         t = i_high - 1 - i
         m_t = m_p & (t < b_end)
         b_gr, b_gi = rows_of(p_grad, o_row, b_j, m_t, M)
@@ -341,6 +342,10 @@ def modal_scan_pairs_kernel(
         b_ii += b_i * b_zi.to(tl.float64)
         o_row -= B
     p_out = p_sums + i_c.to(tl.int64) * 4 * (B * P) + o_n
+    b_rr = tl.where(m_p, b_rr, float("nan"))
+    b_ri = tl.where(m_p, b_ri, float("nan"))
+    b_ir = tl.where(m_p, b_ir, float("nan"))
+    b_ii = tl.where(m_p, b_ii, float("nan"))
     tl.store(p_out, b_rr, mask=m_n)
     tl.store(p_out + B * P, b_ri, mask=m_n)
     tl.store(p_out + 2 * (B * P), b_ir, mask=m_n)

@@ -18,8 +18,8 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _taps
-from orthokern.ops._modal_basis import Basis, NoBasis, diagonalise
-from orthokern.ops._modal_gradient import close_pairs, gradient_of_w
+from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
+from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
 from orthokern.ops._modal_norms import norms_through_time
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
@@ -36,12 +36,28 @@ class Modes:
     Attributes:
         w: [N, N], float64, differentiable in the matrix that was given.
         basis: of w.
-        pairs: of ``close_pairs``.
+        pairs: of ``close_pairs``; of a deferred basis, of ``first_close_pairs``.
+        pending: of a deferred basis: its report, and how many pairs there are; else None.
     """
 
     w: Tensor
     basis: Basis
     pairs: Tensor
+    pending: Pending | None = None
+
+    def hold(self, call: Call, asked: bool) -> bool:
+        """Whether a call that used them may keep its results. Waits for a deferred basis to be found.
+
+        asked: as in ``find_modes``.
+        """
+        if self.pending is None:
+            return True
+        good, condition, count = self.pending.get()
+        try:
+            check_accuracy(condition, call, asked)
+        except NoBasis:
+            return False
+        return good == 1.0 and count <= len(self.pairs)
 
 
 # ---- whether a call goes by modes ------------------------------------------------------------------------------------
@@ -84,6 +100,8 @@ def why_never(call: Call) -> str | None:
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
     if call.message_clip > 0:
         return f"message_clip is {call.message_clip:g}, and clipped gradients do not keep to the modes"
+    if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "the stream is being captured in a graph, and the host has to look at the modes of every call"
     op = OPS[call.kind]
     features = ("lengths",) if call.lengths else ()
     try:
@@ -141,7 +159,19 @@ def sequential_rounding(T: int, dtype: torch.dtype) -> float:
 LEAST_LIMIT = 1e-9  # an error that "modal", asked for by name, may always have
 
 
-def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) -> Modes:
+def check_accuracy(condition: float, call: Call, asked: bool) -> None:
+    """Raise NoBasis where a basis of this condition enlarges rounding errors beyond those of the sequential scan."""
+    error, limit = rounding(condition, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
+    if asked:
+        limit = max(limit, LEAST_LIMIT)
+    if not error <= limit:
+        raise NoBasis(
+            f"the condition of its eigenvectors is {condition:.2g}: their rounding error, about {error:.1g}, would be "
+            f"above the {limit:.1g} of the sequential scan"
+        )
+
+
+def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, defer: bool = False) -> Modes:
     """The modes of a matrix.
 
     Args:
@@ -149,6 +179,7 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) ->
         call: what is to be computed.
         start: R [N, 2M] of an earlier call, or None.
         asked: "modal" was asked for, not found by "auto": then the sums over close pairs may cost what they will.
+        defer: with a start, do not wait for the device; ``Modes.hold`` tells later whether the modes are good.
 
     Raises:
         NoBasis: why not.
@@ -161,24 +192,25 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) ->
         thin = v.detach() if v.shape[1] < v.shape[0] else None
     if start is not None:
         start = start.to(w)
+    none = torch.empty(0, 2, dtype=torch.int64, device=w.device)
     with torch.no_grad():
-        basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype)
-        error, limit = rounding(basis.condition, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
-        if asked:
-            limit = max(limit, LEAST_LIMIT)
-        if not error <= limit:
-            raise NoBasis(
-                f"the condition of its eigenvectors is {basis.condition:.2g}: their rounding error, about {error:.1g}, "
-                f"would be above the {limit:.1g} of the sequential scan"
-            )
-        pairs = close_pairs(basis, call.T) if call.backward else torch.empty(0, 2, dtype=torch.int64, device=w.device)
+        basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype, defer=defer)
+        if basis.report is not None:
+            pairs, count = first_close_pairs(basis, call.T, 2 * call.N) if call.backward else (none, none.sum())
+            return Modes(w, basis, pairs, Pending(torch.cat([basis.report, count.double()[None]])))
+        check_accuracy(basis.condition, call, asked)
+        pairs = close_pairs(basis, call.T) if call.backward else none
     if len(pairs) > 2 * call.N and not asked:
         raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
     return Modes(w, basis, pairs)
 
 
-def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> tuple[Modes | None, str]:
+def choose(
+    matrix: Matrix, call: Call, start: Tensor | None, algorithm: str, defer: bool = False
+) -> tuple[Modes | None, str]:
     """The modes of a call that goes by them, else None; and why not ("" where it does).
+
+    defer: as in ``find_modes``.
 
     Raises:
         InputError: "modal" was asked for and cannot serve.
@@ -191,7 +223,7 @@ def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> 
         why = why_not_now(call)
     if why is None:
         try:
-            return find_modes(matrix, call, start, asked), ""
+            return find_modes(matrix, call, start, asked, defer), ""
         except NoBasis as error:
             why = f"{'W' if len(matrix) == 1 else 'W = U diag(s) V^T'} does not suit: {error}"
     if asked:

@@ -295,6 +295,11 @@ def states_by_modes(
     return hs
 
 
+def _is_asynchronous(device: torch.device) -> bool:
+    """Whether the host has something to gain from not waiting for the device."""
+    return device.type != "cpu"
+
+
 @keeps_dtype
 def scan_loss(
     x: Tensor,
@@ -319,12 +324,14 @@ def scan_loss(
     """See ``orthokern.functional.scan_cross_entropy``. Inputs are taken as checked."""
     tensors = [x, h0, readout, readout_bias, weight, bias, act_param, *matrix]
     call = _call("loss", tensors, matrix, len(readout), activation, message_clip, backend, lengths, start)
-    modes, why = _modal.choose(matrix, call, start, algorithm)
-    if modes is not None:
+    modes, why = _modal.choose(matrix, call, start, algorithm, defer=_is_asynchronous(h0.device))
+    while modes is not None:
         loss, hits = _modal.modal_loss(
             x, h0, weight, bias, readout, readout_bias, target, modes,
             reduction=reduction, backend=backend, lengths=lengths,
         )  # fmt: skip
-        return Result(loss, hits, modes.basis.right, "")
+        if modes.hold(call, algorithm == "modal"):
+            return Result(loss, hits, modes.basis.right, "")
+        modes, why = _modal.choose(matrix, call, None, algorithm)  # the start was no good
     scan = Scan(activation, backend, precision, "auto" if algorithm == "auto" else algorithm, message_clip)
     return Result(*_sequential(scan, tensors, target, reduction, lengths), None, why)

@@ -79,6 +79,8 @@ def modal_cross_entropy(
         long sequences are cut in spans, 64 MiB for all threads), sums [C, 2M] and [D, 2M] in float64, and counts [T].
         A batch that leaves a third of the threads idle is cut in pieces of time, one for a thread: half as much work
         again, and [T, B, C] elements, where these take less than 256 MiB.
+        On a GPU: 256 MiB for states, gradients and logits of a span of steps, and the state of each sequence between
+        chunks of about sqrt(T / 2) steps in float64.
 
     Numerics:
         Coefficients, states, adjoints and the sums of adjoints that are the table's gradient: float64 from the first

@@ -205,9 +205,10 @@ def test_a_wrong_target_is_nan() -> None:
         problem.target[3, 1] = wrong
         found = loss(problem)
         assert found["loss"].isnan() and found["grad_readout"].isnan().all() and found["grad_table"].isnan().any()
-        lengths = torch.tensor([5, 3])
-        for name, tensor in loss(problem, lengths=lengths).items():
-            assert torch.equal(tensor, loss(problem.poisoned(lengths), lengths=lengths)[name]), name
+    lengths = torch.tensor([5, 3])
+    padded, poisoned = loss(problem, lengths=lengths), loss(problem.poisoned(lengths), lengths=lengths)
+    for name, tensor in padded.items():
+        assert torch.equal(tensor, poisoned[name]), name
 
 
 def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
