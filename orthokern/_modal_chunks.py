@@ -25,8 +25,8 @@ Note [Spans of the loss]
     With a readout, the state before every chunk is found first. Then spans of whole chunks follow, the last one first:
     z of its steps from those states, logits by a product, loss and d = dL/dlogits in their place, the readout's
     gradient and g = d C by products, the adjoint from the span behind it. A span is as many chunks as SPAN_BYTES holds
-    z, g and logits of: states and logits of all steps never exist, and what one kernel writes for the next may stay in
-    a cache of that size. Sums over spans are float64.
+    z, g and logits of, so that memory does not grow with T but for the states between chunks. A span takes some 40
+    launches, which is why it is no smaller. Sums over spans are float64.
 
 Nothing is read of padding, and no function here asks a tensor for its values. An id outside the table makes its
 sequence NaN from there on and counts for no row; a target that is no class makes the loss NaN; a length out of range
@@ -48,7 +48,7 @@ MIN_CHUNK = 16
 # So many lanes fill the largest device; then time need not be cut.
 ENOUGH_LANES = 2**18
 DELTA_BYTES = 2**27  # of the adjoints that are stored for sums over equal ids
-SPAN_BYTES = 2**26
+SPAN_BYTES = 2**28
 SUM_ROWS = 1024  # of a product over steps, between two additions in float64
 
 
