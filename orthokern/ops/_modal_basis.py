@@ -193,10 +193,10 @@ class _Look:
     """A basis, and what Note [Refining a basis] makes of it. Nothing in here has been looked at by the host.
 
     Attributes:
-        left: R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes. NaN or Inf of a singular R.
+        left: R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes.
         values: [M], complex128, the eigenvalues.
         e, f: E and F [M, M].
-        largest, condition: 0-dim: of E and F; of R.
+        largest, condition: 0-dim: of E and F; of R, infinite where it is singular.
         null_space, paired: 0-dim bool: the null space is where the basis has it; no pair has become real.
     """
 
@@ -215,7 +215,7 @@ def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
     pairs = N - M
     bound = (w.abs().sum(0).max() * w.abs().sum(1).max()).sqrt()  # of |W|_2
     null = slice(M - nulls, M)
-    inverse = torch.linalg.inv_ex(right[:, :N])[0]
+    inverse, info = torch.linalg.inv_ex(right[:, :N])
     left = torch.cat([inverse, inverse.new_zeros(M - pairs, N)])
     a, b = to_complex(left @ (w @ right))
     values = a.diagonal().clone()
@@ -227,7 +227,7 @@ def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
     a[null, null] = 0
     b[null, null] = 0
     sizes = left.square().sum(1).view(2, M).sum(0).sqrt(), right.square().sum(0).view(2, M).sum(0).sqrt()
-    condition = left.norm() * right.norm() / N
+    condition = torch.where(info == 0, left.norm() * right.norm() / N, torch.inf)
     rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D: of the inverse, most of all
     e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
     f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
