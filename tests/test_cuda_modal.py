@@ -5,7 +5,9 @@ Chunks of time are made so short that tiny problems have several.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -300,3 +302,19 @@ def test_modes_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyP
     for captured in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
         assert ("captured" in (_modal.why_never(call) or "")) == captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nvcc_arch", ["80", "90", "100"])
+@pytest.mark.parametrize("op", ["modal_scan", "modal_cross_entropy"])
+def test_no_kernel_spills(op: str, nvcc_arch: str, tmp_path: Path) -> None:
+    nvcc = build.nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc not found")
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{build.CSRC}", "-c"]
+    source = [str(build.CSRC / "cuda" / f"{op}.cu"), "-o", str(tmp_path / "out.o")]
+    done = subprocess.run([*command, *source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    entries = done.stderr.split("Compiling entry function")[1:]
+    assert len(entries) == (7 if op == "modal_scan" else 2)
+    assert all("0 bytes spill stores, 0 bytes spill loads" in entry for entry in entries), done.stderr
