@@ -12,11 +12,11 @@ import torch
 from test_modal_basis import MARGINS, factored, randn
 from torch import Tensor, nn
 
-from orthokern import functional, init
+from orthokern import _memory, functional, init
 from orthokern.diagnostics import profile_steps, tap
 from orthokern.errors import InputError
-from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
-from orthokern.ops import _scan_loss
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, _loss
+from orthokern.ops import _modal, _modal_norms, _scan_loss
 
 IDS, FEATURES, TERMS = "ids", "features", "terms"
 
@@ -96,7 +96,7 @@ def test_modal(form: str, kind: str, lengths: bool) -> None:
 def test_chunks(kind: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More states than are kept: the chunks' sums are those of all steps."""
     wanted, arguments = problem(kind, 12, 12, 17, 4, lengths=lengths)
-    monkeypatch.setattr(_scan_loss, "KEPT", 0)
+    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
     monkeypatch.setattr(_scan_loss, "CHUNK", 5 * 4 * 12 * 8)
     compare(wanted, arguments, 1e-12, algorithm="sequential")
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
     assert torch.equal(found.loss, loss) and found.basis is None and activation in found.refused
     for a, b in zip(torch.autograd.grad(found.loss, wanted), expected, strict=True):
         assert torch.equal(a, b)
-    monkeypatch.setattr(_scan_loss, "KEPT", 0)
+    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
     monkeypatch.setattr(_scan_loss, "CHUNK", 4 * 3 * 8 * 8)
     chunked = functional.scan_cross_entropy(**call)
     assert torch.equal(chunked.hits, found.hits) and (chunked.loss - loss).abs() < 1e-14
@@ -440,8 +440,9 @@ def test_training_by_modes_is_training_step_by_step() -> None:
     assert losses["modal"][-1] < 0.9 * losses["modal"][0]
 
 
-def test_norms_through_time() -> None:
+def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse tap gets the norms of the sequential scan at the steps that a record keeps; a full one makes it run."""
+    monkeypatch.setattr(_modal_norms, "PIECE", 2 * 3 * 12 * 8)
     torch.manual_seed(0)
     rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64)
     readout = LinearCrossEntropy(12, 4, dtype=torch.float64)
@@ -459,3 +460,87 @@ def test_norms_through_time() -> None:
         assert functional.explain_scan_cross_entropy(**big())[0] == "sequential"
     with tap(sparse=True), torch.no_grad():
         assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
+@pytest.mark.parametrize("activation", ["identity", "tanh"])
+def test_norms_of_a_scan_in_chunks(activation: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tap hears one scan of all steps, not one of each chunk."""
+    wanted, arguments = problem(IDS, 8, 8, 19, 3, lengths=lengths)
+    arguments["activation"] = activation
+    taken = {}
+    for name, kept in (("whole", 10**9), ("chunks", 0)):
+        monkeypatch.setattr(_scan_loss, "kept_states", lambda device, kept=kept: kept)
+        monkeypatch.setattr(_scan_loss, "CHUNK", 4 * 3 * 8 * 8)
+        with tap() as taken[name]:
+            loss = functional.scan_cross_entropy(**arguments, algorithm="sequential").loss
+            torch.autograd.grad(-3.0 * loss, wanted)
+    for names in ("state_norms", "grad_norms"):
+        (expected,), (found,) = getattr(taken["whole"], names), getattr(taken["chunks"], names)
+        assert (found - expected).norm() <= 1e-13 * expected.norm()
+    assert taken["chunks"].ops == taken["chunks"].state_ops == ["factored_scan"]
+    with tap() as looked, torch.no_grad():
+        functional.scan_cross_entropy(**arguments, algorithm="sequential")
+    assert torch.equal(looked.state_norms[0], taken["chunks"].state_norms[0]) and not looked.grad_norms
+
+
+@pytest.mark.parametrize("inputs", ["ids", "features"])
+def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the states of all steps as with them."""
+    monkeypatch.setattr(_modal_norms, "PIECE", 2 * 3 * 12 * 8)
+    torch.manual_seed(0)
+    rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64, learned_h0=True)
+    readout = nn.Linear(12, 4, dtype=torch.float64)
+    x = torch.randint(5, (150, 3)) if inputs == "ids" else torch.randn(150, 3, 5, dtype=torch.float64)
+    target = torch.randint(4, (150, 3))
+    with tap() as taken:
+        nn.functional.cross_entropy(readout(rnn(x)[0][-1]), target[-1]).backward()
+    found = _loss.last_step_norms(rnn, x, readout, target, "modal")
+    assert found is not None
+    kept = profile_steps(150)
+    assert torch.allclose(found[kept], taken.grad_norms[0][kept], rtol=1e-9)
+    assert _loss.last_step_norms(rnn, x, readout, target, "sequential") is None
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_loss_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that are told are those of the tensors that the call makes, to the share that it keeps beside them."""
+    monkeypatch.setattr(_scan_loss, "CHUNK", 10 * 3 * 16 * 4)
+    made: list[int] = []
+    scan = _scan_loss.Scan.__call__
+
+    def watched(self: Any, tensors: Any, lengths: Any) -> Tensor:
+        hs = scan(self, tensors, lengths)
+        made.append(hs.nbytes)
+        return hs
+
+    monkeypatch.setattr(_scan_loss.Scan, "__call__", watched)
+    rnn, readout = RNN(5, 16), nn.Linear(16, 4)
+    step = 3 * 16 * 4
+    for kept, largest, told in ((100 * step, 100 * step, 200 * step), (99 * step, 10 * step, 20 * step + 10 * step)):
+        monkeypatch.setattr(_scan_loss, "kept_states", lambda device, kept=kept: kept)
+        made.clear()
+        rnn.loss(torch.randint(5, (100, 3)), readout, torch.randint(4, (100, 3)))[0].backward()
+        assert max(made) == largest
+        assert _loss.state_bytes(rnn, 100, 3, 4, algorithm="auto") == told
+    linear = RNN(5, 16, nonlinearity="identity")
+    made.clear()
+    linear.loss(torch.randint(5, (100, 3)), readout, torch.randint(4, (100, 3)), algorithm="modal")[0].backward()
+    assert not made and _loss.state_bytes(linear, 100, 3, 4, algorithm="modal") == 0
+    assert _loss.state_bytes(linear, 100, 3, 4, ids=False, algorithm="modal") == 200 * step
+
+
+def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert functional.explain_scan_cross_entropy(**big(), ids=False)[0] == "modal"
+    monkeypatch.setattr(_modal, "kept_states", lambda device: 4000 * 20 * 64 * 4 - 1)
+    name, why = functional.explain_scan_cross_entropy(**big(), ids=False)
+    assert name == "sequential" and why == "its inputs in modal coordinates would take 0.0191 GiB"
+    assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
+
+
+def test_the_share_of_the_memory() -> None:
+    total = _memory.machine_memory("cpu", swap=False)
+    assert total is not None and total <= (_memory.machine_memory("cpu") or 0)
+    assert _memory.kept_states(torch.device("cpu")) == total // 16

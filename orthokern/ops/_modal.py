@@ -1,4 +1,4 @@
-"""A linear recurrence by its own modes: from W and the inputs to states, or straight to a loss, with the gradient of W.
+"""A linear recurrence in modal form: from W and the inputs to states, or straight to a loss, with the gradient of W.
 
 The three parts: the eigenbasis (``_modal_basis.py``), the recursion in it (the ops modal_scan and modal_cross_entropy),
 and dL/dW from its sums (``_modal_gradient.py``). Here they are joined, and it is decided whether they serve a call.
@@ -16,11 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._memory import kept_states
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _taps
 from orthokern.ops._modal_basis import Basis, NoBasis, diagonalise
 from orthokern.ops._modal_gradient import close_pairs, gradient_of_w
-from orthokern.ops._modal_norms import norms_through_time
+from orthokern.ops._modal_norms import last_step_norms, norms_through_time
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
 
@@ -31,7 +32,7 @@ INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """What a call by modes needs of W besides its arguments.
+    """What a modal call needs of W besides its arguments.
 
     Attributes:
         w: [N, N], float64, differentiable in the matrix that was given.
@@ -44,7 +45,7 @@ class Modes:
     pairs: Tensor
 
 
-# ---- whether a call goes by modes ------------------------------------------------------------------------------------
+# ---- whether the modal form serves a call ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Call:
 
 
 def why_never(call: Call) -> str | None:
-    """Why modes cannot serve a call whatever its W is, or None."""
+    """Why the modal form cannot serve a call whatever its W is, or None."""
     if call.activation != "identity":
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
     if call.message_clip > 0:
@@ -108,8 +109,13 @@ def multiply_adds(call: Call) -> tuple[float, float]:
     return modal, sequential
 
 
+def input_bytes(call: Call) -> int:
+    """Bytes of a loss's inputs in modal coordinates: token ids stay ids, features become [T, B, 2M] with 2M >= N."""
+    return 0 if call.ids else call.T * call.B * call.N * call.dtype.itemsize
+
+
 def why_not_now(call: Call) -> str | None:
-    """Why "auto" does not take modes for a loss, before it has looked at W; None if it does.
+    """Why "auto" does not take the modal form for a loss, before it has looked at W; None if it does.
 
     (For states, which have to be taken into modes and out again by products as large as the scan's own, it never does.)
     """
@@ -121,6 +127,9 @@ def why_not_now(call: Call) -> str | None:
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
     if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
+    size = input_bytes(call)
+    if size > kept_states(call.device):
+        return f"its inputs in modal coordinates would take {size / 2**30:.3g} GiB"
     modal, sequential = multiply_adds(call)
     if modal >= sequential:
         return f"it would cost {modal / sequential:.2g} times as much"
@@ -178,7 +187,7 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) ->
 
 
 def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> tuple[Modes | None, str]:
-    """The modes of a call that goes by them, else None; and why not ("" where it does).
+    """The modes of a call that uses the modal form, else None; and why not ("" where it does).
 
     Raises:
         InputError: "modal" was asked for and cannot serve.
@@ -199,7 +208,7 @@ def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> 
     return None, why
 
 
-# ---- calls by modes --------------------------------------------------------------------------------------------------
+# ---- calls in modal form ---------------------------------------------------------------------------------------------
 
 
 def _sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
@@ -386,3 +395,23 @@ def modal_loss(
         modes.w, term, table, z0, rows, readout_bias, target, modes, reduction, backend, lengths
     )
     return loss, hits
+
+
+@torch.no_grad()
+def modal_last_step_norms(
+    x: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    readout: Tensor,
+    readout_bias: Tensor | None,
+    target: Tensor,
+    modes: Modes,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """||dL/dh_t|| [T], NaN but at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone; arguments
+    as those of ``modal_loss``."""
+    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, None)
+    rows = (readout.double() @ modes.basis.right).to(readout.dtype)
+    return last_step_norms(term, table, z0, rows, readout_bias, target, modes.basis, backend)

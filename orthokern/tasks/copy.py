@@ -35,13 +35,14 @@ from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
-from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, _loss
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import LSTMS, MODELS, add_network_options, build_recurrence
 from orthokern.tasks.optimization import add_optimizer_options
 from orthokern.tasks.recurrent import DrawnTask
 from orthokern.training import cli
+from orthokern.training.distributed import current_shard
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
@@ -217,17 +218,22 @@ class CopyExperiment(DrawnTask):
     def __init__(self, settings: Settings) -> None:
         self.data = CopyTask(settings["T"], layout=settings["layout"], dtype=torch.uint8)
         inputs = _inputs(self.data, settings)
-        check_recurrent(settings, inputs, self.data.num_classes, bias=False, steps=self.data.length)
-        super().__init__(self.data, settings, classes=self.data.num_classes)
+        classes = self.data.num_classes
+        # A batch and one of an evaluation, tokens and targets of a byte each.
+        ids = 4 * self.data.length * settings["batch"]
+        check_recurrent(settings, inputs, classes, bias=False, ids=ids)
+        super().__init__(self.data, settings, classes=classes)
         self.goal = settings["goal"] / 100.0
         self.build(CopyModel(self.data, settings))
 
-        self.way = ("sequential", "")
+        self.way, states = ("sequential", ""), None
         if isinstance(self.rnn, RECURRENCES):  # raises where "modal" is asked for and cannot serve
-            self.way = self.rnn.explain_loss(
-                self.time_steps, settings["batch"], self.data.num_classes,
-                ids=settings["input"] == "onehot", algorithm=settings["algorithm"],
-            )  # fmt: skip
+            sizes = self.time_steps, settings["batch"] // current_shard().world, classes
+            call = {"ids": settings["input"] == "onehot", "algorithm": settings["algorithm"]}
+            self.way = self.rnn.explain_loss(*sizes, **call)
+            if self.way[0] == "modal" or not settings["last_step_gradient"]:  # else that needs the states of all steps
+                states = _loss.state_bytes(self.rnn, *sizes, **call)
+        check_recurrent(settings, inputs, classes, bias=False, steps=self.time_steps, ids=ids, states=states)
 
     def headline(self) -> str:
         name, why = self.way
@@ -243,6 +249,14 @@ class CopyExperiment(DrawnTask):
         tokens, targets = batch
         assert isinstance(self.model, CopyModel)
         return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1].long())
+
+    def last_step_norms(self, batch: tuple[Tensor, Tensor]) -> Tensor | None:
+        tokens, targets = batch
+        if self.way[0] != "modal":
+            return None
+        assert isinstance(self.model, CopyModel) and isinstance(self.rnn, RECURRENCES)
+        inputs = self.model.inputs(tokens)
+        return _loss.last_step_norms(self.rnn, inputs, self.model.readout, targets, self.settings["algorithm"])
 
     def clip_gradients(self) -> None:
         if self.settings["start"] == "zero" and self.settings["input"] == "onehot":
