@@ -98,7 +98,7 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["--margin", "none", "--init", "glorot", "--start", "random"],
         ["--preset", "paper", "--clip", "1", "--basis-clip", "none"],
         ["--backend", "reference"],
-        ["--last-step-gradient"],
+        ["--learn-blank", "--last-step-gradient"],
     ],
     ids=" ".join,
 )
@@ -140,6 +140,26 @@ def test_the_start_is_silent(tmp_path: Path) -> None:
     states, _ = model.rnn(torch.zeros(7, 2, dtype=torch.int64))
     assert (states == 0).all()
     assert model.readout(torch.zeros(16)).tolist() == pytest.approx([math.log(15 / (10 / 8))] + [0.0] * 8)
+
+
+def test_the_blank_may_be_learned() -> None:
+    """Held at zero by default; with --learn-blank it starts as the other columns do, which stay as they were, and
+    moves."""
+    columns = {}
+    for learned in (False, True):
+        torch.manual_seed(0)
+        task = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16, "learn_blank": learned}))
+        table = task.rnn.get_parameter("weight_ih_l0")
+        before = table.detach().clone()
+        with torch.no_grad():
+            task.readout.get_parameter("weight").normal_()
+        task.loss(task.next_batch())[0].backward()
+        task.clip_gradients()
+        task.optimizer.step()
+        columns[learned] = before[:, 0], table.detach()[:, 0], before[:, 1:]
+    assert not columns[False][0].any() and not columns[False][1].any()
+    assert (columns[True][0] != columns[True][1]).all() and columns[True][0].std() > 0.1
+    assert torch.equal(columns[False][2], columns[True][2])
 
 
 def test_the_paper_preset(tmp_path: Path) -> None:

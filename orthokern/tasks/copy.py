@@ -9,7 +9,7 @@ Note [Settings that solve it in a hundred iterations]
     - The readout starts at zero, and so does the blank's input column, which stays there: the state then holds the
       symbols and nothing else, and the first gradient that reaches the recurrence is not noise. A blank that speaks
       is added to the state at T steps; learned along, it doubles the iterations at T = 1000. Other input columns are
-      N(0, 2 / (N + ids)).
+      N(0, 2 / (N + ids)), with `--learn-blank` the blank's too, and then it is trained like them.
     - The output bias of the blank starts at the log-odds of blank and symbol, 9.0 at T = 10 000: otherwise much of the
       training goes into how often the target is blank.
     - RMSprop at 2e-2 on the readout and 1e-3 on the input table, all rates falling as 1 / (1 + 0.005 iteration).
@@ -61,6 +61,7 @@ DEFAULTS: Settings = {
     "margin": 0.001,
     "algorithm": "auto",
     "start": "zero",
+    "learn_blank": False,
     "lr": 2e-2,
     "input_lr": 1e-3,
     "spectrum_lr": None,
@@ -164,8 +165,8 @@ class CopyModel(nn.Module):
             nn.init.zeros_(bias)
             if settings["start"] == "zero":
                 table.copy_(torch.randn(table.shape) * math.sqrt(2.0 / (hidden + classes + 1)))
-                if inputs > 1:
-                    table[:, 0] = 0.0  # the blank; as a scalar it is 0 already
+                if silent_blank(settings):
+                    table[:, 0] = 0.0
                 nn.init.zeros_(self.readout.weight)
                 # The log-odds of the blank against any one symbol, as often as they are targets.
                 bias[0] = math.log((data.length - data.recall) * data.symbols / data.recall)
@@ -200,6 +201,11 @@ class CopyModel(nn.Module):
         with torch.no_grad():
             wrong = (self.readout(states[-recall:].detach()).argmax(-1) != targets[-recall:]).sum()
         return self.readout.loss(states, targets), {"wrong": wrong}
+
+
+def silent_blank(settings: Settings) -> bool:
+    """Whether the blank's input column is held at zero: Note [Settings ...]. As a scalar the blank is 0 already."""
+    return settings["start"] == "zero" and settings["input"] == "onehot" and not settings["learn_blank"]
 
 
 def _inputs(data: CopyTask, settings: Settings) -> int:
@@ -259,7 +265,7 @@ class CopyExperiment(DrawnTask):
         return _loss.last_step_norms(self.rnn, inputs, self.model.readout, targets, self.settings["algorithm"])
 
     def clip_gradients(self) -> None:
-        if self.settings["start"] == "zero" and self.settings["input"] == "onehot":
+        if silent_blank(self.settings):
             blank = self.rnn.get_parameter("weight_ih_l0").grad
             if blank is not None:
                 blank[:, 0] = 0.0  # Note [Settings ...]: blanks stay silent
@@ -334,6 +340,7 @@ EXAMPLES = """\
 examples:
   python -m orthokern.tasks.copy --T 10000                        solve T = 10000 with the defaults
   python -m orthokern.tasks.copy --T 1000 --margin 0.1 --seed 3   another margin, another seed
+  python -m orthokern.tasks.copy --T 1000 --learn-blank           with the blank's input column learned too
   python -m orthokern.tasks.copy --T 200 --margin none            unbounded singular values
   python -m orthokern.tasks.copy --T 200 --nonlinearity tanh      with a non-linearity
   python -m orthokern.tasks.copy --T 1000 --margin 0.3 --nonlinearity prelu --slope 0.7
@@ -390,6 +397,10 @@ def _parser() -> Parser:
         "both Glorot-normal (default zero)",
     )  # fmt: skip
     group.add_argument(
+        "--learn-blank", action="store_true",
+        help="start and train the blank's input column like the others (default: it is held at zero)",
+    )  # fmt: skip
+    group.add_argument(
         "--algorithm",
         type=one_of("algorithm", ALGORITHMS),
         metavar="NAME",
@@ -398,6 +409,7 @@ def _parser() -> Parser:
     )
     add_network_options(parser, DEFAULTS, bias=False)
     parser.needs["algorithm"] = ((Needs("model", tuple(model for model in MODELS if model not in LSTMS)),),)
+    parser.needs["learn_blank"] = ((Needs("start", ("zero",)), Needs("input", ("onehot",))),)
     parser.needs["marker"] = ((Needs("input", ("scalar",)),),)
     add_optimizer_options(parser, DEFAULTS, PRESETS, PRESET_HELP)
     cli.add_run_options(parser, DEFAULTS)
