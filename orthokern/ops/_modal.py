@@ -136,10 +136,10 @@ def why_not_now(call: Call) -> str | None:
     return None
 
 
-def rounding(condition: float, T: int, dtype: torch.dtype) -> float:
-    """The relative error to expect of the modal form: the basis enlarges the rounding of what is multiplied by its
-    condition, and that of the float64 eigenvalues by that and T."""
-    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps)
+def rounding(condition: float, neglected: float, T: int, dtype: torch.dtype) -> float:
+    """The relative error to expect of the modal form: the basis enlarges by its condition the rounding of what is
+    multiplied, that of the float64 eigenvalues, T times, and what is neglected of W (``Basis.neglected``)."""
+    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps + neglected)
 
 
 def sequential_rounding(T: int, dtype: torch.dtype) -> float:
@@ -172,7 +172,9 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) ->
         start = start.to(w)
     with torch.no_grad():
         basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype)
-        error, limit = rounding(basis.condition, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
+        neglected = float(basis.neglected(w, call.T))
+        error = rounding(basis.condition, neglected, call.T, call.dtype)
+        limit = sequential_rounding(call.T, call.dtype)
         if asked:
             limit = max(limit, LEAST_LIMIT)
         if not error <= limit:
