@@ -194,6 +194,20 @@ def draw_errors(points: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def error_table(points: list[dict[str, Any]]) -> str:
+    """The table of docs/modal.md: the worst gradient, modal / sequential."""
+    lengths = sorted({point["T"] for point in points})
+    found = {(point["margin"], point["algorithm"], point["T"]): f"{point['gradients']:.1e}" for point in points}
+    lines = ["| | " + " | ".join(f"T = {T}" for T in lengths) + " |", "| --- |" + " ---: |" * len(lengths)]
+    for margin in sorted({point["margin"] for point in points}):
+        cells = []
+        for T in lengths:
+            pair = [found.get((margin, algorithm, T)) for algorithm in ("modal", "sequential")]
+            cells.append("–" if None in pair else " / ".join(map(str, pair)))
+        lines.append(f"| margin {margin:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, tuple[Any, Any]] = {"time": (measure_times, draw_times), "error": (measure_errors, draw_errors)}
 
 
@@ -220,6 +234,8 @@ def main() -> None:
             numbers = {"conditions": conditions(), "points": points}
             picture.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
         draw(points, picture)
+        if name == "error":
+            print(error_table(points))
         print(f"wrote {picture} and {picture.with_suffix('.json')}")
 
 
