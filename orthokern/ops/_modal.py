@@ -1,4 +1,4 @@
-"""A linear recurrence by its own modes: from W and the inputs to states, or straight to a loss, with the gradient of W.
+"""A linear recurrence in modal form: from W and the inputs to states, or straight to a loss, with the gradient of W.
 
 The three parts: the eigenbasis (``_modal_basis.py``), the recursion in it (the ops modal_scan and modal_cross_entropy),
 and dL/dW from its sums (``_modal_gradient.py``). Here they are joined, and it is decided whether they serve a call.
@@ -16,11 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._memory import kept_states
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _taps
 from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
 from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
-from orthokern.ops._modal_norms import norms_through_time
+from orthokern.ops._modal_norms import last_step_norms, norms_through_time
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
 
@@ -31,13 +32,13 @@ INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """What a call by modes needs of W besides its arguments.
+    """What a modal call needs of W besides its arguments.
 
     Attributes:
         w: [N, N], float64, differentiable in the matrix that was given.
         basis: of w.
         pairs: of ``close_pairs``; of a deferred basis, of ``first_close_pairs``.
-        pending: of a deferred basis: its report, and how many pairs there are; else None.
+        pending: of a deferred basis: its report, ``neglected``, and how many pairs there are; else None.
     """
 
     w: Tensor
@@ -52,15 +53,15 @@ class Modes:
         """
         if self.pending is None:
             return True
-        good, condition, count = self.pending.get()
+        good, condition, neglected, count = self.pending.get()
         try:
-            check_accuracy(condition, call, asked)
+            check_accuracy(condition, neglected, call, asked)
         except NoBasis:
             return False
         return good == 1.0 and count <= len(self.pairs)
 
 
-# ---- whether a call goes by modes ------------------------------------------------------------------------------------
+# ---- whether the modal form serves a call ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Call:
 
 
 def why_never(call: Call) -> str | None:
-    """Why modes cannot serve a call whatever its W is, or None."""
+    """Why the modal form cannot serve a call whatever its W is, or None."""
     if call.activation != "identity":
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
     if call.message_clip > 0:
@@ -126,8 +127,13 @@ def multiply_adds(call: Call) -> tuple[float, float]:
     return modal, sequential
 
 
+def input_bytes(call: Call) -> int:
+    """Bytes of a loss's inputs in modal coordinates: token ids stay ids, features become [T, B, 2M] with 2M >= N."""
+    return 0 if call.ids else call.T * call.B * call.N * call.dtype.itemsize
+
+
 def why_not_now(call: Call) -> str | None:
-    """Why "auto" does not take modes for a loss, before it has looked at W; None if it does.
+    """Why "auto" does not take the modal form for a loss, before it has looked at W; None if it does.
 
     (For states, which have to be taken into modes and out again by products as large as the scan's own, it never does.)
     """
@@ -139,16 +145,19 @@ def why_not_now(call: Call) -> str | None:
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
     if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
+    size = input_bytes(call)
+    if size > kept_states(call.device):
+        return f"its inputs in modal coordinates would take {size / 2**30:.3g} GiB"
     modal, sequential = multiply_adds(call)
     if modal >= sequential:
         return f"it would cost {modal / sequential:.2g} times as much"
     return None
 
 
-def rounding(condition: float, T: int, dtype: torch.dtype) -> float:
-    """The relative error to expect of the modal form: the basis enlarges the rounding of what is multiplied by its
-    condition, and that of the float64 eigenvalues by that and T."""
-    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps)
+def rounding(condition: float, neglected: float, T: int, dtype: torch.dtype) -> float:
+    """The relative error to expect of the modal form: the basis enlarges by its condition the rounding of what is
+    multiplied, that of the float64 eigenvalues, T times, and what is neglected of W (``Basis.neglected``)."""
+    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps + neglected)
 
 
 def sequential_rounding(T: int, dtype: torch.dtype) -> float:
@@ -159,9 +168,10 @@ def sequential_rounding(T: int, dtype: torch.dtype) -> float:
 LEAST_LIMIT = 1e-9  # an error that "modal", asked for by name, may always have
 
 
-def check_accuracy(condition: float, call: Call, asked: bool) -> None:
-    """Raise NoBasis where a basis of this condition enlarges rounding errors beyond those of the sequential scan."""
-    error, limit = rounding(condition, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
+def check_accuracy(condition: float, neglected: float, call: Call, asked: bool) -> None:
+    """Raise NoBasis where a basis of this condition, that leaves this out, has larger errors than the sequential scan;
+    arguments as those of ``rounding``."""
+    error, limit = rounding(condition, neglected, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
     if asked:
         limit = max(limit, LEAST_LIMIT)
     if not error <= limit:
@@ -195,10 +205,12 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
     none = torch.empty(0, 2, dtype=torch.int64, device=w.device)
     with torch.no_grad():
         basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype, defer=defer)
+        neglected = basis.neglected(w, call.T)
         if basis.report is not None:
             pairs, count = first_close_pairs(basis, call.T, 2 * call.N) if call.backward else (none, none.sum())
-            return Modes(w, basis, pairs, Pending(torch.cat([basis.report, count.double()[None]])))
-        check_accuracy(basis.condition, call, asked)
+            pending = Pending(torch.cat([basis.report, torch.stack([neglected, count.double()])]))
+            return Modes(w, basis, pairs, pending)
+        check_accuracy(basis.condition, float(neglected), call, asked)
         pairs = close_pairs(basis, call.T) if call.backward else none
     if len(pairs) > 2 * call.N and not asked:
         raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
@@ -208,7 +220,7 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
 def choose(
     matrix: Matrix, call: Call, start: Tensor | None, algorithm: str, defer: bool = False
 ) -> tuple[Modes | None, str]:
-    """The modes of a call that goes by them, else None; and why not ("" where it does).
+    """The modes of a call that uses the modal form, else None; and why not ("" where it does).
 
     defer: as in ``find_modes``.
 
@@ -231,7 +243,7 @@ def choose(
     return None, why
 
 
-# ---- calls by modes --------------------------------------------------------------------------------------------------
+# ---- calls in modal form ---------------------------------------------------------------------------------------------
 
 
 def _sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
@@ -418,3 +430,23 @@ def modal_loss(
         modes.w, term, table, z0, rows, readout_bias, target, modes, reduction, backend, lengths
     )
     return loss, hits
+
+
+@torch.no_grad()
+def modal_last_step_norms(
+    x: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    readout: Tensor,
+    readout_bias: Tensor | None,
+    target: Tensor,
+    modes: Modes,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """||dL/dh_t|| [T], NaN but at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone; arguments
+    as those of ``modal_loss``."""
+    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, None)
+    rows = (readout.double() @ modes.basis.right).to(readout.dtype)
+    return last_step_norms(term, table, z0, rows, readout_bias, target, modes.basis, backend)

@@ -83,6 +83,22 @@ class Basis:
         """The eigenvalues [M], complex128."""
         return torch.complex(self.re, self.im)
 
+    def neglected(self, w: Tensor, T: int) -> Tensor:
+        """What the parts of w [N, N] outside its diagonal form may change in T steps, relative to a state; 0-dim.
+
+        The largest of |A_jk| and |B_jk| over the distance of the two eigenvalues, or times T where they are nearer
+        than 1 / T. Near a defective W it is large, though A and B are below their rounding: that is large too.
+        """
+        values, pairs = self.values, self.right.shape[0] - len(self.re)
+        a, b = (part.abs() for part in to_complex(self.left @ (w @ self.right)))
+        a.fill_diagonal_(0)
+        b.diagonal()[pairs:] = 0
+        null = slice(len(values) - self.nulls, len(values))
+        a[null, null] = 0
+        b[null, null] = 0
+        same, crossed = (values - values[:, None]).abs(), (values.conj() - values[:, None]).abs()
+        return torch.maximum(a / same.clamp(min=1 / T), b / crossed.clamp(min=1 / T)).max()
+
 
 def to_complex(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """A real map [2M, 2M] of modal coordinates as z -> A z + B conj(z): A, B [M, M], complex."""

@@ -1,4 +1,4 @@
-"""modal_cross_entropy: a linear recurrence in its own modes, its readout and the cross-entropy in one op.
+"""modal_cross_entropy: a linear recurrence in modal coordinates, its readout and the cross-entropy in one op.
 
 Neither states nor logits are stored. Modal coordinates are those of ``orthokern/ops/modal_scan.py``: M modes, re and im
 float64 [M], a vector [..., 2M] holds the real parts of all modes, then their imaginary parts.

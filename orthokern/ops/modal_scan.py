@@ -1,4 +1,4 @@
-"""modal_scan: a linear recurrence in its own modes, complex multiply-adds instead of a matrix product.
+"""modal_scan: a linear recurrence in modal coordinates, complex multiply-adds instead of a matrix product.
 
 Modal coordinates. M modes with eigenvalues re[m] + i im[m]; re and im are float64 [M], whatever the dtype of the call.
 A real eigenvalue is a mode with im = 0, whose imaginary part stays 0 if nothing is put in. A vector is a real tensor
