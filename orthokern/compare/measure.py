@@ -50,7 +50,8 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
 
     Example::
 
-        >>> found = orthokern.compare.compare(torch.nn.GRU(8, 16), torch.randn(20, 4, 8), rounds=3)
+        >>> from orthokern.compare import compare
+        >>> found = compare(torch.nn.GRU(8, 16), torch.randn(20, 4, 8), rounds=3)
         >>> found.agree
         True
     """
