@@ -203,6 +203,46 @@ def test_other_paths_are_never_less_than_ieee(path: str, wish: Any) -> None:
     assert_same_bits(run(problem), run(problem, precision="bf16"))
 
 
+@pytest.mark.parametrize("precision", ["3xtf32", "tf32", "bf16"])
+def test_long_sums_on_tensor_cores_do_not_drift(precision: str, wish: Any) -> None:
+    """Tensor cores cut their sums. In one accumulator, positive terms would come out too small, and ever more so."""
+    wish("steps")
+    generator = torch.Generator().manual_seed(0)
+    n = 1000
+    w = torch.rand(n, n, generator=generator).bfloat16().float()  # exact in every precision
+    h0, x = torch.rand(1, n, generator=generator).bfloat16().float(), torch.zeros(1, 1, n)
+    forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
+    found = forward(x, w, h0, None, None, None, activation="identity", precision=precision, algorithm="sequential")[0]
+    exact = w.double() @ h0[0].double()
+    bias = float(((found[0, 0].double() - exact) / exact).mean())
+    assert abs(bias) < 1.5e-7
+
+
+def test_infinity_in_three_products(wish: Any) -> None:
+    """inf as a sum of two TF32 numbers is inf + 0, not inf + NaN."""
+    wish("steps")
+    generator = torch.Generator().manual_seed(0)
+    w, h0 = torch.randn(40, 40, generator=generator), torch.randn(3, 40, generator=generator)
+    w[5, 7], h0[1, 30] = float("inf"), -float("inf")
+    forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
+    found, expected = (
+        forward(torch.zeros(1, 3, 40), w, h0, None, None, None, activation="identity", precision=p)[0]
+        for p in ("3xtf32", "ieee")
+    )
+    assert torch.equal(found.isnan(), expected.isnan()) and bool(expected.isinf().any())
+    assert torch.equal(found[expected.isinf()], expected[expected.isinf()])
+
+
+@pytest.mark.parametrize(("K", "size", "group"), [(1, 4, 2), (3, 8, 1), (13, 8, 4)])
+def test_ranks_too_small_for_every_block_of_a_cluster(K: int, size: int, group: int, wish: Any, harness: Any) -> None:
+    """Stores to other blocks keep no order: one that is late must not be taken for one of the next step."""
+    wish({"path": CLUSTER, "cluster": size, "group": group})
+    problem = scan_problem("factored_scan", B=group, T=12, N=41, K=K)
+    for seed in range(3):
+        harness.set_schedule(2, seed)
+        check(problem)
+
+
 @pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "cluster-8", "streamed", "steps"])
 @pytest.mark.parametrize("op", OPS)
 def test_no_schedule_changes_a_bit(op: str, path: str, wish: Any, harness: Any) -> None:

@@ -24,10 +24,12 @@ HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 NAME = "orthokern_cuda_host"
 # -fopenmp-simd and the like stay away: a kernel must not be vectorised across what other threads see.
+# Every load and store checks its address (-fsanitize=alignment); runtime.cpp holds what a failed check calls.
 # _FORTIFY_SOURCE would take the switch between two fibers' stacks for an attack.
 FLAGS = [
     "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wall",
-    "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-DORTHOKERN_CUDA_HOST", f"-I{HERE}", f"-I{CSRC}",
+    "-fsanitize=alignment", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-DORTHOKERN_CUDA_HOST",
+    f"-I{HERE}", f"-I{CSRC}",
 ]  # fmt: skip
 ORDERS = {"forward": (0, 0), "reverse": (1, 0), "random": (2, 1)}
 
