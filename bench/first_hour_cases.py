@@ -35,6 +35,8 @@ class Machine:
     """Where the cases run: a GPU, or in a dry run the host harness, with sizes that it can take."""
 
     def __init__(self, dry: bool, folder: Path) -> None:
+        import orthokern.functional  # noqa: F401  # registers the ops
+
         self.dry, self.folder = dry, folder
         self.device = "cpu" if dry else "cuda"
         if dry:
@@ -89,7 +91,7 @@ class Machine:
         return {row.key[:100]: {"ms": row.device_time_total / 1e3, "count": row.count} for row in rows}
 
 
-# ---- versions, parity -------------------------------------------------------------------------------------------------
+# ---- versions, parity ------------------------------------------------------------------------------------------------
 
 
 def versions(machine: Machine) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def parity_precision(machine: Machine) -> dict[str, Any]:
     return {"value": errors["3xtf32"], "unit": "relative error of the states", "errors": errors}
 
 
-# ---- times ------------------------------------------------------------------------------------------------------------
+# ---- times -----------------------------------------------------------------------------------------------------------
 
 
 def scan_call(machine: Machine, op: str, N: int, activation: str, inputs: str, **options: Any) -> Callable[[], Any]:
@@ -262,7 +264,7 @@ def times_sgemm(machine: Machine) -> dict[str, Any]:
     return {"value": rate["partial sums"], "unit": "TFLOP/s", "rates": rate, "all": ms}
 
 
-# ---- the table --------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 Case = Callable[[Machine], dict[str, Any]]
 

@@ -67,9 +67,8 @@ orders = pytest.mark.parametrize("order", build.ORDERS)
 
 # ---------------------------------------------------------------------------------------------------------- the harness
 
-NO_BUG, NO_BARRIER, OUTSIDE, DIVERGE, OTHER_BARRIER, EXIT, NO_WAIT, TOO_EARLY, MISALIGNED = range(
-    9
-)  # as selftest.cu has them
+# as selftest.cu has them
+NO_BUG, NO_BARRIER, OUTSIDE, DIVERGE, OTHER_BARRIER, EXIT, NO_WAIT, TOO_EARLY, MISALIGNED = range(9)
 
 
 def selftest(

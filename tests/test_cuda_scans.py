@@ -31,7 +31,7 @@ from helpers import (
 from torch import Tensor
 
 from orthokern import cpu, cuda, dispatch
-from orthokern.cuda import _call, _scan, gru_scan
+from orthokern.cuda import _call, _scan, _sums, gru_scan
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -241,6 +241,42 @@ def test_ranks_too_small_for_every_block_of_a_cluster(K: int, size: int, group: 
     for seed in range(3):
         harness.set_schedule(2, seed)
         check(problem)
+
+
+def test_a_plan_is_made_once_for_a_size(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner asks the driver what fits, which costs more than a launch."""
+    asked = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            if name.endswith("_plan"):
+                asked.append(name)
+            return getattr(harness, name)
+
+    monkeypatch.setattr(_call, "kernels", Counting())
+    problem = scan_problem("factored_scan", B=3, T=4, N=33).to(torch.float32)
+    first = run(problem)
+    assert asked == ["factored_scan_plan"] * 2  # forward and backward
+    assert_same_bits(first, run(problem))
+    assert len(asked) == 2
+    run(scan_problem("factored_scan", B=4, T=4, N=33).to(torch.float32))
+    assert len(asked) == 4
+    harness.set_chip(multiprocessors=2)
+    run(problem)
+    assert len(asked) == 6
+
+
+def test_products_of_the_gradients_keep_the_gpu_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many partial sums whatever the number of rows; the first window of B = 50, N = 128 has 64 750 = 2 * 32 375."""
+    seen, true_bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: (seen.append(a.shape[0]), true_bmm(a, b))[1])
+    generator = torch.Generator().manual_seed(0)
+    for rows, N, parts in ((64_750, 128, 64), (64_751, 128, 64), (1024, 8, 4), (511, 8, 1), (0, 8, 1)):
+        left, right = (torch.randn(rows, N, generator=generator) for _ in range(2))
+        total = torch.ones(N, N)
+        _sums.add_product(total, left, right)
+        torch.testing.assert_close(total.double(), 1 + left.double().mT @ right.double(), rtol=1e-4, atol=1e-2)
+        assert (seen.pop() if parts > 1 else 1) == parts and not seen
 
 
 @pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "cluster-8", "streamed", "steps"])

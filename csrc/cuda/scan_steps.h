@@ -82,7 +82,8 @@ __device__ __forceinline__ void split_rest(float x, uint32_t head, uint32_t& res
 // 16 and row i + 8 is row 2 i + 1, so that a lane ends up with a pair of neighbours.
 //
 // Tensor cores cut their sums instead of rounding them, which pulls a long sum towards zero. Each slice of kTile
-// columns therefore has an accumulator of its own, and the slices are added by the FMA units, which round to nearest.
+// columns, and with kThreeTf32 each product of 8, therefore has an accumulator of its own, and these are added by the
+// FMA units, which round to nearest. The last cut of each remains.
 template <int kPrecision>
 __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitch<kPrecision>],
                                               const float (&from)[kTile][kFromPitch], const StepPart part,
@@ -144,8 +145,13 @@ __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitc
       for (int i = 0; i < 2; i++) split_rest(x[i], b[i], b_rest[i], b_finite[i]);
       mma_tf32(slice, a_rest, b_finite);
       mma_tf32(slice, a_finite, b_rest);
+      float product[4] = {};
+      mma_tf32(product, a, b);
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[i] += product[i];
+    } else {
+      mma_tf32(slice, a, b);
     }
-    mma_tf32(slice, a, b);
   }
   add_slice();
 }

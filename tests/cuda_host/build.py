@@ -82,6 +82,15 @@ def load(folder: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    true_set_chip = module.set_chip
+
+    def set_chip(**chip: int) -> None:
+        from orthokern.cuda import _call
+
+        true_set_chip(**chip)
+        _call.forget_plans()
+
+    module.set_chip = set_chip
     return module
 
 
@@ -91,6 +100,7 @@ def use(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from orthokern.cuda import _call
 
     monkeypatch.setattr(_call, "kernels", module)
+    _call.forget_plans()
     monkeypatch.setattr(_call, "DEVICE", "cpu")
     true_resolve = dispatch.resolve
 
