@@ -682,6 +682,27 @@ def test_activation_parity(activation: str, dtype: torch.dtype, backend: str) ->
                 assert_matches_reference(a.cpu(), e, p, name=f"{name} of {shape}", gradient=True)
 
 
+@pytest.mark.parametrize("C", [10, 50, 128, 10_000])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_linear_cross_entropy_parity(C: int, reduction: str) -> None:
+    need("linear_cross_entropy", "triton")
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(3000, 130, generator=generator), torch.randn(C, 130, generator=generator)
+    bias, target = torch.randn(C, generator=generator), torch.randint(0, C, (3000,), generator=generator)
+
+    def run(dtype: torch.dtype, device: str, backend: str) -> list[torch.Tensor]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in (hidden, weight, bias)]
+        there = target.to(device)
+        loss = functional.linear_cross_entropy(*leaves, there, reduction=reduction, backend=backend)
+        return [loss.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(loss, leaves))]
+
+    results = [run(torch.float32, "cuda", "triton"), run(torch.float64, "cpu", "reference")]
+    for name, *three in zip(
+        ("loss", "hidden", "weight", "bias"), *results, run(torch.float32, "cpu", "reference"), strict=True
+    ):
+        assert_matches_reference(*three, name=name, gradient=name != "loss")
+
+
 def test_a_compiled_module() -> None:
     """Forward and backward through the compiler: the states bit for bit, the gradients to rounding."""
     module = nn.FactorizedRNN(9, 33).cuda()
