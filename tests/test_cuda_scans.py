@@ -266,6 +266,25 @@ def test_a_plan_is_made_once_for_a_size(harness: Any, monkeypatch: pytest.Monkey
     assert len(asked) == 6
 
 
+@pytest.mark.parametrize("path", ["resident", "cluster-4", "steps"])
+@pytest.mark.parametrize("op", OPS)
+def test_products_beside_the_scan_change_no_bit(op: str, path: str, wish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan stops after each window, whose products then have a stream of their own while it goes on."""
+    wish(path)
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
+    joined, true_join = [], _scan._Beside.join
+    monkeypatch.setattr(_scan._Beside, "join", lambda self: (joined.append(self), true_join(self))[1])
+    problem = scan_problem(op, B=3, T=20, N=20, activation="prelu", inputs="features").to(torch.float32)
+    for options in ({}, {"lengths": torch.tensor([20, 7, 13]), "message_clip": 0.3}):
+        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 7)
+        plain = run(problem, **options)
+        assert not joined
+        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
+        assert_same_bits(plain, run(problem, **options))
+        assert len(joined) == (path != "steps")
+        joined.clear()
+
+
 def test_products_of_the_gradients_keep_the_gpu_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """In many partial sums whatever the number of rows; the first window of B = 50, N = 128 has 64 750 = 2 * 32 375."""
     seen, true_bmm = [], torch.bmm

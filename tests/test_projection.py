@@ -516,8 +516,8 @@ def test_products_are_the_projection_of_the_svd(spectrum: str, rows: int, dtype:
         expected = by_svd(w, 1.8, 1.8)
         projection = SpectralNormProjection([w], 0.2, method="products")
         projection.step()
-        assert float((w - expected).norm()) < 50 * eps * float(expected.norm())
-        assert norm(w) <= max(1.8, float(SPECTRA[spectrum].clamp_max(1.8).max())) * (1 + 30 * eps)
+        assert float((w - expected).norm()) < 200 * eps * float(expected.norm())  # squares of up to 50 / 1.8
+        assert norm(w) <= max(1.8, float(SPECTRA[spectrum].clamp_max(1.8).max())) * (1 + 300 * eps)
     assert projection.counts["checks"] == 1 and projection.counts["decompositions"] == 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
 # Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of
 # steps, last one first, however the states came about: so recomputing them changes no bit.
 _WINDOW_ELEMENTS = 1 << 23
+# The fewest steps of a window whose products run beside the scan of the next one, which costs a launch for each window;
+# and the path of csrc/cuda/scan.h that launches single steps.
+_OVERLAPPED_STEPS, _SINGLE_STEPS = 256, 2
 # Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have
 # nothing to gain when the sequences fill the GPU already.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
@@ -103,6 +108,13 @@ class Scan:
         self.plan = native.plan(f"{map_.op}_plan", self.device, asked)
         floats = {name: self.plan[name] for name in ("packed1", "packed2", "work")}
         self.workspace = {name: map_.u.new_empty(count) if count else None for name, count in floats.items()}
+
+    def leaves_room(self, window: int) -> bool:
+        """Whether the kernel may leave multiprocessors idle, on which products of a window of steps can run.
+
+        Single steps fill the GPU, or take turns with other kernels anyway; so do batches of so short a window.
+        """
+        return self.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
 
     def sums(self) -> Tensor:
         """[2, rows, N]: the running sums of act_param's gradient, which later launches continue."""
@@ -267,6 +279,110 @@ def scan_fwd(
     return hs, ckpt, pre
 
 
+def window_steps(B: int, N: int) -> int:
+    """Steps of a window of the gradients' products, from sizes alone."""
+    window = max(1, _WINDOW_ELEMENTS // max(B * N, 1))
+    return window - (window % 16 if window > 16 else 0)
+
+
+class _Beside:
+    """A stream for what need not be in line with the scan: inside a ``with`` block, torch's work goes onto it.
+
+    It begins behind everything that is on the current stream, and the current stream waits for it in ``join`` alone.
+    Tensors that both use have to live until then. A CUDA graph captures both. Without a CUDA device, in tests, there is
+    one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.stream = None if self.main is None else _side_stream(device.index or 0)
+        self.inside: Any = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(self.main)
+            self.inside = torch.cuda.stream(self.stream)
+            self.inside.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.inside is not None:
+            self.inside.__exit__(*error)
+
+    def join(self) -> None:
+        if self.main is not None and self.stream is not None:
+            self.main.wait_stream(self.stream)
+
+
+@functools.cache
+def _side_stream(device: int) -> Any:
+    """One for each device, kept: torch has 32 streams in all."""
+    return torch.cuda.Stream(device)
+
+
+class _Products:
+    """The products with the adjoints of whole windows, the last window first.
+
+    Args:
+        sums: the gradients that are sums over time, or None.
+        weight: [N, D], for the gradient of features, or None.
+        grad_x: [T, B, D], filled if there is a weight.
+        window: steps of a window.
+        steps: T. Attribute ``high``: the products have the steps from here on.
+    """
+
+    def __init__(self, sums: Sums | None, weight: Tensor | None, grad_x: Tensor, window: int, steps: int) -> None:
+        self.sums, self.weight, self.grad_x, self.window, self.high = sums, weight, grad_x, window, steps
+
+    def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
+        """Those windows that begin at ``start`` or later and have not been taken.
+
+        Args:
+            start: the first step whose adjoint is there.
+            low: the step of delta's first row.
+            before: h_{t-1} from step ``start`` on, or None where ``states`` has all of them.
+        """
+        for begin in reversed(range(start - start % self.window, self.high, self.window)):
+            if begin < start:
+                break
+            end = min(begin + self.window, self.high)
+            rows = delta[begin - low : end - low]
+            if self.sums is not None and begin > 0:
+                self.sums.add(
+                    begin, rows, states[begin - 1 : end - 1] if before is None else before[begin - start : end - start]
+                )
+            elif self.sums is not None:  # h0 lies elsewhere where all states are kept
+                if end > 1:
+                    self.sums.add(1, rows[1:], states[: end - 1] if before is None else before[1:end])
+                self.sums.add(0, rows[:1], h0.unsqueeze(0) if before is None else before[:1])
+            if self.weight is not None:
+                torch.mm(rows.flatten(0, 1), self.weight, out=self.grad_x[begin:end].flatten(0, 1))
+            self.high = begin
+
+
+def _recomputed(
+    forward: Scan, source: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], state: Tensor, before: Tensor,
+    gate: Tensor | None, start: int,
+) -> Tensor:  # fmt: skip
+    """The states of a segment from step ``start`` on, in before[1:]; before[0] is the one that they begin from.
+
+    source: x of the segment, and table, weight and bias of the whole.
+    """
+    x, table, weight, bias = source
+    segment = before[1 : x.shape[0] + 1]
+    before[0].copy_(state)
+    inputs: dict[str, Any] = {"x": _input_of(x, weight, bias)[0]} if table is None else {"tokens": x}
+    # not `segment`'s last row where a waiting step has it already: the same state, the same bits
+    forward.run(x.shape[0], **inputs, table=table, start=before[0], out=segment, pre=gate, time=start)
+    return segment
+
+
+def _parameter_gradient(running: Tensor, act_param: Tensor | None) -> Tensor:
+    """grad_act_param from the running sums of the kernels and their rounding errors, [2, rows, N]."""
+    assert act_param is not None
+    exact = (running[0].double() - running[1]).sum(0)
+    return (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
+
+
 def scan_bwd(
     map_: Map,
     grad_hs: Tensor,
@@ -295,18 +411,16 @@ def scan_bwd(
     new, empty = h0.new_empty, h0.new_empty(0)
     chunk = chunk_length(map_, steps, B, activation, algorithm, message_clip)
     alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
-    e = table = None
+    table = None
     if checkpoint_every:
         assert x is not None
-        if weight is not None and not x.is_floating_point():
-            e, table = _input_of(x, weight, bias)
         if chunk:  # the chunks do not end where the segments do: all states at once, as the forward gave them
             states = scan_fwd(map_, x, h0, weight, bias, act_param, activation, 0, algorithm, lengths, 0.0)[0]
             checkpoint_every = 0
-
+        elif not x.is_floating_point():
+            table = _input_of(x, weight, bias)[1]
+    window = window_steps(B, N)
     every = checkpoint_every or max(steps, 1)
-    window = max(1, _WINDOW_ELEMENTS // max(B * N, 1))
-    window -= window % 16 if window > 16 else 0  # rows that divide into partial sums
     sums = Sums(N, h0, x, weight, bias, alive) if need_params else None
     keep_delta = not checkpoint_every or (need_x and weight is None)
     features = need_x and weight is not None and x is not None and x.is_floating_point()
@@ -316,6 +430,9 @@ def scan_bwd(
     forward = Scan(map_, backward=False, **common, tokens=table is not None) if checkpoint_every else None
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
+    beside = None
+    if not checkpoint_every and not chunk and (sums is not None or features) and scan.leaves_room(window):
+        every, beside = window, _Beside(map_.u.device)  # the products of a window while the next one is scanned
 
     # Rows of time t lie at t - low of `delta` and, h_{t-1}, of `before`; low is 0 where all of them are kept, else the
     # start of the segment, and behind it lie those later steps that do not fill a window yet.
@@ -323,31 +440,24 @@ def scan_bwd(
     delta = new(room, B, N)
     before = new(min(every + window, steps) + 1, B, N) if checkpoint_every else empty
     pre_segment = new(every, B, N) if checkpoint_every and ACTIVATIONS[activation].needs_input else empty
+    products = _Products(sums, weight if features else None, grad_x, window, steps)
     carry = None  # delta of the step after the segment
-    high = steps  # steps from here on are in the sums
 
     for start in reversed(range(0, steps, every)):
         stop = min(start + every, steps)
         length = stop - start
         low = 0 if keep_delta else start
         if forward is not None:
-            waiting = high - stop
-            if waiting:
-                before[length : length + waiting] = before[:waiting].clone()
-                if not keep_delta:
-                    delta[length : length + waiting] = delta[:waiting].clone()
-            before[0].copy_(states[start // every])
-            segment = before[1 : length + 1]
-            assert x is not None
-            part = x[start:stop]
-            if table is None:
-                e = _input_of(part, weight, bias)[0]
+            waiting = products.high - stop
+            for kept in (before, *([] if keep_delta else [delta])) if waiting else ():
+                kept[length : length + waiting] = kept[:waiting].clone()
             gate = pre_segment[:length] if ACTIVATIONS[activation].needs_input else None
-            inputs: dict[str, Any] = {"x": e} if table is None else {"tokens": part}
-            # not `segment`'s last row where a waiting step has it already: the same state, the same bits
-            forward.run(length, **inputs, table=table, start=before[0], out=segment, pre=gate, time=start)
+            assert x is not None
+            source = (x[start:stop], table, weight, bias)
+            segment = _recomputed(forward, source, states[start // every], before, gate, start)
         else:
-            segment, gate = states, pre if ACTIVATIONS[activation].needs_input else None
+            segment = states[start:stop]
+            gate = pre[start:stop] if ACTIVATIONS[activation].needs_input else None
         if gate is None and activation != "identity":
             gate = segment
         place = delta[start - low : stop - low]
@@ -358,39 +468,17 @@ def scan_bwd(
             scan.run(length, x=g, gate=gate, start=carry, out=place, norms=norms[start:stop], sums=running, time=start)
         # the kernel of the next segment may write where this row lies
         carry = place[0] if keep_delta else place[0].clone()
-        with ieee_products():
-            for begin in reversed(range(start - start % window, high, window)):
-                if begin < start:
-                    break
-                end = min(begin + window, high)
-                rows = delta[begin - low : end - low]
-                if sums is not None:
-                    if forward is not None:
-                        previous = before[begin - start : end - start]
-                    else:
-                        previous = states[max(begin - 1, 0) : end - 1]
-                    if begin == 0:
-                        # h0 lies elsewhere where all states are kept
-                        first = before[:1] if forward is not None else h0.unsqueeze(0)
-                        rest = before[1:end] if forward is not None else previous
-                        if end > 1:
-                            sums.add(1, rows[1:], rest)
-                        sums.add(0, rows[:1], first)
-                    else:
-                        sums.add(begin, rows, previous)
-                if features and weight is not None:
-                    torch.mm(rows.flatten(0, 1), weight, out=grad_x[begin:end].flatten(0, 1))
-                high = begin
+        with ieee_products(), beside or nullcontext():
+            products.add(start, low, delta, before if forward is not None else None, states, h0)
+    if beside is not None:
+        beside.join()
 
     grad_h0 = torch.zeros_like(h0)
     if carry is not None:
         with ieee_products():
             grad_h0 = map_.transposed_product(carry)
     grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1) if chunk else norms.sum(1).sqrt()
-    grad_act_param = empty
-    if act_param is not None and running is not None:
-        exact = (running[0].double() - running[1]).sum(0)
-        grad_act_param = (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
+    grad_act_param = empty if running is None else _parameter_gradient(running, act_param)
     if need_x and weight is None:
         grad_x = delta
     if sums is None:
