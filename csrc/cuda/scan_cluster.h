@@ -269,8 +269,10 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   // another one.
   float input[kHeld], gate[kHeld];
   int64_t id = -1;
+  // tokens are [T, B]: one for N elements of the others
+  const int64_t first_token = a.tokens ? where.first / N : 0, token_stride = kBackward ? -a.B : a.B;
   auto fetch_id = [&](int i) {
-    if (a.tokens && i < where.end) id = *token_of(a, where.first + i * stride);
+    if (a.tokens && i < where.end) id = a.tokens[first_token + i * token_stride];
   };
   auto fetch_input = [&](int i) {
 #pragma unroll
