@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, ROOT, Bench, Size, check, factors
+from harness import BATCH, ROOT, Bench, Size, check, factors, relative_error
 from torch import Tensor
 
 import orthokern.nn
@@ -48,6 +48,14 @@ COPY_SECONDS = (60.0, 10.0)
 
 # Relative RMS of float32 results against float64, as on the CPU.
 TOLERANCE = 2e-5
+
+
+def tolerated(error_of_torch: float) -> float:
+    """How far float32 results may be from float64, where torch's own float32 products are so far from it.
+
+    A linear recurrence keeps every rounding error: over 10 000 steps torch itself comes close to TOLERANCE.
+    """
+    return max(TOLERANCE, 2 * error_of_torch)
 
 
 def milliseconds(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -95,11 +103,15 @@ class Problem:
     def error(self) -> float:
         """The largest error against float64 of a few sequences over all steps."""
         hs = self.forward()[:, :2].detach()
-        double = [t.detach().double() for t in self.inputs]
-        exact = self.scan(
-            double[0][:, :2], *double[1:], self.h0[:2].double(), activation=self.activation, backend="reference"
-        )
-        return check(f"{self.op}, {self.activation}", [hs.cpu()], [exact.cpu()], TOLERANCE)
+
+        def reference(dtype: torch.dtype) -> Tensor:
+            x, *matrices = (t.detach().to(dtype) for t in self.inputs)
+            h0 = self.h0[:2].to(dtype)
+            return self.scan(x[:, :2], *matrices, h0, activation=self.activation, backend="reference").cpu()
+
+        exact, torchs = reference(torch.float64), reference(torch.float32)
+        limit = tolerated(relative_error(torchs, exact))
+        return check(f"{self.op}, {self.activation}", [hs.cpu()], [exact], limit)
 
 
 @pytest.mark.sizes([LONG[0], {"N": 160, "T": 10000}, *LONG[1:]], quick=QUICK)

@@ -6,7 +6,9 @@ reference, in several orders of their threads.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +67,8 @@ orders = pytest.mark.parametrize("order", build.ORDERS)
 
 # ---------------------------------------------------------------------------------------------------------- the harness
 
-NO_BUG, NO_BARRIER, OUTSIDE, DIVERGE, OTHER_BARRIER, EXIT, NO_WAIT, TOO_EARLY = range(8)  # as selftest.cu has them
+# as selftest.cu has them
+NO_BUG, NO_BARRIER, OUTSIDE, DIVERGE, OTHER_BARRIER, EXIT, NO_WAIT, TOO_EARLY, MISALIGNED = range(9)
 
 
 def selftest(
@@ -131,6 +134,28 @@ def test_threads_that_wait_forever_are_reported(module: Any, order: str, name: s
     # and the harness is usable afterwards
     x = torch.randn(100)
     assert torch.equal(selftest(module, "reverse", x, (100,), order), x.flip(0))
+
+
+def test_a_misaligned_vector_access_is_caught(module: Any) -> None:
+    """On a GPU it ends the context. The address is checked at every load and store, not where a test thought of it."""
+    x = torch.randn(100)
+    with pytest.raises(
+        RuntimeError, match=r"a misaligned address: 0x[0-9a-f]+ at selftest.cu:[0-9]+ \(thread \(3, 0, 0\)"
+    ):
+        selftest(module, "reverse", x, (100,), variant=MISALIGNED)
+
+
+def test_tensor_cores_cut_their_sums(module: Any) -> None:
+    """Terms lose what lies below the largest one, and a sum is not rounded to nearest."""
+    b = torch.full((16, 8), 0.75)
+    b[0] = 2.0**24
+    x = torch.cat([torch.ones(256), b.flatten()])
+    tf32, bf16 = selftest(module, "mma", x, (2, 16, 8))
+    # seven terms of 0.75 beside 2^24 in the first step of tf32, eight beside the same sum in the second one
+    assert bool((tf32 == 2.0**24).all()) and bool((bf16 == 2.0**24).all())
+    b[0] = 2.0**22  # a quarter is the last bit kept, and the sum of 2^22 + 5.25 then has a float
+    tf32 = selftest(module, "mma", torch.cat([torch.ones(256), b.flatten()]), (2, 16, 8))[0]
+    assert bool((tf32 == 2.0**22 + 11).all())  # 5.25 cut to 5, then 5 + 6
 
 
 @orders
@@ -499,3 +524,22 @@ def test_cayley_of_nan_is_nan(cuda: Any) -> None:
             g[0, 3, 2] = bad
             stepped = cayley.cayley(m, g, 1e-5)
             assert stepped[0].isnan().any() and not stepped[1].isnan().any(), shape
+
+
+def test_a_debug_build_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """With a limit on polls a wait ends in a trap. Without one, the code has none, and empties no cache."""
+    nvcc = build.nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc not found")
+    source = tmp_path / "wait.cu"
+    source.write_text(
+        '#include "cuda/ptx.h"\nusing namespace orthokern::cuda;\n'
+        "__global__ void wait_kernel() { mbarrier_wait(dynamic_shared<Mbarrier>(), 0); }\n"
+    )
+    code = []
+    for flags in ([], ["-DORTHOKERN_CUDA_POLL_LIMIT=268435456"]):
+        command = [nvcc, "-std=c++17", "-O3", "-arch=sm_90", f"-I{build.CSRC}", "-ptx", str(source), "-o", "-"]
+        code.append(subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout)
+    plain, limited = code
+    assert "mbarrier.try_wait" in plain and "trap" not in plain and "acquire.cluster" not in plain
+    assert "trap;" in limited

@@ -31,8 +31,8 @@ from helpers import (
 from torch import Tensor
 
 from orthokern import cpu, cuda, dispatch
-from orthokern._scan_contract import Map, ScanOptions
-from orthokern.cuda import _call, _scan, gru_scan
+from orthokern._scan_contract import Map, ScanInputs, ScanOptions
+from orthokern.cuda import _call, _scan, _sums, gru_scan
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -202,6 +202,106 @@ def test_other_paths_are_never_less_than_ieee(path: str, override: Any) -> None:
     override(path)
     problem = scan_problem("factored_scan", B=5, T=4, N=33).to(torch.float32)
     assert_same_bits(run(problem), run(problem, precision="bf16"))
+
+
+@pytest.mark.parametrize("precision", ["3xtf32", "tf32", "bf16"])
+def test_long_sums_on_tensor_cores_do_not_drift(precision: str, override: Any) -> None:
+    """Tensor cores cut their sums. In one accumulator, positive terms would come out too small, and ever more so."""
+    override("steps")
+    generator = torch.Generator().manual_seed(0)
+    n = 1000
+    w = torch.rand(n, n, generator=generator).bfloat16().float()  # exact in every precision
+    h0, x = torch.rand(1, n, generator=generator).bfloat16().float(), torch.zeros(1, 1, n)
+    forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
+    options = ScanOptions("identity", precision=precision, algorithm="sequential")
+    found = forward(Map(None, None, w), ScanInputs(x, h0), options).hs
+    exact = w.double() @ h0[0].double()
+    bias = float(((found[0, 0].double() - exact) / exact).mean())
+    assert abs(bias) < 1.5e-7
+
+
+def test_infinity_in_three_products(override: Any) -> None:
+    """inf as a sum of two TF32 numbers is inf + 0, not inf + NaN."""
+    override("steps")
+    generator = torch.Generator().manual_seed(0)
+    w, h0 = torch.randn(40, 40, generator=generator), torch.randn(3, 40, generator=generator)
+    w[5, 7], h0[1, 30] = float("inf"), -float("inf")
+    forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
+    found, expected = (
+        forward(Map(None, None, w), ScanInputs(torch.zeros(1, 3, 40), h0), ScanOptions("identity", precision=p)).hs
+        for p in ("3xtf32", "ieee")
+    )
+    assert torch.equal(found.isnan(), expected.isnan()) and bool(expected.isinf().any())
+    assert torch.equal(found[expected.isinf()], expected[expected.isinf()])
+
+
+@pytest.mark.parametrize(("K", "size", "group"), [(1, 4, 2), (3, 8, 1), (13, 8, 4)])
+def test_ranks_too_small_for_every_block_of_a_cluster(
+    K: int, size: int, group: int, override: Any, harness: Any
+) -> None:
+    """Stores to other blocks keep no order: one that is late must not be taken for one of the next step."""
+    override({"path": CLUSTER, "cluster": size, "group": group})
+    problem = scan_problem("factored_scan", B=group, T=12, N=41, K=K)
+    for seed in range(3):
+        harness.set_schedule(2, seed)
+        check(problem)
+
+
+def test_a_plan_is_made_once_for_a_size(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner asks the driver what fits, which costs more than a launch."""
+    asked = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            if name.endswith("_plan"):
+                asked.append(name)
+            return getattr(harness, name)
+
+    monkeypatch.setattr(_call, "kernels", Counting())
+    problem = scan_problem("factored_scan", B=3, T=4, N=33).to(torch.float32)
+    first = run(problem)
+    assert asked == ["factored_scan_plan"] * 2  # forward and backward
+    assert_same_bits(first, run(problem))
+    assert len(asked) == 2
+    run(scan_problem("factored_scan", B=4, T=4, N=33).to(torch.float32))
+    assert len(asked) == 4
+    harness.set_chip(multiprocessors=2)
+    run(problem)
+    assert len(asked) == 6
+
+
+@pytest.mark.parametrize("path", ["resident", "cluster-4", "steps"])
+@pytest.mark.parametrize("op", OPS)
+def test_products_beside_the_scan_change_no_bit(
+    op: str, path: str, override: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scan stops after each window, whose products then have a stream of their own while it goes on."""
+    override(path)
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
+    joined, true_join = [], _scan._Beside.join
+    monkeypatch.setattr(_scan._Beside, "join", lambda self: (joined.append(self), true_join(self))[1])
+    problem = scan_problem(op, B=3, T=20, N=20, activation="prelu", inputs="features").to(torch.float32)
+    for options in ({}, {"lengths": torch.tensor([20, 7, 13]), "message_clip": 0.3}):
+        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 7)
+        plain = run(problem, **options)
+        assert not joined
+        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
+        assert_same_bits(plain, run(problem, **options))
+        assert len(joined) == (path != "steps")
+        joined.clear()
+
+
+def test_products_of_the_gradients_keep_the_gpu_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many partial sums whatever the number of rows; the first window of B = 50, N = 128 has 64 750 = 2 * 32 375."""
+    seen, true_bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: (seen.append(a.shape[0]), true_bmm(a, b))[1])
+    generator = torch.Generator().manual_seed(0)
+    for rows, N, parts in ((64_750, 128, 64), (64_751, 128, 64), (1024, 8, 4), (511, 8, 1), (0, 8, 1)):
+        left, right = (torch.randn(rows, N, generator=generator) for _ in range(2))
+        total = torch.ones(N, N)
+        _sums.add_product(total, left, right)
+        torch.testing.assert_close(total.double(), 1 + left.double().mT @ right.double(), rtol=1e-4, atol=1e-2)
+        assert (seen.pop() if parts > 1 else 1) == parts and not seen
 
 
 @pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "cluster-8", "streamed", "steps"])

@@ -501,3 +501,50 @@ def test_wrong_choices_and_values() -> None:
             SpectralNormProjection(GRU(2, 3), **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"constrained matrix 0 \(shape \[2, 2\]\) holds NaN or infinity"):
         SpectralNormProjection([torch.full((2, 2), float("nan"))]).step()
+
+
+# ---- by products alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [130, 200])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_products_are_the_projection_of_the_svd(spectrum: str, rows: int, dtype: torch.dtype) -> None:
+    exact = with_spectrum(SPECTRA[spectrum].double(), rows, 1)
+    eps = torch.finfo(dtype).eps
+    for w in (exact.to(dtype), exact.mT.contiguous().to(dtype)):
+        expected = by_svd(w, 1.8, 1.8)
+        projection = SpectralNormProjection([w], 0.2, method="products")
+        projection.step()
+        assert float((w - expected).norm()) < 200 * eps * float(expected.norm())  # squares of up to 50 / 1.8
+        assert norm(w) <= max(1.8, float(SPECTRA[spectrum].clamp_max(1.8).max())) * (1 + 300 * eps)
+    assert projection.counts["checks"] == 1 and projection.counts["decompositions"] == 0
+
+
+def test_products_with_large_and_degenerate_values() -> None:
+    for s in ([1e4, 1.0, 0.0, 0.0], [3.0] * 4, [0.0] * 4, [1.8] * 4, [1e-20] * 4):
+        w = with_spectrum(torch.tensor(s).double(), 6, 3)
+        expected = by_svd(w, 1.8, 1.8)
+        SpectralNormProjection([w], 0.2, method="products").step()
+        torch.testing.assert_close(w, expected, rtol=0, atol=1e-7)
+    w = with_spectrum(torch.tensor([2.5, 1.9, 1.0]).double(), 5, 4)
+    expected = by_svd(w, 1.8, 2.0)
+    SpectralNormProjection([w], 0.2, threshold="2", method="products").step()
+    torch.testing.assert_close(w, expected)
+    w[0, 0] = math.nan
+    SpectralNormProjection([w], 0.2, method="products").step()
+    assert bool(w.isnan().all())
+
+
+def test_a_device_is_never_waited_for() -> None:
+    """Tensors without data: reading one number of them on the host would be an error, as it is a wait on a GPU."""
+    w = torch.empty(130, 120, device="meta")
+    projection = SpectralNormProjection([w], 0.2)
+    for _ in range(2):
+        projection.step()
+    assert projection.counts["checks"] == 2
+    projection.load_state_dict(projection.state_dict())
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        SpectralNormProjection([w], 0.2, method="proof").step()
+    with pytest.raises(InputError, match="method"):
+        SpectralNormProjection([w], 0.2, method="svd")

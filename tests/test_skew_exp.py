@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from helpers import assert_matches_reference
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import InputError, functional
 from orthokern.reference import skew_exp as reference
@@ -116,6 +118,29 @@ def test_where_the_count_of_squarings_cannot_be_read(monkeypatch: pytest.MonkeyP
     q, *saved = reference.skew_exp_fwd(a)
     assert torch.equal(p, q)
     assert torch.equal(grad, reference.skew_exp_bwd(g, *saved))
+
+
+def test_a_device_is_never_waited_for() -> None:
+    """Tensors without data: reading a number of them on the host would be an error, as it is a wait on a GPU.
+
+    Nor is anything copied there after the first call, which a CUDA graph could not hold.
+    """
+    copies = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in (torch.ops.aten.lift_fresh.default, torch.ops.aten._to_copy.default):
+                if any(isinstance(a, Tensor) and a.device.type == "cpu" for a in args):
+                    copies.append(function)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.empty(3, 20, 20, device="meta")
+    for _ in range(2):
+        copies.clear()
+        with Watching():
+            p, *saved = reference.skew_exp_fwd(x)
+            assert reference.skew_exp_bwd(torch.empty_like(p), *saved).shape == x.shape
+    assert not copies
 
 
 def test_too_large_or_not_finite_is_nan_in_that_matrix_alone() -> None:

@@ -36,7 +36,10 @@ from orthokern._activations import ACTIVATIONS  # noqa: E402
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "triton_leaf"))
 
-OPS = ("activations", "dense_scan", "factored_scan", "gru_scan", "modal_scan", "modal_cross_entropy", "cayley")
+OPS = (
+    "activations", "dense_scan", "factored_scan", "gru_scan", "modal_scan", "modal_cross_entropy", "cayley",
+    "linear_cross_entropy",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -330,7 +333,7 @@ def modal(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
 
 def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     """(kernel, arguments, warps, bytes that may spill) of all kernels but the scans'."""
-    from orthokern.triton_kernels import _inputs, activations, cayley
+    from orthokern.triton_kernels import _inputs, activations, cayley, linear_cross_entropy
 
     found: list[tuple[Any, dict[str, Any], int, int]] = []
     for S in (16, 64, 128, 512, 1024, 2048):
@@ -369,6 +372,18 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
         }
         for kernel in (activations.activation_fwd_kernel, activations.activation_bwd_kernel):
             found.append((kernel, arguments, activations.NUM_WARPS, 0))
+    if dtype != F32:
+        return found
+    readout: dict[str, Any] = {"p_target": torch.int64, "p_loss": F32, "ROWS": "i32", "MEAN": True, "NEED_GRAD": True}
+    for N, C in ((128, 10), (500, 50), (1000, linear_cross_entropy.MAX_FUSED_C)):
+        block_r, block_n, block_c = linear_cross_entropy.fused_blocks(C)
+        arguments = {**readout, "p_hidden": F32, "p_weight": F32, "p_bias": F32, "p_grad_hidden": F32, "p_d": F32}
+        arguments |= {"R": "i32", "N": N, "C": C, "BIAS": True, "BLOCK_R": block_r, "BLOCK_N": block_n}
+        arguments |= {"BLOCK_C": block_c}
+        kernel = linear_cross_entropy.linear_cross_entropy_fwd_kernel
+        found.append((kernel, arguments, linear_cross_entropy.FUSED_WARPS, 0))
+    arguments = {**readout, "p_z": F32, "C": 10_000, "BLOCK_C": linear_cross_entropy.ROW_BLOCK_C}
+    found.append((linear_cross_entropy.linear_cross_entropy_row_kernel, arguments, linear_cross_entropy.ROW_WARPS, 0))
     return found
 
 

@@ -104,14 +104,29 @@ ORTHOKERN_DEVICE void mbarrier_arrive_remote(ClusterAddress barrier) {
   ORTHOKERN_SM90(
       asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory"));
 }
-// Wait for the end of the phase with this parity: 0, 1, 0, ... from the initialisation on. Acquires for the cluster.
+// Wait for the end of the phase with this parity: 0, 1, 0, ... from the initialisation on. It acquires what arrived in
+// shared memory of this block; at the scope of the cluster it would also empty the first-level cache.
+//
+// A build with ORTHOKERN_CUDA_POLL_LIMIT ends the launch with a trap after so many polls, instead of waiting for ever.
 ORTHOKERN_DEVICE void mbarrier_wait(Mbarrier* barrier, int parity) {
+#ifdef ORTHOKERN_CUDA_POLL_LIMIT
+  uint32_t done = 0;
+  for (uint32_t polls = 0; !done; polls++) {
+    ORTHOKERN_SM90(
+        asm volatile("{\n.reg .pred done;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(shared_address(barrier)),
+                     "r"(parity) : "memory"));
+    if (polls >= ORTHOKERN_CUDA_POLL_LIMIT) __trap();
+  }
+#else
   ORTHOKERN_SM90(
       asm volatile("{\n.reg .pred done;\n"
                    "wait_%=:\n"
-                   "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                   "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                    "@!done bra wait_%=;\n}" ::"r"(shared_address(barrier)),
                    "r"(parity) : "memory"));
+#endif
 }
 
 // -------------------------------------------------------------------------------------------------------- clusters,

@@ -20,7 +20,8 @@
 // Why one place for each vector is enough (two for the state of a dense map): a warp sends its rows of y only when it
 // has read all of the state, so whoever has all of y knows that nobody reads the old state any more, and may send rows
 // of the new one; likewise from the new state to the next y. A dense map has no such answer in between, but knows that
-// the state before the last one has been read.
+// the state before the last one has been read. The argument needs rows of both products in every block, hence
+// first_product_rows; a warp without rows of one product may read what is being overwritten, and throws its sums away.
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -52,20 +53,24 @@ struct ClusterMemory {  // the block's shared memory, in bytes
   }
 };
 
+// Rows of the first product of a factored map of rank K. Where K gives some of the blocks none, rows of zeros are
+// added: a block that sends nothing of y could be overtaken, and count bytes of the next state as bytes of the last one.
+__host__ __device__ inline int first_product_rows(int K, int size) { return K > 4 * size ? K : 4 * size; }
+
 // First of the rows of block `rank`, in units of 4 rows.
 __host__ __device__ inline int first_quad(int rows, int rank, int size) { return (rows + 3) / 4 * rank / size; }
 
 // packed [size][chunks][kChunkFloats] <- element (r, c) of a map at from[r * row_stride + c * column_stride], zero
-// beyond its edges.
+// beyond its edges. The blocks share `shared_rows` >= rows.
 static __global__ void __launch_bounds__(256)
-    pack_chunks_kernel(const float* from, int64_t row_stride, int64_t column_stride, int rows, int columns, int chunks,
-                       int size, float* packed) {
+    pack_chunks_kernel(const float* from, int64_t row_stride, int64_t column_stride, int rows, int shared_rows,
+                       int columns, int chunks, int size, float* packed) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (i >= static_cast<int64_t>(size) * chunks * kChunkFloats) return;
   const int c = static_cast<int>(i % kChunk), local = static_cast<int>(i / kChunk % kClusterRows);
   const int64_t block = i / kChunkFloats;
   const int rank = static_cast<int>(block / chunks), column = static_cast<int>(block % chunks) * kChunk + c;
-  const int row = 4 * first_quad(rows, rank, size) + local, end = 4 * first_quad(rows, rank + 1, size);
+  const int row = 4 * first_quad(shared_rows, rank, size) + local, end = 4 * first_quad(shared_rows, rank + 1, size);
   packed[i] = row < end && row < rows && column < columns ? from[row * row_stride + column * column_stride] : 0.f;
 }
 
@@ -78,17 +83,25 @@ __device__ __forceinline__ void multiply_add(float (&sums)[8 * kGroup], int inde
 }
 
 // Those chunks of the two maps that are not in registers, in the order of their use. Of `count`, `streamed` come from
-// the ring.
+// the ring, spread evenly over the others: bit r of `ring` says that the r-th one does. Two maps of 1024 columns have
+// 16 chunks.
 struct ChunkOrder {
   int count, streamed;
-  __device__ __forceinline__ int streamed_before(int r) const {
-    return static_cast<int>(static_cast<int64_t>(r) * streamed / count);
+  unsigned ring;
+  __device__ ChunkOrder(int count, int streamed) : count(count), streamed(streamed), ring(0) {
+    for (int r = 0; r < count; r++)
+      if ((r + 1) * streamed / count != r * streamed / count) ring |= 1u << r;
   }
-  __device__ __forceinline__ bool streams(int r) const { return streamed_before(r + 1) != streamed_before(r); }
-  __device__ __forceinline__ int streamed_place(int i) const {  // of the i-th one of the ring
-    return static_cast<int>((static_cast<int64_t>(i + 1) * count + streamed - 1) / streamed) - 1;
+  __device__ __forceinline__ bool streams(int r) const { return ring >> r & 1; }
+  // Of the chunks before r, those that stay in shared memory.
+  __device__ __forceinline__ int shared_before(int r) const { return r - __popc(ring & ((1u << r) - 1)); }
+  // The first chunk of the ring behind r, or from the beginning again.
+  __device__ __forceinline__ int streamed_after(int r) const {
+    const unsigned behind = ring & ~((2u << r) - 1);
+    return __ffs(static_cast<int>(behind ? behind : ring)) - 1;
   }
 };
+static_assert(2 * kClusterRows * 16 / kChunk <= 31, "a bit for every chunk");
 
 template <bool kFactored, bool kBackward, int kGroup>
 __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const ScanArgs a, const ScanPlan plan) {
@@ -99,7 +112,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
 
   const int size = plan.cluster, rank = cluster_rank(), thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
-  const int rows1 = kFactored ? K : N;  // of the first product; the second one always gives N
+  const int rows1 = kFactored ? first_product_rows(K, size) : N;  // of the first product; the second always gives N
   const int columns1 = plan.chunks1 * kChunk, columns2 = kFactored ? plan.chunks2 * kChunk : 0;
   const int in_registers = plan.chunks1 < kRegisters ? plan.chunks1 : kRegisters;
   const int rest1 = plan.chunks1 - in_registers;  // chunks of the first map outside registers
@@ -123,7 +136,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   const int begin2 = 4 * first_quad(N, rank, size), end2 = 4 * first_quad(N, rank + 1, size);
   const bool warp_1 = begin1 + 8 * warp < end1, warp_2 = begin2 + 8 * warp < end2;
   const int state_bytes = kGroup * ((N + 3) / 4 * 4) * static_cast<int>(sizeof(float));
-  const int y_bytes = kGroup * ((K + 3) / 4 * 4) * static_cast<int>(sizeof(float));
+  const int y_bytes = kGroup * ((rows1 + 3) / 4 * 4) * static_cast<int>(sizeof(float));
 
   for (int i = thread; i < kGroup * columns1; i += kClusterThreads) {
     const int g = i / columns1, n = i % columns1;
@@ -141,7 +154,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   };
   for (int r = 0; r < order.count; r++) {
     if (order.streams(r)) continue;
-    float* const to = chunks + (r - order.streamed_before(r)) * kChunkFloats + own;
+    float* const to = chunks + order.shared_before(r) * kChunkFloats + own;
 #pragma unroll
     for (int i = 0; i < 8; i++)
       *reinterpret_cast<float4*>(to + i * kChunk) = *reinterpret_cast<const float4*>(chunk_source(r) + i * kChunk);
@@ -205,17 +218,18 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       st_async(cluster_address(to, peer), make_float4(row[0], row[1], row[2], row[3]), cluster_address(ready, peer));
   };
 
-  // The ring: half chunks in the order of their use, over and over. `fetched` and `used` count halves modulo 2 *
-  // streamed and kStages.
-  int next_half = 0, fetch_stage = 0, use_stage = 0;
+  // The ring: half chunks in the order of their use, over and over.
+  int next_chunk = order.streamed ? order.streamed_after(order.count) : 0, next_half = 0;
+  int fetch_stage = 0, use_stage = 0;
   auto fetch_half = [&] {
     if (!order.streamed) return;
-    const float* const source = chunk_source(order.streamed_place(next_half / 2)) + next_half % 2 * 4 * kChunk;
+    const float* const source = chunk_source(next_chunk) + next_half * 4 * kChunk;
     float* const to = ring + fetch_stage * kStageFloats + warp * 4 * kChunk + 4 * lane;
 #pragma unroll
     for (int i = 0; i < 4; i++) cp_async<16>(to + i * kChunk, source + i * kChunk);
     cp_async_commit();
-    next_half = next_half + 1 == 2 * order.streamed ? 0 : next_half + 1;
+    if (next_half) next_chunk = order.streamed_after(next_chunk);
+    next_half ^= 1;
     fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
   };
   // sums += the chunks [r0, r1) outside registers, times `vector` from column c0 on
@@ -240,7 +254,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
           fetch_half();
         }
       } else {
-        const float* const w = chunks + (r - order.streamed_before(r)) * kChunkFloats + own;
+        const float* const w = chunks + order.shared_before(r) * kChunkFloats + own;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           const float4 four = *reinterpret_cast<const float4*>(w + i * kChunk);
@@ -255,8 +269,10 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   // another one.
   float input[kHeld], gate[kHeld];
   int64_t id = -1;
+  // tokens are [T, B]: one for N elements of the others
+  const int64_t first_token = a.tokens ? where.first / N : 0, token_stride = kBackward ? -a.B : a.B;
   auto fetch_id = [&](int i) {
-    if (a.tokens && i < where.end) id = *token_of(a, where.first + i * stride);
+    if (a.tokens && i < where.end) id = a.tokens[first_token + i * token_stride];
   };
   auto fetch_input = [&](int i) {
 #pragma unroll

@@ -160,11 +160,12 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   return plan;
 }
 
-inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
-                        int chunks, const ScanPlan& plan, float* packed, cudaStream_t stream) {
+inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t shared_rows,
+                        int64_t columns, int chunks, const ScanPlan& plan, float* packed, cudaStream_t stream) {
   const int64_t elements = static_cast<int64_t>(plan.cluster) * chunks * kChunkFloats;
   launch(pack_chunks_kernel, {dim3(static_cast<unsigned>(divide_up(elements, 256))), dim3(256), stream}, map,
-         row_stride, column_stride, static_cast<int>(rows), static_cast<int>(columns), chunks, plan.cluster, packed);
+         row_stride, column_stride, static_cast<int>(rows), static_cast<int>(shared_rows), static_cast<int>(columns),
+         chunks, plan.cluster, packed);
 }
 
 template <bool kFactored, bool kBackward, int kPrecision>
@@ -212,10 +213,12 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
     });
   } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
     if (kFactored) {
-      pack_chunks(a.first, 1, a.K, a.K, a.N, plan.chunks1, plan, a.packed1, stream);
-      pack_chunks(a.second, a.K, 1, a.N, a.K, plan.chunks2, plan, a.packed2, stream);
+      const int rows1 = first_product_rows(static_cast<int>(a.K), plan.cluster);
+      pack_chunks(a.first, 1, a.K, a.K, rows1, a.N, plan.chunks1, plan, a.packed1, stream);
+      pack_chunks(a.second, a.K, 1, a.N, a.N, a.K, plan.chunks2, plan, a.packed2, stream);
     } else {
-      pack_chunks(a.second, backward ? 1 : a.N, backward ? a.N : 1, a.N, a.N, plan.chunks1, plan, a.packed1, stream);
+      pack_chunks(a.second, backward ? 1 : a.N, backward ? a.N : 1, a.N, a.N, a.N, plan.chunks1, plan, a.packed1,
+                  stream);
     }
     const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream,
                     static_cast<size_t>(plan.shared_bytes), plan.cluster};

@@ -67,11 +67,23 @@ __device__ __forceinline__ StepPart step_part(int thread) {
   return {warp % 2 * 16 + lane / 4 * 2, warp / 2 * 8 + lane % 4 * 2};
 }
 
+// Of x = head + rest, both TF32: the rest, and the head as a factor of the rests. An infinite head has a rest of zero
+// and is zero as such a factor, since infinity times a rest, which may be 0 or of the other sign, would be NaN.
+__device__ __forceinline__ void split_rest(float x, uint32_t head, uint32_t& rest, uint32_t& factor) {
+  const bool infinite = (head & 0x7fffffffu) == 0x7f800000u;
+  rest = infinite ? 0u : to_tf32(x - __uint_as_float(head));
+  factor = infinite ? 0u : head;
+}
+
 // sums[2 m + n] += the kTile columns of row + m of the map, [column][row], times those of sequence + n of the vectors,
 // [sequence][column].
 //
 // The tensor cores' operands (ptx.h) have rows i and i + 8 in a lane. Here row i of an operand is row 2 i of the warp's
 // 16 and row i + 8 is row 2 i + 1, so that a lane ends up with a pair of neighbours.
+//
+// Tensor cores cut their sums instead of rounding them, which pulls a long sum towards zero. Each slice of kTile
+// columns, and with kThreeTf32 each product of 8, therefore has an accumulator of its own, and these are added by the
+// FMA units, which round to nearest. The last cut of each remains.
 template <int kPrecision>
 __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitch<kPrecision>],
                                               const float (&from)[kTile][kFromPitch], const StepPart part,
@@ -95,6 +107,11 @@ __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitc
   const int lane = threadIdx.x % 32, t = lane % 4;
   const float* const column_of =
       &from[part.sequence - 2 * t + lane / 4][0];  // the sequence whose vector this lane brings
+  float slice[4] = {};
+  auto add_slice = [&] {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] += slice[i];
+  };
   if constexpr (kPrecision == kBfloat16) {
 #pragma unroll
     for (int c = 0; c < kTile; c += 16) {
@@ -106,8 +123,9 @@ __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitc
         a[2 * half] = to_bf16x2(w.x, next.x), a[2 * half + 1] = to_bf16x2(w.y, next.y);
         b[half] = to_bf16x2(column_of[k], column_of[k + 1]);
       }
-      mma_bf16(sums, a, b);
+      mma_bf16(slice, a, b);
     }
+    add_slice();
     return;
   }
 #pragma unroll
@@ -120,16 +138,22 @@ __device__ __forceinline__ void multiply_tile(const float (&map)[kTile][kMapPitc
 #pragma unroll
     for (int i = 0; i < 2; i++) b[i] = to_tf32(x[i]);
     if constexpr (kPrecision == kThreeTf32) {  // what rounding took, first: the small terms
-      uint32_t a_rest[4], b_rest[2];
+      uint32_t a_rest[4], b_rest[2], a_finite[4], b_finite[2];
 #pragma unroll
-      for (int i = 0; i < 4; i++) a_rest[i] = to_tf32(w[i] - __uint_as_float(a[i]));
+      for (int i = 0; i < 4; i++) split_rest(w[i], a[i], a_rest[i], a_finite[i]);
 #pragma unroll
-      for (int i = 0; i < 2; i++) b_rest[i] = to_tf32(x[i] - __uint_as_float(b[i]));
-      mma_tf32(sums, a_rest, b);
-      mma_tf32(sums, a, b_rest);
+      for (int i = 0; i < 2; i++) split_rest(x[i], b[i], b_rest[i], b_finite[i]);
+      mma_tf32(slice, a_rest, b_finite);
+      mma_tf32(slice, a_finite, b_rest);
+      float product[4] = {};
+      mma_tf32(product, a, b);
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[i] += product[i];
+    } else {
+      mma_tf32(slice, a, b);
     }
-    mma_tf32(sums, a, b);
   }
+  add_slice();
 }
 
 template <bool kBackward, int kPrecision>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -69,7 +70,8 @@ def workspace(
 def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str, int]:
     """What the native planner `name` answers for a scan of these sizes: how to launch it, and its workspace.
 
-    Of the planner overrides, a user may set one: ORTHOKERN_CUDA_GRAPHS=0 sets ``graph_steps`` to 0.
+    Answers are kept, since a planner asks the driver what fits on the device. Of the planner overrides, a user may set
+    one: ORTHOKERN_CUDA_GRAPHS=0 sets ``graph_steps`` to 0.
     """
     setting = os.environ.get("ORTHOKERN_CUDA_GRAPHS", "").strip()
     if setting not in ("", "0", "1"):
@@ -78,5 +80,17 @@ def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str,
             "GPU in CUDA graphs) or 0 (kernel by kernel)"
         )
     asked = {"graph_steps": 0, **overrides} if setting == "0" else overrides
-    planned: dict[str, int] = getattr(kernels, name)({**sizes, "overrides": asked, "device": device.index or 0})
+    return _planned(name, device.index or 0, tuple(sizes.items()), tuple(asked.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    name: str, device: int, sizes: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int], ...]
+) -> dict[str, int]:
+    planned: dict[str, int] = getattr(kernels, name)({**dict(sizes), "overrides": dict(asked), "device": device})
     return planned
+
+
+def forget_plans() -> None:
+    """Ask the planners anew. For tests that exchange the kernels or the device that they pretend."""
+    _planned.cache_clear()

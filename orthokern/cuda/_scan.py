@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
 # Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of
 # steps, last one first, however the states came about: so recomputing them changes no bit.
 _WINDOW_ELEMENTS = 1 << 23
+# The fewest steps of a window whose products run beside the scan of the next one, which costs a launch for each window;
+# and the path of csrc/cuda/scan.h that launches single steps.
+_OVERLAPPED_STEPS, _SINGLE_STEPS = 256, 2
 # Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have
 # nothing to gain when the sequences fill the GPU already.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
@@ -69,6 +74,13 @@ class Scan:
         self.plan = native.plan(f"{map_.op}_plan", self.device, asked)
         for name in ("packed1", "packed2", "work"):
             self.tensors[name] = map_.second.new_empty(self.plan[name]) if self.plan[name] else None
+
+    def leaves_room(self, window: int) -> bool:
+        """Whether the kernel may leave multiprocessors idle, on which products of a window of steps can run.
+
+        Single steps fill the GPU, or take turns with other kernels anyway; so do batches of so short a window.
+        """
+        return self.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
 
     def sums(self) -> Tensor:
         """[2, rows, N]: the running sums of act_param's gradient, which later launches continue."""
@@ -269,17 +281,93 @@ class _Recomputed:
         return segment, pre
 
 
-def _add(sums: Sums, begin: int, rows: Tensor, first: Tensor, rest: Tensor) -> None:
-    """The steps from ``begin`` on: rows are their delta_t, rest their h_{t-1}, of step 0 without h_0, which is first.
+def window_steps(B: int, N: int) -> int:
+    """Steps of a window of the gradients' products, from sizes alone."""
+    window = max(1, _WINDOW_ELEMENTS // max(B * N, 1))
+    return window - (window % 16 if window > 16 else 0)
 
-    h_0 may lie elsewhere than the other states, so it is always added apart.
+
+class _Beside:
+    """A stream for what need not be in line with the scan: inside a ``with`` block, torch's work goes onto it.
+
+    It begins behind everything that is on the current stream, and the current stream waits for it in ``join`` alone.
+    Tensors that both use have to live until then. A CUDA graph captures both. Without a CUDA device, in tests, there is
+    one stream.
     """
-    if begin:
-        sums.add(begin, rows, rest)
-        return
-    if rows.shape[0] > 1:
-        sums.add(1, rows[1:], rest)
-    sums.add(0, rows[:1], first)
+
+    def __init__(self, device: torch.device) -> None:
+        self.main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.stream = None if self.main is None else _side_stream(device.index or 0)
+        self.inside: Any = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(self.main)
+            self.inside = torch.cuda.stream(self.stream)
+            self.inside.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.inside is not None:
+            self.inside.__exit__(*error)
+
+    def join(self) -> None:
+        if self.main is not None and self.stream is not None:
+            self.main.wait_stream(self.stream)
+
+
+@functools.cache
+def _side_stream(device: int) -> Any:
+    """One for each device, kept: torch has 32 streams in all."""
+    return torch.cuda.Stream(device)
+
+
+class _Products:
+    """The products with the adjoints of whole windows, the last window first.
+
+    Args:
+        sums: the gradients that are sums over time, or None.
+        weight: [N, D], for the gradient of features, or None.
+        grad_x: [T, B, D], filled if there is a weight.
+        window: steps of a window.
+        steps: T. Attribute ``high``: the products have the steps from here on.
+    """
+
+    def __init__(
+        self, sums: Sums | None, weight: Tensor | None, grad_x: Tensor | None, window: int, steps: int
+    ) -> None:
+        self.sums, self.weight, self.grad_x, self.window, self.high = sums, weight, grad_x, window, steps
+
+    def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
+        """Those windows that begin at ``start`` or later and have not been taken.
+
+        Args:
+            start: the first step whose adjoint is there.
+            low: the step of delta's first row.
+            before: h_{t-1} from step ``start`` on, or None where ``states`` has all of them.
+        """
+        for begin in reversed(range(start - start % self.window, self.high, self.window)):
+            if begin < start:
+                break
+            end = min(begin + self.window, self.high)
+            rows = delta[begin - low : end - low]
+            if self.sums is not None and begin > 0:
+                self.sums.add(
+                    begin, rows, states[begin - 1 : end - 1] if before is None else before[begin - start : end - start]
+                )
+            elif self.sums is not None:  # h0 lies elsewhere where all states are kept
+                if end > 1:
+                    self.sums.add(1, rows[1:], states[: end - 1] if before is None else before[1:end])
+                self.sums.add(0, rows[:1], h0.unsqueeze(0) if before is None else before[:1])
+            if self.grad_x is not None and self.weight is not None:
+                torch.mm(rows.flatten(0, 1), self.weight, out=self.grad_x[begin:end].flatten(0, 1))
+            self.high = begin
+
+
+def _parameter_gradient(running: Tensor, act_param: Tensor | None) -> Tensor:
+    """grad_act_param from the running sums of the kernels and their rounding errors, [2, rows, N]."""
+    assert act_param is not None
+    exact = (running[0].double() - running[1]).sum(0)
+    return (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
 
 
 def scan_bwd(
@@ -308,9 +396,8 @@ def scan_bwd(
         options = dataclasses.replace(options, checkpoint_every=0)
         states = scan_fwd(map_, inputs, options).hs
 
+    window = window_steps(B, N)
     every = options.checkpoint_every or max(steps, 1)
-    window = max(1, _WINDOW_ELEMENTS // max(B * N, 1))
-    window -= window % 16 if window > 16 else 0  # rows that divide into partial sums
     alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
     sums = Sums(N, h0, x, weight, bias, alive) if need_params else None
     keep_delta = not options.checkpoint_every or (need_x and weight is None)
@@ -319,20 +406,23 @@ def scan_bwd(
     again = _Recomputed(map_, inputs, options, states, steps, window) if options.checkpoint_every else None
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
+    products, beside = _Products(sums, weight, grad_x, window, steps), None
+    if again is None and not chunk and (sums is not None or grad_x is not None) and scan.leaves_room(window):
+        every, beside = window, _Beside(h0.device)  # the products of a window while the next one is scanned
 
     # Row t - low of delta is delta_t. low is 0 where all of them are kept, else the start of the segment: then, as in
     # _Recomputed, the rows of waiting steps follow.
     delta = h0.new_empty(steps if keep_delta else min(every + window, steps), B, N)
     carry = None  # delta of the step after the segment
-    high = steps  # steps from here on are in the sums
     for start in reversed(range(0, steps, every)):
         stop = min(start + every, steps)
         low = 0 if keep_delta else start
-        segment, gate = states, pre
-        if again is not None:
-            waiting = high - stop
+        if again is None:
+            segment, gate = states[start:stop], None if pre is None else pre[start:stop]
+        else:
+            waiting = products.high - stop
             if waiting and not keep_delta:
-                delta[stop - start : high - start] = delta[:waiting].clone()
+                delta[stop - start : products.high - start] = delta[:waiting].clone()
             segment, gate = again.run(start, stop, waiting)
         if gate is None and options.activation != "identity":
             gate = segment
@@ -345,21 +435,10 @@ def scan_bwd(
             )  # fmt: skip
         # the kernel of the next segment may write where this row lies
         carry = place[0] if keep_delta else place[0].clone()
-        with ieee_products():
-            for begin in reversed(range(start - start % window, high, window)):
-                if begin < start:
-                    break
-                end = min(begin + window, high)
-                rows = delta[begin - low : end - low]
-                if sums is not None:
-                    if again is None:
-                        _add(sums, begin, rows, h0.unsqueeze(0), states[max(begin - 1, 0) : end - 1])
-                    else:
-                        rest = again.before[max(begin, 1) - start : end - start]
-                        _add(sums, begin, rows, again.before[:1], rest)
-                if grad_x is not None and weight is not None:
-                    torch.mm(rows.flatten(0, 1), weight, out=grad_x[begin:end].flatten(0, 1))
-                high = begin
+        with ieee_products(), beside or nullcontext():
+            products.add(start, low, delta, None if again is None else again.before, states, h0)
+    if beside is not None:
+        beside.join()
 
     with ieee_products():
         grad_h0 = torch.zeros_like(h0) if carry is None else _transposed_product(map_, carry)
@@ -368,8 +447,5 @@ def scan_bwd(
         grad_x = delta
     if sums is None:
         return ScanGradients(grad_x, None, grad_h0, None, None, None, grad_norm)
-    grad_act_param = None
-    if act_param is not None and running is not None:
-        exact = (running[0].double() - running[1]).sum(0)
-        grad_act_param = (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
+    grad_act_param = None if running is None else _parameter_gradient(running, act_param)
     return ScanGradients(grad_x, sums.m, grad_h0, sums.grad_weight, sums.grad_bias, grad_act_param, grad_norm)

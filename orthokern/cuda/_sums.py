@@ -7,16 +7,22 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [N, D] += left [R, N]^T right [R, D], in as many partial sums as keep the GPU busy."""
+    """total [N, D] += left [R, N]^T right [R, D], in as many partial sums as keep the GPU busy.
+
+    The rows that do not divide into equal parts, fewer than there are parts, are a product of their own.
+    """
+    rows = left.shape[0]
     tiles = -(-total.shape[0] // 64) * -(-total.shape[1] // 64)
     parts = 1
-    while parts * tiles < 256 and left.shape[0] % (2 * parts) == 0 and left.shape[0] >= 256 * parts:
+    while parts * tiles < 256 and rows >= 512 * parts:
         parts *= 2
-    if parts == 1:
+    even = rows - rows % parts
+    if parts > 1:
+        split = (parts, even // parts)
+        total.add_(torch.bmm(left[:even].unflatten(0, split).mT, right[:even].unflatten(0, split)).sum(0))
+        left, right = left[even:], right[even:]
+    if left.shape[0]:
         total.addmm_(left.mT, right)
-    else:
-        left, right = left.unflatten(0, (parts, -1)), right.unflatten(0, (parts, -1))
-        total.add_(torch.bmm(left.mT, right).sum(0))
 
 
 class Sums:

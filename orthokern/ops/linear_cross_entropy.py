@@ -10,13 +10,13 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_range, contiguous, given, no_second_derivative
+from orthokern.ops._common import NO_CUDA, apart, check_range, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": NO_TRITON,
+    "triton": Support(devices=("cuda",), dtypes=(torch.float32,), capability=(8, 0)),
     "cuda": NO_CUDA,
 }
 dispatch.register("linear_cross_entropy", SUPPORT)

@@ -18,10 +18,12 @@ from orthokern._state import check_integer, misfit
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import spectral
 from orthokern.optim._checks import check_certificate, check_matrix
+from orthokern.optim._clip import clipped
 
 __all__ = ["SpectralNormProjection"]
 
 THRESHOLDS = ("2-delta", "2")
+METHODS = ("auto", "proof", "products")
 # Up to this many columns a full decomposition costs less than what avoids it.
 _SMALL = 96
 # Beyond this many times what large values become, W itself is decomposed, not its square.
@@ -117,13 +119,17 @@ class SpectralNormProjection:
         threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as eq. 13 has it. "2":
             those above 2, as section 3.3 proposes to save work; values between the two stay.
         inputs: "upper", the input matrices of the layers above the first; "all", as eq. 10; or "none".
+        method: "proof", the work of the note, which reads numbers of the matrix on the host; "products", matrix
+            products in every step without a proof (Note [Clipping by products] in ``orthokern/optim/_clip.py``), for
+            which the host never waits and which a CUDA graph can hold; "auto": "proof" on the CPU, else "products".
 
     Attributes:
         counts: of "steps", "checks" (matrices whose bound did not suffice), "projections" (matrices changed),
-            "certificates" (found by step 3 of the note), "decompositions".
+            "certificates" (found by step 3 of the note), "decompositions". Of "products" only steps and checks.
 
     Raises:
-        InputError: for a delta outside (0, 2), for what is no matrix, and from ``step`` for NaN or infinity.
+        InputError: for a delta outside (0, 2), for what is no matrix, and from ``step`` for NaN or infinity, which
+            "products" turns into a matrix of NaN.
 
     Example::
 
@@ -138,11 +144,15 @@ class SpectralNormProjection:
         *,
         threshold: str = "2-delta",
         inputs: str = "upper",
+        method: str = "auto",
     ) -> None:
         if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 2:
             raise InputError(f"delta is {delta!r}: accepted is a number in (0, 2), the bound is 2 - delta")
         if threshold not in THRESHOLDS:
             raise unknown_name("threshold", threshold, THRESHOLDS)
+        if method not in METHODS:
+            raise unknown_name("method", method, METHODS)
+        self.method = method
         self.delta, self.threshold = float(delta), threshold
         self.limit = 2 - self.delta  # what large singular values become
         self.trigger = self.limit if threshold == "2-delta" else 2.0
@@ -174,7 +184,17 @@ class SpectralNormProjection:
     def step(self) -> None:
         """Project every constrained matrix, where its bound does not show that there is nothing to do."""
         self.counts["steps"] += 1
-        for index, bound in enumerate(self._upper_bounds()):
+        by_proof = []
+        for index, w in enumerate(self.matrices):
+            if self.method == "proof" or (self.method == "auto" and w.device.type == "cpu"):
+                by_proof.append(index)
+                continue
+            _checked(index, w)
+            self.counts["checks"] += 1
+            flat = w.shape[0] < w.shape[1]
+            result = clipped(w.mT if flat else w, self.trigger, self.limit)
+            w.copy_(result.mT if flat else result)
+        for index, bound in zip(by_proof, self._upper_bounds(by_proof), strict=True):
             if math.isfinite(bound) and bound <= self.trigger:
                 continue
             self.counts["checks"] += 1
@@ -233,10 +253,11 @@ class SpectralNormProjection:
             if certificate is not None:
                 check_certificate(f"certificates.{index}", certificate, max(w.shape), min(w.shape))
 
-    def _upper_bounds(self) -> list[float]:
-        """Lemma 6 for all matrices: sigma_1 at the last check plus the Frobenius norm of the change since."""
+    def _upper_bounds(self, indices: Iterable[int] | None = None) -> list[float]:
+        """Lemma 6 for these matrices, or all: sigma_1 at the last check plus the Frobenius norm of the change since."""
         bounds = []
-        for index, w in enumerate(self.matrices):
+        for index in range(len(self._matrices)) if indices is None else indices:
+            w = self.matrices[index]
             before = self._before[index]
             if before is None or before.dtype != w.dtype or before.device != w.device:
                 _checked(index, w)  # its dtype may be another one by now

@@ -46,6 +46,8 @@ Note [Backward of the exponential of a skew matrix]
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -127,9 +129,16 @@ def skew_exp_fwd(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ten
     return p, powers[:3], torch.stack([b1, b5, d]), c, root, squarings
 
 
+@functools.lru_cache(maxsize=64)
+def _coefficients(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """POWERS [5, 4] on a device. Kept: a copy from the host waits for the device, and cannot be captured in a graph."""
+    with torch.inference_mode(False):
+        return torch.tensor(POWERS, dtype=dtype, device=device)
+
+
 def _combinations(powers: Tensor) -> tuple[Tensor, ...]:
     """B1 ... B5 [..., N, N] from A, A2, A3, A6 as [4, ..., N, N]."""
-    b = torch.tensordot(powers.new_tensor(POWERS), powers, dims=1)
+    b = torch.tensordot(_coefficients(powers.dtype, powers.device), powers, dims=1)
     eye = torch.eye(powers.shape[-1], dtype=powers.dtype, device=powers.device)
     return tuple(one if weight == 0.0 else one + weight * eye for one, weight in zip(b, IDENTITY, strict=True))
 
@@ -157,7 +166,7 @@ def skew_exp_bwd(grad_p: Tensor, powers: Tensor, terms: Tensor, c: Tensor, root:
     grad_b3 = g @ c.mT
     grad_c = grad_b3 + d.mT @ g
     grad_b = torch.stack([grad_c @ b5.mT, g, grad_b3, grad_c, b1.mT @ grad_c])
-    grad_a, grad_a2, grad_a3, grad_a6 = torch.tensordot(g.new_tensor(POWERS).T, grad_b, dims=1)
+    grad_a, grad_a2, grad_a3, grad_a6 = torch.tensordot(_coefficients(g.dtype, g.device).T, grad_b, dims=1)
 
     a, a2, a3 = powers
     y = _symmetric(grad_a6) @ a3

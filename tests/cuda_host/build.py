@@ -24,10 +24,12 @@ HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 NAME = "orthokern_cuda_host"
 # -fopenmp-simd and the like stay away: a kernel must not be vectorised across what other threads see.
+# Every load and store checks its address (-fsanitize=alignment); runtime.cpp holds what a failed check calls.
 # _FORTIFY_SOURCE would take the switch between two fibers' stacks for an attack.
 FLAGS = [
     "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wall",
-    "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-DORTHOKERN_CUDA_HOST", f"-I{HERE}", f"-I{CSRC}",
+    "-fsanitize=alignment", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-DORTHOKERN_CUDA_HOST",
+    f"-I{HERE}", f"-I{CSRC}",
 ]  # fmt: skip
 ORDERS = {"forward": (0, 0), "reverse": (1, 0), "random": (2, 1)}
 
@@ -80,6 +82,15 @@ def load(folder: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    true_set_chip = module.set_chip
+
+    def set_chip(**chip: int) -> None:
+        from orthokern.cuda import _call
+
+        true_set_chip(**chip)
+        _call.forget_plans()
+
+    module.set_chip = set_chip
     return module
 
 
@@ -89,6 +100,7 @@ def use(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from orthokern.cuda import _call
 
     monkeypatch.setattr(_call, "kernels", module)
+    _call.forget_plans()
     monkeypatch.setattr(_call, "DEVICE", "cpu")
     true_resolve = dispatch.resolve
 

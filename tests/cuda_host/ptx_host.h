@@ -92,8 +92,9 @@ inline void deliver(Mbarrier* barrier) {
   std::vector<cuda_host::Delivery>& all = cuda_host::current->block->deliveries;
   MbarrierState& state = mbarrier_state(barrier, "an asynchronous store or copy");
   size_t kept = 0;
-  for (const cuda_host::Delivery& one : all) {
-    if (one.barrier != barrier) {
+  for (cuda_host::Delivery& one : all) {
+    if (one.barrier != barrier || one.due > cuda_host::rounds) {
+      cuda_host::in_flight = cuda_host::in_flight || one.barrier == barrier;
       all[kept++] = one;
       continue;
     }
@@ -139,7 +140,7 @@ T* map_shared_rank(T* own, int rank) {
 }
 
 inline void send(ClusterAddress to, const void* from, const void* value, int bytes, ClusterAddress barrier, int alignment, const char* what) {
-  cuda_host::Delivery one{reinterpret_cast<void*>(to), from, bytes, reinterpret_cast<Mbarrier*>(barrier), {}};
+  cuda_host::Delivery one{reinterpret_cast<void*>(to), from, bytes, reinterpret_cast<Mbarrier*>(barrier), {}, cuda_host::rounds + cuda_host::travel_rounds()};
   cuda_host::Block& block = cuda_host::owner(one.to, what);
   if (&block != &cuda_host::owner(one.barrier, what)) cuda_host::fail(std::string(what) + ": destination and mbarrier are in different blocks");
   require_aligned(one.to, alignment, what);
@@ -179,15 +180,37 @@ struct MmaOperands {
 inline cuda_host::Lanes<MmaOperands> mma_operands(const uint32_t (&a)[4], const uint32_t (&b)[2], cuda_host::Site site) {
   return cuda_host::exchange(~0u, MmaOperands{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, site);
 }
+// c + the sum of the products, as tensor cores add: every term is cut to the bits that it has beside the largest one, one bit more than a
+// float has, and the sum is cut to a float. Nothing is rounded to nearest, so a long sum in one accumulator drifts towards zero (Fasi et al.
+// 2021, "Numerical behavior of NVIDIA tensor cores").
+template <int kTerms>
+float tensor_core_sum(float c, const double (&products)[kTerms]) {
+  double largest = fabs(static_cast<double>(c)), sum = c;
+  bool finite = isfinite(c);
+  for (double p : products) {
+    finite = finite && isfinite(p);
+    largest = fmax(largest, fabs(p));
+    sum += p;
+  }
+  if (!finite || largest == 0) return static_cast<float>(sum);
+  const double unit = ldexp(1.0, ilogb(largest) - 24);
+  auto cut = [unit](double term) { return trunc(term / unit) * unit; };
+  sum = cut(c);
+  for (double p : products) sum += cut(p);  // exact: few terms of 26 bits
+  const float nearest = static_cast<float>(sum);
+  return fabs(static_cast<double>(nearest)) > fabs(sum) ? nextafterf(nearest, 0) : nearest;
+}
 inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], CUDA_HOST_SITE) {
   const auto lanes = mma_operands(a, b, {"mma_tf32", file, line});
   const int g = cuda_host::current->lane() / 4, t = cuda_host::current->lane() % 4;
   for (int i = 0; i < 4; i++) {
     const int column = 2 * t + i % 2;
+    double products[8];
     for (int k = 0; k < 8; k++) {  // element (row, k) of a lies with lane 4 row + k % 4, (k, column) of b with lane 4 column + k % 4
       const uint32_t x = lanes[4 * g + k % 4].a[i / 2 + 2 * (k / 4)], y = lanes[4 * column + k % 4].b[k / 4];
-      c[i] += __uint_as_float(x & 0xffffe000u) * __uint_as_float(y & 0xffffe000u);
+      products[k] = static_cast<double>(__uint_as_float(x & 0xffffe000u)) * __uint_as_float(y & 0xffffe000u);
     }
+    c[i] = tensor_core_sum(c[i], products);
   }
 }
 inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], CUDA_HOST_SITE) {
@@ -195,10 +218,12 @@ inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   const int g = cuda_host::current->lane() / 4, t = cuda_host::current->lane() % 4;
   for (int i = 0; i < 4; i++) {
     const int column = 2 * t + i % 2;
+    double products[16];
     for (int k = 0; k < 16; k++) {
       const uint32_t x = lanes[4 * g + k / 2 % 4].a[i / 2 + 2 * (k / 8)], y = lanes[4 * column + k / 2 % 4].b[k / 8];
-      c[i] += __uint_as_float(k % 2 ? x & 0xffff0000u : x << 16) * __uint_as_float(k % 2 ? y & 0xffff0000u : y << 16);
+      products[k] = static_cast<double>(__uint_as_float(k % 2 ? x & 0xffff0000u : x << 16)) * __uint_as_float(k % 2 ? y & 0xffff0000u : y << 16);
     }
+    c[i] = tensor_core_sum(c[i], products);
   }
 }
 inline void ldmatrix(uint32_t (&r)[4], const void* row, CUDA_HOST_SITE) {

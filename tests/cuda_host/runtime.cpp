@@ -167,6 +167,7 @@ void run_cluster(const Shape& shape, uint3 first_block) {
   for (size_t left = work.threads.size(); left && error.empty();) {
     if (order == kRandom) std::shuffle(sequence.begin(), sequence.end(), generator);
     bool moved = false;
+    rounds++, in_flight = false;
     for (size_t index : sequence) {
       Thread& thread = work.threads[index];
       try {
@@ -181,7 +182,7 @@ void run_cluster(const Shape& shape, uint3 first_block) {
       left--;
       if (!--thread.block->threads_left) close_block(*thread.block, shape.shared_bytes);
     }
-    if (!moved && error.empty()) error = deadlock();
+    if (!moved && !in_flight && error.empty()) error = deadlock();
   }
   if (error.empty())
     for (const Block& block : work.blocks) {
@@ -211,6 +212,11 @@ std::string refuse(const Shape& s) {
 void set_schedule(Order to, unsigned seed) {
   order = to;
   generator.seed(seed + 1);
+}
+
+uint64_t travel_rounds() {
+  if (order != kRandom || generator() % 16) return 0;
+  return generator() % 1024;
 }
 
 int max_active_clusters(const Shape& shape) {
@@ -303,6 +309,20 @@ void* static_shared(const void* site, size_t bytes) {
   return inside(memory);
 }
 
+// The compiler puts a call of this in front of a load or store through a misaligned address (-fsanitize=alignment, build.py), which on a
+// GPU is an error that ends the context. `type` begins as the compiler's TypeMismatchData does.
+struct Misalignment {
+  const char* file;
+  uint32_t line, column;
+};
+void misaligned(const Misalignment& where, const void* address) {
+  if (!cluster) return;  // code of the host
+  const char* name = strrchr(where.file ? where.file : "", '/');
+  std::ostringstream text;
+  text << "a misaligned address: " << address << " at " << (name ? name + 1 : "?") << ":" << where.line;
+  fail(text.str());
+}
+
 namespace {
 bool holds(const std::vector<unsigned char>& memory, const void* address) {
   return address >= memory.data() && address < memory.data() + memory.size();
@@ -336,3 +356,7 @@ void* in_block(const void* own, int rank) {
 }
 
 }  // namespace cuda_host
+
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(const cuda_host::Misalignment* where, const void* address) {
+  cuda_host::misaligned(*where, address);
+}

@@ -135,7 +135,13 @@ struct Delivery {  // st.async and bulk copies, on the way to a block
   int bytes;
   uint64_t* barrier;
   unsigned char value[16];
+  uint64_t due = 0;  // the round from which on it may arrive
 };
+// Every thread that can move does so once in a round. Stores and copies to other blocks keep no order: where the order is random, each
+// takes a time of its own, mostly none and now and then longer than the products of several steps.
+inline uint64_t rounds = 0;
+inline bool in_flight = false;  // somebody waits for what is under way: no deadlock
+uint64_t travel_rounds();
 
 struct Block;
 struct Thread {

@@ -7,13 +7,14 @@ using namespace orthokern::cuda;
 namespace {
 
 // What a variant leaves out or does wrong; 0 is the correct kernel.
-enum Bug { kNone = 0, kNoBarrier, kOutside, kDiverge, kOtherBarrier, kExit, kNoWait, kTooEarly };
+enum Bug { kNone = 0, kNoBarrier, kOutside, kDiverge, kOtherBarrier, kExit, kNoWait, kTooEarly, kMisaligned };
 
 // out[i] = in[size - 1 - i], through dynamic shared memory.
 __global__ void reverse_kernel(const float* in, float* out, int size, int bug) {
   float* tile = dynamic_shared<float>();
   const int i = threadIdx.x;
   tile[bug == kOutside && i == size - 1 ? size : i] = in[i];
+  if (bug == kMisaligned && i == 3) out[i] = reinterpret_cast<const float2*>(in + i)->x;
   if (bug == kExit && i == 3) return;
   if (bug == kDiverge && i == 3) {
   } else if (bug == kOtherBarrier && i == 3) {

@@ -464,6 +464,42 @@ def test_activation_parity(activation: str, dtype: torch.dtype) -> None:
                 assert_matches_reference(*three, name=f"{name} of {shape}", gradient=name != "y")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("R", "N", "C"), [(1, 1, 1), (70, 33, 10), (33, 40, 17), (5, 34, 128), (4, 7, 129), (3, 5, 300)]
+)
+def test_linear_cross_entropy_parity(R: int, N: int, C: int, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, reference = leaf("linear_cross_entropy", "triton"), leaf("linear_cross_entropy", "reference")
+    monkeypatch.setattr(ours, "CHUNK_ELEMENTS", 64 * C)  # two chunks of 70 rows
+    monkeypatch.setattr(ours, "BLOCK_ROWS", 40)
+    monkeypatch.setattr(ours, "ROW_BLOCK_C", 64)
+    for bias in (None, torch.randn(C)):
+        inputs = (5 * torch.randn(R, N), torch.randn(C, N), bias, torch.randint(0, C, (R,)))
+        exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
+        results = [
+            f.linear_cross_entropy_fwd(*args, reduction=reduction)
+            for f, args in ((ours, inputs), (reference, exact), (reference, inputs))
+        ]
+        for name, *three in zip(("loss", "grad_hidden", "grad_weight", "grad_bias"), *results, strict=True):
+            assert_matches_reference(*three, name=name, gradient=name != "loss")
+        loss, *others = ours.linear_cross_entropy_fwd(*inputs, reduction=reduction, need_grad=False)
+        assert torch.equal(loss, results[0][0]) and all(t.numel() == 0 for t in others)
+
+
+@pytest.mark.parametrize("C", [9, 200])
+def test_targets_out_of_range_and_large_logits(C: int) -> None:
+    """Nobody looks at targets on the host: such a row is NaN, and no other one is. Logits of 1e4 do not overflow."""
+    ours = leaf("linear_cross_entropy", "triton")
+    hidden, weight, target = 1e3 * torch.randn(6, 10), 10 * torch.randn(C, 10), torch.randint(0, C, (6,))
+    loss, grad_hidden, *_ = ours.linear_cross_entropy_fwd(hidden, weight, None, target)
+    exact = leaf("linear_cross_entropy", "").linear_cross_entropy_fwd(hidden.double(), weight.double(), None, target)
+    torch.testing.assert_close(loss.double(), exact[0], rtol=1e-5, atol=0)
+    target[1], target[4] = C, -1
+    loss, wrong, *_ = ours.linear_cross_entropy_fwd(hidden, weight, None, target)
+    good = torch.tensor([0, 2, 3, 5])
+    assert bool(loss.isnan()) and bool(wrong[[1, 4]].isnan().all()) and torch.equal(wrong[good], grad_hidden[good])
+
+
 def test_many_rows_for_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that loop over several tiles of rows."""
     ours, reference = leaf("activations", "triton"), leaf("activations", "reference")

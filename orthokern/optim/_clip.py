@@ -1,0 +1,56 @@
+"""Clipping of large singular values by matrix products alone: the host reads no number of the matrix.
+
+Note [Clipping by products]
+    G = W^T W has the eigenvalues lambda = sigma^2. With t the threshold and S = sign(G - t^2 I), P = (I + S) / 2 is the
+    projector on the singular vectors above t, and C = t^2 I + P (G - t^2 I) has the eigenvalues max(lambda, t^2), so
+
+        W' = W - W P (I - limit C^-1/2)
+
+    has singular value `limit` where sigma > t and sigma elsewhere. S and C^-1/2 come from Newton and Schulz:
+
+        X <- X (3 I - X^2) / 2,  X_0 = (G - t^2 I) / c,  c a bound of its norm:  X -> S;
+        Y <- Y T,  Z <- T Z,  T = (3 I - Z Y) / 2,  Y_0 = C / c',  Z_0 = I:      Z -> (C / c')^-1/2.
+
+    An eigenvalue near zero grows by a factor of 3/2 in a step of the first iteration, so after SIGN_STEPS those of G
+    within about rounding times c of t^2 are undecided. There C and, with limit = t, W' have the right value either way.
+    Of the second one, eigenvalues are in [t^2 / c', 1] and grow by 9/4: ROOT_STEPS are enough for sigma up to 1e5 t.
+
+    A fixed number of products (2 SIGN_STEPS + 3 ROOT_STEPS of K x K), on the device, that a CUDA graph can hold. NaN
+    and infinity give NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIGN_STEPS = {torch.float32: 40, torch.float64: 88}
+ROOT_STEPS = 30
+
+
+def _norm_bound(a: Tensor) -> Tensor:
+    """A bound of the 2-norm of a symmetric matrix, 0-dim, never 0."""
+    bound = torch.minimum(a.abs().sum(0).amax(), torch.linalg.vector_norm(a))
+    return bound.clamp_min(torch.finfo(a.dtype).tiny)
+
+
+def clipped(w: Tensor, trigger: float, limit: float) -> Tensor:
+    """w [M, K], M >= K, with every singular value above ``trigger`` set to ``limit``; see Note [Clipping by products].
+
+    Values that differ from the trigger by no more than rounding may be treated either way.
+    """
+    square = trigger**2
+    identity = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
+    beyond = w.mT @ w - square * identity
+    x = beyond / _norm_bound(beyond)
+    for _ in range(SIGN_STEPS[w.dtype]):
+        x = torch.addmm(x, x, x @ x, beta=1.5, alpha=-0.5)
+    projector = (identity + x) / 2
+    c = projector @ beyond
+    c = square * identity + (c + c.mT) / 2
+    scale = _norm_bound(c)
+    y, z = c / scale, identity
+    for _ in range(ROOT_STEPS):
+        t = torch.addmm(identity, z, y, beta=1.5, alpha=-0.5)
+        y, z = y @ t, t @ z
+    return w - (w @ projector) @ (identity - limit * scale.rsqrt() * z)

@@ -1,0 +1,114 @@
+"""bench/first_hour.py: its dry run goes through every stage, a second call continues, and a bar can be missed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_host import build
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "bench" / "first_hour.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not a source tree with benchmarks")
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("first_hour", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_dry_run_goes_through_every_stage_and_continues(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    assert request.config.cache is not None
+    objects = request.config.cache.mkdir("cuda_host")
+    build.load(objects)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "build").symlink_to(objects)  # what other tests have compiled
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, str(SCRIPT), "--dry-run", "--out", str(out), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[:3000] + done.stderr
+        return done.stdout
+
+    first = run()
+    assert ", 0 did not, 0 have not run" in first and "A dry run on the CPU" in first
+    names = {path.stem for path in out.glob("*.json")}
+    assert {"probe-build", "probe", "versions", "sgemm", "tests-cuda", "parity-cayley", "parity-view"} <= names
+    assert {"times-tanh-N1000", "times-identity-chunked-N128", "times-cudnn-N500"} <= names
+    assert "| exchange | 16 blocks, 32 KiB, bulk copy |" in (out / "report.md").read_text()
+    # a second call has nothing left to do; one that is cut short in between repeats nothing else
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    assert "ok  " not in run()
+    assert run("--again", "parity-view").count("ok  ") == 1
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    assert {name for name in before if before[name] != after[name]} == {"parity-view.json"}
+
+
+def test_a_job_that_hangs_is_ended_with_all_that_it_started(script: Any, tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"
+    )
+    start = time.monotonic()
+    (record,) = script.run(script.Job("hang", (sys.executable, "-c", code), 60), 1.0, tmp_path)
+    assert time.monotonic() - start < 20
+    assert record["status"] == "failed" and record["error"] == "ran past 1 s"
+    (record,) = script.run(script.Job("no", (sys.executable, "-c", "print('why'); exit(3)"), 60), 20, tmp_path)
+    assert record["error"] == "exit status 3: why"
+    (record,) = script.run(script.Job("gone", (), 60, missing="nvcc not found"), 20, tmp_path)
+    assert record["status"] == "not available"
+
+
+def test_a_case_that_fails_leaves_those_before_it(script: Any, tmp_path: Path) -> None:
+    line = json.dumps({"case": "parity-N64", "result": {"value": 1.0}})
+    job = script.Job("cases", (sys.executable, "-c", f"print({line!r}); import os; os.abort()"), 60, lines=True)
+    done, failed = script.run(job, 20, tmp_path)
+    assert (done["name"], done["status"]) == ("parity-N64", "ok")
+    assert failed["status"] == "failed" and "exit status -6" in failed["error"]
+
+
+def test_verdicts_and_report(script: Any, tmp_path: Path) -> None:
+    bar = script.BARS["times-tanh-N128"]
+    assert [script.verdict(v, bar) for v in (bar.goal, bar.bar, bar.bar * 1.01)] == ["goal", "bar", "MISSED"]
+    ratio = script.BARS["times-cudnn-N128"]
+    assert [script.verdict(v, ratio) for v in (9.0, 2.0, 1.9, float("nan"))] == ["goal", "bar", "MISSED", "MISSED"]
+    assert set(script.BARS) <= set(script.case_names())
+    script.store(tmp_path, {"name": "times-tanh-N128", "status": "ok", "result": {"value": 2.9, "unit": "ms"}})
+    script.store(tmp_path, {"name": "probe-build", "status": "failed", "error": "exit status 1: no"})
+    slow = {"name": "exchange", "size": "8 blocks, 8 KiB, st.async", "value": 3000.0, "unit": "clocks"}
+    script.store(tmp_path, {"name": "probe", "status": "ok", "result": [slow]})
+    text = script.report(tmp_path, "NVIDIA X1", False, ["times-tanh-N128", "sgemm"])
+    assert "| tanh-N128 | 2.9 ms | 14.5 | 12 | 7.5 | MISSED |" in text
+    assert "- probe-build: failed: exit status 1: no" in text and "NOT SO: two exchanges" in text
+    assert "## Not run\n\nsgemm\n" in text
+
+
+def test_without_a_gpu_it_says_so(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(script, "gpu_name", lambda: "")
+    assert script.main([]) == 2
+    assert "finds no GPU" in capsys.readouterr().err
+    monkeypatch.setattr(script, "gpu_name", lambda: "NVIDIA H200, 9.0")
+    plan = script.jobs(False, Path("/nowhere"), "90")
+    assert [job.name for job in plan[:3]] == ["build", "probe-build", "probe"]
+    assert dict(plan[0].env)["ORTHOKERN_CUDA_ARCHS"] == "90" and all(job.limit <= 1200 for job in plan)
+
+
+def test_the_tolerance_of_the_benchmarks_is_that_of_torch() -> None:
+    """Linear states after 10 000 steps are off by 1.9e-5 in plain torch: 2e-5 is no bar for them."""
+    code = (
+        "import sys; sys.path.insert(0, 'bench'); import bench_gpu as b; print(b.tolerated(1.9e-5), b.tolerated(0.0))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3.8e-05", "2e-05"]
