@@ -737,7 +737,7 @@ def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp
         used = re.search(r"Used (\d+) registers", entry)
         assert spills is not None and used is not None, entry
         assert spills.groups() == ("0", "0"), f"{name} spills {spills.groups()} bytes"
-        shape = re.search(r"(?:ResidentShapeILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", name)
+        shape = re.search(r"(?:ResidentTraitsILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", name)
         assert shape or "resident" not in name, name
         threads = 32 * int(shape.group(1)) if shape else 256
         warps = -(-threads // 128) * 4  # registers are given to the four parts of a multiprocessor, evenly
