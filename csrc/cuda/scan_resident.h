@@ -164,8 +164,9 @@ struct ResidentThread {
 
   // What a step of one sequence leaves for publish().
   struct Result {
-    int g;
+    int g, place;  // its sequence, and where its inputs were and those of a later step go
     float after, before, gate;
+    int64_t id;  // the token of the step whose inputs publish() fetches
   };
 
   const ScanArgs& a;
@@ -175,10 +176,12 @@ struct ResidentThread {
   float *state, *y, *inputs, *gates, *squares;  // [1 or 2][group][kPadded]; [group][kPadded]; [kAhead][group][kPadded]
                                                 // twice; [2][kSquareSteps][kSquares]
   int column_lane, warp, row, own;  // the row and, of kSequences, the sequence whose sum this lane has after a product
-  bool counts, unit, second;        // the only lane with it; a unit of the state; the second unit of a pair
+  bool has_out;
+  bool counts, unit, second;  // the only lane with it; a unit of the state; the second unit of a pair
   float scale, parameter;
   int64_t stride, moved;  // elements from one step to the next, and from step 0 to the current one
   const int64_t* token;   // the next id that this thread fetches, of sequence threadIdx.x
+  int ids_end;            // and the number of its ids
   SequenceSteps only;     // !kMany: the steps of the sequence, none for a lane that has no unit
   StepRange range;
   float square;
@@ -200,6 +203,7 @@ struct ResidentThread {
     const int index = scattered_index<Traits::kLanes, kSums>(column_lane, counts);
     row = row_of(kSequences == 1 ? index : index % kRows), own = kSequences == 1 ? 0 : index / kRows;
     unit = counts && row < a.N, second = row % 2;
+    has_out = a.out != nullptr;
     scale = kFactored && row < a.K ? a.scale[row] : 0.f;
     parameter = row < a.N ? parameter_of(a, row) : 0.f;
     stride = step_stride<kBackward>(a), moved = 0;
@@ -232,12 +236,12 @@ struct ResidentThread {
       const Sequence s = sequence<kBackward>(a, q0() + g);
       sequences[g] = {s.first + range.begin * stride, s.begin - range.begin, s.end - s.begin};
     }
-    token = a.tokens;
+    token = a.tokens, ids_end = 0;
     if (Traits::tokens(a) && thread < group) {
       const Sequence s = sequence<kBackward>(a, q0() + thread);
-      token += s.first / a.N + range.begin * a.B;
+      token += s.first / a.N + range.begin * a.B, ids_end = s.end - range.begin;
       for (int i = 0; i < 2 * kAhead; i++, token += a.B)
-        if (i < s.end - range.begin) ids[thread * kIdRing + i] = *token;
+        if (i < ids_end) ids[thread * kIdRing + i] = *token;
     }
     for (int i = thread; i < group * kPadded; i += kThreads) {
       const int64_t q = q0() + i / kPadded;
@@ -256,7 +260,7 @@ struct ResidentThread {
       for (int g = own; g < group; g += kSequences)
         if (i < kAhead - 1 || g + kSequences < group) {
           const SequenceSteps s = steps_of(g);
-          fetch(g, i, s.first + i * stride, s);
+          fetch(place_of(g, i), i, id_of(g, i), s.first + i * stride, s);
         }
       if (i < kAhead - 1) cp_async_commit();
     }
@@ -272,21 +276,21 @@ struct ResidentThread {
   __device__ __forceinline__ int place_of(int g, int step) const {
     return ((step % kAhead) * group + g) * kPadded + row;
   }
+  __device__ __forceinline__ int64_t id_of(int g, int step) const {
+    return Traits::tokens(a) ? ids[g * kIdRing + step % kIdRing] : 0;
+  }
   // The inputs of a step into the place where this thread reads them. `offset`: of the unit in that step.
-  __device__ __forceinline__ void fetch(int g, int step, int64_t offset, const SequenceSteps& s) const {
+  __device__ __forceinline__ void fetch(int to, int step, int64_t id, int64_t offset, const SequenceSteps& s) const {
     const bool wanted = s.has(step);
-    float* const place = inputs + place_of(g, step);
+    float* const place = inputs + to;
     if (Traits::tokens(a)) {
-      if (wanted) {
-        const int64_t id = ids[g * kIdRing + step % kIdRing];
-        if (id >= 0 && id < a.D) cp_async<4>(place, a.table + id * a.N + row);
-        else *place = NAN;
-      }
-    } else if (wanted) {
-      cp_async<4>(place, a.x + offset);
+      const bool known = static_cast<uint64_t>(id) < static_cast<uint64_t>(a.D);
+      cp_async_if<4>(wanted && known, place, a.table + (known ? id * a.N : 0) + row);
+      if (wanted && !known) *place = NAN;
+    } else {
+      cp_async_if<4>(wanted, place, a.x + offset);
     }
-    if constexpr (Traits::kGates)
-      if (wanted && (!Traits::kAny || a.gate)) cp_async<4>(gates + place_of(g, step), a.gate + offset);
+    if constexpr (Traits::kGates) cp_async_if<4>(wanted && (!Traits::kAny || a.gate), gates + to, a.gate + offset);
   }
 
   // map times the vectors of kSequences sequences, complete in sums[0] of the lane that has the row. between() runs
@@ -330,32 +334,32 @@ struct ResidentThread {
   __device__ __forceinline__ void publish(const Result& result, int step, int64_t elements) {
     const SequenceSteps s = steps_of(result.g);
     const int64_t offset = s.first + elements;
-    if (s.has(step)) {
-      if (a.out) a.out[offset] = result.after;
-      if (Traits::kPre && a.pre) a.pre[offset] = result.before;
-      if (kBackward) square = fmaf(result.before, result.before, square);
-      if (Traits::kSums && a.sums)
-        total.add(parameter_grad_as<Traits::kActivation>(a.activation, result.before, result.gate, parameter));
-    }
-    fetch(result.g, step + kAhead, offset + kAhead * stride, s);
+    const bool live = s.has(step);
+    if (live && has_out) a.out[offset] = result.after;
+    if (Traits::kPre && live && a.pre) a.pre[offset] = result.before;
+    if (kBackward) square = fmaf(live ? result.before : 0.f, result.before, square);
+    if (Traits::kSums && a.sums && live)
+      total.add(parameter_grad_as<Traits::kActivation>(a.activation, result.before, result.gate, parameter));
+    fetch(result.place, step + kAhead, result.id, offset + kAhead * stride, s);
   }
 
   // Once a step, after its last publish(): squares, token ids, and a wait for the inputs of the step after it.
   __device__ __forceinline__ void close_step(int step) {
-    if (kBackward && a.norms) {
+    if constexpr (kBackward) {
       if (counts) squares[(step & (2 * kSquareSteps - 1)) * Traits::kSquares + own * kPadded + row] = square;
       square = 0;
-      // all squares up to those of the step before this one are behind a barrier
-      if (step % kSquareSteps == 0 && step > 0) sum_squares(step - kSquareSteps, kSquareSteps);
     }
-    if (Traits::tokens(a) && threadIdx.x < group) {
+    if (Traits::tokens(a)) {
       const int next = step + 2 * kAhead + 1;
-      const SequenceSteps s = sequences[threadIdx.x];
-      if (next < s.begin + s.count) cp_async<8>(ids + threadIdx.x * kIdRing + next % kIdRing, token);
+      cp_async_if<8>(next < ids_end, ids + threadIdx.x * kIdRing + next % kIdRing, token);
       token += a.B;
     }
     cp_async_commit();
     cp_async_wait<kAhead - 1>();
+  }
+  // After the barrier of a step: all squares of the steps before it are there.
+  __device__ __forceinline__ void sum_finished_squares(int step) const {
+    if (kBackward && a.norms && step % kSquareSteps == 0 && step > 0) sum_squares(step - kSquareSteps, kSquareSteps);
   }
 
   // The norms of `count` steps, at most kSquareSteps, from a multiple of kSquareSteps on: four steps for each warp.
@@ -389,9 +393,8 @@ struct ResidentThread {
   __device__ __forceinline__ void finish(int length, const float* last) {
     if (kBackward && a.norms) {
       __syncthreads();
-      const int begin = length < 2 ? 0 : (length - 2) / kSquareSteps * kSquareSteps, left = length - begin;
-      sum_squares(begin, left < kSquareSteps ? left : kSquareSteps);
-      if (left > kSquareSteps) sum_squares(begin + kSquareSteps, left - kSquareSteps);
+      const int begin = length < 1 ? 0 : (length - 1) / kSquareSteps * kSquareSteps;
+      sum_squares(begin, length - begin);
     }
     if (a.end && unit)
       for (int g = own; g < group; g += kSequences) {
@@ -420,7 +423,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) resident_scan_kernel(cons
   const float* from = self.state;
   float* to = kFactored ? self.state : self.state + group * kPadded;
   // the last result, which the next product publishes; none before the first step
-  typename ResidentThread<Traits>::Result result{group - kSequences + self.own, 0, 0, 0};
+  typename ResidentThread<Traits>::Result result{group - kSequences + self.own, 0, 0, 0, 0, 0};
+  result.place = self.place_of(result.g, Traits::kAhead - 1);
+  result.id = self.id_of(result.g, Traits::kAhead - 1);
 
 #pragma unroll 1
   for (int i = 0; i < length; i++) {
@@ -443,19 +448,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) resident_scan_kernel(cons
       const int g = g0 + self.own;
       bool live;
       float input = 0, gate = 0;
+      int64_t id = 0;
+      int place = 0;
       const float sum = self.product(map2, (kFactored ? self.y : from) + g0 * kPadded, [&] {
         if (g0 > 0) self.publish(result, i, self.moved);
         else if (!kFactored) close_previous();
         live = self.steps_of(g).has(i);
-        const int place = self.place_of(g, i);
+        id = self.id_of(g, i + Traits::kAhead);
+        place = self.place_of(g, i);
         if (live) input = self.inputs[place];
         if (kGates && live && (!Traits::kAny || a.gate)) gate = self.gates[place];
       });
       const float before = sum + input, after = self.end_step(before, gate);
       if (live) to[g * kPadded + self.row] = after;  // before a sequence begins its state is zero and stays so
-      result = {g, after, before, gate};
+      result = {g, place, after, before, gate, id};
     }
     __syncthreads();
+    self.sum_finished_squares(i);
     self.moved += self.stride;
     if (!kFactored) {
       const float* const written = to;

@@ -105,7 +105,7 @@ __device__ __forceinline__ float warp_sum(float v) {
 
 // What passes from a_t on in the backward, see ScanArgs::clip. A NaN stays a NaN.
 __device__ __forceinline__ float clip_message(float delta, float clip) {
-  return delta > clip ? clip : delta < -clip ? -clip : delta;
+  return maximum(-clip, minimum(delta, clip));
 }
 
 // Steps of the first `T` of a tensor that belong to row b of the batch.
