@@ -8,8 +8,8 @@ A source file is compiled by nvcc and disassembled by nvdisasm (`pip install nvi
 loop with a barrier, and every loop inside of it: its body runs once for each step of a sequence. Other loops are hot if
 they have at least 32 multiply-adds.
 
-The *path* of a loop is its longest way from the first instruction to the branch back, without function calls and
-without inner loops that multiply nothing (sums of squares, once in 32 steps). Other inner loops are passed `repeats`
+The *path* of a loop is its longest way from the first instruction to the branch back, if possible without function
+calls and without inner loops that multiply nothing. Other inner loops are passed `repeats`
 times. Rarely taken code that the compiler has moved behind the loop is not part of it.
 
 Clocks are estimated by a simulation of one multiprocessor (`estimate`). Each of its four schedulers issues one
@@ -201,9 +201,13 @@ class Loop:
         for loop in loops(self.function):
             if self.contains(loop) and loop.count("fma") < 8:
                 rare.update(range(loop.first - self.first, loop.last - self.first + 1))
-        way = self._longest(body, index, rare) or self._longest(body, index, set())
-        if way is None:
-            raise ValueError(f"{self.function.label}: no way through the loop at {body[0].address:#x} without a call")
+        calls = {i for i, instruction in enumerate(body) if instruction.is_call}
+        for avoided in (rare | calls, calls, set()):
+            way = self._longest(body, index, avoided)
+            if way is not None:
+                break
+        else:
+            raise ValueError(f"{self.function.label}: no way through the loop at {body[0].address:#x}")
         return self._repeated(body, way, repeats)
 
     @staticmethod
@@ -211,7 +215,7 @@ class Loop:
         longest: list[tuple[int, int] | None] = [None] * len(body)  # length from here, and what comes next
         longest[-1] = (1, -1)
         for i in range(len(body) - 2, -1, -1):
-            if body[i].is_call or i in avoid:
+            if i in avoid:
                 continue
             ways = [] if body[i].ends else [i + 1]
             if ".DIV" not in body[i].opcode:  # lanes that have parted, which is what the compiler cannot exclude
@@ -256,13 +260,16 @@ def loops(function: Function) -> list[Loop]:
 
 
 def hot_loops(function: Function) -> list[Loop]:
-    """The outermost loops of the steps: with a barrier and multiply-adds, or with 32 multiply-adds or more."""
+    """The loops over the steps: with a barrier and multiply-adds, and no such loop inside; or with 32 multiply-adds."""
     found = loops(function)
-    hot = [
-        loop for loop in found
-        if (loop.count("barrier") and loop.count("fma") >= 8) or loop.count("fma") >= 32
+    steps = [loop for loop in found if loop.count("barrier") and loop.count("fma") >= 8]
+    steps = [loop for loop in steps if not any(loop.contains(other) for other in steps)]
+    products = [loop for loop in found if loop.count("fma") >= 32]
+    products = [loop for loop in products if not any(other.contains(loop) for other in products)]
+    return steps + [
+        loop for loop in products
+        if not any(loop.contains(step) or step.contains(loop) or step == loop for step in steps)
     ]  # fmt: skip
-    return [loop for loop in hot if not any(other.contains(loop) for other in hot)]
 
 
 def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:
@@ -313,12 +320,15 @@ def wavefronts(instruction: Instruction) -> int:
     return 0
 
 
-def estimate(path: Sequence[Instruction], warps: int, model: Model | None = None, steps: int = 6) -> float:
-    """Clocks of one pass over `path` by all warps of a block that has the multiprocessor to itself."""
+def estimate(
+    path: Sequence[Instruction], warps: int, model: Model | None = None, steps: int = 6, blocks: int = 1
+) -> float:
+    """Clocks of one pass over `path` by all warps of `blocks` blocks that have the multiprocessor to themselves."""
     model = model or Model()
 
     @dataclasses.dataclass
     class Warp:
+        block: int
         position: int = 0
         ready: float = 0.0
         boards: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 6)
@@ -326,11 +336,11 @@ def estimate(path: Sequence[Instruction], warps: int, model: Model | None = None
         done: list[float] = dataclasses.field(default_factory=list)
 
     total = len(path) * steps
-    state = [Warp() for _ in range(warps)]
+    state = [Warp(block=i // warps) for i in range(warps * blocks)]
     pipe_free: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(SCHEDULERS)]
     shared_free = 0.0
-    at_barrier: list[Warp] = []
-    left = warps
+    at_barrier: list[list[Warp]] = [[] for _ in range(blocks)]
+    left = warps * blocks
     clock = 0.0
 
     def pipe_of(instruction: Instruction) -> tuple[str, int]:
@@ -397,24 +407,19 @@ def estimate(path: Sequence[Instruction], warps: int, model: Model | None = None
                 warp.done.append(clock)
             if instruction.base == "BAR":
                 warp.ready = float("inf")
-                at_barrier.append(warp)
-                if len(at_barrier) == warps:
-                    for one in at_barrier:
+                arrived = at_barrier[warp.block]
+                arrived.append(warp)
+                if len(arrived) == warps:
+                    for one in arrived:
                         one.ready = clock + model.barrier_latency
-                    at_barrier.clear()
-            if warp.position >= total:
-                left -= 1
-                if warp in at_barrier:
-                    continue
-        waiting = [warp.ready for warp in state if warp.position < total and warp.ready != float("inf")]
+                    arrived.clear()
+            left -= warp.position >= total
         if issued:
             clock += 1
         elif soonest != float("inf"):
             clock = max(clock + 1, soonest)
         elif left:
-            if not waiting and at_barrier:
-                raise ValueError("a warp waits at a barrier that others have passed")
-            clock += 1
+            raise ValueError("a warp waits at a barrier that others do not reach")
     half = steps // 2
     ends = [max(warp.done[i] for warp in state) for i in range(steps)]
     return (ends[-1] - ends[half - 1]) / (steps - half)
@@ -435,6 +440,7 @@ class Report:
     local: int
     gaps: list[int]
     clocks: float
+    shared_clocks: float | None  # for each block, where a multiprocessor holds several of them; else None
 
     @property
     def facts(self) -> list[str]:
@@ -446,6 +452,7 @@ class Report:
 def report(function: Function, loop: Loop, warps: int, arch: str = "90", repeats: int = 1) -> Report:
     path = loop.path(repeats)
     counts = collections.Counter(instruction.kind for instruction in path)
+    blocks = blocks_of(function.label)
     return Report(
         kernel=function.label,
         address=loop.body[0].address,
@@ -458,6 +465,7 @@ def report(function: Function, loop: Loop, warps: int, arch: str = "90", repeats
         local=sum(one.kind == "local" for one in loop.body),
         gaps=between_store_and_barrier(path),
         clocks=estimate(path, warps, MODELS[arch]),
+        shared_clocks=estimate(path, warps, MODELS[arch], blocks=blocks) / blocks if blocks > 1 else None,
     )
 
 
@@ -466,9 +474,17 @@ def warps_of(label: str) -> int:
     kernel, *values = label.split()
     if kernel == "resident_scan_kernel":
         return int(values[2])
+    if kernel == "scan_carry_kernel":
+        return 16
     if kernel.startswith("gru_resident"):
         return int(values[1])
     return 8
+
+
+def blocks_of(label: str) -> int:
+    """Blocks of a multiprocessor: two of a dense map of 128 units (ResidentTraits::kBlocks)."""
+    kernel, *values = label.split()
+    return 2 if kernel == "resident_scan_kernel" and values[0] == "0" and values[3] == "8" else 1
 
 
 def reports(text: str, arch: str = "90") -> Iterator[Report]:
@@ -478,12 +494,13 @@ def reports(text: str, arch: str = "90") -> Iterator[Report]:
 
 
 def table(rows: Sequence[Report]) -> str:
-    head = ["kernel", *REPORTED, "issue slots", "shared memory", "store to barrier", "clocks"]
+    head = ["kernel", *REPORTED, "issue slots", "shared memory", "store to barrier", "clocks", "of 2 blocks, each"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
         kinds = [str(row.kinds[kind]) for kind in REPORTED]
         gaps = ", ".join(map(str, row.gaps))
         lines.append([row.kernel, *kinds, f"{row.issue:.0f}", str(row.shared), gaps, f"{row.clocks:.0f}"])
+        lines[-1].append("" if row.shared_clocks is None else f"{row.shared_clocks:.0f}")
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -684,7 +684,13 @@ def test_path_by_size(op: str, harness: Any) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_sequences_are_spread_over_the_gpu(op: str) -> None:
-    assert [plan(op, 128, B)["group"] for B in (1, 132, 133, 264, 265, 1000)] == [1, 1, 2, 2, 4, 8]
+    # a multiprocessor holds two blocks of a dense map
+    expected = [1, 1, 2, 2, 4, 8] if op == "factored_scan" else [1, 1, 1, 1, 2, 4]
+    assert [plan(op, 128, B)["group"] for B in (1, 132, 133, 264, 265, 1000)] == expected
+    # chunks of time are one wave of blocks, and the waves of larger batches are full
+    assert plan(op, 128, 50 * 100, backward=False)["blocks"] == (132 if op == "factored_scan" else 250)
+    assert plan(op, 128, 50 * 100)["blocks"] == (132 if op == "factored_scan" else 500)
+    assert plan(op, 128, 50 * 100, backward=False)["shared_bytes"] <= 227 << (10 if op == "factored_scan" else 9)
     groups = [plan(op, 150, B)["group"] for B in (1, 132, 133, 265, 1000)]
     assert groups == [1, 1, 2, 3 if op == "factored_scan" else 4, 8]  # one at a time, or pairs
     few, many = plan(op, 500, 1), plan(op, 500, 50)

@@ -69,9 +69,11 @@ def test_a_path_avoids_calls_and_repeats_inner_loops() -> None:
     assert len(loop.path(repeats=3)) == len(path) + 2 * 9
 
 
-def test_a_loop_without_a_way_past_a_call_is_refused() -> None:
+def test_a_path_has_a_call_only_where_there_is_no_other() -> None:
     function, loop = only(BAD.replace(" /*0030*/ @!P0 BRA `(.L_x_2) ;\n", ""))
-    with pytest.raises(ValueError, match="no way through the loop at 0x10 without a call"):
+    assert sum(instruction.is_call for instruction in loop.path()) == 1
+    function.instructions[2].opcode, function.instructions[2].predicate = "EXIT", ""
+    with pytest.raises(ValueError, match="no way through the loop at 0x10"):
         loop.path()
 
 
@@ -108,6 +110,8 @@ def test_estimate() -> None:
     slower = sass.Model(shuffle_latency=124)
     assert sass.estimate(path, 8, slower) >= clocks + 3 * 100  # three rounds, one after the other
     assert sass.estimate(path, 8, sass.MODELS["80"]) > clocks  # half the multiply-adds per clock
+    both = sass.estimate(path, 8, blocks=2)  # two blocks hide each other's latency, and wait at barriers of their own
+    assert max(clocks, 4 * len(path)) < both < 2 * clocks
 
 
 def test_a_chain_of_dependent_instructions() -> None:
@@ -126,8 +130,9 @@ def test_table() -> None:
     assert head.count("|") == row.count("|") and row.startswith("| resident_scan_kernel 0 0 8 8 0 1 0 | 66 |")
 
 
-# Instructions between the store of a state and the barrier, at most; a block with several sequences ends a loop there.
-MOST_BETWEEN = 6
+# Instructions between the store of a state and the barrier, at most. A block of several sequences ends its loop over
+# them there.
+MOST_BETWEEN = {"one": 2, "many": 16}
 
 
 @pytest.mark.slow
@@ -143,4 +148,8 @@ def test_hot_loops(name: str, arch: str) -> None:
     assert len(resident) >= 40 and len(found) > len(resident)
     for row in resident:
         assert not row.facts
-        assert row.gaps and max(row.gaps) <= MOST_BETWEEN, (row.kernel, row.gaps)
+        most = MOST_BETWEEN["many" if row.kernel.split()[5] == "1" else "one"]
+        assert row.gaps and max(row.gaps) <= most, (row.kernel, row.gaps)
+    if name == "dense_scan":
+        (carry,) = (row for row in found if row.kernel == "scan_carry_kernel")
+        assert not carry.facts and max(carry.gaps) <= 2

@@ -13,7 +13,8 @@ namespace cuda {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t kLargestGroup = 40;  // sequences of a resident block; fewer where shared memory is smaller
+constexpr int64_t kReservedShared = 1024;  // bytes of each block that the driver takes
+constexpr int64_t kLargestGroup = 40;      // sequences of a resident block; fewer where shared memory is smaller
 
 // Padded N of the resident kernel that serves n, in units of 16; 0 for none.
 template <bool kFactored>
@@ -81,24 +82,33 @@ void with_cluster_kernel(bool backward, int group, F f) {
 template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanWish& wish, const DeviceLimits& limits, ScanPlan& plan) {
   const int columns = resident_columns<kFactored>(a.N);
-  // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
-  // one. Where one wave of blocks is not enough, all waves are full.
-  const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
-  const int64_t wanted =
-      wish.group ? wish.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
-  bool fits = false;
-  for (int64_t group = wanted; group > 0 && !fits; group--)
+  if (!columns) return false;
+  int blocks = limits.multiprocessors;  // that run at one time
+  // Fill the plan for so many sequences a block; false if their memory does not fit.
+  auto fits = [&](int64_t group) {
+    bool does = false;
     with_resident_kernel<kFactored>(backward, columns, static_cast<int>(group), a, [&](auto traits) {
       using Traits = decltype(traits);
       plan.group = static_cast<int>(divide_up(group, Traits::kSequences)) * Traits::kSequences;
       plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
       plan.sums_rows = plan.blocks * Traits::kSequences;
       plan.shared_bytes = ResidentMemory<Traits>(plan.group, a.tokens).total;
-      fits = plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
+      blocks = limits.multiprocessors * Traits::kBlocks;
+      const size_t share = limits.shared_per_multiprocessor / Traits::kBlocks - kReservedShared;
+      does = plan.shared_bytes <= static_cast<int64_t>(std::min(limits.shared_per_block, share));
     });
+    return does;
+  };
+  int64_t largest = wish.group ? wish.group : kLargestGroup;
+  while (largest > 0 && !fits(largest)) largest--;
+  if (!largest) return false;
+  // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
+  // one. Where one wave of blocks is not enough, all waves are full.
+  const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, largest * blocks));
+  if (!wish.group) fits(std::max<int64_t>(1, divide_up(a.sequences, waves * blocks)));
   plan.path = static_cast<int>(ScanPath::kResident);
   plan.norm_columns = plan.blocks;
-  return fits;
+  return true;
 }
 
 template <bool kFactored>

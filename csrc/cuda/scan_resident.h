@@ -4,7 +4,7 @@
 //                  2 C of their columns; lane l of the warp has tile l % 4 and, of each 32 columns, the four from
 //                  4 (l / 4) on
 //   shared memory  the states and, factored, y = s * (V^T h); rings of the inputs of the next kAhead steps, filled by
-//                  cp.async; backward: squares of the last steps, which are summed kNormSteps at a time
+//                  cp.async; backward: squares of the last steps, which are summed kSquareSteps at a time
 //   memory         x_t (or a row of the table) and, backward, h_t or a_t in; h_t (a_t) or delta_t out
 //
 // A step is one or two products. In each, a thread loads its elements of the state (16 bytes at a time), multiplies them
@@ -13,8 +13,8 @@
 // step, or one for a dense map, whose state alternates between two buffers.
 //
 // Only what the next product needs lies between the last sum and the barrier. Everything else of a step (its stores to
-// memory, the fetch of later inputs, sums of gradients) is done by publish(), between the loads of the next product and
-// its multiply-adds. tests/test_sass.py counts the instructions between the store and the barrier.
+// memory, the fetch of later inputs, sums of gradients) is done by publish(), while the lanes exchange the sums of the
+// next product. tests/test_sass.py counts the instructions between the store and the barrier.
 //
 // C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 /
 // (32 C). 10 warps would have 168 for 160 weights and everything else, because registers are given to warps in groups
@@ -43,8 +43,8 @@ struct ResidentTraits {
   static constexpr int kLanes = 8, kTiles = 32 / kLanes;                                 // of a tile; in a warp
   static constexpr int kRows = kPadded / (warps * kTiles), kColumns = kPadded / kLanes;  // of a lane's tile
   static constexpr int kSequences = many && 2 * kRows <= kLanes ? 2 : 1;                 // at a time
-  // Columns that are loaded before publish(). 200 weights leave no registers for all of them.
-  static constexpr int kEarly = (factored ? 2 : 1) * kRows * kColumns > 192 ? 8 : kColumns;
+  // Blocks that a multiprocessor holds: one map of 128 units leaves room for two, which hide each other's latency.
+  static constexpr int kBlocks = !factored && C == 8 ? 2 : 1;
   // Steps that inputs are fetched ahead: at least 1 us, more than device memory takes to answer.
   static constexpr int kAhead = many ? 4 : 8;
   // Token ids are fetched another kAhead + 1 steps ahead of the rows that they select.
@@ -60,7 +60,7 @@ struct ResidentTraits {
   static constexpr int kSquareSteps = kSequences == 1 ? 32 : 16;  // steps whose squares are summed together
   static_assert(C % 2 == 0 && kRows * warps * kTiles == kPadded, "a lane reads four columns, a warp has whole tiles");
   static_assert(kRows * kSequences <= kLanes, "a lane ends the step of at most one row of one sequence");
-  static_assert((factored ? 2 : 1) * kRows * kColumns + 50 <= 65536 / kThreads,
+  static_assert((factored ? 2 : 1) * kRows * kColumns + 50 <= 65536 / (kThreads * kBlocks),
                 "the maps and all else do not fit into the registers");
 };
 
@@ -142,11 +142,10 @@ struct MapTile {
       }
     }
   }
-  // sums[i] += row i times the vector of which x has this lane's columns from kFrom to kTo; from 0, sums[i] is set.
-  template <int kFrom, int kTo>
+  // sums[i] = row i times the vector of which x has this lane's columns.
   __device__ __forceinline__ void multiply(float* sums, const float (&x)[kColumns]) const {
 #pragma unroll
-    for (int j = kFrom; j < kTo; j++)
+    for (int j = 0; j < kColumns; j++)
 #pragma unroll
       for (int i = 0; i < kRows; i++) sums[i] = j == 0 ? weights[i][j] * x[j] : fmaf(weights[i][j], x[j], sums[i]);
   }
@@ -169,6 +168,18 @@ struct ResidentThread {
     int64_t id;  // the token of the step whose inputs publish() fetches
   };
 
+  // Where one step of one sequence lies in memory: its results, and the inputs of the step kAhead later.
+  struct Cursor {
+    float *out, *pre;
+    const float *x, *gate;
+    __device__ __forceinline__ void advance(int64_t elements) {
+      out += elements;
+      if (Traits::kPre) pre += elements;
+      x += elements;
+      if (Traits::kGates) gate += elements;
+    }
+  };
+
   const ScanArgs& a;
   const int group;
   SequenceSteps* sequences;                     // [group]
@@ -183,6 +194,7 @@ struct ResidentThread {
   const int64_t* token;   // the next id that this thread fetches, of sequence threadIdx.x
   int ids_end;            // and the number of its ids
   SequenceSteps only;     // !kMany: the steps of the sequence, none for a lane that has no unit
+  Cursor cursor;          // !kMany: of the step that publish() is called for next
   StepRange range;
   float square;
   RunningSum total;
@@ -260,10 +272,11 @@ struct ResidentThread {
       for (int g = own; g < group; g += kSequences)
         if (i < kAhead - 1 || g + kSequences < group) {
           const SequenceSteps s = steps_of(g);
-          fetch(place_of(g, i), i, id_of(g, i), s.first + i * stride, s);
+          fetch(place_of(g, i), i, id_of(g, i), cursor_at(s.first + (i - kAhead) * stride), s);
         }
       if (i < kAhead - 1) cp_async_commit();
     }
+    cursor = cursor_at(only.first - stride);
   }
 
   // The steps of sequence g, none for a lane that has no unit; `first` is of this lane's unit.
@@ -279,8 +292,14 @@ struct ResidentThread {
   __device__ __forceinline__ int64_t id_of(int g, int step) const {
     return Traits::tokens(a) ? ids[g * kIdRing + step % kIdRing] : 0;
   }
-  // The inputs of a step into the place where this thread reads them. `offset`: of the unit in that step.
-  __device__ __forceinline__ void fetch(int to, int step, int64_t id, int64_t offset, const SequenceSteps& s) const {
+  // `offset`: of this lane's unit in that step.
+  __device__ __forceinline__ Cursor cursor_at(int64_t offset) const {
+    const int64_t ahead = offset + kAhead * stride;
+    return {a.out + offset, a.pre + offset, a.x + ahead, a.gate + ahead};
+  }
+  // The inputs of a step into the place where this thread reads them.
+  __device__ __forceinline__ void fetch(int to, int step, int64_t id, const Cursor& from,
+                                        const SequenceSteps& s) const {
     const bool wanted = s.has(step);
     float* const place = inputs + to;
     if (Traits::tokens(a)) {
@@ -288,30 +307,23 @@ struct ResidentThread {
       cp_async_if<4>(wanted && known, place, a.table + (known ? id * a.N : 0) + row);
       if (wanted && !known) *place = NAN;
     } else {
-      cp_async_if<4>(wanted, place, a.x + offset);
+      cp_async_if<4>(wanted, place, from.x);
     }
-    if constexpr (Traits::kGates) cp_async_if<4>(wanted && (!Traits::kAny || a.gate), gates + to, a.gate + offset);
+    if constexpr (Traits::kGates) cp_async_if<4>(wanted && (!Traits::kAny || a.gate), gates + to, from.gate);
   }
 
-  // map times the vectors of kSequences sequences, complete in sums[0] of the lane that has the row. between() runs
-  // after the first loads and before the products.
+  // map times the vectors of kSequences sequences, complete in the lane that has the row. between() runs while the
+  // first sums are exchanged, when a warp has nothing to issue.
   template <class Between>
   __device__ __forceinline__ float product(const Tile& map, const float* vectors, Between between) const {
-    constexpr int kEarly = Traits::kEarly;
-    float x[kSequences][kColumns], sums[kSums];
-    auto load = [&](int begin, int end) {
+    float sums[kSums];
 #pragma unroll
-      for (int g = 0; g < kSequences; g++)
-#pragma unroll
-        for (int q = begin / 4; q < end / 4; q++)
-          Tile::Columns::load(x[g] + 4 * q, q, vectors + g * kPadded, column_lane);
-    };
-    load(0, kEarly);
-    between();
-    load(kEarly, kColumns);
-#pragma unroll
-    for (int g = 0; g < kSequences; g++) map.template multiply<0, kColumns>(sums + kRows * g, x[g]);
-    reduce_scatter<Traits::kLanes, kSums, kTiles>(sums, column_lane);
+    for (int g = 0; g < kSequences; g++) {
+      float x[kColumns];
+      Tile::Columns::load(x, vectors + g * kPadded, column_lane);
+      map.multiply(sums + kRows * g, x);
+    }
+    reduce_scatter<Traits::kLanes, kSums, kTiles>(sums, column_lane, between);
     return sums[0];
   }
 
@@ -330,17 +342,18 @@ struct ResidentThread {
   }
 
   // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step. `elements`:
-  // from step 0 to this one.
+  // from step 0 to this one. For a block of one sequence, this is called for one step after the other, from -1 on.
   __device__ __forceinline__ void publish(const Result& result, int step, int64_t elements) {
     const SequenceSteps s = steps_of(result.g);
-    const int64_t offset = s.first + elements;
+    if constexpr (kMany) cursor = cursor_at(s.first + elements);
     const bool live = s.has(step);
-    if (live && has_out) a.out[offset] = result.after;
-    if (Traits::kPre && live && a.pre) a.pre[offset] = result.before;
+    if (live && has_out) *cursor.out = result.after;
+    if (Traits::kPre && live && a.pre) *cursor.pre = result.before;
     if (kBackward) square = fmaf(live ? result.before : 0.f, result.before, square);
     if (Traits::kSums && a.sums && live)
       total.add(parameter_grad_as<Traits::kActivation>(a.activation, result.before, result.gate, parameter));
-    fetch(result.place, step + kAhead, result.id, offset + kAhead * stride, s);
+    fetch(result.place, step + kAhead, result.id, cursor, s);
+    if constexpr (!kMany) cursor.advance(stride);
   }
 
   // Once a step, after its last publish(): squares, token ids, and a wait for the inputs of the step after it.
@@ -357,14 +370,10 @@ struct ResidentThread {
     cp_async_commit();
     cp_async_wait<kAhead - 1>();
   }
-  // After the barrier of a step: all squares of the steps before it are there.
-  __device__ __forceinline__ void sum_finished_squares(int step) const {
-    if (kBackward && a.norms && step % kSquareSteps == 0 && step > 0) sum_squares(step - kSquareSteps, kSquareSteps);
-  }
-
-  // The norms of `count` steps, at most kSquareSteps, from a multiple of kSquareSteps on: four steps for each warp.
+  // The norms of `count` steps, four for each warp at a time.
   __device__ __forceinline__ void sum_squares(int begin, int count) const {
     constexpr int kSteps = 4;
+    if (!a.norms) return;
     const int lane = threadIdx.x % 32;
     bool first;
     const int index = scattered_index<32, kSteps>(lane, first);
@@ -393,7 +402,7 @@ struct ResidentThread {
   __device__ __forceinline__ void finish(int length, const float* last) {
     if (kBackward && a.norms) {
       __syncthreads();
-      const int begin = length < 1 ? 0 : (length - 1) / kSquareSteps * kSquareSteps;
+      const int begin = length < 2 ? 0 : (length - 2) / kSquareSteps * kSquareSteps;
       sum_squares(begin, length - begin);
     }
     if (a.end && unit)
@@ -412,9 +421,10 @@ struct ResidentThread {
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) resident_scan_kernel(const ScanArgs a, const int group_size) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    resident_scan_kernel(const ScanArgs a, const int group_size) {
   constexpr bool kFactored = Traits::kFactored, kGates = Traits::kGates;
-  constexpr int kPadded = Traits::kPadded, kSequences = Traits::kSequences;
+  constexpr int kPadded = Traits::kPadded, kSequences = Traits::kSequences, kPart = Traits::kSquareSteps;
   ResidentThread<Traits> self(a, group_size);
   MapTile<Traits> map1, map2;
   self.load_maps(map1, map2);
@@ -427,49 +437,54 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) resident_scan_kernel(cons
   result.place = self.place_of(result.g, Traits::kAhead - 1);
   result.id = self.id_of(result.g, Traits::kAhead - 1);
 
+  // Steps run in parts, so that the loop over them has no branch for what is done once in a part.
+  for (int begin = 0, end; begin < length; begin = end) {
+    end = !Traits::kBackward || length - begin <= kPart ? length : begin > 0 ? begin + kPart : kPart + 1;
+    // behind the barrier of the first step of a part are the squares of the part before it
+    if (begin > 0) self.sum_squares(begin - 1 - kPart, kPart);
 #pragma unroll 1
-  for (int i = 0; i < length; i++) {
-    auto close_previous = [&] {
-      self.publish(result, i - 1, self.moved - self.stride);
-      self.close_step(i - 1);
-    };
-    if constexpr (kFactored) {
+    for (int i = begin; i < end; i++) {
+      auto close_previous = [&] {
+        self.publish(result, i - 1, self.moved - self.stride);
+        self.close_step(i - 1);
+      };
+      if constexpr (kFactored) {
+#pragma unroll 1
+        for (int g0 = 0; g0 < group; g0 += kSequences) {
+          const float sum = self.product(map1, from + g0 * kPadded, [&] {
+            if (g0 == 0) close_previous();
+          });
+          if (self.counts) self.y[(g0 + self.own) * kPadded + self.row] = sum * self.scale;
+        }
+        __syncthreads();
+      }
 #pragma unroll 1
       for (int g0 = 0; g0 < group; g0 += kSequences) {
-        const float sum = self.product(map1, from + g0 * kPadded, [&] {
-          if (g0 == 0) close_previous();
+        const int g = g0 + self.own;
+        bool live;
+        float input = 0, gate = 0;
+        int64_t id = 0;
+        int place = 0;
+        const float sum = self.product(map2, (kFactored ? self.y : from) + g0 * kPadded, [&] {
+          if (g0 > 0) self.publish(result, i, self.moved);
+          else if (!kFactored) close_previous();
+          live = self.steps_of(g).has(i);
+          id = self.id_of(g, i + Traits::kAhead);
+          place = self.place_of(g, i);
+          if (live) input = self.inputs[place];
+          if (kGates && live && (!Traits::kAny || a.gate)) gate = self.gates[place];
         });
-        if (self.counts) self.y[(g0 + self.own) * kPadded + self.row] = sum * self.scale;
+        const float before = sum + input, after = self.end_step(before, gate);
+        if (live) to[g * kPadded + self.row] = after;  // before a sequence begins its state is zero and stays so
+        result = {g, place, after, before, gate, id};
       }
       __syncthreads();
-    }
-#pragma unroll 1
-    for (int g0 = 0; g0 < group; g0 += kSequences) {
-      const int g = g0 + self.own;
-      bool live;
-      float input = 0, gate = 0;
-      int64_t id = 0;
-      int place = 0;
-      const float sum = self.product(map2, (kFactored ? self.y : from) + g0 * kPadded, [&] {
-        if (g0 > 0) self.publish(result, i, self.moved);
-        else if (!kFactored) close_previous();
-        live = self.steps_of(g).has(i);
-        id = self.id_of(g, i + Traits::kAhead);
-        place = self.place_of(g, i);
-        if (live) input = self.inputs[place];
-        if (kGates && live && (!Traits::kAny || a.gate)) gate = self.gates[place];
-      });
-      const float before = sum + input, after = self.end_step(before, gate);
-      if (live) to[g * kPadded + self.row] = after;  // before a sequence begins its state is zero and stays so
-      result = {g, place, after, before, gate, id};
-    }
-    __syncthreads();
-    self.sum_finished_squares(i);
-    self.moved += self.stride;
-    if (!kFactored) {
-      const float* const written = to;
-      to = const_cast<float*>(from);
-      from = written;
+      self.moved += self.stride;
+      if (!kFactored) {
+        const float* const written = to;
+        to = const_cast<float*>(from);
+        from = written;
+      }
     }
   }
   self.publish(result, length - 1, self.moved - self.stride);

@@ -60,24 +60,33 @@ struct RunningSum {
 // halving the distance takes kValues - 1 exchanges, and one more for each odd number on the way, of which the middle
 // one stays in both halves; one butterfly for each value would take kValues * log2(kLanes). The order of a sum does not
 // depend on kValues. The lanes of a group are kStride apart, and `lane` is a lane's number in its group.
-template <int kLanes, int kValues, int kStride = 1>
-__device__ __forceinline__ void reduce_scatter(float (&v)[kValues], int lane) {
+// between() runs while the first exchanges are under way.
+struct NoWork {
+  __device__ __forceinline__ void operator()() const {}
+};
+template <int kLanes, int kValues, int kStride = 1, class V, class Between = NoWork>
+__device__ __forceinline__ void reduce_scatter(V (&v)[kValues], int lane, Between between = {}) {
   int count = kValues;
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) {
     const int half = (count + 1) / 2;
     const bool upper = (lane & mask) != 0;
+    V received[(kValues + 1) / 2];
 #pragma unroll
     for (int i = 0; i < (kValues + 1) / 2; i++) {
       if (i >= half) continue;
       if (i + half < count) {
-        const float kept = upper ? v[i + half] : v[i];
-        const float sent = upper ? v[i] : v[i + half];
-        v[i] = kept + __shfl_xor_sync(kAllLanes, sent, mask * kStride);
+        const V sent = upper ? v[i] : v[i + half];
+        v[i] = upper ? v[i + half] : v[i];
+        received[i] = __shfl_xor_sync(kAllLanes, sent, mask * kStride);
       } else {
-        v[i] += __shfl_xor_sync(kAllLanes, v[i], mask * kStride);
+        received[i] = __shfl_xor_sync(kAllLanes, v[i], mask * kStride);
       }
     }
+    if (mask == kLanes / 2) between();
+#pragma unroll
+    for (int i = 0; i < (kValues + 1) / 2; i++)
+      if (i < half) v[i] += received[i];
     count = half;
   }
 }
@@ -104,9 +113,7 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 // What passes from a_t on in the backward, see ScanArgs::clip. A NaN stays a NaN.
-__device__ __forceinline__ float clip_message(float delta, float clip) {
-  return maximum(-clip, minimum(delta, clip));
-}
+__device__ __forceinline__ float clip_message(float delta, float clip) { return maximum(-clip, minimum(delta, clip)); }
 
 // Steps of the first `T` of a tensor that belong to row b of the batch.
 __device__ __forceinline__ int64_t steps_of_row(const ScanArgs& a, int64_t b) {

@@ -193,12 +193,16 @@ def _chunked(
 
     (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks'
     borders, one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its
-    border. W is composed for (b) alone. Backward is the same with W^T, from the last step to the first. Chunks behind
+    border. W is composed: for (b) in float64, and for (a) and (c) in float32 where that is fewer products than those of
+    the factors. Backward is the same with W^T, from the last step to the first. Chunks behind
     the end of a sequence give zeros whatever enters them: forward nothing of theirs is kept, backward they come first.
     """
     N = map_.u.shape[0]
     count = -(-steps // chunk)
     new = map_.u.new_empty
+    w = map_.composed()
+    if map_.s is not None and 2 * map_.s.shape[0] > N:
+        map_ = Map(w.float(), precision=map_.precision)
     starts = new(count, B, N)
     starts[0].copy_(start) if start is not None else starts[0].zero_()
     common: dict[str, Any] = {
@@ -208,7 +212,7 @@ def _chunked(
         ends = new(count - 1, B, N)
         local = Scan(map_, **common, tokens=table is not None, chunk=chunk, sequences=(count - 1) * B)
         local.run(steps, **inputs, table=table, end=ends)
-        power = _power(map_.composed() if backward else map_.composed().mT, chunk).contiguous()
+        power = _power(w if backward else w.mT, chunk).contiguous()
         sizes = {"count": count - 1, "B": B, "N": N}
         native.call("scan_carry", map_.u.device, sizes, {"power": power, "ends": ends, "starts": starts})
     whole = Scan(map_, **common, tokens=table is not None, chunk=chunk, sequences=count * B)
