@@ -1,14 +1,13 @@
 // The scan for small N: one block owns sequences for all of their steps, and meets no other block.
 //
-//   registers      the maps: warp w has 4 C / kWarps rows for each of its 4 tiles, row 4 (kRows w + i) + tile, and a lane
-//                  2 C of their columns; lane l of the warp has tile l % 4 and, of each 32 columns, the four from
-//                  4 (l / 4) on
+//   registers      the maps: warp w has kRows rows for each of its 4 tiles, row 4 (kRows w + i) + tile, and a lane has
+//                  2 C of their columns; lane l has tile l % 4 and, of each 32 columns, the four from 4 (l / 4) on
 //   shared memory  the states and, factored, y = s * (V^T h); rings of the inputs of the next kAhead steps, filled by
 //                  cp.async; backward: squares of the last steps, which are summed kSquareSteps at a time
 //   memory         x_t (or a row of the table) and, backward, h_t or a_t in; h_t (a_t) or delta_t out
 //
-// A step is one or two products. In each, a thread loads its elements of the state (16 bytes at a time), multiplies them
-// into the sums of its rows, and the 8 lanes of a tile exchange sums until each row is complete in one lane
+// A step is one or two products. In each, a thread loads its elements of the state (16 bytes at a time), multiplies
+// them into the sums of its rows, and the 8 lanes of a tile exchange sums until each row is complete in one lane
 // (reduce_scatter). That lane ends the step for the row and stores its state. The block then meets at a barrier: two a
 // step, or one for a dense map, whose state alternates between two buffers.
 //
@@ -165,7 +164,8 @@ struct ResidentThread {
   struct Result {
     int g, place;  // its sequence, and where its inputs were and those of a later step go
     float after, before, gate;
-    int64_t id;  // the token of the step whose inputs publish() fetches
+    SequenceSteps s;  // kMany: the steps of its sequence
+    int64_t id;       // the token of the step whose inputs publish() fetches
   };
 
   // Where one step of one sequence lies in memory: its results, and the inputs of the step kAhead later.
@@ -341,10 +341,11 @@ struct ResidentThread {
     else return activate_as<kActivation>(a.activation, before, other, second, parameter);
   }
 
-  // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step. `elements`:
-  // from step 0 to this one. For a block of one sequence, this is called for one step after the other, from -1 on.
+  // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step.
+  // `elements`: from step 0 to this one. For a block of one sequence, this is called for one step after the other, from
+  // -1 on.
   __device__ __forceinline__ void publish(const Result& result, int step, int64_t elements) {
-    const SequenceSteps s = steps_of(result.g);
+    const SequenceSteps s = kMany ? result.s : only;
     if constexpr (kMany) cursor = cursor_at(s.first + elements);
     const bool live = s.has(step);
     if (live && has_out) *cursor.out = result.after;
@@ -433,7 +434,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   const float* from = self.state;
   float* to = kFactored ? self.state : self.state + group * kPadded;
   // the last result, which the next product publishes; none before the first step
-  typename ResidentThread<Traits>::Result result{group - kSequences + self.own, 0, 0, 0, 0, 0};
+  typename ResidentThread<Traits>::Result result{group - kSequences + self.own, 0, 0, 0, 0, {}, 0};
+  result.s = self.steps_of(result.g);
   result.place = self.place_of(result.g, Traits::kAhead - 1);
   result.id = self.id_of(result.g, Traits::kAhead - 1);
 
@@ -462,13 +464,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       for (int g0 = 0; g0 < group; g0 += kSequences) {
         const int g = g0 + self.own;
         bool live;
+        SequenceSteps steps;
         float input = 0, gate = 0;
         int64_t id = 0;
         int place = 0;
         const float sum = self.product(map2, (kFactored ? self.y : from) + g0 * kPadded, [&] {
           if (g0 > 0) self.publish(result, i, self.moved);
           else if (!kFactored) close_previous();
-          live = self.steps_of(g).has(i);
+          steps = self.steps_of(g);
+          live = steps.has(i);
           id = self.id_of(g, i + Traits::kAhead);
           place = self.place_of(g, i);
           if (live) input = self.inputs[place];
@@ -476,7 +480,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         });
         const float before = sum + input, after = self.end_step(before, gate);
         if (live) to[g * kPadded + self.row] = after;  // before a sequence begins its state is zero and stays so
-        result = {g, place, after, before, gate, id};
+        result = {g, place, after, before, gate, steps, id};
       }
       __syncthreads();
       self.moved += self.stride;
