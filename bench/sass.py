@@ -86,6 +86,11 @@ class Instruction:
         return self.base in ("CALL", "JMP", "RET") or ".CALL" in self.opcode
 
     @property
+    def is_shuffle_routine(self) -> bool:
+        """sm_80: a shuffle for lanes that have parted, which the compiler cannot exclude, behind a BRA.DIV."""
+        return self.is_call and "shflsync" in self.operands
+
+    @property
     def is_division(self) -> bool:
         """Part of a division: the range check of a float division, or the estimate of an integer one."""
         reciprocal = self.base == "MUFU" and self.opcode.endswith("RCP64H")
@@ -436,7 +441,7 @@ class Report:
     issue: float  # slots of a scheduler
     shared: int  # clocks of shared memory's data path
     divisions: int  # of the whole loop, as are calls and local
-    calls: int
+    calls: int  # without is_shuffle_routine
     local: int
     gaps: list[int]
     clocks: float
@@ -461,7 +466,7 @@ def report(function: Function, loop: Loop, warps: int, arch: str = "90", repeats
         issue=len(path) * -(-warps // SCHEDULERS),
         shared=warps * sum(map(wavefronts, path)),
         divisions=sum(one.is_division for one in loop.body),
-        calls=sum(one.is_call for one in loop.body),
+        calls=sum(one.is_call and not one.is_shuffle_routine for one in loop.body),
         local=sum(one.kind == "local" for one in loop.body),
         gaps=between_store_and_barrier(path),
         clocks=estimate(path, warps, MODELS[arch]),

@@ -59,6 +59,10 @@ def test_faults_of_a_loop_are_found() -> None:
     # the placeholder @!PT is not executed
     assert found.gaps == [2]
     assert found.kinds["shared"] == 2 and found.kinds["fma"] == 8
+    function, loop = only(
+        BAD.replace("$__internal_0_$__cuda_sm20_div_s64", "$__internal_0_$__cuda_sm70_shflsync_bfly_p")
+    )
+    assert sass.report(function, loop, warps=8).calls == 0
 
 
 def test_a_path_avoids_calls_and_repeats_inner_loops() -> None:
