@@ -83,7 +83,8 @@ class Instruction:
 
     @property
     def is_call(self) -> bool:
-        return self.base in ("CALL", "JMP", "RET") or ".CALL" in self.opcode
+        within = "(.L_x_" in self.operands  # sm_80: a branch to a label of the same function
+        return (self.base in ("CALL", "JMP", "RET") or ".CALL" in self.opcode) and not within
 
     @property
     def is_shuffle_routine(self) -> bool:

@@ -59,9 +59,7 @@ def test_faults_of_a_loop_are_found() -> None:
     # the placeholder @!PT is not executed
     assert found.gaps == [2]
     assert found.kinds["shared"] == 2 and found.kinds["fma"] == 8
-    function, loop = only(
-        BAD.replace("$__internal_0_$__cuda_sm20_div_s64", "$__internal_0_$__cuda_sm70_shflsync_bfly_p")
-    )
+    function, loop = only(BAD.replace("$__cuda_sm20_div_s64", "$__cuda_sm70_shflsync_bfly_p"))
     assert sass.report(function, loop, warps=8).calls == 0
 
 
@@ -136,7 +134,7 @@ def test_table() -> None:
 
 # Instructions between the store of a state and the barrier, at most. A block of several sequences ends its loop over
 # them there.
-MOST_BETWEEN = {"one": 2, "many": 16}
+MOST_BETWEEN = {"one": 4, "many": 16}
 
 
 @pytest.mark.slow
@@ -156,4 +154,4 @@ def test_hot_loops(name: str, arch: str) -> None:
         assert row.gaps and max(row.gaps) <= most, (row.kernel, row.gaps)
     if name == "dense_scan":
         (carry,) = (row for row in found if row.kernel == "scan_carry_kernel")
-        assert not carry.facts and max(carry.gaps) <= 2
+        assert not carry.facts and max(carry.gaps) <= 4
