@@ -172,7 +172,7 @@ def parity_precision(machine: Machine) -> dict[str, Any]:
     exact = run_scan(problem.to(torch.float64), "reference")["hs"]
     there = problem.map(lambda t: t.to(machine.device))
     there.x = there.x.to(machine.device)
-    _call.wishes = {"path": 2}
+    _call.overrides = {"path": 2}
     errors = {
         name: relative(run_scan(there, "cuda", precision=name, algorithm="sequential")["hs"], exact)
         for name in ("ieee", "3xtf32", "tf32")

@@ -781,7 +781,13 @@ def test_path_by_size(op: str, harness: Any) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_sequences_are_spread_over_the_gpu(op: str) -> None:
-    assert [plan(op, 128, B)["group"] for B in (1, 132, 133, 264, 265, 1000)] == [1, 1, 2, 2, 4, 8]
+    # a multiprocessor holds two blocks of a dense map
+    expected = [1, 1, 2, 2, 4, 8] if op == "factored_scan" else [1, 1, 1, 1, 2, 4]
+    assert [plan(op, 128, B)["group"] for B in (1, 132, 133, 264, 265, 1000)] == expected
+    # chunks of time are one wave of blocks, and the waves of larger batches are full
+    assert plan(op, 128, 50 * 100, backward=False)["blocks"] == (132 if op == "factored_scan" else 250)
+    assert plan(op, 128, 50 * 100)["blocks"] == (132 if op == "factored_scan" else 500)
+    assert plan(op, 128, 50 * 100, backward=False)["shared_bytes"] <= 227 << (10 if op == "factored_scan" else 9)
     groups = [plan(op, 150, B)["group"] for B in (1, 132, 133, 265, 1000)]
     assert groups == [1, 1, 2, 3 if op == "factored_scan" else 4, 8]  # one at a time, or pairs
     few, many = plan(op, 500, 1), plan(op, 500, 50)
@@ -834,7 +840,7 @@ def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp
         used = re.search(r"Used (\d+) registers", entry)
         assert spills is not None and used is not None, entry
         assert spills.groups() == ("0", "0"), f"{name} spills {spills.groups()} bytes"
-        shape = re.search(r"(?:ResidentShapeILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", name)
+        shape = re.search(r"(?:ResidentTraitsILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", name)
         assert shape or "resident" not in name, name
         threads = 32 * int(shape.group(1)) if shape else 256
         warps = -(-threads // 128) * 4  # registers are given to the four parts of a multiprocessor, evenly

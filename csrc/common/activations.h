@@ -18,7 +18,7 @@
 //   backward<M>(saved, g, p)    phi'(a) g; `saved` is a where the struct reads kInput, else h
 //   parameter_grad<M>(saved, g, p)  with a parameter: what one element adds to the gradient of p
 // or, on pairs of units, the same forward and backward from both members of the pair. V is a vector of lanes on the CPU
-// and a scalar on the GPU; M::tanh is tanh of a V. An integer literal stands for its value in every lane.
+// and a scalar on the GPU; M::tanh is tanh of a V, and M::divide(a, b) is a / b for |a| < b. An integer literal stands for its value in every lane.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -119,7 +119,7 @@ struct Oplu : Traits<5, kInput, false, true> {
 struct Softsign : Traits<6, kOutput> {
   template <class M, class V>
   static ORTHOKERN_HD V forward(V a, V) {
-    return a / (1 + (a < V{} ? -a : a));
+    return M::divide(a, 1 + (a < V{} ? -a : a));
   }
   template <class M, class V>
   static ORTHOKERN_HD V backward(V h, V g, V) {
@@ -149,6 +149,18 @@ inline bool visit_activation(int number, F&& f) {
 // Whether the activation of this number works on pairs of units.
 ORTHOKERN_HD constexpr bool on_pairs(int number) {
 #define ORTHOKERN_TERM(A) || (act::A::pairs && number == act::A::number)
+  return false ORTHOKERN_ACTIVATIONS(ORTHOKERN_TERM);
+#undef ORTHOKERN_TERM
+}
+
+// What its backward computes phi' from, and whether it has a parameter.
+ORTHOKERN_HD constexpr act::Reads reads_of(int number) {
+#define ORTHOKERN_TERM(A) number == act::A::number ? act::A::reads:
+  return ORTHOKERN_ACTIVATIONS(ORTHOKERN_TERM) act::kNothing;
+#undef ORTHOKERN_TERM
+}
+ORTHOKERN_HD constexpr bool has_parameter(int number) {
+#define ORTHOKERN_TERM(A) || (act::A::has_parameter && number == act::A::number)
   return false ORTHOKERN_ACTIVATIONS(ORTHOKERN_TERM);
 #undef ORTHOKERN_TERM
 }

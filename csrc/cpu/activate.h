@@ -11,6 +11,7 @@ namespace ORTHOKERN_ISA {
 template <class T>
 struct VectorMath {
   static ORTHOKERN_INLINE V<T> tanh(V<T> a) { return vtanh<T>(a); }
+  static ORTHOKERN_INLINE V<T> divide(V<T> a, V<T> b) { return a / b; }
 };
 
 // phi(a); `param` holds the units' parameters.

@@ -41,6 +41,18 @@ namespace cuda {
 #define ORTHOKERN_SM90(...) __trap()
 #endif
 
+// The smaller and the larger of two numbers, NaN if one of them is NaN; fminf and fmaxf return the other one.
+ORTHOKERN_DEVICE float minimum(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+ORTHOKERN_DEVICE float maximum(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 ORTHOKERN_DEVICE uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
@@ -70,6 +82,15 @@ ORTHOKERN_DEVICE void cp_async(void* shared, const void* global, int valid = byt
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(bytes),
                  "r"(valid)
                  : "memory");
+}
+// The same under a condition, without a branch: the compiler waits for pending loads at a branch.
+template <int bytes>
+ORTHOKERN_DEVICE void cp_async_if(bool condition, void* shared, const void* global) {
+  static_assert(bytes == 4 || bytes == 8, "cp.async.ca moves 4 or 8 bytes");
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n@p cp.async.ca.shared.global [%0], [%1], %2;\n}" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "n"(bytes), "r"(static_cast<int>(condition))
+               : "memory");
 }
 ORTHOKERN_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until at most `groups` of the thread's newest groups are under way.

@@ -14,7 +14,8 @@ namespace cuda {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t kLargestGroup = 16;  // sequences of a resident block
+constexpr int64_t kReservedShared = 1024;  // bytes of each block that the driver takes
+constexpr int64_t kLargestGroup = 40;      // sequences of a resident block; fewer where shared memory is smaller
 
 // Padded N of the resident kernel that serves n, in units of 16; 0 for none.
 template <bool kFactored>
@@ -35,16 +36,37 @@ void with_value(int value, F f) {
   (void)((value == kValues && (f(std::integral_constant<int, kValues>()), true)) || ...);
 }
 
-// Call f with the ResidentShape of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the
-// registers, and 8 with 20 do.
+// Call f with the ResidentTraits of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the
+// registers, and 8 with 20 do. Above 64 units there are kernels for one activation and one kind of inputs, which have
+// fewer branches in a step. They store no `pre`.
+template <bool kFactored, bool kBackward, int C, class F>
+void with_resident_traits(int group, const ScanArgs& a, F f) {
+  constexpr int kWarps = kFactored && C > 8 ? 8 : C, kIdentity = act::Identity::number, kTanh = act::Tanh::number;
+  auto call = [&](auto activation, auto inputs) {
+    constexpr int kActivation = decltype(activation)::value;
+    constexpr ResidentInputs kInputs = decltype(inputs)::value;
+    if (group == 1) f(ResidentTraits<kFactored, kBackward, kWarps, C, false, kActivation, kInputs>());
+    else f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kActivation, kInputs>());
+  };
+  const bool known = !a.pre && (a.activation == kIdentity || a.activation == kTanh);
+  if constexpr (C >= 8) {
+    if (known) {
+      with_value<kIdentity, kTanh>(a.activation, [&](auto activation) {
+        if constexpr (!kBackward) {
+          if (a.tokens) return call(activation, std::integral_constant<ResidentInputs, kTokens>());
+        }
+        call(activation, std::integral_constant<ResidentInputs, kFeatures>());
+      });
+      return;
+    }
+  }
+  call(std::integral_constant<int, kAnyActivation>(), std::integral_constant<ResidentInputs, kAnyInputs>());
+}
 template <bool kFactored, class F>
-void with_resident_shape(bool backward, int columns, int group, F f) {
+void with_resident_kernel(bool backward, int columns, int group, const ScanArgs& a, F f) {
   with_direction(backward, [&](auto direction) {
     auto choose = [&](auto c) {
-      constexpr bool kBackward = decltype(direction)::value;
-      constexpr int C = decltype(c)::value, kWarps = kFactored && C > 8 ? 8 : C;
-      if (group == 1) f(ResidentShape<kFactored, kBackward, kWarps, C, false>());
-      else f(ResidentShape<kFactored, kBackward, kWarps, C, true>());
+      with_resident_traits<kFactored, decltype(direction)::value, decltype(c)::value>(group, a, f);
     };
     if constexpr (kFactored) with_value<2, 4, 8, 10>(columns, choose);
     else with_value<2, 4, 8, 12>(columns, choose);
@@ -62,24 +84,33 @@ template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                    ScanPlan& plan) {
   const int columns = resident_columns<kFactored>(a.N);
+  if (!columns) return false;
+  int blocks = limits.multiprocessors;  // that run at one time
+  // Fill the plan for so many sequences a block; false if their memory does not fit.
+  auto fits = [&](int64_t group) {
+    bool does = false;
+    with_resident_kernel<kFactored>(backward, columns, static_cast<int>(group), a, [&](auto traits) {
+      using Traits = decltype(traits);
+      plan.group = static_cast<int>(divide_up(group, Traits::kSequences)) * Traits::kSequences;
+      plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
+      plan.sums_rows = plan.blocks * Traits::kSequences;
+      plan.shared_bytes = ResidentMemory<Traits>(plan.group, a.tokens).total;
+      blocks = limits.multiprocessors * Traits::kBlocks;
+      const size_t share = limits.shared_per_multiprocessor / Traits::kBlocks - kReservedShared;
+      does = plan.shared_bytes <= static_cast<int64_t>(std::min(limits.shared_per_block, share));
+    });
+    return does;
+  };
+  int64_t largest = overrides.group ? overrides.group : kLargestGroup;
+  while (largest > 0 && !fits(largest)) largest--;
+  if (!largest) return false;
   // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
   // one. Where one wave of blocks is not enough, all waves are full.
-  const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, kLargestGroup * limits.multiprocessors));
-  const int64_t wanted =
-      overrides.group ? overrides.group : std::max<int64_t>(1, divide_up(a.sequences, waves * limits.multiprocessors));
-  bool fits = false;
-  for (int64_t group = wanted; group > 0 && !fits; group--)
-    with_resident_shape<kFactored>(backward, columns, static_cast<int>(group), [&](auto shape) {
-      using Shape = decltype(shape);
-      plan.group = static_cast<int>(divide_up(group, Shape::kSequences)) * Shape::kSequences;
-      plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
-      plan.sums_rows = plan.blocks * Shape::kSequences;
-      plan.shared_bytes = ResidentMemory<Shape>(plan.group, a.tokens).total;
-      fits = plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
-    });
+  const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, largest * blocks));
+  if (!overrides.group) fits(std::max<int64_t>(1, divide_up(a.sequences, waves * blocks)));
   plan.path = static_cast<int>(ScanPath::kResident);
   plan.norm_columns = plan.blocks;
-  return fits;
+  return true;
 }
 
 template <bool kFactored>
@@ -205,11 +236,11 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
   }
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
-    with_resident_shape<kFactored>(backward, resident_columns<kFactored>(a.N), plan.group, [&](auto shape) {
-      using Shape = decltype(shape);
-      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Shape::kThreads), stream,
+    with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N), plan.group, a, [&](auto traits) {
+      using Traits = decltype(traits);
+      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Traits::kThreads), stream,
                       static_cast<size_t>(plan.shared_bytes)};
-      launch(resident_scan_kernel<Shape>, at, a, plan.group);
+      launch(resident_scan_kernel<Traits>, at, a, plan.group);
     });
   } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
     if (kFactored) {

@@ -1,28 +1,26 @@
 // The scan for small N: one block owns sequences for all of their steps, and meets no other block.
 //
-//   registers      the maps: warp w has 16 rows of each, lane l of it the tile of 8 rows 16 w + 2 i + l / 16 and C
-//                  columns;
-//                  factored and N above 128 (a wide shape): 20 rows, and a tile of 5 rows 20 w + 4 i + l / 8 and 20
-//                  columns
+//   registers      the maps: warp w has kRows rows for each of its 4 tiles, row 4 (kRows w + i) + tile, and a lane has
+//                  2 C of their columns; lane l has tile l % 4 and, of each 32 columns, the four from 4 (l / 4) on
 //   shared memory  the states and, factored, y = s * (V^T h); rings of the inputs of the next kAhead steps, filled by
-//                  cp.async;
-//                  backward: squares of the last steps, to be summed 16 steps at a time
+//                  cp.async; backward: squares of the last steps, which are summed kSquareSteps at a time
 //   memory         x_t (or a row of the table) and, backward, h_t or a_t in; h_t (a_t) or delta_t out
 //
-// A step is one or two products. In each, a thread loads its elements of the state (one conflict-free read of 16 bytes
-// for every four), multiplies them into 8 or 5 sums, and the 16 or 8 lanes of a tile exchange sums until each row is
-// complete in one lane (reduce_scatter), which ends the step for that row. Then the block meets at a barrier: two a
-// step, or one for a dense map, whose state alternates between two places. Two sequences at a time fill the lanes that
-// one sequence leaves idle at the end, and hide each other's latency; a wide shape has no registers for them.
+// A step is one or two products. In each, a thread loads its elements of the state (16 bytes at a time), multiplies
+// them into the sums of its rows, and the 8 lanes of a tile exchange sums until each row is complete in one lane
+// (reduce_scatter). That lane ends the step for the row and stores its state. The block then meets at a barrier: two a
+// step, or one for a dense map, whose state alternates between two buffers.
+//
+// Only what the next product needs lies between the last sum and the barrier. Everything else of a step (its stores to
+// memory, the fetch of later inputs, sums of gradients) is done by publish(), while the lanes exchange the sums of the
+// next product. tests/test_sass.py counts the instructions between the store and the barrier.
 //
 // C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 /
-// (32 C). 10 warps would have 168 for 160 weights and all else, as a multiprocessor gives registers to warps by fours;
-// 8 warps have 255 for the same maps, 200 weights a thread. Fewer lanes for longer rows leave 5 sums and 6 exchanges,
-// not 10 and 11, for twice the reads of the state.
+// (32 C). 10 warps would have 168 for 160 weights and everything else, because registers are given to warps in groups
+// of four. 8 warps have 255 for the same maps, 200 weights a thread (5 rows of 20 columns). Where they fit, two
+// sequences are multiplied at a time: their sums fill the lanes that one sequence leaves idle at the end.
 //
-// A product of N x N is N^2 / 128 clocks of fused multiply-adds; the loads of the state and the exchanges take half of
-// that each (wide: 0.8 and a quarter), on other units. What comes on top is latency: about 33 clocks of loads, 120 of
-// exchanges (wide: 90) and 45 of the barrier (docs/cuda-scans.md).
+// docs/gpu.md has the instructions and the estimated clocks of a step.
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -30,29 +28,54 @@
 namespace orthokern {
 namespace cuda {
 
-constexpr int kAhead = 8;  // steps that inputs are fetched ahead: some 1.3 us, more than device memory takes to answer
-constexpr int kIdRing = 32;     // token ids are fetched another kAhead + 1 steps ahead of what they point to
-constexpr int kNormSteps = 16;  // steps whose squares are summed together
-static_assert(kIdRing > 2 * kAhead + 1, "a token id would be overwritten before it is used");
+constexpr int kNormSteps = 16;  // gru_resident.h: steps whose squares are summed together
 
-// How maps of 16 C x 16 C lie in the threads of kWarps warps. kMany: a block has several sequences.
-template <bool factored, bool backward, int warps, int C, bool many>
-struct ResidentShape {
-  static constexpr bool kFactored = factored, kBackward = backward, kMany = many, kWide = C > warps;
+// How a kernel holds maps of 16 C x 16 C in `warps` warps, and what a step does. many: a block has several sequences.
+// activation: a number of common/activations.h, or kAnyActivation. inputs: where the inputs of a step come from, which
+// kAnyInputs leaves to the arguments.
+enum ResidentInputs { kFeatures, kTokens, kAnyInputs };
+template <bool factored, bool backward, int warps, int C, bool many, int activation, ResidentInputs inputs>
+struct ResidentTraits {
+  static constexpr bool kFactored = factored, kBackward = backward, kMany = many;
+  static constexpr int kActivation = activation;
   static constexpr int kWarps = warps, kThreads = 32 * warps, kPadded = 16 * C;
-  static constexpr int kLanes = kWide ? 8 : 16, kTiles = 32 / kLanes;                    // of a tile, in a warp
+  static constexpr int kLanes = 8, kTiles = 32 / kLanes;                                 // of a tile; in a warp
   static constexpr int kRows = kPadded / (warps * kTiles), kColumns = kPadded / kLanes;  // of a lane's tile
-  static constexpr int kSequences = many && !kWide ? 2 : 1;                              // at a time
-  static_assert(C % 2 == 0 && kRows * warps * kTiles == kPadded,
-                "a lane reads its columns in pairs, a warp has whole tiles");
+  static constexpr int kSequences = many && 2 * kRows <= kLanes ? 2 : 1;                 // at a time
+  // Blocks that a multiprocessor holds: one map of 128 units leaves room for two, which hide each other's latency.
+  static constexpr int kBlocks = !factored && C == 8 ? 2 : 1;
+  // Steps that inputs are fetched ahead: at least 1 us, more than device memory takes to answer.
+  static constexpr int kAhead = many ? 4 : 8;
+  // Token ids are fetched another kAhead + 1 steps ahead of the rows that they select.
+  static constexpr int kIdRing = 4 * kAhead;
+  static constexpr bool kAny = activation == kAnyActivation;
+  static __device__ __forceinline__ bool tokens(const ScanArgs& a) {
+    return !backward && (inputs == kAnyInputs ? a.tokens != nullptr : inputs == kTokens);
+  }
+  static constexpr bool kGates = backward && (kAny || reads_of(activation) != act::kNothing);
+  static constexpr bool kPre = !backward && (kAny || reads_of(activation) == act::kInput);
+  static constexpr bool kSums = backward && (kAny || has_parameter(activation));
+  static constexpr int kSquares = kPadded * kSequences;           // of a step, one for each sum
+  static constexpr int kSquareSteps = kSequences == 1 ? 32 : 16;  // steps whose squares are summed together
+  static_assert(C % 2 == 0 && kRows * warps * kTiles == kPadded, "a lane reads four columns, a warp has whole tiles");
   static_assert(kRows * kSequences <= kLanes, "a lane ends the step of at most one row of one sequence");
-  static_assert((factored ? 2 : 1) * kRows * kColumns + 50 <= 65536 / kThreads,
+  static_assert((factored ? 2 : 1) * kRows * kColumns + 50 <= 65536 / (kThreads * kBlocks),
                 "the maps and all else do not fit into the registers");
 };
 
-template <class Shape>
+// The steps of a sequence. Step i of its unit n is element first + i * stride + n of a [T, B, N] tensor, and it has the
+// steps i in [begin, begin + count).
+struct alignas(16) SequenceSteps {
+  int64_t first;
+  int begin, count;
+  __device__ __forceinline__ bool has(int step) const {
+    return static_cast<unsigned>(step - begin) < static_cast<unsigned>(count);
+  }
+};
+
+template <class Traits>
 struct ResidentMemory {  // the block's shared memory, in bytes
-  int64_t first, steps, ids, state, y, inputs, gates, squares, total;
+  int64_t sequences, ids, state, y, inputs, gates, squares, total;
   __host__ __device__ ResidentMemory(int group, bool tokens) {
     int64_t end = 0;
     auto take = [&](int64_t bytes) {
@@ -60,15 +83,14 @@ struct ResidentMemory {  // the block's shared memory, in bytes
       end += (bytes + 15) / 16 * 16;
       return begin;
     };
-    const int64_t vectors = static_cast<int64_t>(group) * Shape::kPadded * sizeof(float);
-    first = take(group * sizeof(int64_t));
-    steps = take(2 * group * sizeof(int));
-    ids = take(tokens ? group * kIdRing * sizeof(int64_t) : 0);
-    state = take((Shape::kFactored ? 1 : 2) * vectors);
-    y = take(Shape::kFactored ? vectors : 0);
-    inputs = take(kAhead * vectors);
-    gates = take(Shape::kBackward ? kAhead * vectors : 0);
-    squares = take(Shape::kBackward ? 2 * kNormSteps * Shape::kThreads * sizeof(float) : 0);
+    const int64_t vectors = static_cast<int64_t>(group) * Traits::kPadded * sizeof(float);
+    sequences = take(group * sizeof(SequenceSteps));
+    ids = take(tokens ? group * Traits::kIdRing * sizeof(int64_t) : 0);
+    state = take((Traits::kFactored ? 1 : 2) * vectors);
+    y = take(Traits::kFactored ? vectors : 0);
+    inputs = take(Traits::kAhead * vectors);
+    gates = take(Traits::kGates ? Traits::kAhead * vectors : 0);
+    squares = take(Traits::kBackward ? 2 * Traits::kSquareSteps * Traits::kSquares * sizeof(float) : 0);
     total = end;
   }
 };
@@ -99,225 +121,379 @@ struct TileColumns {
 };
 
 // A lane's tile of one map, in registers.
-template <class Shape>
+template <class Traits>
 struct MapTile {
-  using Columns = TileColumns<Shape::kColumns, Shape::kLanes>;
-  static constexpr int kRows = Shape::kRows, kColumns = Shape::kColumns, kVector = Columns::kVector;
+  static constexpr int kRows = Traits::kRows, kColumns = Traits::kColumns;
+  using Columns = TileColumns<kColumns, Traits::kLanes>;
   float weights[kRows][kColumns];
 
   // weight(i, j): row i, column j of the tile.
   template <class Weight>
   __device__ __forceinline__ void fill(Weight weight) {
 #pragma unroll
-    for (int q = 0; q < kColumns / kVector; q++) {
+    for (int q = 0; q < kColumns / 4; q++) {
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
 #pragma unroll
-        for (int e = 0; e < kVector; e++) weights[i][kVector * q + e] = weight(i, kVector * q + e);
+        for (int e = 0; e < 4; e++) weights[i][4 * q + e] = weight(i, 4 * q + e);
         // the compiler keeps loads on their side of it: all addresses at once would not fit into the registers
         __syncwarp();
       }
     }
   }
-  // sums[kRows g + i] = row i times vector g, summed over the lanes of the tile; left as reduce_scatter does.
-  __device__ __forceinline__ void product(float (&sums)[kRows * Shape::kSequences], const float* vectors,
-                                          int lane) const {
+  // sums[i] = row i times the vector of which x has this lane's columns.
+  __device__ __forceinline__ void multiply(float* sums, const float (&x)[kColumns]) const {
 #pragma unroll
-    for (int g = 0; g < Shape::kSequences; g++)
+    for (int j = 0; j < kColumns; j++)
 #pragma unroll
-      for (int q = 0; q < kColumns / kVector; q++) {
-        float x[kVector];
-        Columns::load(x, q, vectors + g * Shape::kPadded, lane);
-#pragma unroll
-        for (int e = 0; e < kVector; e++)
-#pragma unroll
-          for (int i = 0; i < kRows; i++) {
-            const float weight = weights[i][kVector * q + e];
-            float& sum = sums[kRows * g + i];
-            sum = q + e == 0 ? weight * x[e] : fmaf(weight, x[e], sum);
-          }
-      }
-    reduce_scatter<Shape::kLanes>(sums, lane);
+      for (int i = 0; i < kRows; i++) sums[i] = j == 0 ? weights[i][j] * x[j] : fmaf(weights[i][j], x[j], sums[i]);
   }
 };
 
-template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1) resident_scan_kernel(const ScanArgs a, const int group_size) {
-  constexpr bool kFactored = Shape::kFactored, kBackward = Shape::kBackward, kMany = Shape::kMany;
-  constexpr int kPadded = Shape::kPadded, kThreads = Shape::kThreads, kLanes = Shape::kLanes, kTiles = Shape::kTiles;
-  constexpr int kRows = Shape::kRows, kSequences = Shape::kSequences;
-  const int group = kMany ? group_size : 1;  // of one sequence, loops and indices vanish
-  unsigned char* const memory = dynamic_shared<unsigned char>();
-  const ResidentMemory<Shape> at(group, a.tokens != nullptr);
-  int64_t* const first = reinterpret_cast<int64_t*>(memory + at.first);  // [group]
-  int* const begins = reinterpret_cast<int*>(memory + at.steps);         // [group]
-  int* const ends = begins + group;                                      // [group]
-  int64_t* const ids = reinterpret_cast<int64_t*>(memory + at.ids);      // [group][kIdRing]
-  float* const state = reinterpret_cast<float*>(memory + at.state);      // [1 or 2][group][kPadded]
-  float* const y = reinterpret_cast<float*>(memory + at.y);              // [group][kPadded]
-  float* const inputs = reinterpret_cast<float*>(memory + at.inputs);    // [kAhead][group][kPadded]
-  float* const gates = reinterpret_cast<float*>(memory + at.gates);      // [kAhead][group][kPadded]
-  float* const squares = reinterpret_cast<float*>(memory + at.squares);  // [2][kNormSteps][kThreads]
+// One thread of a block, and the parts of a step.
+template <class Traits>
+struct ResidentThread {
+  static constexpr bool kFactored = Traits::kFactored, kBackward = Traits::kBackward, kMany = Traits::kMany;
+  static constexpr int kPadded = Traits::kPadded, kThreads = Traits::kThreads, kTiles = Traits::kTiles;
+  static constexpr int kRows = Traits::kRows, kColumns = Traits::kColumns, kSequences = Traits::kSequences;
+  static constexpr int kAhead = Traits::kAhead, kIdRing = Traits::kIdRing, kSums = kRows * kSequences;
+  static constexpr int kSquareSteps = Traits::kSquareSteps;
+  using Tile = MapTile<Traits>;
 
-  const int thread = threadIdx.x, lane = thread % kLanes, tile = thread % 32 / kLanes;
-  // what this lane holds after a product: one row of one sequence. A warp's tiles take turns at its rows, so that the
-  // other unit of a pair is in the next tile, kLanes away.
-  bool counts;
-  const int index = scattered_index<kLanes, kRows * kSequences>(lane, counts);
-  const int held = kSequences == 1 ? index : index % kRows, own = kSequences == 1 ? 0 : index / kRows;
-  auto row_of = [&](int i) { return kTiles * (kRows * (thread / 32) + i) + tile; };
-  const int row = row_of(held);
-  const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
-  const bool second = row % 2;
-  const bool unit = counts && row < N, unit_y = counts && row < K;
-  const int64_t stride = step_stride<kBackward>(a);
-  const int64_t q0 = static_cast<int64_t>(blockIdx.x) * group;
-  const StepRange range = steps_to_run<kBackward>(a, q0, group);
-  const int length = range.end - range.begin;  // step i below is step range.begin + i of a sequence
-
-  for (int g = thread; g < group; g += kThreads) {
-    Sequence s = sequence<kBackward>(a, q0 + g);
-    s.first += range.begin * stride, s.begin -= range.begin, s.end -= range.begin;
-    first[g] = s.first, begins[g] = s.begin, ends[g] = s.end;
-    if (a.tokens)
-      for (int i = 0; i <= 2 * kAhead && i < s.end; i++) ids[g * kIdRing + i] = *token_of(a, s.first + i * stride);
-  }
-  for (int i = thread; i < group * kPadded; i += kThreads) {
-    const int g = i / kPadded, n = i % kPadded;
-    state[i] = a.start && n < N && q0 + g < a.sequences ? a.start[(q0 + g) * N + n] : 0.f;
-    if (!kFactored) state[group * kPadded + i] = 0;
-    if (kFactored) y[i] = 0;
-  }
-
-  MapTile<Shape> map1, map2;
-  using Columns = typename MapTile<Shape>::Columns;
-  if constexpr (kFactored)
-    map1.fill([&](int i, int j) {
-      const int r = row_of(i), c = Columns::column(j, lane);
-      return r < K && c < N ? a.first[c * K + r] : 0.f;
-    });
-  map2.fill([&](int i, int j) {
-    const int r = row_of(i), c = Columns::column(j, lane);
-    if constexpr (kFactored) return r < N && c < K ? a.second[r * K + c] : 0.f;
-    return r < N && c < N ? a.second[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
-  });
-  const float scale = kFactored && row < K ? a.scale[row] : 0.f;
-  const float parameter = row < N ? parameter_of(a, row) : 0.f;
-  RunningSum total{0, 0};
-  auto sums_at = [&](int unit_row) { return (static_cast<int64_t>(blockIdx.x) * kSequences + own) * N + unit_row; };
-  const int64_t sums_size = static_cast<int64_t>(gridDim.x) * kSequences * N;
-  if (kBackward && a.sums && unit) total = {a.sums[sums_at(row)], a.sums[sums_size + sums_at(row)]};
-  __syncthreads();
-
-  // The inputs of step i of sequence g, into the place where this thread reads them. `offset`: of the unit in step i.
-  auto fetch = [&](int g, int i, int64_t offset, int begin, int end) {
-    if (!unit || i < begin || i >= end) return;
-    const int place = ((i % kAhead) * group + g) * kPadded + row;
-    if (a.tokens) {
-      const int64_t id = ids[g * kIdRing + i % kIdRing];
-      if (id >= 0 && id < a.D) cp_async<4>(inputs + place, a.table + id * N + row);
-      else inputs[place] = NAN;
-    } else {
-      cp_async<4>(inputs + place, a.x + offset);
-    }
-    if (kBackward && a.gate) cp_async<4>(gates + place, a.gate + offset);
+  // What a step of one sequence leaves for publish().
+  struct Result {
+    int g, place;  // its sequence, and where its inputs were and those of a later step go
+    float after, before, gate;
+    SequenceSteps s;  // kMany: the steps of its sequence
+    int64_t id;       // the token of the step whose inputs publish() fetches
   };
-#pragma unroll 1
-  for (int i = 0; i < kAhead; i++) {
-    for (int g = own; g < group; g += kSequences) fetch(g, i, first[g] + i * stride + row, begins[g], ends[g]);
-    cp_async_commit();
-  }
-  const int64_t only_first = first[own] + row;  // of the sequence that this lane has, where it has no other
-  const int only_begin = kBackward ? begins[own] : 0, only_end = ends[own];
-  int64_t moved = 0;  // i * stride
 
-  const float* from = state;
-  float* to = kFactored ? state : state + group * kPadded;
+  // Where one step of one sequence lies in memory: its results, and the inputs of the step kAhead later.
+  struct Cursor {
+    float *out, *pre;
+    const float *x, *gate;
+    __device__ __forceinline__ void advance(int64_t elements) {
+      out += elements;
+      if (Traits::kPre) pre += elements;
+      x += elements;
+      if (Traits::kGates) gate += elements;
+    }
+  };
+
+  const ScanArgs& a;
+  const int group;
+  SequenceSteps* sequences;                     // [group]
+  int64_t* ids;                                 // [group][kIdRing]
+  float *state, *y, *inputs, *gates, *squares;  // [1 or 2][group][kPadded]; [group][kPadded]; [kAhead][group][kPadded]
+                                                // twice; [2][kSquareSteps][kSquares]
+  int column_lane, warp, row, own;  // the row and, of kSequences, the sequence whose sum this lane has after a product
+  bool has_out;
+  bool counts, unit, second;  // the only lane with it; a unit of the state; the second unit of a pair
+  float scale, parameter;
+  int64_t stride, moved;  // elements from one step to the next, and from step 0 to the current one
+  const int64_t* token;   // the next id that this thread fetches, of sequence threadIdx.x
+  int ids_end;            // and the number of its ids
+  SequenceSteps only;     // !kMany: the steps of the sequence, none for a lane that has no unit
+  Cursor cursor;          // !kMany: of the step that publish() is called for next
+  StepRange range;
+  float square;
+  RunningSum total;
+
+  __device__ __forceinline__ ResidentThread(const ScanArgs& args, int group_size)
+      : a(args), group(kMany ? group_size : 1), square(0), total{0, 0} {
+    unsigned char* const memory = dynamic_shared<unsigned char>();
+    const ResidentMemory<Traits> at(group, a.tokens != nullptr);
+    sequences = reinterpret_cast<SequenceSteps*>(memory + at.sequences);
+    ids = reinterpret_cast<int64_t*>(memory + at.ids);
+    state = reinterpret_cast<float*>(memory + at.state);
+    y = reinterpret_cast<float*>(memory + at.y);
+    inputs = reinterpret_cast<float*>(memory + at.inputs);
+    gates = reinterpret_cast<float*>(memory + at.gates);
+    squares = reinterpret_cast<float*>(memory + at.squares);
+    const int thread = threadIdx.x;
+    column_lane = thread % 32 / kTiles, warp = thread / 32;
+    const int index = scattered_index<Traits::kLanes, kSums>(column_lane, counts);
+    row = row_of(kSequences == 1 ? index : index % kRows), own = kSequences == 1 ? 0 : index / kRows;
+    unit = counts && row < a.N, second = row % 2;
+    has_out = a.out != nullptr;
+    scale = kFactored && row < a.K ? a.scale[row] : 0.f;
+    parameter = row < a.N ? parameter_of(a, row) : 0.f;
+    stride = step_stride<kBackward>(a), moved = 0;
+    range = steps_to_run<kBackward>(a, q0(), group);
+  }
+  __device__ __forceinline__ int64_t q0() const { return static_cast<int64_t>(blockIdx.x) * group; }
+  // A warp's tiles take turns at its rows, so that the other unit of a pair is in the next lane.
+  __device__ __forceinline__ int row_of(int i) const {
+    return kTiles * (kRows * (threadIdx.x / 32) + i) + threadIdx.x % kTiles;
+  }
+
+  __device__ __forceinline__ void load_maps(Tile& map1, Tile& map2) const {
+    const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
+    if constexpr (kFactored)
+      map1.fill([&](int i, int j) {
+        const int r = row_of(i), c = Tile::Columns::column(j, column_lane);
+        return r < K && c < N ? a.first[c * K + r] : 0.f;
+      });
+    map2.fill([&](int i, int j) {
+      const int r = row_of(i), c = Tile::Columns::column(j, column_lane);
+      if constexpr (kFactored) return r < N && c < K ? a.second[r * K + c] : 0.f;
+      return r < N && c < N ? a.second[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
+    });
+  }
+
+  // Shared memory, and the inputs of the first steps. Step i of the loop is step range.begin + i of a sequence.
+  __device__ __forceinline__ void start() {
+    const int thread = threadIdx.x;
+    for (int g = thread; g < group; g += kThreads) {
+      const Sequence s = sequence<kBackward>(a, q0() + g);
+      sequences[g] = {s.first + range.begin * stride, s.begin - range.begin, s.end - s.begin};
+    }
+    token = a.tokens, ids_end = 0;
+    if (Traits::tokens(a) && thread < group) {
+      const Sequence s = sequence<kBackward>(a, q0() + thread);
+      token += s.first / a.N + range.begin * a.B, ids_end = s.end - range.begin;
+      for (int i = 0; i < 2 * kAhead; i++, token += a.B)
+        if (i < ids_end) ids[thread * kIdRing + i] = *token;
+    }
+    for (int i = thread; i < group * kPadded; i += kThreads) {
+      const int64_t q = q0() + i / kPadded;
+      const int n = i % kPadded;
+      state[i] = a.start && n < a.N && q < a.sequences ? a.start[q * a.N + n] : 0.f;
+      if (!kFactored) state[group * kPadded + i] = 0;
+      if (kFactored) y[i] = 0;
+    }
+    if (Traits::kSums && a.sums && unit) total = {a.sums[sums_index(row)], a.sums[sums_size() + sums_index(row)]};
+    __syncthreads();
+    only = sequences[0];
+    only.first += row, only.count = unit ? only.count : 0;
 #pragma unroll 1
-  for (int i = 0; i < length; i++) {
+    for (int i = 0; i < kAhead; i++) {
+      // the rest of the last of these steps is fetched by the first publish()
+      for (int g = own; g < group; g += kSequences)
+        if (i < kAhead - 1 || g + kSequences < group) {
+          const SequenceSteps s = steps_of(g);
+          fetch(place_of(g, i), i, id_of(g, i), cursor_at(s.first + (i - kAhead) * stride), s);
+        }
+      if (i < kAhead - 1) cp_async_commit();
+    }
+    cursor = cursor_at(only.first - stride);
+  }
+
+  // The steps of sequence g, none for a lane that has no unit; `first` is of this lane's unit.
+  __device__ __forceinline__ SequenceSteps steps_of(int g) const {
+    if constexpr (!kMany) return only;
+    SequenceSteps s = sequences[g];
+    s.first += row, s.count = unit ? s.count : 0;
+    return s;
+  }
+  __device__ __forceinline__ int place_of(int g, int step) const {
+    return ((step % kAhead) * group + g) * kPadded + row;
+  }
+  __device__ __forceinline__ int64_t id_of(int g, int step) const {
+    return Traits::tokens(a) ? ids[g * kIdRing + step % kIdRing] : 0;
+  }
+  // `offset`: of this lane's unit in that step.
+  __device__ __forceinline__ Cursor cursor_at(int64_t offset) const {
+    const int64_t ahead = offset + kAhead * stride;
+    return {a.out + offset, a.pre + offset, a.x + ahead, a.gate + ahead};
+  }
+  // The inputs of a step into the place where this thread reads them.
+  __device__ __forceinline__ void fetch(int to, int step, int64_t id, const Cursor& from,
+                                        const SequenceSteps& s) const {
+    const bool wanted = s.has(step);
+    float* const place = inputs + to;
+    if (Traits::tokens(a)) {
+      const bool known = static_cast<uint64_t>(id) < static_cast<uint64_t>(a.D);
+      cp_async_if<4>(wanted && known, place, a.table + (known ? id * a.N : 0) + row);
+      if (wanted && !known) *place = NAN;
+    } else {
+      cp_async_if<4>(wanted, place, from.x);
+    }
+    if constexpr (Traits::kGates) cp_async_if<4>(wanted && (!Traits::kAny || a.gate), gates + to, from.gate);
+  }
+
+  // map times the vectors of kSequences sequences, complete in the lane that has the row. between() runs while the
+  // first sums are exchanged, when a warp has nothing to issue.
+  template <class Between>
+  __device__ __forceinline__ float product(const Tile& map, const float* vectors, Between between) const {
+    float sums[kSums];
+#pragma unroll
+    for (int g = 0; g < kSequences; g++) {
+      float x[kColumns];
+      Tile::Columns::load(x, vectors + g * kPadded, column_lane);
+      map.multiply(sums + kRows * g, x);
+    }
+    reduce_scatter<Traits::kLanes, kSums, kTiles>(sums, column_lane, between);
+    return sums[0];
+  }
+
+  // The state after this step. Nothing else of it is done here.
+  __device__ __forceinline__ float end_step(float before, float gate) const {
+    constexpr int kActivation = Traits::kActivation;
+    float other = 0, other_gate = 0;
+    if (kActivation == kAnyActivation ? on_pairs(a.activation) : on_pairs(kActivation)) {
+      other = __shfl_xor_sync(kAllLanes, before, 1);
+      if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate, 1);
+    }
+    if constexpr (kBackward)
+      return clip_message(
+          activate_grad_as<kActivation>(a.activation, before, gate, other, other_gate, second, parameter), a.clip);
+    else return activate_as<kActivation>(a.activation, before, other, second, parameter);
+  }
+
+  // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step.
+  // `elements`: from step 0 to this one. For a block of one sequence, this is called for one step after the other, from
+  // -1 on.
+  __device__ __forceinline__ void publish(const Result& result, int step, int64_t elements) {
+    const SequenceSteps s = kMany ? result.s : only;
+    if constexpr (kMany) cursor = cursor_at(s.first + elements);
+    const bool live = s.has(step);
+    if (live && has_out) *cursor.out = result.after;
+    if (Traits::kPre && live && a.pre) *cursor.pre = result.before;
+    if (kBackward) square = fmaf(live ? result.before : 0.f, result.before, square);
+    if (Traits::kSums && a.sums && live)
+      total.add(parameter_grad_as<Traits::kActivation>(a.activation, result.before, result.gate, parameter));
+    fetch(result.place, step + kAhead, result.id, cursor, s);
+    if constexpr (!kMany) cursor.advance(stride);
+  }
+
+  // Once a step, after its last publish(): squares, token ids, and a wait for the inputs of the step after it.
+  __device__ __forceinline__ void close_step(int step) {
+    if constexpr (kBackward) {
+      if (counts) squares[(step & (2 * kSquareSteps - 1)) * Traits::kSquares + own * kPadded + row] = square;
+      square = 0;
+    }
+    if (Traits::tokens(a)) {
+      const int next = step + 2 * kAhead + 1;
+      cp_async_if<8>(next < ids_end, ids + threadIdx.x * kIdRing + next % kIdRing, token);
+      token += a.B;
+    }
+    cp_async_commit();
     cp_async_wait<kAhead - 1>();
-    if constexpr (kFactored) {
+  }
+  // The norms of `count` steps, four for each warp at a time.
+  __device__ __forceinline__ void sum_squares(int begin, int count) const {
+    constexpr int kSteps = 4;
+    if (!a.norms) return;
+    const int lane = threadIdx.x % 32;
+    bool first;
+    const int index = scattered_index<32, kSteps>(lane, first);
+#pragma unroll 1
+    for (int i = kSteps * warp; i < count; i += kSteps * Traits::kWarps) {
+      float sums[kSteps];
+#pragma unroll
+      for (int j = 0; j < kSteps; j++) {
+        const float* const of_step = squares + ((begin + i + j) & (2 * kSquareSteps - 1)) * Traits::kSquares;
+        sums[j] = 0;
+#pragma unroll
+        for (int k = 0; k < Traits::kSquares; k += 32) sums[j] += of_step[k + lane];
+      }
+      reduce_scatter<32>(sums, lane);
+      const int64_t t = a.T - 1 - (range.begin + begin + i + index);
+      if (first && i + index < count) a.norms[t * gridDim.x + blockIdx.x] = sums[0];
+    }
+  }
+
+  __device__ __forceinline__ int64_t sums_index(int unit_row) const {
+    return (static_cast<int64_t>(blockIdx.x) * kSequences + own) * a.N + unit_row;
+  }
+  __device__ __forceinline__ int64_t sums_size() const { return static_cast<int64_t>(gridDim.x) * kSequences * a.N; }
+
+  // After the loop of `length` steps, whose last state is in `last`.
+  __device__ __forceinline__ void finish(int length, const float* last) {
+    if (kBackward && a.norms) {
+      __syncthreads();
+      const int begin = length < 2 ? 0 : (length - 2) / kSquareSteps * kSquareSteps;
+      sum_squares(begin, length - begin);
+    }
+    if (a.end && unit)
+      for (int g = own; g < group; g += kSequences) {
+        const SequenceSteps s = sequences[g];
+        if (q0() + g < a.sequences)
+          a.end[(q0() + g) * a.N + row] = s.begin + s.count == a.chunk ? last[g * kPadded + row] : 0.f;
+      }
+    if (Traits::kSums && a.sums) {
+      // the row by a way that the compiler does not see through: the place from above would take registers, or a
+      // spill, during the loop
+      const int64_t place = sums_index(__shfl_sync(kAllLanes, row, threadIdx.x % 32));
+      if (unit) a.sums[place] = total.sum, a.sums[sums_size() + place] = total.error;
+    }
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    resident_scan_kernel(const ScanArgs a, const int group_size) {
+  constexpr bool kFactored = Traits::kFactored, kGates = Traits::kGates;
+  constexpr int kPadded = Traits::kPadded, kSequences = Traits::kSequences, kPart = Traits::kSquareSteps;
+  ResidentThread<Traits> self(a, group_size);
+  MapTile<Traits> map1, map2;
+  self.load_maps(map1, map2);
+  self.start();
+  const int group = self.group, length = self.range.end - self.range.begin;
+  const float* from = self.state;
+  float* to = kFactored ? self.state : self.state + group * kPadded;
+  // the last result, which the next product publishes; none before the first step
+  typename ResidentThread<Traits>::Result result{group - kSequences + self.own, 0, 0, 0, 0, {}, 0};
+  result.s = self.steps_of(result.g);
+  result.place = self.place_of(result.g, Traits::kAhead - 1);
+  result.id = self.id_of(result.g, Traits::kAhead - 1);
+
+  // Steps run in parts, so that the loop over them has no branch for what is done once in a part.
+  for (int begin = 0, end; begin < length; begin = end) {
+    end = !Traits::kBackward || length - begin <= kPart ? length : begin > 0 ? begin + kPart : kPart + 1;
+    // behind the barrier of the first step of a part are the squares of the part before it
+    if (begin > 0) self.sum_squares(begin - 1 - kPart, kPart);
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+      auto close_previous = [&] {
+        self.publish(result, i - 1, self.moved - self.stride);
+        self.close_step(i - 1);
+      };
+      if constexpr (kFactored) {
+#pragma unroll 1
+        for (int g0 = 0; g0 < group; g0 += kSequences) {
+          const float sum = self.product(map1, from + g0 * kPadded, [&] {
+            if (g0 == 0) close_previous();
+          });
+          if (self.counts) self.y[(g0 + self.own) * kPadded + self.row] = sum * self.scale;
+        }
+        __syncthreads();
+      }
 #pragma unroll 1
       for (int g0 = 0; g0 < group; g0 += kSequences) {
-        float sums[kRows * kSequences];
-        map1.product(sums, from + g0 * kPadded, lane);
-        if (unit_y) y[(g0 + own) * kPadded + row] = sums[0] * scale;
+        const int g = g0 + self.own;
+        bool live;
+        SequenceSteps steps;
+        float input = 0, gate = 0;
+        int64_t id = 0;
+        int place = 0;
+        const float sum = self.product(map2, (kFactored ? self.y : from) + g0 * kPadded, [&] {
+          if (g0 > 0) self.publish(result, i, self.moved);
+          else if (!kFactored) close_previous();
+          steps = self.steps_of(g);
+          live = steps.has(i);
+          id = self.id_of(g, i + Traits::kAhead);
+          place = self.place_of(g, i);
+          if (live) input = self.inputs[place];
+          if (kGates && live && (!Traits::kAny || a.gate)) gate = self.gates[place];
+        });
+        const float before = sum + input, after = self.end_step(before, gate);
+        if (live) to[g * kPadded + self.row] = after;  // before a sequence begins its state is zero and stays so
+        result = {g, place, after, before, gate, steps, id};
       }
       __syncthreads();
-    }
-    float square = 0;
-#pragma unroll 1
-    for (int g0 = 0; g0 < group; g0 += kSequences) {
-      float sums[kRows * kSequences];
-      map2.product(sums, (kFactored ? y : from) + g0 * kPadded, lane);
-      const int g = g0 + own;
-      const int begin = !kBackward ? 0 : kMany ? begins[g] : only_begin, end = kMany ? ends[g] : only_end;
-      const bool live = unit && i >= begin && i < end;
-      const int place = ((i % kAhead) * group + g) * kPadded + row;
-      const int64_t offset = (kMany ? first[g] + row : only_first) + moved;
-      const float before = sums[0] + (live ? inputs[place] : 0.f);
-      float after;
-      if constexpr (kBackward) {
-        const float gate = live && a.gate ? gates[place] : 0.f;
-        float other = 0, other_gate = 0;
-        if (on_pairs(a.activation)) {
-          other = __shfl_xor_sync(kAllLanes, before, kLanes);
-          other_gate = __shfl_xor_sync(kAllLanes, gate, kLanes);
-        }
-        after = clip_message(activate_grad(a.activation, before, gate, other, other_gate, second, parameter), a.clip);
-        if (live) {
-          square = fmaf(before, before, square);
-          if (a.sums) total.add(parameter_grad(a.activation, before, gate, parameter));
-        }
-      } else {
-        const float other = on_pairs(a.activation) ? __shfl_xor_sync(kAllLanes, before, kLanes) : 0.f;
-        after = activate(a.activation, before, other, second, parameter);
+      self.moved += self.stride;
+      if (!kFactored) {
+        const float* const written = to;
+        to = const_cast<float*>(from);
+        from = written;
       }
-      if (live) {  // before a sequence begins its state is zero and stays so
-        to[g * kPadded + row] = after;
-        if (a.out) a.out[offset] = after;
-        if (!kBackward && a.pre) a.pre[offset] = before;
-      }
-      fetch(g, i + kAhead, offset + kAhead * stride, begin, end);
-    }
-    if (a.tokens && thread < group) {
-      const int next = i + 2 * kAhead + 1;
-      if (next < ends[thread])
-        cp_async<8>(ids + thread * kIdRing + next % kIdRing, token_of(a, first[thread] + next * stride));
-    }
-    cp_async_commit();
-    const int half = i / kNormSteps % 2;
-    if (kBackward && a.norms) squares[(half * kNormSteps + i % kNormSteps) * kThreads + thread] = square;
-    __syncthreads();
-    if (kBackward && a.norms && (i % kNormSteps == kNormSteps - 1 || i + 1 == length)) {
-      // the other half of the squares is written meanwhile, and this one again after many barriers
-#pragma unroll 1
-      for (int j = thread / 32; j <= i % kNormSteps; j += Shape::kWarps) {
-        float sum = 0;
-#pragma unroll
-        for (int k = 0; k < Shape::kWarps; k++)
-          sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
-        sum = warp_sum(sum);
-        const int64_t t = a.T - 1 - (range.begin + i - i % kNormSteps + j);
-        if (thread % 32 == 0) a.norms[t * gridDim.x + blockIdx.x] = sum;
-      }
-    }
-    moved += stride;
-    if (!kFactored) {
-      const float* const written = to;
-      to = const_cast<float*>(from);
-      from = written;
     }
   }
-  if (a.end && unit)
-    for (int g = own; g < group; g += kSequences)
-      if (q0 + g < a.sequences) a.end[(q0 + g) * N + row] = ends[g] == a.chunk ? from[g * kPadded + row] : 0.f;
-  if (kBackward && a.sums) {
-    // the row by a way that the compiler does not see through: the place from above would take registers, or a spill,
-    // during the loop
-    const int64_t place = sums_at(__shfl_sync(kAllLanes, row, thread % 32));
-    if (unit) a.sums[place] = total.sum, a.sums[sums_size + place] = total.error;
-  }
+  self.publish(result, length - 1, self.moved - self.stride);
+  self.close_step(length - 1);
+  self.finish(length, from);
 }
 
 }  // namespace cuda

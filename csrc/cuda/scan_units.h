@@ -12,6 +12,36 @@ namespace cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// An activation that is known when a kernel is compiled, by its number, or kAnyActivation: by the number that it is
+// called with. The second form costs an indirect branch in each call.
+constexpr int kAnyActivation = -1;
+template <int kNumber>
+struct ActivationAt;
+#define ORTHOKERN_AT(A)                 \
+  template <>                           \
+  struct ActivationAt<act::A::number> { \
+    using Type = act::A;                \
+  };
+ORTHOKERN_ACTIVATIONS(ORTHOKERN_AT)
+#undef ORTHOKERN_AT
+template <int kNumber>
+__device__ __forceinline__ float activate_as(int number, float a, float other, bool second, float parameter) {
+  if constexpr (kNumber == kAnyActivation) return activate(number, a, other, second, parameter);
+  else return activate<typename ActivationAt<kNumber>::Type>(a, other, second, parameter);
+}
+template <int kNumber>
+__device__ __forceinline__ float activate_grad_as(int number, float g, float saved, float other_g, float other_saved,
+                                                  bool second, float parameter) {
+  if constexpr (kNumber == kAnyActivation)
+    return activate_grad(number, g, saved, other_g, other_saved, second, parameter);
+  else return activate_grad<typename ActivationAt<kNumber>::Type>(g, saved, other_g, other_saved, second, parameter);
+}
+template <int kNumber>
+__device__ __forceinline__ float parameter_grad_as(int number, float g, float saved, float parameter) {
+  if constexpr (kNumber == kAnyActivation) return parameter_grad(number, g, saved, parameter);
+  else return parameter_grad<typename ActivationAt<kNumber>::Type>(g, saved, parameter);
+}
+
 // A sum over many steps that carries its own rounding error along (Kahan): thousands of terms lose no more than a few
 // do.
 struct RunningSum {
@@ -29,25 +59,34 @@ struct RunningSum {
 // kLanes indices from lane * m on; with fewer, v[0] is the sum of index scattered_index. Halving the values while
 // halving the distance takes kValues - 1 exchanges, and one more for each odd number on the way, of which the middle
 // one stays in both halves; one butterfly for each value would take kValues * log2(kLanes). The order of a sum does not
-// depend on kValues.
-template <int kLanes, int kValues>
-__device__ __forceinline__ void reduce_scatter(float (&v)[kValues], int lane) {
+// depend on kValues. The lanes of a group are kStride apart, and `lane` is a lane's number in its group.
+// between() runs while the first exchanges are under way.
+struct NoWork {
+  __device__ __forceinline__ void operator()() const {}
+};
+template <int kLanes, int kValues, int kStride = 1, class V, class Between = NoWork>
+__device__ __forceinline__ void reduce_scatter(V (&v)[kValues], int lane, Between between = {}) {
   int count = kValues;
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) {
     const int half = (count + 1) / 2;
     const bool upper = (lane & mask) != 0;
+    V received[(kValues + 1) / 2];
 #pragma unroll
     for (int i = 0; i < (kValues + 1) / 2; i++) {
       if (i >= half) continue;
       if (i + half < count) {
-        const float kept = upper ? v[i + half] : v[i];
-        const float sent = upper ? v[i] : v[i + half];
-        v[i] = kept + __shfl_xor_sync(kAllLanes, sent, mask);
+        const V sent = upper ? v[i] : v[i + half];
+        v[i] = upper ? v[i + half] : v[i];
+        received[i] = __shfl_xor_sync(kAllLanes, sent, mask * kStride);
       } else {
-        v[i] += __shfl_xor_sync(kAllLanes, v[i], mask);
+        received[i] = __shfl_xor_sync(kAllLanes, v[i], mask * kStride);
       }
     }
+    if (mask == kLanes / 2) between();
+#pragma unroll
+    for (int i = 0; i < (kValues + 1) / 2; i++)
+      if (i < half) v[i] += received[i];
     count = half;
   }
 }
@@ -74,9 +113,7 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 // What passes from a_t on in the backward, see ScanArgs::clip. A NaN stays a NaN.
-__device__ __forceinline__ float clip_message(float delta, float clip) {
-  return delta > clip ? clip : delta < -clip ? -clip : delta;
-}
+__device__ __forceinline__ float clip_message(float delta, float clip) { return maximum(-clip, minimum(delta, clip)); }
 
 // Steps of the first `T` of a tensor that belong to row b of the batch.
 __device__ __forceinline__ int64_t steps_of_row(const ScanArgs& a, int64_t b) {

@@ -182,11 +182,15 @@ def _chunked(
 
     (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks'
     borders, one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its
-    border. W is composed for (b) alone. Backward is the same with W^T, from the last step to the first. Chunks behind
+    border. W is composed: for (b) in float64, and for (a) and (c) in float32 where that is fewer products than those of
+    the factors. Backward is the same with W^T, from the last step to the first. Chunks behind
     the end of a sequence give zeros whatever enters them: forward nothing of theirs is kept, backward they come first.
     """
     steps, B, N = out.shape
     count = -(-steps // chunk)
+    w = _composed(map_)
+    if map_.first is not None and 2 * map_.first.shape[1] > N:
+        map_ = Map(None, None, w.float())
     starts = out.new_empty(count, B, N)
     starts[0].copy_(start) if start is not None else starts[0].zero_()
 
@@ -198,7 +202,6 @@ def _chunked(
     if count > 1:
         ends = out.new_empty(count - 1, B, N)
         scan(count - 1).run(steps, **inputs, table=table, end=ends)
-        w = _composed(map_)
         power = _power(w if backward else w.mT, chunk).contiguous()
         sizes = {"count": count - 1, "B": B, "N": N}
         native.call("scan_carry", out.device, sizes, {"power": power, "ends": ends, "starts": starts})

@@ -33,6 +33,13 @@ void cp_async(void* shared, const void* global, int valid = bytes) {
   cuda_host::poison(shared, bytes);
   thread.copies.push_back({shared, global, bytes, valid, thread.copy_group});
 }
+template <int bytes>
+void cp_async_if(bool condition, void* shared, const void* global) {
+  static_assert(bytes == 4 || bytes == 8, "cp.async.ca moves 4 or 8 bytes");
+  if (condition) cp_async<bytes>(shared, global);
+}
+inline float minimum(float a, float b) { return isnan(a) || isnan(b) ? NAN : a < b ? a : b; }
+inline float maximum(float a, float b) { return isnan(a) || isnan(b) ? NAN : a > b ? a : b; }
 inline void cp_async_commit() { cuda_host::current->copy_group++; }
 template <int groups>
 void cp_async_wait() {

@@ -1,0 +1,157 @@
+"""bench/sass.py: its parser and model on stored machine code, and the hot loops of the kernels where there is nvcc."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+sass = pytest.importorskip("sass", reason="not a source tree with benchmarks")
+STORED = Path(__file__).resolve().parent / "sass"
+
+# A loop with everything that a hot loop must not have, and a second loop inside of it.
+BAD = """
+.text._ZN9orthokern4cuda12some_kernelILb1ELi8EEEvPf:
+ /*0000*/ S2R R0, SR_TID.X ;
+.L_x_1:
+ /*0010*/ LDS.128 R4, [R0] ;
+ /*0020*/ FCHK P0, R4, R5 ;
+ /*0030*/ @!P0 BRA `(.L_x_2) ;
+ /*0040*/ CALL.REL.NOINC `($__internal_0_$__cuda_sm20_div_s64) ;
+.L_x_2:
+ /*0050*/ I2F.U32.RP R8, R6 ;
+ /*0060*/ STL [R1], R4 ;
+.L_x_3:
+ /*0070*/ FFMA R4, R4, R5, R4 ;
+ /*0080*/ FFMA R4, R4, R5, R4 ;
+ /*0090*/ FFMA R4, R4, R5, R4 ;
+ /*00a0*/ FFMA R4, R4, R5, R4 ;
+ /*00b0*/ FFMA R4, R4, R5, R4 ;
+ /*00c0*/ FFMA R4, R4, R5, R4 ;
+ /*00d0*/ FFMA R4, R4, R5, R4 ;
+ /*00e0*/ FFMA R4, R4, R5, R4 ;
+ /*00f0*/ @P1 BRA `(.L_x_3) ;
+ /*0100*/ STS [R0], R4 ;
+ /*0110*/ @!PT LDS RZ, [RZ] ;
+ /*0120*/ IADD3 R0, R0, 0x1, RZ ;
+ /*0130*/ LDL R4, [R1] ;
+ /*0140*/ BAR.SYNC.DEFER_BLOCKING 0x0 ;
+ /*0150*/ @P2 BRA `(.L_x_1) ;
+ /*0160*/ EXIT ;
+"""
+
+
+def only(text: str) -> tuple[object, object]:
+    (function,) = sass.parse(text)
+    (loop,) = sass.hot_loops(function)
+    return function, loop
+
+
+def test_faults_of_a_loop_are_found() -> None:
+    function, loop = only(BAD)
+    assert function.label == "some_kernel 1 8"
+    found = sass.report(function, loop, warps=8)
+    assert (found.divisions, found.calls, found.local) == (2, 1, 2)
+    assert len(found.facts) == 3 and all(fact.startswith("some_kernel 1 8: ") for fact in found.facts)
+    # the placeholder @!PT is not executed
+    assert found.gaps == [2]
+    assert found.kinds["shared"] == 2 and found.kinds["fma"] == 8
+    function, loop = only(BAD.replace("$__cuda_sm20_div_s64", "$__cuda_sm70_shflsync_bfly_p"))
+    assert sass.report(function, loop, warps=8).calls == 0
+
+
+def test_a_path_avoids_calls_and_repeats_inner_loops() -> None:
+    function, loop = only(BAD)
+    path = loop.path()
+    assert not any(instruction.is_call for instruction in path)
+    assert len(path) == 19
+    assert len(loop.path(repeats=3)) == len(path) + 2 * 9
+
+
+def test_a_path_has_a_call_only_where_there_is_no_other() -> None:
+    function, loop = only(BAD.replace(" /*0030*/ @!P0 BRA `(.L_x_2) ;\n", ""))
+    assert sum(instruction.is_call for instruction in loop.path()) == 1
+    function.instructions[2].opcode, function.instructions[2].predicate = "EXIT", ""
+    with pytest.raises(ValueError, match="no way through the loop at 0x10"):
+        loop.path()
+
+
+def stored() -> tuple[object, object]:
+    return only((STORED / "dense_step_sm_90.sass").read_text())
+
+
+def test_stored_machine_code() -> None:
+    """A step of a dense map of 128 units, tanh, forward, of which the numbers were counted by hand."""
+    function, loop = stored()
+    assert sass.warps_of(function.label) == 8
+    found = sass.report(function, loop, warps=8)
+    # 64 products of a tile of 4 x 16, and of them 4 that begin a sum; 6 of tanh
+    assert found.kinds["fma"] == 66
+    assert (found.kinds["shuffle"], found.kinds["barrier"], found.kinds["special"]) == (4, 1, 2)
+    assert not found.facts and found.gaps == [0]
+    # of the state 4 loads of 4 clocks; the input, the new state, 4 shuffles, the copy of a later input
+    assert found.shared == 8 * (4 * 4 + 1 + 1 + 4 + 1)
+    assert found.issue == 2 * len(loop.path())
+    by_opcode = {instruction.opcode: instruction for instruction in loop.body}
+    shuffle = by_opcode["SHFL.BFLY"]
+    assert shuffle.sets is not None and by_opcode["FFMA"].sets is None
+    assert any(instruction.waits >> shuffle.sets & 1 for instruction in loop.body)
+
+
+def test_estimate() -> None:
+    """More than the issue slots and than shared memory take, less than one warp after the other would."""
+    function, loop = stored()
+    path = loop.path()
+    clocks = sass.estimate(path, 8)
+    alone = sass.estimate(path, 1)
+    assert max(2 * len(path), 8 * sum(map(sass.wavefronts, path))) < clocks < 8 * alone
+    assert alone < clocks
+    slower = sass.Model(shuffle_latency=124)
+    assert sass.estimate(path, 8, slower) >= clocks + 3 * 100  # three rounds, one after the other
+    assert sass.estimate(path, 8, sass.MODELS["80"]) > clocks  # half the multiply-adds per clock
+    both = sass.estimate(path, 8, blocks=2)  # two blocks hide each other's latency, and wait at barriers of their own
+    assert max(clocks, 4 * len(path)) < both < 2 * clocks
+
+
+def test_a_chain_of_dependent_instructions() -> None:
+    """The compiler's stalls, and a scoreboard: a loop whose clocks are known."""
+    one = dict(predicate="", operands="")
+    load = sass.Instruction(0, opcode="LDS", stall=1, sets=0, **one)
+    use = sass.Instruction(16, opcode="FADD", stall=5, waits=1, **one)
+    back = sass.Instruction(32, opcode="BRA", stall=4, **one)
+    model = sass.Model(shared_latency=30)
+    assert sass.estimate([load, use, back], 1, model) == 30 + 5 + 4
+
+
+def test_table() -> None:
+    function, loop = stored()
+    head, _, row = sass.table([sass.report(function, loop, 8)]).splitlines()
+    assert head.count("|") == row.count("|") and row.startswith("| resident_scan_kernel 0 0 8 8 0 1 0 | 66 |")
+
+
+# Instructions between the store of a state and the barrier, at most. A block of several sequences ends its loop over
+# them there.
+MOST_BETWEEN = {"one": 4, "many": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", sass.ARCHITECTURES)
+@pytest.mark.parametrize("name", ["factored_scan", "dense_scan"])
+def test_hot_loops(name: str, arch: str) -> None:
+    nvcc, nvdisasm = sass.find_nvcc(), sass.find_nvdisasm()
+    if nvcc is None or nvdisasm is None:
+        pytest.skip("nvcc or nvdisasm not found")
+    text = sass.disassemble(ROOT / "csrc" / "cuda" / f"{name}.cu", arch, nvcc, nvdisasm)
+    found = list(sass.reports(text, arch))
+    resident = [row for row in found if row.kernel.startswith("resident_scan_kernel")]
+    assert len(resident) >= 40 and len(found) > len(resident)
+    for row in resident:
+        assert not row.facts
+        most = MOST_BETWEEN["many" if row.kernel.split()[5] == "1" else "one"]
+        assert row.gaps and max(row.gaps) <= most, (row.kernel, row.gaps)
+    if name == "dense_scan":
+        (carry,) = (row for row in found if row.kernel == "scan_carry_kernel")
+        assert not carry.facts and max(carry.gaps) <= 4
