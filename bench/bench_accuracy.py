@@ -74,14 +74,14 @@ def test_error_by_T(benchmark: Any, bench: Bench, size: Size, activation: str) -
 LOSS_SIZES = [{"N": 128, "T": T, "B": 10} for T in (100, 1000, 10000)]
 LOSS_QUICK = [{"N": 32, "T": 50, "B": 3}]
 LOSS_RESULTS = ("loss", "grad_u", "grad_s", "grad_v", "grad_readout", "grad_table")
-# Largest error by modes: bar and goal, up to T = 10 000 and a margin of 0.1.
+# Largest error of the modal form: bar and goal, up to T = 10 000 and a margin of 0.1.
 MODAL = (1e-6, 1e-7)
 
 
 @pytest.mark.parametrize("margin", (0.0, 0.001, 0.1))
 @pytest.mark.sizes(LOSS_SIZES, quick=LOSS_QUICK)
 def test_error_of_a_loss(benchmark: Any, bench: Bench, size: Size, margin: float) -> None:
-    """Loss and gradients behind a readout, by modes and step by step, and their distance from float64.
+    """Loss and gradients behind a readout, modal and step by step, and their distance from float64.
 
     Token ids, s uniform in 1 +- margin; the states grow with the margin and T, and the readout is scaled down to them.
     """
@@ -113,8 +113,8 @@ def test_error_of_a_loss(benchmark: Any, bench: Bench, size: Size, margin: float
     for name, mine, other, right in zip(LOSS_RESULTS, modal, sequential, exact, strict=True):
         error, beside = relative_error(mine, right), relative_error(other, right)
         if not error < TOLERANCE:
-            raise WrongResult(f"{name} by modes is off by {error:.3g} (relative RMS), tolerated is {TOLERANCE:g}")
+            raise WrongResult(f"modal {name} is off by {error:.3g} (relative RMS), tolerated is {TOLERANCE:g}")
         bench.record(
-            "accuracy", f"by modes, margin {margin:g}: {name}", size, "relative error", error,
+            "accuracy", f"modal, margin {margin:g}: {name}", size, "relative error", error,
             bar=MODAL[0], goal=MODAL[1], better="lower", details={"sequential": beside},
         )  # fmt: skip

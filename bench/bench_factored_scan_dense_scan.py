@@ -298,14 +298,14 @@ def test_lengths(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
 
 MODAL_SIZES = [{"N": 128, "T": T, "B": B} for T, B in ((1000, 50), (10020, 50), (10020, 1))]
 MODAL_QUICK = [{"N": 33, "T": 40, "B": 3}]
-# Time of the sequential scan over that by modes, states, T = 10 020, B = 50: bar and goal.
+# Time of the sequential scan over that of the modal one, states, T = 10 020, B = 50: bar and goal.
 STATES = (1.6, 2.0)
 
 
 @pytest.mark.parametrize("what", ("states", "loss"))
 @pytest.mark.sizes(MODAL_SIZES, quick=MODAL_QUICK)
 def test_modal(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
-    """A linear scan of token ids by modes and step by step, forward and backward, the eigenbasis found in every call:
+    """A linear scan of token ids, modal and step by step, forward and backward, the eigenbasis found in every call:
     its states; or the cross-entropy of a readout with nine classes, whose states are not made."""
     N, T, B = size["N"], size["T"], size["B"]
     generator = torch.Generator().manual_seed(T)
@@ -328,7 +328,7 @@ def test_modal(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
         return torch.autograd.grad(loss, inputs)
 
     # the sequential scan is the less exact of the two, see bench_accuracy.py
-    error = check(f"{what} by modes", step("modal"), step("sequential"), 10 * TOLERANCE)
+    error = check(f"modal {what}", step("modal"), step("sequential"), 10 * TOLERANCE)
     benchmark.group = f"linear scan, {what}, forward and backward"
     calls = {name: functools.partial(step, name) for name in ("modal", "sequential")}
     seconds = interleave(benchmark, calls, rounds=bench.rounds(9 if T < 5000 else 5))
@@ -346,6 +346,58 @@ def test_modal(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
             "peer_us_per_step": round(1e6 * median(seconds["sequential"]) / T, 3),
             "ms": spread_ms(seconds["modal"]),
             "peer_ms": spread_ms(seconds["sequential"]),
+            "error": error,
+            "tolerance": 10 * TOLERANCE,
+        },
+    )
+
+
+# torch.nn.RNN's time over that of a modal loss, forward, T = 10 000: bar and goal.
+ONE = (8.0, 15.0)
+
+
+@pytest.mark.parametrize("what", ("loss", "states"))
+@pytest.mark.sizes([{"N": 128, "T": 10_000, "B": 1}], quick=[{"N": 33, "T": 40, "B": 1}])
+def test_modal_forward_of_one_sequence(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
+    """torch.nn.RNN (tanh, ten features) over a linear recurrence of the same sizes. The loss has its readout and its
+    cross-entropy in it, which torch's side has not, and the eigenbasis of an earlier call, as in training; the states
+    have neither."""
+    N, T, B = size["N"], size["T"], size["B"]
+    generator = torch.Generator().manual_seed(T)
+    u, s, v = factors(N, generator)
+    w = (u * (1 + (s - 1) / 50)) @ v.mT
+    weight, readout = torch.randn(N, 10, generator=generator), 0.01 * torch.randn(9, N, generator=generator)
+    x, target = torch.randn(T, B, 10, generator=generator), torch.randint(0, 9, (T, B), generator=generator)
+    theirs = torch.nn.RNN(10, N)
+    basis = functional.scan_cross_entropy(
+        x, w, readout, target, weight=weight, activation="identity", algorithm="modal"
+    ).basis
+
+    def ours(algorithm: str, basis: Tensor | None = None) -> Tensor:
+        options: dict[str, Any] = {"weight": weight, "activation": "identity", "algorithm": algorithm}
+        if what == "states":
+            return functional.dense_scan(x, w, **options)
+        return functional.scan_cross_entropy(x, w, readout, target, basis=basis, **options).loss
+
+    with torch.no_grad():
+        error = check(f"modal {what}", [ours("modal", basis)], [ours("sequential")], 10 * TOLERANCE)
+        benchmark.group = "linear recurrence of one sequence, forward"
+        calls = {"torch.nn.RNN": lambda: theirs(x), "modal": lambda: ours("modal", basis)}
+        seconds = interleave(benchmark, calls, rounds=bench.rounds(9))
+    bar, goal = ONE if what == "loss" else (None, None)
+    bench.record(
+        "modal_forward",
+        "loss, with the basis of an earlier call" if what == "loss" else "states",
+        size,
+        "times as long",
+        ratio(seconds["torch.nn.RNN"], seconds["modal"]),
+        bar=bar,
+        goal=goal,
+        details={
+            "us_per_step": round(1e6 * median(seconds["modal"]) / T, 3),
+            "peer_us_per_step": round(1e6 * median(seconds["torch.nn.RNN"]) / T, 3),
+            "ms": spread_ms(seconds["modal"]),
+            "peer_ms": spread_ms(seconds["torch.nn.RNN"]),
             "error": error,
             "tolerance": 10 * TOLERANCE,
         },

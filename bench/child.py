@@ -9,6 +9,7 @@ Memory is in MB of 1e6 bytes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import io
@@ -126,21 +127,29 @@ def memory(op: str, inputs: str, activation: str, T: int, N: int, every: int) ->
 
 
 def copy(T: int, N: int, algorithm: str) -> dict[str, Any]:
-    """Peak of a process that trains on the copy task for a few iterations and evaluates."""
+    """Peak of a process that trains on the copy task by its command line: a few iterations, an evaluation, plots."""
     from orthokern.tasks import copy as task
-    from orthokern.training import train
-    from orthokern.training.loop import LoopSettings
-    from orthokern.training.progress import Progress
-    from orthokern.training.rundir import RunFolder
+    from orthokern.training import read_metrics
 
-    settings = task.complete({**task.DEFAULTS, "T": T, "hidden": N, "iterations": 4, "algorithm": algorithm})
-    experiment = task.CopyExperiment(settings)
     with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder.create(Path(folder) / "run", "copy", settings)
-        loop = LoopSettings(iterations=4, plots=True)
-        outcome = train(experiment, run, loop, progress=Progress(4, stream=io.StringIO()))
-    assert outcome.exit_code == 0 and outcome.evaluation is not None and math.isfinite(outcome.evaluation["loss"])
-    return {"peak_mb": round(peak() / 1e6, 1), "B": settings.batch}
+        words = [
+            "--T",
+            T,
+            "--hidden",
+            N,
+            "--algorithm",
+            algorithm,
+            "--iterations",
+            4,
+            "--threads",
+            torch.get_num_threads(),
+        ]
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = task.main([str(word) for word in (*words, "--out", Path(folder) / "run")])
+        evaluations = [r for r in read_metrics(Path(folder) / "run" / "metrics.jsonl") if "held_out_loss" in r]
+        assert code == 0 and len(evaluations) == 1 and math.isfinite(evaluations[0]["held_out_loss"])
+        assert list(Path(folder).glob("run/*.png"))
+    return {"peak_mb": round(peak() / 1e6, 1), "B": task.DEFAULTS["batch"]}
 
 
 def main() -> None:

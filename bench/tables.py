@@ -78,6 +78,7 @@ def loops(results: Results) -> list[Table]:
     for table, title in (
         ("loops", "Loops over time written in torch: their time divided by ours, forward and backward"),
         ("modal", "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward"),
+        ("modal_forward", "A linear recurrence of one sequence, forward: time of torch.nn.RNN (tanh) divided by ours"),
         ("modules", "Modules with input projection: time of torch.nn.RNN divided by ours, forward and backward"),
     ):
         rows = of(results, table)
@@ -172,8 +173,8 @@ def small_ops(results: Results) -> list[Table]:
 
 
 KNOWN = (
-    "scan", "loops", "modal", "modules", "copy", "memory", "activations", "readout", "diagnostics", "scaling",
-    "accuracy", "table5",
+    "scan", "loops", "modal", "modal_forward", "modules", "copy", "memory", "activations", "readout", "diagnostics",
+    "scaling", "accuracy", "table5",
 )  # fmt: skip
 # What a table without a layout of its own is about, and how its measures read. tests/test_bench_smoke.py asks for both.
 SUBJECTS = {

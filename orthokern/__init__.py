@@ -15,6 +15,7 @@ from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 
 if TYPE_CHECKING:
     from orthokern import data, diagnostics, functional, init, nn, optim, parametrize, penalties, training
+    from orthokern.conversion import convert
     from orthokern.explain import explain
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointError",
     "InputError",
     "__version__",
+    "convert",
     "data",
     "diagnostics",
     "empty_cache",
@@ -49,8 +51,12 @@ def empty_cache() -> None:
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"orthokern.{name}")
+    if name == "convert":
+        from orthokern.conversion import convert
+
+        return convert
     raise AttributeError(f"module 'orthokern' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "convert"})

@@ -18,7 +18,7 @@ from orthokern import dispatch, ops
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
-from orthokern.ops import _modal, _scan_loss
+from orthokern.ops import _scan_loss
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops.activations import NAMES as ACTIVATIONS
 
@@ -52,7 +52,7 @@ class ScanLoss(NamedTuple):
         hits: int64 [T], at how many sequences the largest logit of the step is that of the target.
         basis: float64 [N, 2M], the eigenvectors that the call found, to begin at in the next one; None by
             "sequential".
-        refused: why the call did not go by modes, in one line; "" where it did.
+        refused: why the call did not use the modal form, in one line; "" where it did.
     """
 
     loss: Tensor
@@ -119,7 +119,7 @@ def factored_scan(
     check.scan_clip(message_clip)
     check.scan_choices(precision, algorithm, activation, message_clip)
     if algorithm == "modal":
-        return _scan_loss.states_by_modes(
+        return _scan_loss.modal_states(
             x, (u, s, v), h0, weight, bias, act_param,
             activation=activation, backend=backend, lengths=lengths, message_clip=message_clip,
         )  # fmt: skip
@@ -188,7 +188,7 @@ def dense_scan(
     check.scan_clip(message_clip)
     check.scan_choices(precision, algorithm, activation, message_clip)
     if algorithm == "modal":
-        return _scan_loss.states_by_modes(
+        return _scan_loss.modal_states(
             x, (w,), h0, weight, bias, act_param,
             activation=activation, backend=backend, lengths=lengths, message_clip=message_clip,
         )  # fmt: skip
@@ -456,7 +456,7 @@ def scan_cross_entropy(
         target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).
         reduction: "mean" over all steps that count (those before the end of their sequence), or "sum".
         backend: see the module's docstring.
-        algorithm: "modal"; "sequential" or "chunked", as in ``factored_scan``; "auto": by modes where that costs less
+        algorithm: "modal"; "sequential" or "chunked", as in ``factored_scan``; "auto": modal where that costs less
             and W has an eigenbasis that keeps the accuracy of the sequential scan.
         basis: the ``basis`` of an earlier call with a matrix near this one: it is refined where that leads to the
             eigenvectors of W, which costs less than solving for them. The result is a function of the arguments alone,
@@ -541,15 +541,11 @@ def explain_scan_cross_entropy(
     Raises:
         InputError: algorithm="modal" cannot serve.
     """
-    factors = matrix if isinstance(matrix, (tuple, list)) else (matrix,)
-    like = factors[0]
-    call = _modal.Call(
-        kind="loss", T=T, B=B, N=like.shape[0], K=factors[-1].shape[1], C=classes, ids=ids, backward=True,
-        dtype=like.dtype, device=like.device, activation=activation, message_clip=message_clip, backend=backend,
-        lengths=lengths, started=basis is not None,
+    factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
+    _, modes, why = _scan_loss.choose_for(
+        factors, T, B, classes, ids=ids, lengths=lengths, activation=activation, message_clip=message_clip,
+        backend=backend, algorithm=algorithm, start=basis,
     )  # fmt: skip
-    with torch.no_grad():
-        modes, why = _modal.choose(tuple(factors), call, basis, algorithm)
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"
     return "chunked" if algorithm == "chunked" else "sequential", why

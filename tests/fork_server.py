@@ -5,6 +5,7 @@ and forks for every run. It has started no threads, so that a fork is as good as
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -72,14 +73,17 @@ class ForkServer:
         self.process.stdin.flush()  # type: ignore[union-attr]
         return json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
 
-    def start(self, *arguments: object, env: dict[str, str] | None = None) -> Run:
-        """One process with these arguments of the toy task."""
+    def start(self, *arguments: object, env: dict[str, str] | None = None, task: str = "toy_task") -> Run:
+        """One process with these arguments of a module with a ``main``, by default the toy task."""
         self.count += 1
         log = self.folder / f"run{self.count}"
-        pid = self.ask({"arguments": [str(word) for word in arguments], "env": env or {}, "log": str(log)})
+        words = [str(word) for word in arguments]
+        pid = self.ask({"task": task, "arguments": words, "env": env or {}, "log": str(log)})
         return Run(self, pid, log)
 
-    def start_ranks(self, world: int, *arguments: object, strike: str | None = None) -> list[Run]:
+    def start_ranks(
+        self, world: int, *arguments: object, strike: str | None = None, task: str = "toy_task"
+    ) -> list[Run]:
         """As many processes as torchrun would start, with the variables that it sets."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -88,20 +92,20 @@ class ForkServer:
         if strike is not None:
             env["TOY_STRIKE"] = strike
         return [
-            self.start(*arguments, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
+            self.start(*arguments, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, task=task)
+            for rank in range(world)
         ]
 
 
 def child(request: dict[str, Any]) -> None:
-    import toy_task
-
+    task = importlib.import_module(request["task"])
     for stream, suffix in ((1, ".out"), (2, ".err")):
         file = os.open(request["log"] + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, stream)
     os.environ.update(request["env"])
     code = 1
     try:
-        code = toy_task.main(request["arguments"])
+        code = task.main(request["arguments"])
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -30,6 +30,7 @@ TASKS = (
     "word_lm",
 )  # fmt: skip
 COMMANDS = {name: f"orthokern.tasks.{name}" for name in TASKS} | {
+    "compare": "orthokern.compare.__main__",
     "diagnostics": "orthokern.diagnostics.__main__",
     "explain": "orthokern.explain",
     "reproduce": "orthokern.reproduce.__main__",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 from pathlib import Path
 
@@ -97,3 +99,11 @@ def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
         "[a](there.md#a-heading-code-and-all) [b](there.md#none) [c](gone.md) `[d](e)` [f](https://g.org)\n"
     )
     assert unresolved(page) == ["there.md#none", "gone.md"]
+
+
+def test_the_errors_of_the_modal_form_are_those_of_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    script = importlib.import_module("modal_scaling")
+    points = json.loads((ROOT / "docs" / "images" / "modal_error.json").read_text())["points"]
+    assert script.error_table(points) in (ROOT / "docs" / "modal.md").read_text()

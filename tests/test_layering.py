@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "_C", "_activations", "_products", "_autocast"},
-    {"_scan_contract"},
+    {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory"},
+    {"_scan_contract", "_modal_chunks"},  # what the leaves share
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
     {"dispatch", "commandline", "_files", "_state"},
     {"ops"},
@@ -32,12 +32,12 @@ LAYERS: list[set[str]] = [
     {"init", "penalties", "optim", "data"},
     {"diagnostics"},
     {"nn"},
-    {"parametrize"},
+    {"parametrize", "conversion"},
     {"training"},
     {"tasks"},
     {"reproduce"},
     {""},  # orthokern/__init__.py, which loads all of the above on first use
-    {"explain"},
+    {"explain", "compare"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What a leaf may import of the project besides itself: the reference the names of its arguments alone, so that it
@@ -45,8 +45,8 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 LEAF_IMPORTS = {
     "reference": {"_scan_contract"},
     "cpu": {"errors", "_version", "_C", "_activations", "_products", "_scan_contract"},
-    "cuda": {"errors", "_version", "_C", "_activations", "_products", "_scan_contract"},
-    "triton_kernels": {"errors", "_activations", "_products", "_scan_contract"},
+    "cuda": {"errors", "_version", "_C", "_activations", "_products", "_scan_contract", "_modal_chunks"},
+    "triton_kernels": {"errors", "_activations", "_products", "_scan_contract", "_modal_chunks"},
 }
 
 FOLDERS = {"orthokern": ROOT / "orthokern", "orthokern.triton_kernels": ROOT / "triton_kernels"}

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from orthokern.tasks import copy
+from orthokern.errors import InputError
+from orthokern.tasks import copy, memory
 from orthokern.training import load_checkpoint, read_metrics
 from orthokern.training.metrics import TIMING_FIELDS
 
@@ -97,6 +98,7 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["--margin", "none", "--init", "glorot", "--start", "random"],
         ["--preset", "paper", "--clip", "1", "--basis-clip", "none"],
         ["--backend", "reference"],
+        ["--learn-blank", "--last-step-gradient"],
     ],
     ids=" ".join,
 )
@@ -140,6 +142,26 @@ def test_the_start_is_silent(tmp_path: Path) -> None:
     assert model.readout(torch.zeros(16)).tolist() == pytest.approx([math.log(15 / (10 / 8))] + [0.0] * 8)
 
 
+def test_the_blank_may_be_learned() -> None:
+    """Held at zero by default; with --learn-blank it starts as the other columns do, which stay as they were, and
+    moves."""
+    columns = {}
+    for learned in (False, True):
+        torch.manual_seed(0)
+        task = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16, "learn_blank": learned}))
+        table = task.rnn.get_parameter("weight_ih_l0")
+        before = table.detach().clone()
+        with torch.no_grad():
+            task.readout.get_parameter("weight").normal_()
+        task.loss(task.next_batch())[0].backward()
+        task.clip_gradients()
+        task.optimizer.step()
+        columns[learned] = before[:, 0], table.detach()[:, 0], before[:, 1:]
+    assert not columns[False][0].any() and not columns[False][1].any()
+    assert (columns[True][0] != columns[True][1]).all() and columns[True][0].std() > 0.1
+    assert torch.equal(columns[False][2], columns[True][2])
+
+
 def test_the_paper_preset(tmp_path: Path) -> None:
     assert run(*SMALL, "--preset", "paper", "--iterations", 1, "--lr", "3e-4", "--out", tmp_path / "run") == 0
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
@@ -151,14 +173,14 @@ def test_the_paper_preset(tmp_path: Path) -> None:
 # ---- the algorithm ---------------------------------------------------------------------------------
 
 
-def test_by_modes_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same run within rounding, records through time included; and the first line names the algorithm."""
     found = {}
     for name in ("modal", "sequential"):
         folder = tmp_path / name
         # the paper's small steps from a random start: nothing is zero there, whose rounding RMSprop would blow up
         options = ["--T", 70, "--start", "random", "--lr", "1e-3", "--algorithm", name, "--iterations", 11]
-        assert run(*SMALL, *options, "--out", folder) == 0
+        assert run(*SMALL, *options, "--last-step-gradient", "--out", folder) == 0
         told = {"modal": "modal (8 modes of W, condition of their basis 1)", "sequential": "sequential"}[name]
         assert capsys.readouterr().out.splitlines()[0].startswith(f"run folder {folder}; algorithm {told}")
         found[name] = records(folder)
@@ -166,17 +188,39 @@ def test_by_modes_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["accuracy"] == b["accuracy"]
         assert ("grad_norm_through_time" in a) == ("grad_norm_through_time" in b)
     first, other = (found[name][0] for name in found)
-    for key in ("grad_norm_through_time", "state_norm_through_time"):
+    for key in ("grad_norm_through_time", "state_norm_through_time", "last_grad_norm_through_time"):
         assert len(first[key]) == 64 and first[key] == pytest.approx(other[key], rel=1e-4)
 
 
-def test_long_sequences_go_by_modes() -> None:
+def test_long_sequences_are_modal() -> None:
     name, why = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 10_000})).way
     assert name == "modal" and "condition" in why
     name, why = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 300, "nonlinearity": "tanh"})).way
     assert name == "sequential" and "'tanh'" in why
     batch = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 30})).next_batch()
     assert all(part.dtype == torch.uint8 for part in batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({}, True),
+        ({"last_step_gradient": True}, True),
+        ({"nonlinearity": "tanh"}, True),  # in chunks of states
+        ({"algorithm": "sequential"}, True),
+        ({"nonlinearity": "tanh", "last_step_gradient": True}, False),
+        ({"model": "lstm"}, False),
+    ],
+)
+def test_what_a_million_steps_need(options: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 1 GiB is refused where the states of all steps would be made, and only there."""
+    monkeypatch.setattr(memory, "machine_memory", lambda device: 2**30)
+    settings = copy.complete({**copy.DEFAULTS, "T": 10**6, **options})
+    if fits:
+        assert copy.CopyExperiment(settings).time_steps == 10**6 + 20
+        return
+    with pytest.raises(InputError, match="the largest part is the states of a batch with their gradients"):
+        copy.CopyExperiment(settings)
 
 
 @pytest.mark.parametrize(

@@ -36,18 +36,25 @@ from orthokern._activations import ACTIVATIONS  # noqa: E402
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "triton_leaf"))
 
-OPS = ("activations", "dense_scan", "factored_scan", "gru_scan", "cayley")
+OPS = ("activations", "dense_scan", "factored_scan", "gru_scan", "modal_scan", "modal_cross_entropy", "cayley")
 
 
-@pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_results_under_the_interpreter(part: str) -> None:
-    """tests/triton_leaf/interpreted.py, in a process that interprets kernels from the start."""
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("interpreted", "not slow"),
+        pytest.param("interpreted", "slow", marks=pytest.mark.slow),
+        ("interpreted_modal", "not slow"),
+    ],
+)
+def test_results_under_the_interpreter(name: str, part: str) -> None:
+    """A file of tests/triton_leaf, in a process that interprets kernels from the start."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "triton_leaf")]),
     }
-    file = str(HERE / "triton_leaf" / "interpreted.py")
+    file = str(HERE / "triton_leaf" / f"{name}.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", part, file]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -286,6 +293,41 @@ def test_every_gru_fits_on_every_processor() -> None:
         check_gru(512, F32, capability, ("kanai",))
 
 
+def modal(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
+    """Those of the modal ops, by all that they can be asked for."""
+    from orthokern.triton_kernels import modal_cross_entropy, modal_scan
+
+    wide, found = torch.float64, []
+    common: dict[str, Any] = {"p_re": wide, "p_im": wide, "M": 65, "BLOCK": modal_scan.BLOCK}
+    scan = common | {"p_lengths": torch.int64, "LENGTHS": True, "T": "i32", "B": "i32", "CHUNK": "i32", "FIRST": "i32"}
+    for tokens, store in ((True, True), (False, True), (True, False)):
+        arguments = scan | {"p_x": torch.uint8 if tokens else dtype, "p_table": dtype if tokens else None, "D": "i32"}
+        arguments |= {"p_state": wide if store else None, "p_z": dtype if store else None, "TOKENS": tokens}
+        arguments |= {"p_end": None if store else wide, "START": store, "STORE": store}
+        found.append((modal_scan.modal_scan_fwd_kernel, arguments))
+    for table, store in ((True, False), (False, True), (False, False)):
+        sums = table or store
+        arguments = scan | {"p_grad": dtype, "p_z": dtype if sums else None, "p_before": dtype if sums else None}
+        arguments |= {"p_ids": torch.int64 if table else None, "p_carry": wide if sums else None, "D": "i32"}
+        arguments |= {"p_delta": dtype if store else None, "p_table": wide if table else None, "p_end": wide}
+        arguments |= {"p_sums": wide if sums else None, "START": sums, "STORE": store, "TABLE": table, "SUMS": sums}
+        found.append((modal_scan.modal_scan_bwd_kernel, arguments))
+    arguments = common | {"p_first": wide, "p_end": wide, "p_state": wide, "R": "i32", "CHUNKS": "i32"}
+    found.append((modal_scan.modal_scan_join_kernel, arguments | {"SQUARINGS": "i32", "BACKWARD": True}))
+    arguments = scan | {"p_grad": dtype, "p_z": dtype, "p_before": dtype, "p_pairs": torch.int64, "P": "i32"}
+    found.append((modal_scan.modal_scan_pairs_kernel, arguments | {"p_carry": wide, "p_sums": wide}))
+    kernels = [(kernel, arguments, modal_scan.NUM_WARPS, 0) for kernel, arguments in found]
+    for block_c in (16, 1024):
+        arguments = {"p_logits": dtype, "p_bias": dtype, "p_target": torch.uint8, "p_scale": wide, "p_loss": wide}
+        arguments |= {"p_right": torch.int32, "p_lengths": torch.int64, "T": "i32", "B": "i32", "C": "i32"}
+        arguments |= {"FIRST": "i32", "BIAS": True, "GRAD": True, "LENGTHS": True, "BLOCK_C": block_c}
+        arguments |= {"BLOCK_R": modal_cross_entropy.TILE // block_c}
+        kernels.append(
+            (modal_cross_entropy.modal_cross_entropy_fwd_kernel, arguments, modal_cross_entropy.NUM_WARPS, 0)
+        )
+    return kernels
+
+
 def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     """(kernel, arguments, warps, bytes that may spill) of all kernels but the scans'."""
     from orthokern.triton_kernels import _inputs, activations, cayley
@@ -333,7 +375,7 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
 def check_others(dtype: torch.dtype, capability: int) -> None:
     from resources import SHARED_KIB, resources
 
-    for kernel, arguments, warps, spills in others(dtype):
+    for kernel, arguments, warps, spills in others(dtype) + modal(dtype):
         used = resources(kernel, arguments, capability, warps)
         assert used.shared <= SHARED_KIB[capability] * 1024, f"{kernel.__name__} {arguments}: {used}"
         assert used.spills <= spills or not BOUNDED, f"{kernel.__name__} {arguments}: {used}"

@@ -1,5 +1,5 @@
-// A linear recurrence in its own modes, its readout and the cross-entropy, loss and all gradients in one call; neither
-// states nor logits are stored.
+// A linear recurrence in modal coordinates, its readout and the cross-entropy, loss and all gradients in one call;
+// neither states nor logits are stored.
 //
 //   z_t = lambda z_{t-1} + x_t,  logits = C z_t + b,  d_t = c (softmax(logits) - onehot(target)),  g_t = C^T d_t,
 //   delta_t = conj(lambda) delta_{t+1} + g_t,  and the sums of d_t z_t^T, d_t, delta_t (by id), delta_t conj(z_{t-1})

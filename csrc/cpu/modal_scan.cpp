@@ -1,5 +1,5 @@
-// The states of a linear recurrence in its own modes, and its backward: see modal.h. Work is divided over sequences,
-// and over time where there are few of them.
+// The states of a linear recurrence in modal coordinates, and its backward: see modal.h. Work is divided over
+// sequences, and over time where there are few of them.
 //
 // Memory traffic bounds it: forward x in, z out; backward dL/dz and z in, grad_x out.
 #include "cpu/modal.h"

@@ -1,7 +1,7 @@
 """A recurrent module's loss behind a linear readout, without the states of its last layer; and the bases it keeps.
 
 Note [The basis that a module keeps]
-    In a call by modes the eigenvectors of W are refined from those of an earlier call, and rounding depends on where
+    In a modal call the eigenvectors of W are refined from those of an earlier call, and rounding depends on where
     the refinement begins. So what a module keeps is part of its state: it changes in a forward that training
     differentiates through and in no other, stands in the state_dict as modal_basis_l0 once there is one, and loading a
     state_dict puts it back, or takes it away where that has none. The same parameters, basis and inputs give the same
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern.errors import InputError
+from orthokern.ops import _modal, _scan_loss
 
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
@@ -65,15 +66,59 @@ def explain(
     module: Recurrent, T: int, B: int, classes: int, *, ids: bool, lengths: bool, algorithm: str
 ) -> tuple[str, str]:
     """(algorithm, why) of ``module.loss`` for one call; see ``Recurrent.explain_loss``."""
+    matrix, options = _described(module, ids, lengths, algorithm)
+    return functional.explain_scan_cross_entropy(matrix, T, B, classes, **options)
+
+
+def state_bytes(
+    module: Recurrent, T: int, B: int, classes: int, *, ids: bool = True, lengths: bool = False, algorithm: str
+) -> int:
+    """Bytes of states with their gradients that a training step with ``module.loss`` holds at one time: of the last
+    layer what its algorithm needs, of the others those of all steps."""
+    matrix, options = _described(module, ids, lengths, algorithm)
+    call, modes, _ = _scan_loss.choose_for(matrix, T, B, classes, start=options.pop("basis"), **options)
+    others = 2 * (module.num_layers - 1) * T * B * module.hidden_size * call.dtype.itemsize
+    return others + _scan_loss.state_bytes(call, modes is not None)
+
+
+@torch.no_grad()
+def last_step_norms(
+    module: Recurrent, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str
+) -> Tensor | None:
+    """||dL/dh_t|| at the steps ``profile_steps(T)``, NaN at others: L the mean cross-entropy of the last step alone.
+
+    Args:
+        module: of one layer; data: [T, B] token ids or [T, B, D]; target: [T, B].
+        algorithm: as in ``module.loss``.
+
+    Returns:
+        float [T]; None where ``module.loss`` does not use the modal form: then the states of all steps are needed.
+    """
+    weight, bias = weights_of(readout, module.hidden_size)
+    matrix, described = _described(module, not data.is_floating_point(), False, algorithm)
+    start = described.pop("basis")
+    _, modes, _ = _scan_loss.choose_for(matrix, data.shape[0], data.shape[1], len(weight), start=start, **described)
+    if modes is None or module.num_layers > 1:
+        return None
+    suffix = module._suffix(-1, False)
+    options, added = module._scan_options(suffix, None), module._factors(suffix)[1]
+    h0 = module._tensor(f"h0_{suffix}") if module.learned_h0 else weight.new_zeros(module.hidden_size)
+    return _modal.modal_last_step_norms(
+        data, h0.expand(data.shape[1], -1), options["weight"], added, weight, bias, target, modes,
+        backend=module.backend,
+    )  # fmt: skip
+
+
+def _described(module: Recurrent, ids: bool, lengths: bool, algorithm: str) -> tuple[_modal.Matrix, dict[str, Any]]:
+    """The last layer's matrix, and the options of ``explain_scan_cross_entropy`` for it."""
     suffix = module._suffix(-1, False)
     with torch.no_grad():
         matrix = module._factors(suffix)[0]
-    return functional.explain_scan_cross_entropy(
-        matrix, T, B, classes,
-        ids=ids and module.num_layers == 1, lengths=lengths, activation=module.nonlinearity,
-        message_clip=module.message_clip, backend=module.backend, algorithm=algorithm,
-        basis=module._bases.get(suffix),
-    )  # fmt: skip
+    return matrix, {
+        "ids": ids and module.num_layers == 1, "lengths": lengths, "activation": module.nonlinearity,
+        "message_clip": module.message_clip, "backend": module.backend, "algorithm": algorithm,
+        "basis": module._bases.get(suffix),
+    }  # fmt: skip
 
 
 def save(module: Recurrent, destination: dict[str, Any], prefix: str) -> None:

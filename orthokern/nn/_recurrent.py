@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -36,6 +37,9 @@ from orthokern.nn.activations import draw_start
 __all__ = ["NONLINEARITIES", "Recurrent", "widened"]
 
 NONLINEARITIES = tuple(ACTIVATIONS)
+
+# torch 2.6 has no is_exporting: a program that it compiles keeps all states, as one that is exported
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def widened(value: Any, dtype: torch.dtype) -> Any:
@@ -214,7 +218,7 @@ class Recurrent(nn.Module):
             "activation": self.nonlinearity,
             "act_param": self._act_param(suffix),
             # the number of checkpoints, ceil(T / k), would bind an exported program to a T above k
-            "checkpoint_every": 0 if torch.compiler.is_exporting() else self.checkpoint_every,
+            "checkpoint_every": 0 if _is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
         }

@@ -1,4 +1,4 @@
-"""A linear recurrence by its own modes: from W and the inputs to states, or straight to a loss, with the gradient of W.
+"""A linear recurrence in modal form: from W and the inputs to states, or straight to a loss, with the gradient of W.
 
 The three parts: the eigenbasis (``_modal_basis.py``), the recursion in it (the ops modal_scan and modal_cross_entropy),
 and dL/dW from its sums (``_modal_gradient.py``). Here they are joined, and it is decided whether they serve a call.
@@ -16,11 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._memory import kept_states
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _taps
-from orthokern.ops._modal_basis import Basis, NoBasis, diagonalise
-from orthokern.ops._modal_gradient import close_pairs, gradient_of_w
-from orthokern.ops._modal_norms import norms_through_time
+from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
+from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
+from orthokern.ops._modal_norms import last_step_norms, norms_through_time
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
 
@@ -31,20 +32,36 @@ INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """What a call by modes needs of W besides its arguments.
+    """What a modal call needs of W besides its arguments.
 
     Attributes:
         w: [N, N], float64, differentiable in the matrix that was given.
         basis: of w.
-        pairs: of ``close_pairs``.
+        pairs: of ``close_pairs``; of a deferred basis, of ``first_close_pairs``.
+        pending: of a deferred basis: its report, ``neglected``, and how many pairs there are; else None.
     """
 
     w: Tensor
     basis: Basis
     pairs: Tensor
+    pending: Pending | None = None
+
+    def hold(self, call: Call, asked: bool) -> bool:
+        """Whether a call that used them may keep its results. Waits for a deferred basis to be found.
+
+        asked: as in ``find_modes``.
+        """
+        if self.pending is None:
+            return True
+        good, condition, neglected, count = self.pending.get()
+        try:
+            check_accuracy(condition, neglected, call, asked)
+        except NoBasis:
+            return False
+        return good == 1.0 and count <= len(self.pairs)
 
 
-# ---- whether a call goes by modes ------------------------------------------------------------------------------------
+# ---- whether the modal form serves a call ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +96,13 @@ class Call:
 
 
 def why_never(call: Call) -> str | None:
-    """Why modes cannot serve a call whatever its W is, or None."""
+    """Why the modal form cannot serve a call whatever its W is, or None."""
     if call.activation != "identity":
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
     if call.message_clip > 0:
         return f"message_clip is {call.message_clip:g}, and clipped gradients do not keep to the modes"
+    if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "the stream is being captured in a graph, and the host has to look at the modes of every call"
     op = OPS[call.kind]
     features = ("lengths",) if call.lengths else ()
     try:
@@ -108,8 +127,13 @@ def multiply_adds(call: Call) -> tuple[float, float]:
     return modal, sequential
 
 
+def input_bytes(call: Call) -> int:
+    """Bytes of a loss's inputs in modal coordinates: token ids stay ids, features become [T, B, 2M] with 2M >= N."""
+    return 0 if call.ids else call.T * call.B * call.N * call.dtype.itemsize
+
+
 def why_not_now(call: Call) -> str | None:
-    """Why "auto" does not take modes for a loss, before it has looked at W; None if it does.
+    """Why "auto" does not take the modal form for a loss, before it has looked at W; None if it does.
 
     (For states, which have to be taken into modes and out again by products as large as the scan's own, it never does.)
     """
@@ -121,16 +145,19 @@ def why_not_now(call: Call) -> str | None:
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
     if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
+    size = input_bytes(call)
+    if size > kept_states(call.device):
+        return f"its inputs in modal coordinates would take {size / 2**30:.3g} GiB"
     modal, sequential = multiply_adds(call)
     if modal >= sequential:
         return f"it would cost {modal / sequential:.2g} times as much"
     return None
 
 
-def rounding(condition: float, T: int, dtype: torch.dtype) -> float:
-    """The relative error to expect of the modal form: the basis enlarges the rounding of what is multiplied by its
-    condition, and that of the float64 eigenvalues by that and T."""
-    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps)
+def rounding(condition: float, neglected: float, T: int, dtype: torch.dtype) -> float:
+    """The relative error to expect of the modal form: the basis enlarges by its condition the rounding of what is
+    multiplied, that of the float64 eigenvalues, T times, and what is neglected of W (``Basis.neglected``)."""
+    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps + neglected)
 
 
 def sequential_rounding(T: int, dtype: torch.dtype) -> float:
@@ -141,7 +168,20 @@ def sequential_rounding(T: int, dtype: torch.dtype) -> float:
 LEAST_LIMIT = 1e-9  # an error that "modal", asked for by name, may always have
 
 
-def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) -> Modes:
+def check_accuracy(condition: float, neglected: float, call: Call, asked: bool) -> None:
+    """Raise NoBasis where a basis of this condition, that leaves this out, has larger errors than the sequential scan;
+    arguments as those of ``rounding``."""
+    error, limit = rounding(condition, neglected, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
+    if asked:
+        limit = max(limit, LEAST_LIMIT)
+    if not error <= limit:
+        raise NoBasis(
+            f"the condition of its eigenvectors is {condition:.2g}: their rounding error, about {error:.1g}, would be "
+            f"above the {limit:.1g} of the sequential scan"
+        )
+
+
+def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, defer: bool = False) -> Modes:
     """The modes of a matrix.
 
     Args:
@@ -149,6 +189,7 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) ->
         call: what is to be computed.
         start: R [N, 2M] of an earlier call, or None.
         asked: "modal" was asked for, not found by "auto": then the sums over close pairs may cost what they will.
+        defer: with a start, do not wait for the device; ``Modes.hold`` tells later whether the modes are good.
 
     Raises:
         NoBasis: why not.
@@ -161,24 +202,27 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool) ->
         thin = v.detach() if v.shape[1] < v.shape[0] else None
     if start is not None:
         start = start.to(w)
+    none = torch.empty(0, 2, dtype=torch.int64, device=w.device)
     with torch.no_grad():
-        basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype)
-        error, limit = rounding(basis.condition, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
-        if asked:
-            limit = max(limit, LEAST_LIMIT)
-        if not error <= limit:
-            raise NoBasis(
-                f"the condition of its eigenvectors is {basis.condition:.2g}: their rounding error, about {error:.1g}, "
-                f"would be above the {limit:.1g} of the sequential scan"
-            )
-        pairs = close_pairs(basis, call.T) if call.backward else torch.empty(0, 2, dtype=torch.int64, device=w.device)
+        basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype, defer=defer)
+        neglected = basis.neglected(w, call.T)
+        if basis.report is not None:
+            pairs, count = first_close_pairs(basis, call.T, 2 * call.N) if call.backward else (none, none.sum())
+            pending = Pending(torch.cat([basis.report, torch.stack([neglected, count.double()])]))
+            return Modes(w, basis, pairs, pending)
+        check_accuracy(basis.condition, float(neglected), call, asked)
+        pairs = close_pairs(basis, call.T) if call.backward else none
     if len(pairs) > 2 * call.N and not asked:
         raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
     return Modes(w, basis, pairs)
 
 
-def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> tuple[Modes | None, str]:
-    """The modes of a call that goes by them, else None; and why not ("" where it does).
+def choose(
+    matrix: Matrix, call: Call, start: Tensor | None, algorithm: str, defer: bool = False
+) -> tuple[Modes | None, str]:
+    """The modes of a call that uses the modal form, else None; and why not ("" where it does).
+
+    defer: as in ``find_modes``.
 
     Raises:
         InputError: "modal" was asked for and cannot serve.
@@ -191,7 +235,7 @@ def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> 
         why = why_not_now(call)
     if why is None:
         try:
-            return find_modes(matrix, call, start, asked), ""
+            return find_modes(matrix, call, start, asked, defer), ""
         except NoBasis as error:
             why = f"{'W' if len(matrix) == 1 else 'W = U diag(s) V^T'} does not suit: {error}"
     if asked:
@@ -199,7 +243,7 @@ def choose(matrix: Matrix, call: Call, start: Tensor | None, algorithm: str) -> 
     return None, why
 
 
-# ---- calls by modes --------------------------------------------------------------------------------------------------
+# ---- calls in modal form ---------------------------------------------------------------------------------------------
 
 
 def _sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
@@ -386,3 +430,23 @@ def modal_loss(
         modes.w, term, table, z0, rows, readout_bias, target, modes, reduction, backend, lengths
     )
     return loss, hits
+
+
+@torch.no_grad()
+def modal_last_step_norms(
+    x: Tensor,
+    h0: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    readout: Tensor,
+    readout_bias: Tensor | None,
+    target: Tensor,
+    modes: Modes,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """||dL/dh_t|| [T], NaN but at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone; arguments
+    as those of ``modal_loss``."""
+    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, None)
+    rows = (readout.double() @ modes.basis.right).to(readout.dtype)
+    return last_step_norms(term, table, z0, rows, readout_bias, target, modes.basis, backend)

@@ -23,6 +23,14 @@ Note [Refining a basis]
     function of W and of the start R alone; started at its own result, the refinement takes no step and returns the same
     bits.
 
+Note [A deferred refinement]
+    The host looks at every step of a refinement, which on a GPU would wait for all work that is queued before it.
+    Deferred, DEFERRED_STEPS steps are queued whatever they find: a step that starts from a basis that is good enough
+    changes nothing, so that the bits are those of a loop that stops there. What the host has to know, it gets as a
+    ``report``, to be looked at when the work that uses the basis is queued too (``Pending``): then the device has that
+    work to do while the host waits for the report. Where the report is bad, the results are thrown away, and the host
+    solves.
+
     W = U diag(s) V^T of rank K < N has N - K eigenvalues 0, whose eigenvectors may be any basis of the null space of
     V^T. These modes stand last; among them D vanishes, lambda is 0 by definition, and no E is needed.
 """
@@ -36,6 +44,7 @@ import torch
 from torch import Tensor
 
 MAX_STEPS = 6  # of a refinement; quadratic convergence from 0.1 takes four
+DEFERRED_STEPS = 3  # a step of training takes one to three
 FARTHEST = 0.3  # largest element of E at which a step is worth taking
 REFINED = {torch.float32: 2.0**-27, torch.float64: 2.0**-40}  # by what is computed in, largest element of E at the end
 EPSILON = torch.finfo(torch.float64).eps
@@ -55,8 +64,9 @@ class Basis:
         left: R^-1 [2M, N].
         nulls: how many of the last modes belong to the null space of a factored W.
         condition: |R|_F |R^-1|_F / N, the factor by which the basis enlarges a rounding error on average; 1 for a
-            normal W.
-        steps: how many steps the refinement took.
+            normal W. Of a deferred refinement NaN.
+        steps: how many steps the refinement took. Of a deferred one, how many were queued.
+        report: float64 [2] of a deferred refinement: 1.0 if it has led to a basis, and the condition; else None.
     """
 
     re: Tensor
@@ -66,11 +76,28 @@ class Basis:
     nulls: int
     condition: float
     steps: int
+    report: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
         """The eigenvalues [M], complex128."""
         return torch.complex(self.re, self.im)
+
+    def neglected(self, w: Tensor, T: int) -> Tensor:
+        """What the parts of w [N, N] outside its diagonal form may change in T steps, relative to a state; 0-dim.
+
+        The largest of |A_jk| and |B_jk| over the distance of the two eigenvalues, or times T where they are nearer
+        than 1 / T. Near a defective W it is large, though A and B are below their rounding: that is large too.
+        """
+        values, pairs = self.values, self.right.shape[0] - len(self.re)
+        a, b = (part.abs() for part in to_complex(self.left @ (w @ self.right)))
+        a.fill_diagonal_(0)
+        b.diagonal()[pairs:] = 0
+        null = slice(len(values) - self.nulls, len(values))
+        a[null, null] = 0
+        b[null, null] = 0
+        same, crossed = (values - values[:, None]).abs(), (values.conj() - values[:, None]).abs()
+        return torch.maximum(a / same.clamp(min=1 / T), b / crossed.clamp(min=1 / T)).max()
 
 
 def to_complex(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,8 +113,31 @@ def to_real(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([top, torch.cat([a.imag + b.imag, a.real - b.real], 1)])
 
 
+class Pending:
+    """Numbers of a tensor [n] on their way to the host, behind what is queued on the current stream now."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
+
+    def get(self) -> list[float]:
+        """The numbers, when they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [float(value) for value in self._values]
+
+
 def diagonalise(
-    w: Tensor, start: Tensor | None = None, *, v: Tensor | None = None, dtype: torch.dtype = torch.float64
+    w: Tensor,
+    start: Tensor | None = None,
+    *,
+    v: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    defer: bool = False,
 ) -> Basis:
     """The eigenbasis of w, refined from ``start`` where that leads to it, else solved for.
 
@@ -97,6 +147,7 @@ def diagonalise(
         v: [N, K], float64, of w = U diag(s) V^T with K < N; None: w may have any rank.
         dtype: what the basis will be used in: float32 asks for less of it. (The eigenvalues' error is of second order,
             in float32 1e-16 too.)
+        defer: with a start, refine without looking at the result: Note [A deferred refinement]. Nothing is raised.
 
     Returns:
         The basis. A function of the arguments alone.
@@ -105,6 +156,8 @@ def diagonalise(
         NoBasis: w is not finite, or has no basis in which it is diagonal to rounding.
     """
     nulls = 0 if v is None else v.shape[0] - v.shape[1]
+    if defer and start is not None:
+        return _refined_later(w, start, nulls, REFINED[dtype])
     if not bool(w.isfinite().all()):
         raise NoBasis("W is not finite")
     if start is not None:
@@ -151,55 +204,104 @@ def _normed(right: Tensor, pairs: int) -> Tensor:
     return right / norms.repeat(2)
 
 
-def _inverse(right: Tensor, pairs: int) -> Tensor:
-    """R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes."""
-    M = right.shape[1] // 2
-    kept = right[:, : M + pairs]
-    inverse, info = torch.linalg.inv_ex(kept)
-    if int(info):
-        raise NoBasis("its eigenvectors are linearly dependent (W is defective)")
-    return torch.cat([inverse, inverse.new_zeros(M - pairs, right.shape[0])])
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """A basis, and what Note [Refining a basis] makes of it. Nothing in here has been looked at by the host.
+
+    Attributes:
+        left: R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes.
+        values: [M], complex128, the eigenvalues.
+        e, f: E and F [M, M].
+        largest, condition: 0-dim: of E and F; of R, infinite where it is singular.
+        null_space, paired: 0-dim bool: the null space is where the basis has it; no pair has become real.
+    """
+
+    left: Tensor
+    values: Tensor
+    e: Tensor
+    f: Tensor
+    largest: Tensor
+    condition: Tensor
+    null_space: Tensor
+    paired: Tensor
+
+
+def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
+    N, M = right.shape[0], right.shape[1] // 2
+    pairs = N - M
+    bound = (w.abs().sum(0).max() * w.abs().sum(1).max()).sqrt()  # of |W|_2
+    null = slice(M - nulls, M)
+    inverse, info = torch.linalg.inv_ex(right[:, :N])
+    left = torch.cat([inverse, inverse.new_zeros(M - pairs, N)])
+    a, b = to_complex(left @ (w @ right))
+    values = a.diagonal().clone()
+    values[pairs:] += b.diagonal()[pairs:]  # of a real mode, A and B hold half each
+    values[null] = 0
+    a.fill_diagonal_(0)
+    b.diagonal()[pairs:] = 0
+    remains = (a[null, null] + b[null, null]).abs()
+    a[null, null] = 0
+    b[null, null] = 0
+    sizes = left.square().sum(1).view(2, M).sum(0).sqrt(), right.square().sum(0).view(2, M).sum(0).sqrt()
+    condition = torch.where(info == 0, left.norm() * right.norm() / N, torch.inf)
+    rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D: of the inverse, most of all
+    e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
+    f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
+    return _Look(
+        left, values, e, f, torch.maximum(e.abs().max(), f.abs().max()), condition,
+        (remains <= 1e3 * rounding[null, null]).all(), (values.imag[:pairs] > 0).all(),
+    )  # fmt: skip
+
+
+def _basis(right: Tensor, look: _Look, nulls: int, condition: float, steps: int, report: Tensor | None = None) -> Basis:
+    im = look.values.imag.clone()
+    im[right.shape[0] - len(im) :] = 0
+    return Basis(look.values.real.clone(), im, right, look.left, nulls, condition, steps, report)
+
+
+def _without_imaginary_parts(right: Tensor) -> Tensor:
+    """R with zeros for the imaginary parts of real modes."""
+    N = right.shape[0]
+    return torch.cat([right[:, :N], torch.zeros_like(right[:, N:])], 1)
 
 
 def _refined(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
     """Note [Refining a basis]."""
-    N, M = right.shape[0], right.shape[1] // 2
-    pairs = N - M
-    right = torch.cat([right[:, :N], torch.zeros_like(right[:, N:])], 1)
-    bound = math.sqrt(float(w.abs().sum(0).max() * w.abs().sum(1).max()))  # of |W|_2
-    null = slice(M - nulls, M)
+    pairs = right.shape[0] - right.shape[1] // 2
+    right = _without_imaginary_parts(right)
     last = math.inf
     for step in range(MAX_STEPS + 1):
-        left = _inverse(right, pairs)
-        d = left @ (w @ right)
-        a, b = to_complex(d)
-        values = a.diagonal().clone()
-        values[pairs:] += b.diagonal()[pairs:]  # of a real mode, A and B hold half each
-        values[null] = 0
-        a.fill_diagonal_(0)
-        b.diagonal()[pairs:] = 0
-        remains = (a[null, null] + b[null, null]).abs()
-        a[null, null] = 0
-        b[null, null] = 0
-        sizes = left.square().sum(1).view(2, M).sum(0).sqrt(), right.square().sum(0).view(2, M).sum(0).sqrt()
-        condition = float(left.norm() * right.norm()) / N
-        rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D: of the inverse, most of all
-        e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
-        f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
-        largest = float(torch.maximum(e.abs().max(), f.abs().max()))
+        look = _look(w, right, nulls)
+        largest, condition = float(look.largest), float(look.condition)
+        if not math.isfinite(condition):
+            raise NoBasis("its eigenvectors are linearly dependent (W is defective)")
         if largest <= enough:
-            if nulls and bool((remains > 1e3 * rounding[null, null]).any()):
+            if not bool(look.null_space):
                 raise NoBasis("the null space of V^T is not where the basis has it")
-            im = values.imag.clone()
-            im[pairs:] = 0
-            if pairs and float(im[:pairs].min()) <= 0:
+            if not bool(look.paired):
                 raise NoBasis("a pair of its eigenvalues has become real")
-            return Basis(values.real.clone(), im, right, left, nulls, condition, step)
+            return _basis(right, look, nulls, condition, step)
         if not largest < min(FARTHEST, last):
             raise NoBasis(
                 f"it is not diagonal in its eigenvectors (what remains is {largest:.1g}, their condition "
                 f"{condition:.1g}): W is defective, or eigenvalues are nearly equal"
             )
         last = largest
-        right = _normed(right + right @ to_real(e, f), pairs)
+        right = _normed(right + right @ to_real(look.e, look.f), pairs)
     raise NoBasis(f"the refinement of its eigenvectors has not converged in {MAX_STEPS} steps")
+
+
+def _refined_later(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
+    """Note [A deferred refinement]: as ``_refined`` with at most DEFERRED_STEPS steps, without waiting."""
+    pairs = right.shape[0] - right.shape[1] // 2
+    right = _without_imaginary_parts(right)
+    look = _look(w, right, nulls)
+    near = look.largest < FARTHEST
+    for _ in range(DEFERRED_STEPS):
+        stepped = _normed(right + right @ to_real(look.e, look.f), pairs)
+        right = torch.where(look.largest <= enough, right, stepped)
+        last, look = look.largest, _look(w, right, nulls)
+        near = near & ((look.largest <= enough) | (look.largest < last))
+    good = near & (look.largest <= enough) & look.null_space & look.paired & look.condition.isfinite()
+    report = torch.stack([good.double(), look.condition])
+    return _basis(right, look, nulls, math.nan, DEFERRED_STEPS, report)

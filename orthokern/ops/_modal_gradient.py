@@ -48,7 +48,22 @@ LOSS = 16.0
 
 
 def close_pairs(basis: Basis, T: int) -> Tensor:
-    """The pairs of modes to be summed directly, int64 [P, 2], both orders of each; Note [Close pairs].
+    """The pairs of modes to be summed directly, int64 [P, 2], both orders of each; Note [Close pairs]."""
+    return _are_close(basis, T).nonzero()
+
+
+def first_close_pairs(basis: Basis, T: int, most: int) -> tuple[Tensor, Tensor]:
+    """(the first ``most`` rows of ``close_pairs``, (-1, -1) where there are fewer; how many there are, 0-dim int64):
+    without asking the device how many."""
+    close = _are_close(basis, T)
+    M = len(close)
+    order = close.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:most]
+    pairs = torch.stack([order // M, order % M], 1)
+    return torch.where(close.flatten()[order, None], pairs, -1), close.sum()
+
+
+def _are_close(basis: Basis, T: int) -> Tensor:
+    """Whether pairs are close, bool [M, M].
 
     (j, j) is one where a mode's eigenvalue is close to its conjugate. Modes in the null space of a factored W count for
     nothing among themselves: their block of M meets V^T R = 0 and R^-1 U = 0 on its way to the gradients of U, s and V.
@@ -60,10 +75,10 @@ def close_pairs(basis: Basis, T: int) -> Tensor:
     same = (values - values[:, None]).abs()
     same.fill_diagonal_(torch.inf)
     crossed = (values.conj() - values[:, None]).abs()
-    crossed.diagonal()[basis.im == 0] = torch.inf  # of a real mode, P_jj is Q_jj
+    crossed.diagonal().masked_fill_(basis.im == 0, torch.inf)  # of a real mode, P_jj is Q_jj
     close = torch.minimum(same, crossed) < 2.0 / (LOSS * n)
     close[M - basis.nulls :, M - basis.nulls :] = False
-    return close.nonzero()
+    return close
 
 
 def gradient_of_w(
@@ -75,7 +90,8 @@ def gradient_of_w(
         basis: of W.
         h: H [2M, 2M], float64.
         grad_re, grad_im: [M], float64: of the eigenvalues.
-        pairs: [P, 2], those of ``close_pairs``; grad_pairs: [P, 2, 2], float64, their blocks of M.
+        pairs: [P, 2], those of ``close_pairs``; rows (-1, -1) count for nothing.
+        grad_pairs: [P, 2, 2], float64, their blocks of M.
     """
     values = basis.values
     M = len(values)
@@ -87,13 +103,15 @@ def gradient_of_w(
     diagonal = torch.complex(grad_re, grad_im) / 2
     q.diagonal().copy_(diagonal)
     real = basis.im == 0
-    p.diagonal()[real] = diagonal[real]
+    p.diagonal().copy_(torch.where(real, diagonal, p.diagonal()))
     q[M - basis.nulls :, M - basis.nulls :] = 0
     p[M - basis.nulls :, M - basis.nulls :] = 0
     m = to_real(q, p)
     if len(pairs):
-        j, k = pairs.unbind(1)
+        j, k = torch.where(pairs < 0, 2 * M, pairs).unbind(1)
+        m = torch.nn.functional.pad(m, (0, M + 1, 0, M + 1))  # room for what counts for nothing
         for a in (0, 1):
             for b in (0, 1):
                 m[j + a * M, k + b * M] = grad_pairs[:, a, b]
+        m = m[: 2 * M, : 2 * M]
     return basis.left.mT @ m @ basis.right.mT

@@ -1,11 +1,12 @@
-"""Recurrence, linear readout and cross-entropy in one call: by modes where they serve, else scan after scan.
+"""Recurrence, linear readout and cross-entropy in one call: modal where that serves, else step by step.
 
 Note [Chunks of states]
-    The scan step by step keeps its states for the backward, and the readout's gradient is as large once more. Up to
-    KEPT bytes of states that is what is done: today's scan followed by today's readout, bit for bit. Beyond, the states
-    that enter every chunk of steps are kept, and the backward goes through the chunks from the last to the first:
-    states of the chunk anew, loss and gradients of its readout, backward of its scan with the gradient that the chunk
-    behind it sends. States and hits have the same bits; sums over time are taken chunk by chunk, in float64.
+    The scan step by step keeps its states for the backward, and the readout's gradient is as large once more. That is
+    what is done while the states take at most ``orthokern._memory.kept_states`` bytes, a sixteenth of the device's
+    memory: the scan followed by the readout, bit for bit. Beyond, the states that enter every chunk of steps are kept,
+    and the backward goes through the chunks from the last to the first: states of the chunk anew, loss and gradients of
+    its readout, backward of its scan with the gradient that the chunk behind it sends. This costs one more forward.
+    States and hits have the same bits; sums over time are taken chunk by chunk, in float64.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._memory import kept_states
 from orthokern.ops import _modal, _taps, dense_scan, factored_scan
 from orthokern.ops._modal import Call, Matrix
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 
-KEPT = 2**27  # bytes of states
 CHUNK = 2**24  # bytes of a chunk's states
 LOGITS = 2**22  # elements of the logits that ``_hits`` has at a time
 
@@ -97,12 +98,17 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors]
         ctx.save_for_backward(*run.grads)
+        if run.op:
+            _taps.record_state_norms(run.op, run.state_norms)
+        ctx.op, ctx.norms = run.op, run.grad_norms
         return loss, hits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         grads = [None if grad is None or grad_loss is None else grad * grad_loss for grad in ctx.saved_tensors]
+        if ctx.op and grad_loss is not None:
+            _taps.record(ctx.op, ctx.norms * grad_loss.abs())
         return (None,) * 5 + tuple(g if wanted else None for g, wanted in zip(grads, ctx.wanted, strict=True))
 
 
@@ -122,6 +128,15 @@ class _Chunks:
         self.spans = [(start, min(start + steps, len(x))) for start in range(0, len(x), steps)]
         self.hits = torch.zeros(len(x), dtype=torch.int64, device=h0.device)
         self.grads: list[Tensor | None] = [None] * len(tensors)
+        self.op = ""  # of the norms, where a tap is open
+        self.state_norms, self.grad_norms = (h0.new_zeros(len(x) if _taps.SINKS else 0) for _ in range(2))
+
+    def _take_norms(self, taken: _taps.tap, start: int, stop: int) -> None:
+        if taken.state_norms:
+            self.op = taken.state_ops[0]
+            self.state_norms[start:stop] = taken.state_norms[0]
+        if taken.grad_norms:
+            self.grad_norms[start:stop] = taken.grad_norms[0]
 
     def _alive(self, start: int, stop: int) -> tuple[Any, Tensor | None]:
         """The sequences that have steps in a chunk, as an index, and how many of them each has there."""
@@ -143,11 +158,13 @@ class _Chunks:
                 if self._empty(start):
                     break
                 index, lengths = self._alive(start, stop)
-                hs = self.scan([self.x[start:stop, index], h[index], *rest], lengths)
+                with _taps.set_aside() as taken:
+                    hs = self.scan([self.x[start:stop, index], h[index], *rest], lengths)
+                self._take_norms(taken, start, stop)
                 loss, hits = _readout(hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend)
                 total += loss.double()
                 self.hits[start:stop] = hits
-                h = h.index_copy(0, index, hs[-1]) if lengths is not None else hs[-1]
+                h = h.index_copy(0, index, hs[-1]) if lengths is not None else hs[-1].clone()
         return (total * self.scale).to(self.h0.dtype), self.hits
 
     def backward(self) -> tuple[Tensor, Tensor]:
@@ -162,7 +179,7 @@ class _Chunks:
             if self._empty(start):
                 continue
             index, lengths = self._alive(start, stop)
-            with torch.enable_grad():
+            with torch.enable_grad(), _taps.set_aside() as taken:
                 leaves = [None if p is None else p.detach().requires_grad_(p.requires_grad) for p in parameters]
                 piece = x[start:stop, index].detach()
                 if grad_x is not None:
@@ -176,6 +193,7 @@ class _Chunks:
                 asked += [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
                 grad_loss = torch.full_like(loss, self.scale)
                 found = list(torch.autograd.grad([loss, hs[-1]], asked, [grad_loss, carry[index]], allow_unused=True))
+            self._take_norms(taken, start, stop)
             total += loss.detach().double()
             self.hits[start:stop] = hits
             grad_h = found.pop(0)
@@ -199,10 +217,33 @@ class _Chunks:
         for start, stop in self.spans[:-1]:
             if not self._empty(start):
                 index, lengths = self._alive(start, stop)
-                hs = self.scan([self.x[start:stop, index], h[index], *rest], lengths)
+                with _taps.set_aside():
+                    hs = self.scan([self.x[start:stop, index], h[index], *rest], lengths)
                 h = h.index_copy(0, index, hs[-1]) if lengths is not None else hs[-1].clone()
             entering.append(h)
         return entering
+
+
+def _is_kept_whole(T: int, step: int, device: torch.device, backend: str | None) -> bool:
+    """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Plain reference code is
+    differentiated twice, so it does."""
+    return T * step <= kept_states(device) or dispatch.plain_reference(backend)
+
+
+def _chunk_steps(step: int) -> int:
+    return max(1, CHUNK // step)
+
+
+def state_bytes(call: Call, modal: bool) -> int:
+    """Bytes that a loss holds at one time of states and of their gradients: step by step those of all steps, or of a
+    chunk and those that enter chunks; in the modal form none, but features have to be taken into modes."""
+    copies, step = 2 if call.backward else 1, call.B * call.N * call.dtype.itemsize
+    if modal:
+        return copies * _modal.input_bytes(call)
+    if _is_kept_whole(call.T, step, call.device, call.backend):
+        return copies * call.T * step
+    steps = _chunk_steps(step)
+    return copies * min(steps, call.T) * step + (-(-call.T // steps) * step if call.backward else 0)
 
 
 def _sequential(
@@ -220,13 +261,13 @@ def _sequential(
     else:
         scale = 1.0 / (target.numel() if lengths is None else int(lengths.sum()))
     step = h0.numel() * h0.element_size()
-    if len(x) * step <= KEPT or _taps.SINKS or dispatch.plain_reference(scan.backend):
+    if _is_kept_whole(len(x), step, h0.device, scan.backend):
         hs = scan([x, h0, *rest], lengths)
         if lengths is None:  # with the reduction of the readout itself: its bits
             return _readout(hs, readout, readout_bias, target, None, scan.backend, reduction)
         loss, hits = _readout(hs, readout, readout_bias, target, lengths, scan.backend)
         return loss * scale, hits
-    loss, hits = _ChunkedLoss.apply(scan, max(1, CHUNK // step), scale, target, lengths, *tensors)
+    loss, hits = _ChunkedLoss.apply(scan, _chunk_steps(step), scale, target, lengths, *tensors)
     return loss, hits
 
 
@@ -237,7 +278,7 @@ class Result(NamedTuple):
         loss: 0-dim, nats.
         hits: int64 [T], how many sequences have their largest logit at the target.
         basis: R [N, 2M], float64, of the modes; None where the call went step by step.
-        refused: why it did; "" by modes.
+        refused: why it did; "" where it used the modal form.
     """
 
     loss: Tensor
@@ -268,8 +309,33 @@ def _call(
     )  # fmt: skip
 
 
+def choose_for(
+    matrix: Matrix,
+    T: int,
+    B: int,
+    C: int,
+    *,
+    ids: bool,
+    lengths: bool,
+    activation: str,
+    message_clip: float,
+    backend: str | None,
+    algorithm: str,
+    start: Tensor | None,
+) -> tuple[Call, _modal.Modes | None, str]:
+    """(the call, its modes or None, why not) of a training step with ``scan_loss``; see ``_modal.choose``."""
+    like = matrix[0]
+    call = Call(
+        kind="loss", T=T, B=B, N=like.shape[0], K=matrix[-1].shape[1], C=C, ids=ids, backward=True,
+        dtype=like.dtype, device=like.device, activation=activation, message_clip=message_clip, backend=backend,
+        lengths=lengths, started=start is not None,
+    )  # fmt: skip
+    with torch.no_grad():
+        return call, *_modal.choose(matrix, call, start, algorithm)
+
+
 @keeps_dtype
-def states_by_modes(
+def modal_states(
     x: Tensor,
     matrix: Matrix,
     h0: Tensor,
@@ -293,6 +359,11 @@ def states_by_modes(
     hs = _modal.modal_states(x, h0, weight, bias, modes, backend=backend, lengths=lengths)
     _taps.record_states("modal_scan", hs)
     return hs
+
+
+def _is_asynchronous(device: torch.device) -> bool:
+    """Whether the host has something to gain from not waiting for the device."""
+    return device.type != "cpu"
 
 
 @keeps_dtype
@@ -319,12 +390,14 @@ def scan_loss(
     """See ``orthokern.functional.scan_cross_entropy``. Inputs are taken as checked."""
     tensors = [x, h0, readout, readout_bias, weight, bias, act_param, *matrix]
     call = _call("loss", tensors, matrix, len(readout), activation, message_clip, backend, lengths, start)
-    modes, why = _modal.choose(matrix, call, start, algorithm)
-    if modes is not None:
+    modes, why = _modal.choose(matrix, call, start, algorithm, defer=_is_asynchronous(h0.device))
+    while modes is not None:
         loss, hits = _modal.modal_loss(
             x, h0, weight, bias, readout, readout_bias, target, modes,
             reduction=reduction, backend=backend, lengths=lengths,
         )  # fmt: skip
-        return Result(loss, hits, modes.basis.right, "")
+        if modes.hold(call, algorithm == "modal"):
+            return Result(loss, hits, modes.basis.right, "")
+        modes, why = _modal.choose(matrix, call, None, algorithm)  # the start was no good
     scan = Scan(activation, backend, precision, "auto" if algorithm == "auto" else algorithm, message_clip)
     return Result(*_sequential(scan, tensors, target, reduction, lengths), None, why)

@@ -7,6 +7,8 @@ are one reduction over what the forward has just written, and only while a tap i
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 
 import torch
@@ -33,8 +35,8 @@ class tap:
 
     Args:
         sparse: only the steps `orthokern.diagnostics.profile_steps(T)` are wanted; the other elements may be NaN. Then
-            a loss may go by modes, which does not pass through the states one by one; else it goes step by step while
-            the tap is open.
+            a loss may use the modal form, which does not pass through the states one by one; else it goes step by step
+            while the tap is open.
 
     Attributes:
         state_norms: tensors [T]; element t is the Frobenius norm over [B, N] of h_t. No unit. In the dtype of the
@@ -62,6 +64,17 @@ class tap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         SINKS.remove(self)
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[tap]:
+    """While the block runs, norms go to a tap of its own, and to none of those that are open; nowhere if none is."""
+    outer, inner = SINKS[:], tap()
+    SINKS[:] = [inner] if outer else []
+    try:
+        yield inner
+    finally:
+        SINKS[:] = outer
 
 
 def record(op: str, grad_norm: Tensor) -> None:

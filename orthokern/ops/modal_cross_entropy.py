@@ -1,4 +1,4 @@
-"""modal_cross_entropy: a linear recurrence in its own modes, its readout and the cross-entropy in one op.
+"""modal_cross_entropy: a linear recurrence in modal coordinates, its readout and the cross-entropy in one op.
 
 Neither states nor logits are stored. Modal coordinates are those of ``orthokern/ops/modal_scan.py``: M modes, re and im
 float64 [M], a vector [..., 2M] holds the real parts of all modes, then their imaginary parts.
@@ -14,15 +14,15 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, NO_TRITON, apart, check_lengths, contiguous, given, no_second_derivative
+from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 from orthokern.ops.modal_scan import FEATURES, check_ids, check_pairs
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": NO_TRITON,
-    "cuda": NO_CUDA,
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
 }
 dispatch.register("modal_cross_entropy", SUPPORT)
 
@@ -79,6 +79,8 @@ def modal_cross_entropy(
         long sequences are cut in spans, 64 MiB for all threads), sums [C, 2M] and [D, 2M] in float64, and counts [T].
         A batch that leaves a third of the threads idle is cut in pieces of time, one for a thread: half as much work
         again, and [T, B, C] elements, where these take less than 256 MiB.
+        On a GPU: 256 MiB for states, gradients and logits of a span of steps, and the state of each sequence between
+        chunks of about sqrt(T / 2) steps in float64.
 
     Numerics:
         Coefficients, states, adjoints and the sums of adjoints that are the table's gradient: float64 from the first

@@ -1,4 +1,4 @@
-"""modal_scan: a linear recurrence in its own modes, complex multiply-adds instead of a matrix product.
+"""modal_scan: a linear recurrence in modal coordinates, complex multiply-adds instead of a matrix product.
 
 Modal coordinates. M modes with eigenvalues re[m] + i im[m]; re and im are float64 [M], whatever the dtype of the call.
 A real eigenvalue is a mode with im = 0, whose imaginary part stays 0 if nothing is put in. A vector is a real tensor
@@ -17,8 +17,6 @@ from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops._common import (
-    NO_CUDA,
-    NO_TRITON,
     apart,
     check_lengths,
     check_range,
@@ -34,8 +32,8 @@ ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)  # of token ids
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": NO_TRITON,
-    "cuda": NO_CUDA,
+    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
 }
 dispatch.register("modal_scan", SUPPORT)
 

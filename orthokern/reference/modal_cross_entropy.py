@@ -1,4 +1,4 @@
-"""modal_cross_entropy: a linear recurrence in its own modes, its readout and the cross-entropy.
+"""modal_cross_entropy: a linear recurrence in modal coordinates, its readout and the cross-entropy.
 
 The mathematics is in ``orthokern/ops/modal_cross_entropy.py``. Here the states of all steps exist; a kernel makes them
 chunk by chunk.

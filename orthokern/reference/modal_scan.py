@@ -1,4 +1,4 @@
-"""modal_scan: a linear recurrence in its own modes, complex multiply-adds instead of a matrix product.
+"""modal_scan: a linear recurrence in modal coordinates, complex multiply-adds instead of a matrix product.
 
 The mathematics is in ``orthokern/ops/modal_scan.py``.
 

@@ -1,1 +1,119 @@
-"""Experiments, one module each, run as `python -m orthokern.tasks.<task>`."""
+"""Experiments. Each module is one, with a command line; `run` calls it as a function, for sweeps."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orthokern.errors import InputError, unknown_name
+
+__all__ = ["Result", "names", "run"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run of a task ended.
+
+    Attributes:
+        task: its name.
+        folder: the run folder, with all records, the checkpoints and the plots.
+        settings: all settings of the run, by name, defaults included.
+        exit_code: 0 goal reached or all iterations done, 3 diverged, 130 or 143 interrupted.
+        message: the run's last line.
+        values: the numbers of result.json: "reached", "iteration", "seconds", those of the last evaluation, ...
+        records: one dictionary for each iteration, as in metrics.jsonl.
+    """
+
+    task: str
+    folder: Path
+    settings: dict[str, Any]
+    exit_code: int
+    message: str
+    values: dict[str, Any]
+    records: list[dict[str, Any]]
+
+
+def names() -> list[str]:
+    """The tasks that `run` takes."""
+    found = [each.name for each in pkgutil.iter_modules(__path__)]
+    return [name for name in found if hasattr(importlib.import_module(f"{__name__}.{name}"), "main")]
+
+
+def run(task: str, out: str | Path, **settings: Any) -> Result:
+    """Train one run of a task in this process, as its command line does.
+
+    Numbers of threads and the flushing of denormals are set for the process. Nothing is printed. The global random
+    generators are seeded with the setting `seed`.
+
+    Args:
+        task: a name, as "copy", "adding" or "pixel_mnist"; see `names`.
+        out: run folder, new or empty.
+        settings: the options of the task's command line, with underscores: ``hidden=128, margin=0.1, plots=False``.
+            An option that takes "none" takes None; one without a value takes True or False.
+
+    Returns:
+        `Result`.
+
+    Raises:
+        InputError: an unknown task or setting, a value that the option does not take, data that is not there.
+
+    Example::
+
+        >>> from orthokern import tasks
+        >>> result = tasks.run("copy", "runs/first", T=100, margin=0.1, seed=3)
+        >>> result.values["reached"], result.settings["hidden"]
+        (True, 128)
+    """
+    if not task.isidentifier() or importlib.util.find_spec(f"{__name__}.{task}") is None:
+        raise unknown_name("task", task, names())
+    module = importlib.import_module(f"{__name__}.{task}")
+    if not hasattr(module, "main"):
+        raise unknown_name("task", task, names())
+    arguments = [f"--out={Path(out)}", *_words(task, module._parser(), settings)]
+    said, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        code = module.main(arguments)
+    lines = [*said.getvalue().strip().splitlines(), *complained.getvalue().strip().splitlines()]
+    message = lines[-1] if lines else ""
+    if code == 2:
+        raise InputError(message.removeprefix("error: "))
+    folder = Path(out)
+    with contextlib.suppress(FileNotFoundError):  # of a run that was interrupted at its beginning
+        values = json.loads((folder / "result.json").read_text())
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        chosen = json.loads((folder / "config.json").read_text())["settings"]
+        return Result(task, folder, chosen, code, message, values, records)
+    return Result(task, folder, dict(settings), code, message, {}, [])
+
+
+def _words(task: str, parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
+    """Settings as the words of a command line."""
+    options: dict[str, list[argparse.Action]] = {}
+    for action in parser._actions:
+        if action.option_strings and action.dest not in ("help", "out", "resume"):
+            options.setdefault(action.dest, []).append(action)
+    words = []
+    for name, value in settings.items():
+        if name not in options:
+            raise unknown_name(f"setting of task {task}", name, options)
+        for action in options[name]:
+            if action.nargs == 0:
+                if not isinstance(value, bool):
+                    raise InputError(f"{name} must be True or False, got {value!r}")
+                if isinstance(action, argparse.BooleanOptionalAction):
+                    words.append(action.option_strings[0 if value else 1])
+                elif action.const is value:
+                    words.append(action.option_strings[0])
+            elif isinstance(value, bool):
+                raise InputError(f"{name} takes a value, got {value!r}")
+            else:
+                words.append(f"{action.option_strings[0]}={'none' if value is None else value}")
+    return words

@@ -9,7 +9,7 @@ Note [Settings that solve it in a hundred iterations]
     - The readout starts at zero, and so does the blank's input column, which stays there: the state then holds the
       symbols and nothing else, and the first gradient that reaches the recurrence is not noise. A blank that speaks
       is added to the state at T steps; learned along, it doubles the iterations at T = 1000. Other input columns are
-      N(0, 2 / (N + ids)).
+      N(0, 2 / (N + ids)), with `--learn-blank` the blank's too, and then it is trained like them.
     - The output bias of the blank starts at the log-odds of blank and symbol, 9.0 at T = 10 000: otherwise much of the
       training goes into how often the target is blank.
     - RMSprop at 2e-2 on the readout and 1e-3 on the input table, all rates falling as 1 / (1 + 0.005 iteration).
@@ -36,13 +36,14 @@ from orthokern.commandline import Needs, Parser, Settings, integer, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
-from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, _loss
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import OF_FACTORIZED, OF_OTHERS, build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training import cli
-from orthokern.training.options import defaults, named, option
+from orthokern.training.distributed import current_shard
+from orthokern.training.options import defaults, named, option, switch
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
@@ -92,6 +93,11 @@ class CopyOptions(DrawnOptions):
         "of the recurrence: modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
         "auto: modal where it is faster and as accurate",
         needs=(OF_OTHERS,),
+    )
+    learn_blank: bool = switch(
+        False,
+        "start and train the blank's input column like the others (default: it is held at zero)",
+        needs=(Needs("start", ("zero",)), Needs("input", ("onehot",))),
     )
     nonlinearity: str = "identity"
     margin: float | None = 0.001
@@ -204,8 +210,8 @@ class CopyModel(nn.Module):
             nn.init.zeros_(bias)
             if settings.start == "zero":
                 table.copy_(torch.randn(table.shape) * math.sqrt(2.0 / (hidden + classes + 1)))
-                if inputs > 1:
-                    table[:, 0] = 0.0  # the blank; as a scalar it is 0 already
+                if silent_blank(settings):
+                    table[:, 0] = 0.0
                 nn.init.zeros_(self.readout.weight)
                 # The log-odds of the blank against any one symbol, as often as they are targets.
                 bias[0] = math.log((data.length - data.recall) * data.symbols / data.recall)
@@ -242,6 +248,11 @@ class CopyModel(nn.Module):
         return self.readout.loss(states, targets), {"wrong": wrong}
 
 
+def silent_blank(settings: CopyOptions) -> bool:
+    """Whether the blank's input column is held at zero: Note [Settings ...]. As a scalar the blank is 0 already."""
+    return settings.start == "zero" and settings.input == "onehot" and not settings.learn_blank
+
+
 def _inputs(data: CopyTask, settings: CopyOptions) -> int:
     """Input features of the recurrence, or token ids."""
     return data.num_ids if settings.input == "onehot" else 1
@@ -259,17 +270,22 @@ class CopyExperiment(DrawnTask):
     def __init__(self, settings: CopyOptions) -> None:
         self.data = CopyTask(settings.T, layout=settings.layout, dtype=torch.uint8)
         inputs = _inputs(self.data, settings)
-        check_recurrent(settings, inputs, self.data.num_classes, bias=False, steps=self.data.length)
-        super().__init__(self.data, settings, classes=self.data.num_classes)
+        classes = self.data.num_classes
+        # A batch and one of an evaluation, tokens and targets of a byte each.
+        ids = 4 * self.data.length * settings.batch
+        check_recurrent(settings, inputs, classes, bias=False, ids=ids)
+        super().__init__(self.data, settings, classes=classes)
         self.goal = settings.goal / 100.0
         self.build(CopyModel(self.data, settings))
 
-        self.way = ("sequential", "")
+        self.way, states = ("sequential", ""), None
         if isinstance(self.rnn, RECURRENCES):  # raises where "modal" is asked for and cannot serve
-            self.way = self.rnn.explain_loss(
-                self.time_steps, settings.batch, self.data.num_classes,
-                ids=settings.input == "onehot", algorithm=settings.algorithm,
-            )  # fmt: skip
+            sizes = self.time_steps, settings.batch // current_shard().world, classes
+            call = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
+            self.way = self.rnn.explain_loss(*sizes, **call)
+            if self.way[0] == "modal" or not settings.last_step_gradient:  # else that needs the states of all steps
+                states = _loss.state_bytes(self.rnn, *sizes, **call)
+        check_recurrent(settings, inputs, classes, bias=False, steps=self.time_steps, ids=ids, states=states)
 
     def headline(self) -> str:
         name, why = self.way
@@ -286,8 +302,16 @@ class CopyExperiment(DrawnTask):
         assert isinstance(self.model, CopyModel)
         return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1].long())
 
+    def last_step_norms(self, batch: tuple[Tensor, Tensor]) -> Tensor | None:
+        tokens, targets = batch
+        if self.way[0] != "modal":
+            return None
+        assert isinstance(self.model, CopyModel) and isinstance(self.rnn, RECURRENCES)
+        inputs = self.model.inputs(tokens)
+        return _loss.last_step_norms(self.rnn, inputs, self.model.readout, targets, self.settings.algorithm)
+
     def clip_gradients(self) -> None:
-        if self.settings.start == "zero" and self.settings.input == "onehot":
+        if silent_blank(self.settings):
             blank = self.rnn.get_parameter("weight_ih_l0").grad
             if blank is not None:
                 blank[:, 0] = 0.0  # Note [Settings ...]: blanks stay silent
@@ -362,6 +386,7 @@ EXAMPLES = """\
 examples:
   python -m orthokern.tasks.copy --T 10000                        solve T = 10000 with the defaults
   python -m orthokern.tasks.copy --T 1000 --margin 0.1 --seed 3   another margin, another seed
+  python -m orthokern.tasks.copy --T 1000 --learn-blank           with the blank's input column learned too
   python -m orthokern.tasks.copy --T 200 --margin none            unbounded singular values
   python -m orthokern.tasks.copy --T 200 --nonlinearity tanh      with a non-linearity
   python -m orthokern.tasks.copy --T 1000 --margin 0.3 --nonlinearity prelu --slope 0.7

@@ -6,15 +6,13 @@ refused may still end with torch's own error.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from orthokern._memory import machine_memory
 from orthokern.errors import InputError
 from orthokern.tasks.network import NetworkOptions
 from orthokern.tasks.optimization import OptimizerOptions
@@ -41,35 +39,6 @@ class Part:
     what: str
     size: int
     options: tuple[str, ...]
-
-
-def machine_memory(device: str) -> int | None:
-    """Bytes of memory of a device, all programs together: of a GPU its own; of the CPU the main memory and what can be
-    swapped out, within the limit of a control group. None where the system does not tell."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        return int(torch.cuda.get_device_properties(place).total_memory)
-    try:
-        fields = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB$", Path("/proc/meminfo").read_text("ascii"), re.M))
-        limits = [1024 * (int(fields["MemTotal"]) + int(fields.get("SwapTotal", 0)))]
-    except (OSError, ValueError, KeyError):
-        try:
-            limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-        except (AttributeError, OSError, ValueError):
-            return None
-    swap = _number(Path("/sys/fs/cgroup/memory.swap.max"))
-    limit = _number(Path("/sys/fs/cgroup/memory.max"))
-    if limit is not None and swap is not None:
-        limits.append(limit + swap)
-    return min(limits)
-
-
-def _number(file: Path) -> int | None:
-    """What a control group's file holds; None for "max", and where there is no such file."""
-    try:
-        return int(file.read_text("ascii"))
-    except (OSError, ValueError):
-        return None
 
 
 def check(settings: RunOptions, parts: Iterable[Part]) -> None:
@@ -163,6 +132,8 @@ def check_recurrent(
     steps: int = 0,
     features: int = 0,
     evaluated: int = 0,
+    ids: int = 0,
+    states: int | None = None,
 ) -> None:
     """`check` for a recurrence and a linear readout.
 
@@ -173,6 +144,8 @@ def check_recurrent(
         steps: time steps of a batch; 0 where they are not known yet.
         features: floating-point numbers of a batch's inputs per sequence and step.
         evaluated: sequences of a batch of an evaluation, which keeps no gradients.
+        ids: bytes of all batches of token ids and targets that there are at one time.
+        states: bytes of states with their gradients, where the loss says what it holds; None: those of all steps.
 
     Raises:
         InputError: as `check`.
@@ -181,8 +154,10 @@ def check_recurrent(
     parameters += (settings.hidden + 1) * outputs
     model = model_parts(parameters, settings, ("rank", "hidden"), bases=bases, buffers=buffers)
     rows, size = settings.batch // current_shard().world, torch.get_default_dtype().itemsize
-    numbers = steps * rows * (2 * settings.hidden + features)
-    check(settings, [*model, Part("the states of a batch with their gradients", size * numbers, _OF_STATES)])
+    model.append(Part("token ids and targets", ids, ("T", "batch")))
+    if states is None:
+        states = size * steps * rows * (2 * settings.hidden + features)
+    check(settings, [*model, Part("the states of a batch with their gradients", states, _OF_STATES)])
     numbers = steps * evaluated * (settings.hidden + features)
     options = ("T", "bptt", "eval_sequences", "hidden")
     check(settings, [*model, Part("the states of an evaluation's batch", size * numbers, options)])

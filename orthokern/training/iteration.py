@@ -125,6 +125,9 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
     module, task.module = task.module, task.model
     try:
+        norms = task.last_step_norms(batch)
+        if norms is not None:
+            return norms
         with tap() as taken:
             loss = task.last_step_loss(batch)
             if loss is None:

@@ -76,6 +76,12 @@ class Task(ABC):
         the task has no such loss."""
         return None
 
+    def last_step_norms(self, batch: Any) -> Tensor | None:
+        """‖dL/dh_t‖ [T] for L = `last_step_loss(batch)`, where a task can tell it without the states of all steps; only
+        the elements at `orthokern.diagnostics.profile_steps(T)` are read. Called as `last_step_loss`. Default: None,
+        then the loss is differentiated."""
+        return None
+
     @property
     def has_last_step_loss(self) -> bool:
         """Whether the task defines `last_step_loss`."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import init
 from orthokern.ops._modal_basis import Basis, NoBasis, diagonalise, to_complex, to_real
-from orthokern.ops._modal_gradient import LOSS, close_pairs, gradient_of_w
+from orthokern.ops._modal_gradient import LOSS, close_pairs, first_close_pairs, gradient_of_w
 
 MARGINS = (0.0, 0.001, 0.1, 0.3, 1.0, None)
 EPSILON = torch.finfo(torch.float64).eps
@@ -187,6 +189,52 @@ def test_thin_rank(N: int, K: int) -> None:
     check((u * s) @ far.mT, diagonalise((u * s) @ far.mT, basis.right, v=far))
 
 
+class NoWaiting(TorchDispatchMode):
+    """Within it, nothing may be called that makes the host wait for a GPU: values of a tensor, sizes that depend on
+    them, a copy to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "linalg_eig", "equal"), name
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        assert not any(i is not None and i.dtype == torch.bool for i in indices), f"{name} with a mask"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-9, 1e-6, 1e-4])
+@pytest.mark.parametrize(("N", "K", "margin"), [(1, 1, 0.1), (17, 17, 0.0), (40, 40, 0.3), (33, 16, 0.1)])
+def test_a_deferred_refinement_has_the_same_bits(N: int, K: int, margin: float, size: float) -> None:
+    u, s, v = factored(N, K, margin)
+    thin = v if K < N else None
+    start = diagonalise((u * s) @ v.mT, v=thin).right
+    moved = (u * s) @ v.mT + size * randn(N, K, seed=3) @ v.mT
+    expected = diagonalise(moved, start, v=thin, dtype=torch.float32)
+    with NoWaiting():
+        found = diagonalise(moved, start, v=thin, dtype=torch.float32, defer=True)
+    assert found.report is not None and found.report.tolist() == [1.0, expected.condition]
+    for name in ("re", "im", "right", "left"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_a_deferred_refinement_reports_what_is_no_basis() -> None:
+    w, far = dense(24, 0.1), diagonalise(haar(24, 77)).right
+    right, real = diagonalise(w).right, torch.tensor([[1.0, 1e-3], [1e-3, 1.0]], dtype=torch.float64)
+    paired = diagonalise(torch.tensor([[1.0, -1e-3], [1e-3, 1.0]], dtype=torch.float64)).right
+    u, s, v = factored(17, 5, 0.1)
+    other = haar(17, 50)[:, :5]
+    thin = diagonalise((u * s) @ v.mT, v=v).right
+    bad = w.clone()
+    bad[1, 2] = torch.nan
+    cases = [
+        (w, far, None), (w, torch.full_like(right, torch.nan), None), (w, torch.zeros_like(right), None),
+        (real, paired, None), ((u * s) @ other.mT, thin, other), (bad, right, None),
+    ]  # fmt: skip
+    for matrix, start, null in cases:
+        with NoWaiting():
+            report = diagonalise(matrix, start, v=null, defer=True).report
+        assert report is not None and report[0] == 0.0
+
+
 def test_complex_and_real_forms() -> None:
     m = randn(8, 8)
     assert torch.equal(to_real(*to_complex(m)), m) or (to_real(*to_complex(m)) - m).abs().max() < 1e-15
@@ -286,6 +334,25 @@ def test_the_direct_sums_are_needed() -> None:
     assert (found - expected).norm() > 1e-7 * expected.norm()
     found, expected, pairs = gradients(w, 40)
     assert pairs and (found - expected).norm() <= 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize("T", [1, 3, 1000])
+def test_as_many_pairs_as_there_is_room_for(T: int) -> None:
+    """Without asking how many there are; rows that stand for none change no bit of the gradient."""
+    basis = diagonalise(haar(12, 3))
+    expected = close_pairs(basis, T)
+    for most in (1, 5, 500):
+        with NoWaiting():
+            pairs, count = first_close_pairs(basis, T, most)
+        assert count == len(expected) and len(pairs) == min(most, len(basis.re) ** 2)
+        kept = min(most, len(expected))
+        assert torch.equal(pairs[:kept], expected[:kept]) and (pairs[kept:] == -1).all()
+        M = len(basis.re)
+        h, re, im = randn(2 * M, 2 * M), randn(M), randn(M)
+        blocks = randn(len(pairs), 2, 2)
+        with NoWaiting():
+            found = gradient_of_w(basis, h, re, im, pairs, torch.where(pairs[:, :1, None] < 0, torch.nan, blocks))
+        assert torch.equal(found, gradient_of_w(basis, h, re, im, pairs[:kept], blocks[:kept]))
 
 
 def test_close_pairs_come_in_both_orders_and_grow_fewer_with_time() -> None:

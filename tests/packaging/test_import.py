@@ -91,3 +91,14 @@ def test_import_is_light() -> None:
 def test_version_has_one_source() -> None:
     code = "import orthokern, orthokern._version as v; print(orthokern.__version__ is v.__version__)"
     assert run(code) == ["True"]
+
+
+def test_import_costs_nothing_beside_torch() -> None:
+    """CPU time of the process, which does not depend on what else the machine does; 2 ms on the developers' machine."""
+    code = """
+    import time, torch
+    start = time.process_time()
+    import orthokern
+    print(time.process_time() - start < 0.1)
+    """
+    assert run(code) == ["True"]

@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 # KiB of shared memory that one program may have, by compute capability
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 ARCHITECTURE = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
-TYPE = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64"}
+TYPE = {torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPE |= {torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8"}
 
 
 @dataclasses.dataclass(frozen=True)

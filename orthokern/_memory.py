@@ -1,0 +1,66 @@
+"""How much memory a device has, and how much of it the states of one call may take."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+__all__ = ["KEPT_SHARE", "kept_states", "machine_memory"]
+
+# The states of a call are kept whole as long as they take at most this share of the device's memory. Their gradients
+# take as much again, and the model, the batch and other programs need some too. It depends on what the machine has, not
+# on what is free now: the same call does the same thing each time.
+KEPT_SHARE = 1 / 16
+UNKNOWN = 2**31  # bytes; of a device that does not say
+
+
+def _number(file: Path) -> int | None:
+    """What a control group's file holds; None for "max", and where there is no such file."""
+    try:
+        return int(file.read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _main_memory() -> tuple[int, int] | None:
+    """(main memory, swap) in bytes; None where the system does not say."""
+    try:
+        fields = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB$", Path("/proc/meminfo").read_text("ascii"), re.M))
+        return 1024 * int(fields["MemTotal"]), 1024 * int(fields.get("SwapTotal", 0))
+    except (OSError, ValueError, KeyError):
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+        except (AttributeError, OSError, ValueError):
+            return None
+
+
+def machine_memory(device: str, *, swap: bool = True) -> int | None:
+    """Bytes of memory of a device, all programs together: of a GPU its own; of the CPU the main memory and, with
+    ``swap``, what can be swapped out, within the limit of a control group. None where the system does not tell."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        return int(torch.cuda.get_device_properties(place).total_memory)
+    found = _main_memory()
+    if found is None:
+        return None
+    limit = _number(Path("/sys/fs/cgroup/memory.max"))
+    if not swap:
+        return found[0] if limit is None else min(found[0], limit)
+    limits, swap_limit = [sum(found)], _number(Path("/sys/fs/cgroup/memory.swap.max"))
+    if limit is not None and swap_limit is not None:
+        limits.append(limit + swap_limit)
+    return min(limits)
+
+
+_MEMORY = {"cpu": machine_memory("cpu", swap=False) or UNKNOWN}  # read once: it costs more than a small call
+
+
+def kept_states(device: torch.device) -> int:
+    """Bytes of states that a call on a device keeps whole: KEPT_SHARE of the device's memory, swap not counted."""
+    name = str(device)
+    if name not in _MEMORY and not torch.compiler.is_compiling():
+        _MEMORY[name] = machine_memory(name, swap=False) or UNKNOWN
+    return int(_MEMORY.get(name, _MEMORY["cpu"]) * KEPT_SHARE)

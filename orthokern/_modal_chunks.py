@@ -1,0 +1,338 @@
+"""The modal ops on a GPU, around the kernels of a leaf: chunks of time that run at once, and spans of them in turn.
+
+    lane     b M + m, mode m of sequence b; R = B M of them
+    chunk    steps [c CHUNK, (c + 1) CHUNK) of all lanes
+
+    1  ends     every chunk from zero                         x -> end [chunks, 2, R]
+    2  join     a lane's chunks in turn                       state_{c+1} = lambda^CHUNK state_c + end_c
+    3  chunks   every chunk from its state                    x, state -> z
+
+Note [Modal chunks]
+    Eigenvalues, states, adjoints, powers and all sums are float64, also for float32 tensors; x is widened when it is
+    used, and z rounded when it is stored. lambda^CHUNK is made by squaring, CHUNK being a power of 2, so that it is
+    wrong by CHUNK roundings, as the product of the steps is. The adjoint goes the same way from the end, with the
+    conjugate of lambda. A lane's chunks wait for each other in 2 alone: 2 CHUNK + chunks steps in place of T, least
+    for CHUNK = sqrt(T / 2).
+
+Note [Sums over equal ids]
+    grad_table[d] is the sum of delta_t over the steps with id d. delta turns with its mode, and its sum over many steps
+    is far smaller than its terms: it is taken in float64. With few ids, each lane of each chunk has a sum for every id
+    in memory, [chunks, D, 2, R]. A run of steps with the same id is added up in registers first. With more ids than
+    half a chunk's steps delta itself is stored, in float64, for a span of steps at a time, and then summed by id. No
+    atomics: the same bits every time.
+
+Note [Spans of the loss]
+    With a readout, the state before every chunk is found first. Then spans of whole chunks follow, the last one first:
+    z of its steps from those states, logits by a product, loss and d = dL/dlogits in their place, the readout's
+    gradient and g = d C by products, the adjoint from the span behind it. A span is as many chunks as SPAN_BYTES holds
+    z, g and logits of, so that memory does not grow with T but for the states between chunks. A span takes some 40
+    launches, which is why it is no smaller. Sums over spans are float64.
+
+Nothing is read of padding, and no function here asks a tensor for its values. An id outside the table makes its
+sequence NaN from there on and counts for no row; a target that is no class makes the loss NaN; a length out of range
+counts as 0 or T.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from orthokern._products import ieee_products
+
+MIN_CHUNK = 16
+# So many lanes fill the largest device; then time need not be cut.
+ENOUGH_LANES = 2**18
+DELTA_BYTES = 2**27  # of the adjoints that are stored for sums over equal ids
+SPAN_BYTES = 2**28
+SUM_ROWS = 1024  # of a product over steps, between two additions in float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """A leaf's launches. All tensors are contiguous; [steps, ...] are those of the steps from ``first`` on, which
+    chunks of ``chunk`` steps make. re and im [M], state, carry, end and sums are float64; lengths int64 [B] or None.
+
+    Attributes:
+        forward: (x [steps, B, 2M] or ids [steps, B], re, im, table [D, 2M] or None, state, z, end, lengths, B, chunk,
+            first): runs every chunk from state [chunks, 2, R], or zeros for None, into z [steps, B, 2M], or else into
+            end [chunks, 2, R].
+        join: (re, im, entering [2, R], end, chunk, backward): returns what enters each chunk [chunks, 2, R]; entering
+            enters the first, or, backward, the last.
+        backward: (g [steps, B, 2M], z, before [B, 2M], ids, re, im, carry, delta, table, sums, end, lengths, chunk,
+            first): the adjoint of every chunk from carry [chunks, 2, R], or zeros for None. end gets the adjoint of
+            each chunk's first step. Unless None: delta [steps, B, 2M] of any dtype; table [chunks, D, 2, R], sums by
+            id, comes as zeros; sums [chunks, 2, R], of delta_t conj(z_{t-1}), with before the state before step 0.
+        pairs: (g, z, before, pairs int64 [P, 2], re, im, carry, sums [chunks, 4, B, P], lengths, chunk, first).
+        by_id: (rows float64 [steps * B, 2M], ids int64, D): the sums of rows with equal ids [D, 2M], in an order of
+            their own; an id outside [0, D) counts for none.
+    """
+
+    forward: Callable[..., None]
+    join: Callable[..., Tensor]
+    backward: Callable[..., None]
+    pairs: Callable[..., None]
+    by_id: Callable[..., Tensor]
+
+
+def chunk_length(T: int, lanes: int) -> int:
+    """Steps of a chunk: T, or a power of 2 near sqrt(T / 2); of sizes alone, so that no device changes the bits."""
+    if lanes >= ENOUGH_LANES:
+        return T
+    return max(MIN_CHUNK, 2 ** round(math.log2(max(1.0, math.sqrt(T / 2)))))
+
+
+def span_steps(B: int, M: int, C: int, itemsize: int) -> int:
+    """Steps of a span: a power of 2."""
+    return 1 << max(0, (SPAN_BYTES // (B * (4 * M + C) * itemsize)).bit_length() - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """A call's recurrence, by chunks of time.
+
+    Attributes:
+        kernels: of the leaf.
+        x: [T, B, 2M], or ids [T, B] with a table; None where there are no ids and no forward.
+        re, im, z0, table, lengths: as in the ops.
+        T, chunk: steps altogether, and of a chunk.
+    """
+
+    kernels: Kernels
+    x: Tensor | None
+    re: Tensor
+    im: Tensor
+    z0: Tensor
+    table: Tensor | None
+    lengths: Tensor | None
+    T: int
+    chunk: int
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return -(-self.T // self.chunk)
+
+    @property
+    def lanes(self) -> int:
+        """R = B M."""
+        return self.z0.shape[0] * self.re.shape[0]
+
+    def steps(self, first: int, last: int) -> slice:
+        """The steps of chunks [first, last)."""
+        return slice(first * self.chunk, min(last * self.chunk, self.T))
+
+    def by_chunk(self, chunks: int) -> Tensor:
+        """An empty float64 [chunks, 2, R]."""
+        return self.re.new_empty(chunks, 2, self.lanes)
+
+    def by_lane(self, rows: Tensor) -> Tensor:
+        """[B, 2M] as float64 [2, R]."""
+        return rows.double().view(-1, 2, self.re.shape[0]).transpose(0, 1).reshape(2, self.lanes)
+
+    def by_row(self, lanes: Tensor) -> Tensor:
+        """And back, float64."""
+        return lanes.view(2, -1, self.re.shape[0]).transpose(0, 1).reshape(-1, 2 * self.re.shape[0])
+
+    def forward(self, first: int, last: int, state: Tensor | None, z: Tensor | None, end: Tensor | None) -> None:
+        """Run chunks [first, last) from state, or zeros: into z, or into end."""
+        assert self.x is not None
+        steps = self.steps(first, last)
+        self.kernels.forward(
+            self.x[steps], self.re, self.im, self.table, state, z, end, self.lengths, self.z0.shape[0], self.chunk,
+            steps.start,
+        )  # fmt: skip
+
+    def states(self) -> Tensor:
+        """The state before every chunk, float64 [chunks, 2, R]."""
+        end = self.by_chunk(self.chunks)
+        if self.chunks > 1:  # what the last one ends with enters none
+            self.forward(0, self.chunks - 1, None, None, end)
+        return self.kernels.join(self.re, self.im, self.by_lane(self.z0), end, self.chunk, False)
+
+
+class Adjoint:
+    """The adjoint recurrence from the last chunk to the first, a span of chunks at a time, and its sums."""
+
+    def __init__(self, of: Recurrence, pairs: Tensor | None) -> None:
+        M, B = of.re.shape[0], of.z0.shape[0]
+        self.of, self.pairs = of, pairs
+        self.carry = of.re.new_zeros(2, of.lanes)  # the adjoint behind the next span
+        self.sums = of.re.new_zeros(2, M)
+        self.pair_sums = of.re.new_zeros(0 if pairs is None else pairs.shape[0], 2, 2)
+        self.table = None if of.table is None else of.re.new_zeros(of.table.shape)
+        self.few_ids = of.table is not None and 2 * of.table.shape[0] <= of.chunk
+        row_bytes = 16 * B * M
+        self.span = of.chunks if of.table is None or self.few_ids else max(1, DELTA_BYTES // (row_bytes * of.chunk))
+
+    def run(self, first: int, last: int, g: Tensor, z: Tensor, before: Tensor, grad_x: Tensor | None) -> None:
+        """Chunks [first, last), which are next: g, z and grad_x are those of their steps, before [B, 2M] the state
+        that the first of them begins with."""
+        of, chunks, start = self.of, last - first, first * self.of.chunk
+        end = of.by_chunk(chunks)
+        nothing = (None,) * 3
+        if chunks > 1:  # what the first one begins with enters none of these
+            of.kernels.backward(
+                g[of.chunk :], *nothing, of.re, of.im, None, *nothing, end[1:], of.lengths, of.chunk, start + of.chunk
+            )
+        carry = of.kernels.join(of.re, of.im, self.carry, end, of.chunk, True)
+        sums, table, delta, ids = torch.empty_like(end), None, grad_x, None
+        B, M = of.z0.shape[0], of.re.shape[0]
+        if of.table is not None and self.few_ids:
+            assert of.x is not None
+            table, ids = of.re.new_zeros(chunks, of.table.shape[0], 2, of.lanes), of.x[of.steps(first, last)]
+        elif of.table is not None:
+            delta = of.re.new_empty(g.shape)
+        of.kernels.backward(
+            g, z, before, ids, of.re, of.im, carry, delta, table, sums, end, of.lengths, of.chunk, start
+        )
+        self.carry = end[0]
+        self.sums += sums.sum(0).view(2, B, M).sum(1)
+        if self.table is not None and table is not None:
+            self.table += table.sum(0).view(-1, 2, B, M).sum(2).view(-1, 2 * M)
+        elif self.table is not None:
+            assert delta is not None
+            self.table += of.kernels.by_id(delta.view(-1, 2 * M), self.ids(first, last), self.table.shape[0])
+        if self.pairs is not None and len(self.pairs):
+            found = of.re.new_empty(chunks, 4, B, len(self.pairs))
+            of.kernels.pairs(g, z, before, self.pairs, of.re, of.im, carry, found, of.lengths, of.chunk, start)
+            self.pair_sums += found.sum(0).sum(1).mT.reshape(-1, 2, 2)
+
+    def ids(self, first: int, last: int) -> Tensor:
+        """int64 [steps * B], -1 on padding."""
+        of, steps = self.of, self.of.steps(first, last)
+        assert of.x is not None
+        ids = of.x[steps].long()
+        if of.lengths is not None:
+            t = torch.arange(steps.start, steps.stop, device=ids.device)
+            ids = torch.where(t[:, None] < of.lengths, ids, -1)
+        return ids.flatten()
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(grad_re, grad_im, grad_z0, grad_table) of the ops, after the first chunk."""
+        re, im, dtype = self.of.re, self.of.im, self.of.z0.dtype
+        real, imag = self.of.by_row(self.carry).chunk(2, 1)
+        grad_z0 = torch.cat([re * real + im * imag, re * imag - im * real], 1).to(dtype)  # L^T delta of the first step
+        grad_table = self.of.z0.new_empty(0) if self.table is None else self.table.to(dtype)
+        return self.sums[0].clone(), self.sums[1].clone(), grad_z0, grad_table
+
+
+def run_scan_fwd(
+    kernels: Kernels, x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, lengths: Tensor | None
+) -> Tensor:
+    """z [T, B, 2M] of ``orthokern.ops.modal_scan``."""
+    T, lanes = x.shape[0], z0.shape[0] * re.shape[0]
+    call = Recurrence(kernels, x, re, im, z0, table, lengths, T, chunk_length(T, lanes))
+    z = z0.new_empty(T, *z0.shape)
+    call.forward(0, call.chunks, call.states(), z, None)
+    return z
+
+
+def run_scan_bwd(
+    kernels: Kernels,
+    grad_z: Tensor,
+    z: Tensor,
+    x: Tensor | None,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None,
+    pairs: Tensor | None,
+    need_x: bool,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs) of ``orthokern.ops.modal_scan``."""
+    T, lanes = grad_z.shape[0], z0.shape[0] * re.shape[0]
+    call = Recurrence(kernels, x, re, im, z0, table, lengths, T, chunk_length(T, lanes))
+    adjoint = Adjoint(call, pairs)
+    grad_x = torch.empty_like(grad_z) if table is None and need_x else None
+    for last in range(call.chunks, 0, -adjoint.span):
+        first = max(0, last - adjoint.span)
+        steps = call.steps(first, last)
+        before = z[steps.start - 1] if first else z0
+        adjoint.run(first, last, grad_z[steps], z[steps], before, None if grad_x is None else grad_x[steps])
+    return (
+        z0.new_empty(0) if grad_x is None else grad_x,
+        *adjoint.gradients(),
+        re.new_empty(0) if pairs is None else adjoint.pair_sums,
+    )
+
+
+def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right in float64, of [R, *] both: products of SUM_ROWS rows in their dtype, which are added up."""
+    whole = len(left) // SUM_ROWS * SUM_ROWS
+    total = (left[whole:].mT @ right[whole:]).double()
+    if whole:
+        blocks = left[:whole].view(-1, SUM_ROWS, left.shape[1]).mT @ right[:whole].view(-1, SUM_ROWS, right.shape[1])
+        total += blocks.sum(0, dtype=torch.float64)
+    return total
+
+
+@ieee_products()
+def run_cross_entropy(
+    kernels: Kernels,
+    loss_of: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None,
+    readout: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pairs: Tensor | None,
+    reduction: str,
+    need_grad: bool,
+    lengths: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """(loss, hits, the gradients) of ``orthokern.ops.modal_cross_entropy``. Note [Spans of the loss].
+
+    loss_of: (logits [steps * B, C], bias [C] or None, target [steps, B], scale float64 [1], lengths, first, grad):
+        returns float64 parts of the sum of losses, and int32 [steps * B], whether the first largest logit is that of
+        the target; with grad, logits become scale times (softmax - onehot), zeros on padding.
+    """
+    (T, B), C, M, dtype = target.shape, readout.shape[0], re.shape[0], z0.dtype
+    steps, chunk = span_steps(B, M, C, dtype.itemsize), chunk_length(T, B * M)
+    call = Recurrence(kernels, x, re, im, z0, table, lengths, T, chunk if steps >= T else min(chunk, steps))
+    span = max(1, steps // call.chunk)
+    scale = re.new_ones(1)
+    if reduction == "mean":
+        scale = scale / T / B if lengths is None else scale / lengths.clamp(0, T).sum()
+    adjoint = Adjoint(call, pairs) if need_grad else None
+    grad_x = torch.empty_like(x) if table is None and need_grad else None
+    grad_readout, grad_bias = re.new_zeros(readout.shape), re.new_zeros(C)
+    loss, hits = re.new_zeros(()), torch.empty(T, dtype=torch.int64, device=z0.device)
+    states = call.states()
+    for last in range(call.chunks, 0, -span):
+        first = max(0, last - span)
+        here = call.steps(first, last)
+        z = z0.new_empty(here.stop - here.start, B, 2 * M)
+        call.forward(first, last, states[first:last], z, None)
+        rows = z.view(-1, 2 * M)
+        d = rows @ readout.mT
+        parts, right = loss_of(d, bias, target[here], scale, lengths, here.start, need_grad)
+        loss += parts.sum()
+        hits[here] = right.view(-1, B).sum(1)
+        if adjoint is None:
+            continue
+        grad_readout += sum_of_products(d, rows)
+        grad_bias += d.sum(0, dtype=torch.float64)
+        before = call.by_row(states[first]).to(dtype)
+        adjoint.run(first, last, (d @ readout).view_as(z), z, before, None if grad_x is None else grad_x[here])
+    empty, wide = z0.new_empty(0), re.new_empty(0)
+    loss = (loss * scale[0]).to(dtype)
+    if adjoint is None:
+        return loss, hits, empty, wide, wide, empty, empty, empty, empty, wide
+    return (
+        loss,
+        hits,
+        empty if grad_x is None else grad_x,
+        *adjoint.gradients(),
+        grad_readout.to(dtype),
+        empty if bias is None else grad_bias.to(dtype),
+        wide if pairs is None else adjoint.pair_sums,
+    )

@@ -1,0 +1,107 @@
+"""What a comparison found, and its text."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from orthokern.conversion import Report
+
+__all__ = ["Comparison", "Errors", "Times"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one round each, torch's and orthokern's in turns."""
+
+    torch: tuple[float, ...]
+    orthokern: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median of torch over median of orthokern: above 1, orthokern is faster."""
+        return statistics.median(self.torch) / statistics.median(self.orthokern)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest differences of one kind of result, each relative to the largest value of its tensor.
+
+    Attributes:
+        torch: of torch from the same computation in float64.
+        orthokern: of orthokern from it.
+        between: of the two from each other.
+        allowed: the largest `orthokern` that counts as agreement.
+    """
+
+    torch: float
+    orthokern: float
+    between: float
+    allowed: float
+
+    @property
+    def agree(self) -> bool:
+        """False also for NaN."""
+        return self.orthokern <= self.allowed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found. As text: the report of the command line.
+
+    Attributes:
+        head: what was run.
+        report: of `orthokern.convert`.
+        backends: one line for each swapped module: which backend serves it, and why.
+        forward, backward: times in ms; backward None where no output depends on a parameter.
+        kept_mib: MiB that torch and orthokern keep from forward to backward, parameters and inputs not counted.
+        peak_mib: MiB at most allocated on a CUDA device during both; None on a CPU.
+        outputs, gradients: `Errors`; gradients None as backward. Those of parameters and floating inputs.
+        notes: what the reader should know of the run.
+    """
+
+    head: str
+    report: Report
+    backends: tuple[str, ...]
+    forward: Times
+    backward: Times | None
+    kept_mib: tuple[float, float]
+    peak_mib: tuple[float, float] | None
+    outputs: Errors
+    gradients: Errors | None
+    notes: tuple[str, ...]
+
+    @property
+    def agree(self) -> bool:
+        return self.outputs.agree and (self.gradients is None or self.gradients.agree)
+
+    def __str__(self) -> str:
+        rows = [("", "torch", "orthokern", "")]
+        for name, times in (("forward, ms", self.forward), ("backward, ms", self.backward)):
+            if times is not None:
+                rows.append((name, _spread(times.torch), _spread(times.orthokern), _faster(times.ratio)))
+        for name, sizes in (("kept for backward, MiB", self.kept_mib), ("peak, MiB", self.peak_mib)):
+            if sizes is not None:
+                rows.append((name, f"{sizes[0]:.2f}", f"{sizes[1]:.2f}", ""))
+        for name, errors in (("error of outputs", self.outputs), ("error of gradients", self.gradients)):
+            if errors is not None:
+                more = "" if errors.agree else "MORE THAN "
+                text = f"differ by {errors.between:.1e}; {more}allowed {errors.allowed:.1e}"
+                rows.append((name, f"{errors.torch:.1e}", f"{errors.orthokern:.1e}", text))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        table = [
+            "  ".join([row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]).rstrip()
+            for row in rows
+        ]
+        verdict = "torch and orthokern agree" if self.agree else "torch and orthokern DISAGREE"
+        parts = [self.head, str(self.report), *self.backends, "", *table, "", *self.notes, verdict]
+        return "\n".join(parts)
+
+
+def _spread(values: tuple[float, ...]) -> str:
+    """Median, and the least and the largest."""
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def _faster(ratio: float) -> str:
+    return f"{ratio:.2f} times faster" if ratio >= 1.0 else f"{1.0 / ratio:.2f} times SLOWER"

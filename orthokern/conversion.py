@@ -1,0 +1,249 @@
+"""Replace the torch.nn.RNN and torch.nn.GRU modules of a model with orthokern's, with the same parameters.
+
+``orthokern.convert`` is the function of this module. ``python -m orthokern.compare`` runs it on a model and compares
+the results and times of both.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from orthokern.errors import InputError
+from orthokern.nn import GRU, RNN
+from orthokern.nn._checks import check_backend, flag
+
+__all__ = ["Conversion", "Kept", "Report", "Swapped", "convert"]
+
+DTYPES = (torch.float32, torch.float64)  # those that a kernel serves in both modules
+DEVICES = ("cpu", "cuda", "meta")
+
+_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+# Dictionaries of hooks that torch.nn.Module calls. The new module would not run them at the same place.
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_forward_hooks": "forward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_state_dict_pre_hooks": "state_dict pre-hooks",
+    "_state_dict_hooks": "state_dict hooks",
+    "_load_state_dict_pre_hooks": "load_state_dict pre-hooks",
+    "_load_state_dict_post_hooks": "load_state_dict hooks",
+}
+# What torch.nn.RNN and GRU keep in their own __dict__; anything else was put there by the user and is carried over.
+_OWN = frozenset(nn.RNN(1, 1, device="meta").__dict__) | frozenset(nn.GRU(1, 1, device="meta").__dict__)
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """One module that was replaced.
+
+    Attributes:
+        name: its place, as named_modules has it; "" for the model itself.
+        was: what it was, e.g. "torch.nn.GRU(64, 128)".
+        now: what it is, e.g. "orthokern.nn.GRU(64, 128, bias=True, variant='torch')".
+    """
+
+    name: str
+    was: str
+    now: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One recurrent module that was not replaced: its place, what it is, and the reason."""
+
+    name: str
+    was: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert` replaced and what it left, in the order of named_modules. As text: one line for each module."""
+
+    swapped: tuple[Swapped, ...]
+    kept: tuple[Kept, ...]
+
+    def __str__(self) -> str:
+        lines = [f"swapped {_place(each.name)}: {each.was} -> {each.now}" for each in self.swapped]
+        lines += [f"kept {_place(each.name)}: {each.was}: {each.reason}" for each in self.kept]
+        return "\n".join(lines) or "nothing swapped: no recurrent module found"
+
+
+class Conversion(NamedTuple):
+    """The converted model, and the report."""
+
+    module: nn.Module
+    report: Report
+
+
+def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = None) -> Conversion:
+    """Replace the torch.nn.RNN and torch.nn.GRU modules of a model with orthokern's.
+
+    Outputs and gradients are those of torch up to rounding, for both nonlinearities, layers, directions, layouts,
+    biases, dropout and PackedSequence. The state_dict has the same names. The new modules hold the very parameters of
+    the old ones (of their copies with ``inplace=False``): weights that are shared with other modules stay shared, and
+    with ``inplace=True`` an optimizer that was made before goes on to work. A module that is registered at several
+    places is replaced by one module at all of them. Attributes that the user set are carried over.
+
+    A recurrent module is left as it is where the new one could not do the same: torch.nn.LSTM and the cells,
+    subclasses, modules with hooks, parametrizations, a ``forward`` or submodules of their own, 16-bit parameters,
+    quantized and scripted modules. The report has the reason.
+
+    Two things differ: the new modules are no instances of torch.nn.RNN or GRU, and under torch.autocast they return
+    float32, since they keep their states in it.
+
+    Args:
+        module: the model, on a CPU or a CUDA device, with float32 or float64 recurrent parameters.
+        inplace: change the model itself; False changes a copy (copy.deepcopy). A model that is itself a torch.nn.RNN
+            or GRU cannot be changed in place: the module returned is a new one with its parameters.
+        backend: of the new modules; see ``orthokern.functional``.
+
+    Returns:
+        (module, report): the converted model, and what was replaced, kept and why (`Report`).
+
+    Raises:
+        InputError: for an argument that is not accepted, or a model that cannot be copied.
+
+    Example::
+
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.GRU(8, 16))
+        >>> model, report = orthokern.convert(model)
+        >>> print(report)
+        swapped '1': torch.nn.GRU(8, 16) -> orthokern.nn.GRU(8, 16, bias=True, variant='torch')
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    flag("inplace", inplace)
+    check_backend(backend)
+    if not inplace:
+        try:
+            module = copy.deepcopy(module)
+        except Exception as error:  # a model may hold anything
+            said = (str(error).splitlines() or [""])[0]
+            raise InputError(
+                f"the model cannot be copied ({type(error).__name__}: {said}); accepted: inplace=True"
+            ) from error
+    made: dict[int, nn.Module] = {}  # id of an old module -> the new one
+    swapped, kept = [], []
+    for name, old in list(module.named_modules(remove_duplicate=False)):
+        reason = _obstacle(old)
+        if reason is None:
+            continue
+        if reason:
+            kept.append(Kept(name, _describe(old), reason))
+            continue
+        was = _describe(old)
+        if id(old) not in made:
+            made[id(old)] = _successor(old, backend)
+        new = made[id(old)]
+        swapped.append(Swapped(name, was, f"orthokern.nn.{new}"))
+        if not name:
+            module = new
+            continue
+        above, _, last = name.rpartition(".")
+        module.get_submodule(above)._modules[last] = new
+    return Conversion(module, Report(tuple(swapped), tuple(kept)))
+
+
+def _place(name: str) -> str:
+    return repr(name) if name else "the module itself"
+
+
+def _describe(module: nn.Module) -> str:
+    """E.g. "torch.nn.GRU(64, 128)"."""
+    kind = type(module)
+    home = "torch.nn" if kind.__module__.startswith("torch.nn.modules.") else kind.__module__
+    text = repr(module)
+    start = text.find("(")
+    inside = text[start:] if start >= 0 and "\n" not in text else "(...)"
+    return f"{home}.{kind.__qualname__}{inside}"
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why a module is not replaced; "" for one that is, None for one that is not recurrent at all."""
+    kind = type(module)
+    if kind not in (nn.RNN, nn.GRU):
+        return _foreign(module)
+    assert isinstance(module, nn.RNNBase)
+    held = module.__dict__
+    found = [text for name, text in _HOOKS.items() if held.get(name)]
+    if found:
+        return f"it has {', '.join(found)}"
+    if "forward" in held:
+        return "its forward was replaced"
+    if module._modules:
+        return f"it has submodules of its own: {', '.join(module._modules)}"
+    expected = {name for names in module._all_weights for name in names}
+    if set(module._parameters) != expected or module._buffers:
+        differing = sorted(expected.symmetric_difference({*module._parameters, *module._buffers}))
+        return f"its parameters and buffers are not those of {kind.__name__}: {', '.join(differing)}"
+    for name, parameter in module._parameters.items():
+        if not isinstance(parameter, Tensor) or type(parameter) not in (nn.Parameter, Tensor):
+            return f"its {name} is a {type(parameter).__name__}"
+        if parameter.dtype not in DTYPES:
+            return f"its {name} is {parameter.dtype}; swapped are torch.float32 and torch.float64"
+        if parameter.device.type not in DEVICES:
+            return f"its {name} is on {parameter.device}; swapped are modules on cpu and cuda"
+    return ""
+
+
+def _foreign(module: nn.Module) -> str | None:
+    """`_obstacle` of a module that is neither exactly torch.nn.RNN nor exactly torch.nn.GRU."""
+    kind = type(module)
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and parametrize.is_parametrized(module):
+        names = ", ".join(getattr(module, "parametrizations", {}))
+        return f"it has parametrizations ({names}); swap first, then parametrize"
+    if isinstance(module, nn.LSTM):
+        return "there is no drop-in for torch.nn.LSTM"
+    if isinstance(module, nn.RNN | nn.GRU):
+        base = "RNN" if isinstance(module, nn.RNN) else "GRU"
+        return f"it is a subclass of torch.nn.{base}, which may compute something else"
+    if isinstance(module, _CELLS):
+        return "a cell runs one step at a time; swapped are modules that run all steps"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return f"it is a subclass of torch.nn.{'RNNBase' if isinstance(module, nn.RNNBase) else 'RNNCellBase'}"
+    if isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in ("RNN", "GRU", "LSTM"):
+        return "it is scripted; swap first, then script"
+    if kind.__module__.startswith("torch.ao.nn.") and kind.__name__ in ("RNN", "GRU", "LSTM"):
+        return "it is quantized"
+    return None
+
+
+def _successor(old: nn.Module, backend: str | None) -> nn.Module:
+    """orthokern's module in place of torch's, with its parameters."""
+    assert isinstance(old, nn.RNNBase)
+    names: list[str] = list(old._parameters)
+    dtype = old._parameters[names[0]].dtype  # type: ignore[union-attr]
+    new: nn.Module
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has warned of dropout with one layer
+        options: dict[str, Any] = {
+            "num_layers": old.num_layers,
+            "bias": bool(old.bias),
+            "batch_first": bool(old.batch_first),
+            "dropout": old.dropout,
+            "bidirectional": bool(old.bidirectional),
+            "device": "meta",
+            "dtype": dtype,
+            "backend": backend,
+        }
+        if isinstance(old, nn.RNN):
+            nonlinearity = "relu" if old.mode == "RNN_RELU" else "tanh"
+            new = RNN(old.input_size, old.hidden_size, nonlinearity=nonlinearity, **options)
+        else:
+            new = GRU(old.input_size, old.hidden_size, variant="torch", **options)
+    for name in names:
+        new._parameters[name] = old._parameters[name]
+    for name, value in old.__dict__.items():
+        if name not in _OWN:
+            new.__dict__[name] = value
+    new.training = old.training
+    return new

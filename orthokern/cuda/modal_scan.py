@@ -1,0 +1,111 @@
+"""modal_scan on CUDA; the kernels: ``csrc/cuda/modal_scan.cu``, what they make a call of: ``_modal_chunks.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern._modal_chunks import Kernels, run_scan_bwd, run_scan_fwd
+from orthokern.cuda import _call as native
+from orthokern.cuda._call import DTYPES
+
+
+def _sizes(T: int, B: int, M: int, chunk: int, first: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {"dtype": DTYPES[dtype], "T": T, "B": B, "M": M, "chunk": chunk, "first": first}
+
+
+def _forward(
+    x: Tensor, re: Tensor, im: Tensor, table: Tensor | None, state: Tensor | None, z: Tensor | None,
+    end: Tensor | None, lengths: Tensor | None, B: int, chunk: int, first: int,
+) -> None:  # fmt: skip
+    sizes = _sizes(x.shape[0], B, re.shape[0], chunk, first, x.dtype if table is None else table.dtype)
+    sizes |= {"D": 0 if table is None else table.shape[0], "id_bytes": x.element_size()}
+    tensors = {"re": re, "im": im, "lengths": lengths, "table": table, "state": state, "z": z, "end": end}
+    tensors |= {"x": x, "ids": None} if table is None else {"x": None, "ids": x}
+    native.call("modal_forward", re.device, sizes, tensors)
+
+
+def _join(re: Tensor, im: Tensor, entering: Tensor, end: Tensor, chunk: int, backward: bool) -> Tensor:
+    state = torch.empty_like(end)
+    sizes = {"lanes": end.shape[2], "M": re.shape[0], "chunks": end.shape[0], "squarings": chunk.bit_length() - 1}
+    tensors = {"re": re, "im": im, "entering": entering, "end": end, "state": state}
+    native.call("modal_join", re.device, sizes | {"backward": int(backward)}, tensors)
+    return state
+
+
+def _backward(
+    g: Tensor, z: Tensor | None, before: Tensor | None, ids: Tensor | None, re: Tensor, im: Tensor,
+    carry: Tensor | None, delta: Tensor | None, table: Tensor | None, sums: Tensor | None, end: Tensor,
+    lengths: Tensor | None, chunk: int, first: int,
+) -> None:  # fmt: skip
+    (T, B, _), M = g.shape, re.shape[0]
+    sizes = _sizes(T, B, M, chunk, first, g.dtype)
+    sizes |= {"D": 0 if table is None else table.shape[1], "id_bytes": 0 if ids is None else ids.element_size()}
+    narrow = delta is None or delta.dtype == g.dtype
+    tensors = {
+        "re": re, "im": im, "lengths": lengths, "ids": ids, "state": carry, "g": g, "states": z, "before": before,
+        "delta": delta if narrow else None, "wide": None if narrow else delta, "table_sums": table, "sums": sums,
+        "end": end,
+    }  # fmt: skip
+    native.call("modal_backward", re.device, sizes, tensors)
+
+
+def _pairs(
+    g: Tensor, z: Tensor, before: Tensor, pairs: Tensor, re: Tensor, im: Tensor, carry: Tensor, sums: Tensor,
+    lengths: Tensor | None, chunk: int, first: int,
+) -> None:  # fmt: skip
+    (T, B, _), M = g.shape, re.shape[0]
+    tensors = {
+        "re": re, "im": im, "lengths": lengths, "state": carry, "g": g, "states": z, "before": before, "pairs": pairs,
+        "sums": sums,
+    }  # fmt: skip
+    native.call("modal_pairs", re.device, _sizes(T, B, M, chunk, first, g.dtype) | {"P": pairs.shape[0]}, tensors)
+
+
+def _by_id(rows: Tensor, ids: Tensor, D: int) -> Tensor:
+    ids = torch.where((ids >= 0) & (ids < D), ids, D)
+    return torch.ops.aten.embedding_dense_backward(rows, ids, D + 1, -1, False)[:D]
+
+
+KERNELS = Kernels(_forward, _join, _backward, _pairs, _by_id)
+
+
+def ready(re: Tensor, **tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors as the kernels read them, on the device of re; re itself comes last."""
+    found = [
+        native.ready(tensor, tensor.dtype if tensor is not None else re.dtype, re.device, name)
+        for name, tensor in tensors.items()
+    ]
+    return [*found, native.ready(re, torch.float64, re.device, "re")]
+
+
+def modal_scan_fwd(
+    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *, lengths: Tensor | None = None
+) -> Tensor:
+    """See :mod:`orthokern.ops.modal_scan`."""
+    x_, im_, z0_, table_, lengths_, re_ = ready(re, x=x, im=im, z0=z0, table=table, lengths=lengths)
+    assert x_ is not None and im_ is not None and z0_ is not None and re_ is not None
+    return run_scan_fwd(KERNELS, x_, re_, im_, z0_, table_, lengths_)
+
+
+def modal_scan_bwd(
+    grad_z: Tensor,
+    z: Tensor,
+    x: Tensor | None,
+    re: Tensor,
+    im: Tensor,
+    z0: Tensor,
+    table: Tensor | None,
+    pairs: Tensor | None,
+    *,
+    need_x: bool = True,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :mod:`orthokern.ops.modal_scan`."""
+    g_, z_, im_, z0_, x_, table_, pairs_, lengths_, re_ = ready(
+        re, grad_z=grad_z, z=z, im=im, z0=z0, x=x, table=table, pairs=pairs, lengths=lengths
+    )
+    assert g_ is not None and z_ is not None and im_ is not None and z0_ is not None and re_ is not None
+    return run_scan_bwd(KERNELS, g_, z_, x_, re_, im_, z0_, table_, pairs_, need_x, lengths_)

@@ -1,0 +1,132 @@
+"""The modal loss for matrices with all kinds of eigenvalues, without a basis of eigenvectors, and after training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_modal_basis import haar
+from test_scan_cross_entropy import IDS, compare, problem
+from torch import Tensor
+
+from orthokern import functional
+from orthokern.errors import InputError
+from orthokern.nn import FactorizedRNN, LinearCrossEntropy
+from orthokern.ops import _modal
+from orthokern.ops._modal_basis import diagonalise
+from orthokern.optim import optimizer_for
+
+
+def rotation(angle: float, size: float = 1.0) -> Tensor:
+    a = torch.tensor(angle, dtype=torch.float64)
+    return size * torch.stack([torch.stack([a.cos(), -a.sin()]), torch.stack([a.sin(), a.cos()])])
+
+
+def jordan(value: Tensor, size: float) -> Tensor:
+    """Two equal blocks, and size times the unit matrix beside the diagonal: defective unless size is 0."""
+    n = len(value)
+    w = torch.block_diag(value, value)
+    w[:n, n:] = size * torch.eye(n, dtype=torch.float64)
+    return w
+
+
+ONE = torch.ones(1, 1, dtype=torch.float64)
+SPECTRA = {
+    "real": torch.diag(torch.tensor([1.0, 0.9, -0.8, 0.3, -1.0, 0.0], dtype=torch.float64)),
+    "real, not normal": torch.triu(torch.full((6, 6), 0.3), 1).double() + torch.diag(torch.arange(6.0) / 6).double(),
+    "one real among pairs": torch.block_diag(rotation(0.4), 0.95 * ONE, rotation(2.0, 0.98)),
+    "repeated, real": torch.block_diag(0.9 * ONE, 0.9 * ONE, 0.9 * ONE, rotation(0.7)),
+    "repeated pairs": torch.block_diag(rotation(0.7), rotation(0.7), rotation(1.3), -ONE),
+    "a pair and its double": torch.block_diag(rotation(0.7), rotation(0.7), rotation(0.7), ONE, ONE),
+    **{f"gap {gap:g}": torch.block_diag(rotation(0.7), rotation(0.7 + gap), 0.9 * ONE, (0.9 + gap) * ONE)
+       for gap in (1e-2, 1e-4, 1e-7, 1e-10, 1e-13, 1e-15)},
+    **{f"nearly real, {angle:g}": torch.block_diag(rotation(angle), rotation(1.0)) for angle in (1e-3, 1e-8, 1e-14)},
+}  # fmt: skip
+DEFECTIVE = {
+    "real": torch.block_diag(jordan(0.9 * ONE, 1.0), rotation(0.5)),
+    "real, three": torch.eye(3, dtype=torch.float64) * 0.8 + torch.diag(torch.ones(2, dtype=torch.float64), 1),
+    "pairs": jordan(rotation(0.7, 0.9), 0.5),
+    "zero": jordan(0.0 * ONE, 1.0),
+}
+NEAR = {
+    f"{kind}, {size:g}": torch.block_diag(jordan(block, size), 0.3 * ONE)
+    for size in (1e-3, 1e-6, 1e-9, 1e-12, 1e-15)
+    for kind, block in (("real", 0.9 * ONE), ("pairs", rotation(0.7, 0.9)))
+}
+
+
+def turned(w: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """A problem with q w q^T for a random orthogonal q."""
+    q, N = haar(len(w), 3), len(w)
+    wanted, arguments = problem(IDS, N, N, 40, 3, dense=True)
+    arguments["matrix"] = ((q @ w @ q.mT).requires_grad_(),)
+    wanted[0] = arguments["matrix"][0]
+    return wanted, arguments
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_spectra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eigenvalues that are real, repeated or nearly equal, with good eigenvectors: modal, and as exact as elsewhere."""
+    wanted, arguments = turned(SPECTRA[name])
+    compare(wanted, arguments, 1e-9, algorithm="modal")
+    monkeypatch.setattr(_modal, "multiply_adds", lambda call: (0.0, 1.0))
+    compare(wanted, arguments, 1e-9)
+
+
+@pytest.mark.parametrize("name", DEFECTIVE)
+def test_defective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a basis of eigenvectors: modal is refused in one line, auto goes step by step and says why."""
+    wanted, arguments = turned(DEFECTIVE[name])
+    with pytest.raises(InputError, match="algorithm is 'modal': W does not suit: .*accepted is 'sequential'") as error:
+        functional.scan_cross_entropy(**arguments, algorithm="modal")
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(_modal, "multiply_adds", lambda call: (0.0, 1.0))
+    compare(wanted, arguments, 1e-10)
+    found = functional.scan_cross_entropy(**arguments)
+    assert found.basis is None and found.refused.startswith("W does not suit: ")
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_nearly_defective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near a matrix without a basis there is one of a large condition, or none: right or refused, never wrong."""
+    wanted, arguments = turned(NEAR[name])
+    monkeypatch.setattr(_modal, "multiply_adds", lambda call: (0.0, 1.0))
+    compare(wanted, arguments, 1e-8)
+    try:
+        compare(wanted, arguments, 1e-8, algorithm="modal")
+    except InputError as error:
+        assert "W does not suit" in str(error)
+
+
+@pytest.mark.parametrize("margin", [0.1, None])
+def test_after_a_thousand_training_steps(margin: float | None) -> None:
+    """The basis that training refined a thousand times is one of W as it is now, and its gradients are those of W."""
+    torch.manual_seed(0)
+    rnn = FactorizedRNN(6, 33, nonlinearity="identity", margin=margin)
+    readout = LinearCrossEntropy(33, 4)
+    optimizer = optimizer_for(torch.nn.ModuleList([rnn, readout]), lr=1e-3, geodesic_lr=1e-4)
+    ids = torch.randint(6, (50, 12, 3))
+    before = rnn.recurrent_matrix().detach().clone()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of such small sizes one is the quickest
+    try:
+        for step in range(1000):
+            optimizer.zero_grad()
+            loss, _ = rnn.loss(ids[step % 50], readout, ids[step % 50] % 4, algorithm="modal")
+            loss.backward()
+            optimizer.step()
+    finally:
+        torch.set_num_threads(threads)
+    assert (rnn.recurrent_matrix() - before).norm() > 0.1
+    wanted, arguments = problem(IDS, 33, 33, 200, 3)
+    matrix, _ = rnn._factors("l0")
+    arguments["matrix"] = tuple(part.detach().double().requires_grad_() for part in matrix)
+    wanted[:3] = arguments["matrix"]
+    arguments["readout"] = (0.01 * arguments["readout"]).detach().requires_grad_()
+    wanted[3] = arguments["readout"]
+    basis = rnn.state_dict()["modal_basis_l0"]
+    compare(wanted, arguments, 1e-8, algorithm="modal", basis=basis)
+    u, s, v = (part.detach() for part in arguments["matrix"])
+    refined = diagonalise((u * s) @ v.mT, basis)
+    assert refined.steps <= 3 and not torch.equal(refined.right, diagonalise((u * s) @ v.mT).right)

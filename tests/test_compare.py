@@ -1,0 +1,257 @@
+"""python -m orthokern.compare: what agrees, what must not pass as agreement, and one line for each mistake."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from orthokern import functional
+from orthokern.compare import compare, measure
+from orthokern.compare.__main__ import main
+from orthokern.compare.result import Errors
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Classifier(nn.Module):
+    """Tokens in, a dictionary with logits and states out; an initial state of the default dtype."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.first = nn.GRU(6, 5, batch_first=True, **options)
+        self.second = nn.RNN(5, 4, nonlinearity="relu", batch_first=True)
+        self.third = nn.LSTM(4, 3, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        h0 = torch.zeros(self.first.num_layers, len(ids), 5)
+        states, last = self.first(self.embedding(ids), h0)
+        states = self.drop(self.second(states)[0])
+        return {"logits": self.head(self.third(states)[0]), "last": (last, None)}
+
+
+def test_a_model_agrees_with_its_conversion() -> None:
+    model = Classifier(num_layers=2, dropout=0.3)
+    before = copy.deepcopy(model.state_dict())
+    found = compare(model, torch.randint(0, 9, (3, 7)), rounds=2)
+    assert found.agree and found.outputs.torch > 0 and found.gradients is not None and found.gradients.torch > 0
+    assert len(found.forward.torch) == len(found.forward.orthokern) == 2 and found.backward is not None
+    assert [each.name for each in found.report.swapped] == ["first", "second"]
+    assert [each.name for each in found.report.kept] == ["third"] and found.peak_mib is None
+    assert isinstance(model.first, nn.GRU) and model.first.dropout == 0.3 and model.drop.p == 0.5
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    text = str(found)
+    for part in ("input [3, 7] int64", "backend of first: ", "gru_scan", "forward, ms", "kept for backward, MiB",
+                 "error of gradients", "dropout is switched off", "kept 'third': torch.nn.LSTM"):  # fmt: skip
+        assert part in text, text
+    assert text.endswith("torch and orthokern agree")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_packed_input_and_asked_backend(dtype: torch.dtype) -> None:
+    x = pack_sequence([torch.randn(n, 3, dtype=dtype) for n in (2, 5, 1)], enforce_sorted=False)
+    found = compare(nn.GRU(3, 4, bidirectional=True, dtype=dtype), x, rounds=1, backend="reference")
+    assert found.agree and found.backends == ("backend of the module itself: reference (gru_scan; asked for)",)
+
+
+def test_what_is_frozen_runs_forward_only() -> None:
+    module = nn.RNN(3, 4).requires_grad_(False)
+    found = compare(module, torch.randn(5, 2, 3), rounds=1)
+    assert found.agree and found.backward is None and found.gradients is None and "forward only" in str(found)
+
+
+def test_memory_counts_what_the_graph_holds() -> None:
+    """The states [T, B, N] at least, without the weight of 4 MiB."""
+    found = compare(nn.RNN(2, 1024), torch.randn(16, 4, 2), rounds=1)
+    states = 16 * 4 * 1024 * 4 / 2**20
+    assert all(states <= kept < 4.0 for kept in found.kept_mib)
+
+
+@pytest.mark.parametrize(("part", "change"), [(0, 1e-4), (1, 1e-3)], ids=["outputs", "gradients"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_wrong_kernel_is_seen(
+    part: int, change: float, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    true_scan = functional.dense_scan
+
+    def wrong(*args: Any, **options: Any) -> Tensor:
+        hs = true_scan(*args, **options)
+        return hs * (1 + change) if part == 0 else hs + change * (hs - hs.detach())
+
+    monkeypatch.setattr(functional, "dense_scan", wrong)
+    sizes = ["--input", "3", "--hidden", "5", "--batch", "2", "--time", "4", "--rounds", "1"]
+    assert main([*sizes, "--dtype", dtype]) == 1
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if "MORE THAN" in line]
+    assert any(line.startswith(("error of outputs", "error of gradients")[part]) for line in lines)
+    assert text.endswith("torch and orthokern DISAGREE\n")
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+def test_one_disagreement_is_drawn_again(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit on the kink of relu is no disagreement; what disagrees at every draw is. The weights come back."""
+    true_errors, seen = measure._errors, []
+
+    def errors(theirs: nn.Module, ours: nn.Module, *rest: Any) -> Any:
+        for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a, b)
+        seen.append(next(theirs.parameters()).clone())
+        outputs, gradients = true_errors(theirs, ours, *rest)
+        return (Errors(0.0, 1.0, 1.0, 0.1), gradients) if len(seen) <= bad else (outputs, gradients)
+
+    monkeypatch.setattr(measure, "_errors", errors)
+    module = nn.RNN(2, 3, nonlinearity="relu")
+    found = compare(module, torch.randn(4, 2, 2), rounds=1)
+    assert found.agree == (bad == 1) and ("agreed at draw 2" in str(found)) == (bad == 1)
+    assert len(seen) == min(bad + 1, 3) and not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], module.weight_ih_l0)
+
+
+def test_nan_is_no_agreement() -> None:
+    assert not Errors(0.0, float("nan"), 0.0, 1.0).agree
+    assert measure._largest([torch.tensor([1.0, float("nan")])], [torch.tensor([1.0, 2.0])]) != 0.0
+    assert measure._largest([torch.tensor([float("inf")])], [torch.tensor([float("inf")])]) == 0.0
+
+
+MODELS = """
+import torch
+from torch import nn
+from orthokern import InputError
+
+def model():
+    return nn.ModuleList([nn.GRU(3, 4)])[0]
+
+def embedded():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn = nn.Embedding(5, 3), nn.RNN(3, 4, batch_first=True)
+        def forward(self, ids):
+            assert ids.dtype == torch.int64 and ids.shape == (2, 6)
+            return self.rnn(self.embedding(ids))
+    return Model()
+
+def with_input():
+    return nn.GRU(3, 4), torch.randn(6, 2, 3)
+
+def raises():
+    raise RuntimeError("first line\\nsecond line")
+
+def number():
+    return 3
+
+def without():
+    return nn.Sequential(nn.Linear(2, 2))
+
+def only_lstm():
+    return nn.Sequential(nn.LSTM(2, 2)), torch.randn(3, 2, 2)
+
+def picky():
+    class Picky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.RNN(3, 4)
+        def forward(self, x, more):
+            return self.rnn(x)
+    return Picky()
+
+def random():
+    class Random(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.RNN(3, 4)
+        def forward(self, x):
+            return self.rnn(x)[0] + torch.rand(())
+    return Random()
+
+def silent():
+    class Silent(nn.RNN):
+        pass
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.RNN(3, 4)
+        def forward(self, x):
+            return None
+    return Model()
+
+value = nn.GRU(2, 3)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "models_to_compare.py").write_text(MODELS)
+    (tmp_path / "broken_models.py").write_text("raise ValueError('at import')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "models_to_compare"
+    sys.modules.pop("models_to_compare", None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--module=models_to_compare:model", "--batch=2", "--time=6"],
+        ["--module=models_to_compare:model", "--dtype=float64", "--batch=2", "--time=3"],
+        ["--module=models_to_compare:embedded", "--batch=2", "--time=6"],
+        ["--module=models_to_compare:with_input", "--dtype=float64", "--device=cpu"],
+        ["--cell=gru", "--layers=2", "--bidirectional", "--batch-first", "--hidden=3", "--time=4"],
+        ["--cell=rnn", "--nonlinearity=relu", "--no-bias", "--hidden=3", "--time=4", "--seed=4", "--threads=1"],
+    ],
+    ids=" ".join,
+)
+def test_command_line(models: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--rounds=1"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "" and "swapped " in told.out and told.out.endswith("torch and orthokern agree\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--module=models_to_compare", "accepted is package.module:factory"),
+        ("--module=no_such_package.models:build", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("--module=broken_models:build", "importing broken_models raised ValueError: at import"),
+        ("--module=models_to_compare:modle", "unknown factory in models_to_compare 'modle': did you mean 'model'?"),
+        ("--module=models_to_compare:value", "it is a GRU; accepted is a function"),
+        ("--module=models_to_compare:raises", "the factory raised RuntimeError: first line"),
+        ("--module=models_to_compare:number", "the factory returned int; accepted is a torch.nn.Module"),
+        ("--module=models_to_compare:without", "Sequential has no torch.nn.RNN or torch.nn.GRU to swap"),
+        ("--module=models_to_compare:only_lstm", "to swap; 0 (torch.nn.LSTM(2, 2)): there is no drop-in"),
+        ("--module=models_to_compare:picky", "forward of Picky raised TypeError"),
+        ("--module=models_to_compare:random", "forward of Random is random in eval mode too"),
+        ("--module=models_to_compare:silent", "forward of Model returns no floating tensor"),
+        ("--module=models_to_compare:with_input --batch=3", "--batch: for a factory that returns the model alone"),
+        ("--module=models_to_compare:model --hidden=3", "--hidden: for runs without --module"),
+        ("--cell=gru --nonlinearity=relu", "--nonlinearity: for runs without --module with --cell rnn; here --cell is"),
+        ("--cell=lstm", "unknown cell 'lstm'"),
+        ("--hidden=0", "'0' is not an integer of at least 1"),
+        ("--backend=cuda", "backend 'cuda' cannot serve"),
+    ],
+)
+def test_mistakes(models: str, arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "backend=cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main(arguments.split()) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and text in told.err, told.err
+
+
+def test_mistakes_in_code() -> None:
+    for call in (lambda: compare(nn.GRU(2, 3), torch.randn(2, 2, 2), rounds=0), lambda: compare(3)):  # type: ignore
+        with pytest.raises(ValueError, match="must be"):
+            call()

@@ -1,0 +1,216 @@
+"""orthokern.convert: outputs, gradients, parameters and places stay what they were; the rest is left, with a reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import orthokern
+from orthokern.conversion import Kept, convert
+from orthokern.errors import InputError
+
+KINDS: list[Any] = [nn.GRU, lambda *a, **k: nn.RNN(*a, nonlinearity="tanh", **k),
+                    lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 3, "dropout": 0.4},
+    {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    {"bias": False},
+    {"dtype": torch.float64, "bidirectional": True},
+]
+
+
+def results(module: nn.Module, x: Any, hx: Tensor) -> list[Tensor]:
+    """Output, last states, and the gradients of the parameters and of hx."""
+    torch.manual_seed(3)  # of dropout
+    output, h = module(x, hx)
+    outputs = [output.data if isinstance(output, PackedSequence) else output, h]
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((t * torch.randn(t.shape, dtype=t.dtype, generator=generator)).sum() for t in outputs)
+    assert isinstance(loss, Tensor)
+    return [*outputs, *torch.autograd.grad(loss, [hx, *module.parameters()])]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=["gru", "tanh", "relu"])
+def test_numbers_stay(kind: Any, options: dict[str, Any], packed: bool) -> None:
+    """Also with dropout between the layers: the same units are dropped."""
+    theirs = kind(5, 7, **options)
+    ours, report = convert(theirs)
+    dtype = options.get("dtype", torch.float32)
+    rows = theirs.num_layers * (2 if theirs.bidirectional else 1)
+    hx = torch.randn(rows, 3, 7, dtype=dtype, requires_grad=True)
+    if packed:
+        x: Any = pack_sequence([torch.randn(n, 5, dtype=dtype) for n in (2, 4, 1)], enforce_sorted=False)
+    else:
+        x = torch.randn(*((3, 4) if theirs.batch_first else (4, 3)), 5, dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    for a, b in zip(results(ours, x, hx), results(theirs, x, hx), strict=True):
+        torch.testing.assert_close(a, b, rtol=64 * eps, atol=64 * eps)
+    assert type(ours).__module__.startswith("orthokern.nn") and len(report.swapped) == 1 and not report.kept
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.encoders = nn.ModuleList([nn.GRU(5, 6, batch_first=True), nn.RNN(6, 6, nonlinearity="relu")])
+        self.decoder = nn.LSTM(6, 4)
+        self.twice = self.encoders[0]
+
+
+def test_a_copy_leaves_the_model_alone() -> None:
+    model = Tagger()
+    model.eval()
+    before = {name: type(each) for name, each in model.named_modules()}
+    converted, report = orthokern.convert(model, backend="reference")
+    assert {name: type(each) for name, each in model.named_modules()} == before
+    assert isinstance(converted, Tagger)
+    assert isinstance(converted.encoders[0], orthokern.nn.GRU) and converted.encoders[0].variant == "torch"
+    assert isinstance(converted.encoders[1], orthokern.nn.RNN) and converted.encoders[1].nonlinearity == "relu"
+    assert not converted.encoders[0].training and converted.encoders[0].backend == "reference"
+    old = {id(p) for p in model.parameters()}
+    assert not any(id(p) in old for p in converted.parameters())
+    assert [each.name for each in report.swapped] == ["encoders.0", "encoders.1", "twice"]
+    assert report.kept == (Kept("decoder", "torch.nn.LSTM(6, 4)", "there is no drop-in for torch.nn.LSTM"),)
+    assert str(report).splitlines()[0] == (
+        "swapped 'encoders.0': torch.nn.GRU(5, 6, batch_first=True) -> "
+        "orthokern.nn.GRU(5, 6, bias=True, batch_first=True, variant='torch', backend='reference')"
+    )
+
+
+def test_in_place_keeps_parameters_sharing_and_optimizer() -> None:
+    model = Tagger()
+    model.encoders[1].weight_ih_l0 = model.encoders[1].weight_hh_l0  # tied within a module
+    model.tied = nn.Linear(6, 18)
+    model.tied.weight = model.encoders[0].weight_hh_l0  # type: ignore[union-attr]  # and with another one
+    model.encoders[0].weight_ih_l0.requires_grad_(False)
+    model.encoders[0].label = "first"
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    converted, _ = convert(model, inplace=True)
+    assert converted is model
+    now = dict(model.named_parameters(remove_duplicate=False))
+    assert now.keys() == parameters.keys() and all(now[name] is parameters[name] for name in now)
+    assert model.twice is model.encoders[0] and model.encoders[0].label == "first"
+    before = model.encoders[0].weight_hh_l0.clone()
+    model.encoders[0](torch.randn(2, 3, 5))[0].sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.encoders[0].weight_hh_l0, before) and torch.equal(
+        model.tied.weight, model.encoders[0].weight_hh_l0
+    )
+
+
+def test_a_model_that_is_itself_recurrent() -> None:
+    theirs = nn.GRU(2, 3)
+    ours, report = convert(theirs, inplace=True)
+    assert isinstance(ours, orthokern.nn.GRU) and ours.weight_hh_l0 is theirs.weight_hh_l0
+    assert str(report).startswith("swapped the module itself: torch.nn.GRU(2, 3) -> ")
+
+
+class OwnGRU(nn.GRU):
+    pass
+
+
+class OwnBase(nn.RNNBase):
+    pass
+
+
+def hooked() -> nn.Module:
+    module = nn.RNN(2, 3)
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    return module
+
+
+def patched() -> nn.Module:
+    module = nn.RNN(2, 3)
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    return module
+
+
+def with_child() -> nn.Module:
+    module = nn.GRU(2, 3)
+    module.head = nn.Linear(3, 1)
+    return module
+
+
+def with_buffer() -> nn.Module:
+    module = nn.GRU(2, 3)
+    module.register_buffer("mask", torch.ones(3))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.LSTM(2, 3, proj_size=2), "no drop-in for torch.nn.LSTM"),
+        (lambda: nn.RNNCell(2, 3), "a cell runs one step at a time"),
+        (lambda: nn.GRUCell(2, 3), "a cell runs one step at a time"),
+        (lambda: OwnGRU(2, 3), "subclass of torch.nn.GRU"),
+        (lambda: OwnBase("GRU", 2, 3), "subclass of torch.nn.RNNBase"),
+        (hooked, "it has forward hooks, backward hooks"),
+        (patched, "its forward was replaced"),
+        (with_child, "submodules of its own: head"),
+        (with_buffer, "not those of GRU: mask"),
+        (lambda: parametrizations.orthogonal(nn.RNN(2, 3), "weight_hh_l0"), "parametrizations (weight_hh_l0)"),
+        pytest.param(
+            lambda: weight_norm(nn.RNN(2, 3), "weight_hh_l0"), "it has forward pre-hooks",
+            marks=pytest.mark.filterwarnings("ignore"),
+        ),
+        (lambda: nn.GRU(2, 3, dtype=torch.bfloat16), "its weight_ih_l0 is torch.bfloat16"),
+        pytest.param(
+            lambda: torch.jit.script(nn.GRU(2, 3)), "it is scripted", marks=pytest.mark.filterwarnings("ignore")
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_kept(make: Any, reason: str) -> None:
+    module = nn.ModuleDict({"part": make()})
+    part = module["part"]
+    converted, report = convert(module, inplace=True)
+    assert converted["part"] is part  # type: ignore[index]
+    assert not report.swapped and [each.name for each in report.kept] == ["part"]
+    assert reason in report.kept[0].reason and "\n" not in str(report)
+
+
+def test_nothing_recurrent() -> None:
+    _, report = convert(nn.Linear(2, 3))
+    assert str(report) == "nothing swapped: no recurrent module found"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: convert(3), "module must be a torch.nn.Module, got int"),  # type: ignore[arg-type]
+        (lambda: convert(nn.GRU(2, 3), inplace=1), "inplace must be True or False"),  # type: ignore[arg-type]
+        (lambda: convert(nn.GRU(2, 3), backend="gpu"), "unknown backend 'gpu'"),
+    ],
+)
+def test_bad_arguments(call: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        call()
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    class Stubborn(nn.GRU):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("no")
+
+    with pytest.raises(InputError, match=r"the model cannot be copied \(RuntimeError: no\); accepted: inplace=True"):
+        convert(nn.Sequential(Stubborn(2, 3)))
+
+
+def test_saved_and_loaded_both_ways() -> None:
+    model = nn.Sequential(nn.GRU(2, 3))
+    converted, _ = convert(model)
+    other = copy.deepcopy(model)
+    other.load_state_dict(converted.state_dict())
+    converted.load_state_dict(model.state_dict())

@@ -1,0 +1,59 @@
+"""orthokern.tasks.run: a task as a function, with the numbers of its command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orthokern import tasks
+from orthokern.errors import InputError
+from orthokern.tasks import copy
+
+SETTINGS: dict[str, Any] = {"T": 8, "iterations": 3, "hidden": 6, "batch": 4, "margin": 0.2, "plots": False}
+
+
+def test_the_result_is_that_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tasks.run("copy", tmp_path / "function", seed=5, threads=1, **SETTINGS)
+    assert capsys.readouterr() == ("", "")
+    words = ["--T", "8", "--iterations", "3", "--hidden", "6", "--batch", "4", "--margin", "0.2", "--no-plots"]
+    assert copy.main([*words, "--seed", "5", "--threads", "1", "--out", str(tmp_path / "line")]) == 0
+    records = [json.loads(line) for line in (tmp_path / "line" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in result.records] == [record["loss"] for record in records]
+    assert len(result.records) == 3 and result.exit_code == 0 and result.values["iteration"] == 3
+    assert result.settings["margin"] == 0.2 and result.settings["seed"] == 5 and result.settings["plots"] is False
+    assert result.task == "copy" and result.folder == tmp_path / "function"
+    assert result.message.startswith("not solved: ")
+
+
+def test_none_is_a_value(tmp_path: Path) -> None:
+    result = tasks.run("copy", tmp_path, **{**SETTINGS, "margin": None})
+    assert result.settings["margin"] is None
+
+
+def test_names() -> None:
+    assert {"copy", "adding", "pixel_mnist", "word_lm"} <= set(tasks.names())
+    assert not {"network", "optimization", "memory", "digits"} & set(tasks.names())
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "text"),
+    [
+        ("copi", {}, "unknown task 'copi': did you mean 'copy'?"),
+        ("network", {}, "unknown task 'network'"),
+        ("a.b", {}, "unknown task 'a.b'"),
+        ("copy", {"hiden": 3}, "unknown setting of task copy 'hiden': did you mean 'hidden'?"),
+        ("copy", {"resume": "x"}, "unknown setting of task copy 'resume'"),
+        ("copy", {"hidden": 0}, "'0' is not an integer of at least 1"),
+        ("copy", {"hidden": True}, "hidden takes a value, got True"),
+        ("copy", {"plots": 1}, "plots must be True or False, got 1"),
+        ("copy", {"margin": "wide"}, "'wide' is not a number"),
+    ],
+)
+def test_mistakes(task: str, settings: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        tasks.run(task, tmp_path / "run", **settings)
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
