@@ -1,7 +1,7 @@
 """The activations: one row each, from which every list of them in Python is derived.
 
 The formulas are in ``csrc/common/activations.h`` (CPU and CUDA), ``triton_kernels/_activation.py`` and
-``orthokern/reference/activations.py``. ``tests/test_activations.py`` compares each of them with this table.
+``orthokern/reference/activations.py``. ``tests/ops/test_activations.py`` compares each of them with this table.
 CONTRIBUTING.md, "Adding an activation", lists what a new row needs elsewhere.
 """
 

@@ -1,21 +1,25 @@
-"""What the correctness tests share: the comparison with the reference, and random problems to compare on."""
+"""What the correctness tests share: the comparison with the reference, random problems, and parameters of tests."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orthokern import dispatch, functional
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term
 from orthokern.reference.activations import activation_fwd
 
+SCANS = ("factored_scan", "dense_scan")
+DTYPES = (torch.float32, torch.float64)
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
 
 # The part of the error that needs no excuse, relative to the largest element of the result: sums of some thousand
@@ -411,3 +415,77 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tup
     for name, tensor in one.items():
         if name not in skip:
             assert torch.equal(tensor, other[name]), f"{name} differs: {(tensor - other[name]).abs().max():.3e}"
+
+
+def backends(op: str) -> list[Any]:
+    """The native CPU backend; skipped with its reason where it is not built. Those of a GPU: tests/gpu."""
+    why = dispatch.absence(op, "cpu")
+    return [pytest.param("cpu", marks=pytest.mark.skipif(why is not None, reason=f"cpu: {why}"), id="cpu")]
+
+
+def each(*ops: str) -> Callable[[Any], Any]:
+    """Parametrise a test over (op, backend)."""
+    params = [
+        pytest.param(op, *backend.values, id=f"{op}-{backend.id}", marks=backend.marks)
+        for op in ops
+        for backend in backends(op)
+    ]
+    return pytest.mark.parametrize(("op", "backend"), params)
+
+
+def served(op: str) -> list[Any]:
+    """The reference, and the cpu backend where it is built."""
+    why = dispatch.absence(op, "cpu")
+    return ["reference", pytest.param("cpu", marks=pytest.mark.skipif(why is not None, reason=str(why)))]
+
+
+def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any) -> None:
+    """The parity of one problem, everything that comes out of it."""
+    torch.set_num_threads(2 if problem.h0.shape[0] > 3 else 1)
+    inexact = problem.to(dtype)
+    exact = inexact.to(torch.float64)  # of the very numbers that the kernel sees
+    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
+    expected = run_scan(exact, "reference", **same)
+    plain = run_scan(inexact, "reference", **same)
+    actual = run_scan(inexact, backend, **options)
+    scales = {}
+    if exact.act_param is not None and exact.act_param.numel() == 1:
+        # one number, the sum of what N units would get each: these are what its error is relative to
+        each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
+        scales["grad_act_param"] = float(run_scan(each_unit, "reference", **same)["grad_act_param"].norm())
+    for name in actual:
+        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
+            continue
+        gradient = name.startswith("grad_")
+        assert_matches_reference(
+            actual[name], expected[name], plain[name], name=name, gradient=gradient, scale=scales.get(name)
+        )
+
+
+def leaf_tensors(problem: ScanProblem) -> list[Tensor | None]:
+    """The inputs, fresh, with requires_grad on the floating ones."""
+    return [None if t is None else t.clone().requires_grad_() if t.is_floating_point() else t for t in problem.inputs()]
+
+
+def call_functional(problem: ScanProblem, inputs: list[Tensor | None], **options: Any) -> Tensor:
+    """The public function on the tensors of ``ScanProblem.inputs``."""
+    x, *matrices, h0, weight, bias, act_param = inputs
+    function = getattr(functional, problem.op)
+    result: Tensor = function(
+        x, *matrices, h0, weight=weight, bias=bias, activation=problem.activation, act_param=act_param, **options
+    )
+    return result
+
+
+def gradients(problem: ScanProblem, run: Callable[..., Tensor], **options: Any) -> list[Tensor]:
+    """The states that `run` returns, and the gradients of the inputs that have one."""
+    inputs = leaf_tensors(problem)
+    hs = run(problem, inputs, **options)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    return [hs.detach(), *torch.autograd.grad(hs, wanted, problem.grad_hs)]
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The function compiled anew into a single graph."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=options.pop("backend", "aot_eager"), **options)

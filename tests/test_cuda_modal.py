@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_host import build
 from helpers import SHORT, assert_matches_reference, some_lengths, strided
-from test_modal_scan import ID_DTYPES, SCAN_NAMES, Problem
+from modal_problem import SCAN_NAMES, Problem
 from torch import Tensor
 
 from orthokern import _modal_chunks, dispatch, functional
@@ -23,6 +23,7 @@ from orthokern.ops import _modal, _modal_basis, _scan_loss
 from orthokern.ops import modal_cross_entropy as ops_modal_cross_entropy
 from orthokern.ops import modal_scan as ops_modal_scan
 from orthokern.ops._modal_basis import Pending
+from orthokern.ops.modal_scan import ID_DTYPES
 
 DTYPES = (torch.float32, torch.float64)
 ORDERS = tuple(build.ORDERS)

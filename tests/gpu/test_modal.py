@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import SHORT, assert_matches_reference, some_lengths
-from test_modal_scan import Problem
+from modal_problem import Problem
 from torch import Tensor
 
 from orthokern import dispatch, functional

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import SHORT, FloatProducts, assert_matches_reference, some_lengths
-from test_modal_scan import ID_DTYPES, LOSS_NAMES, SCAN_NAMES, Problem
+from modal_problem import LOSS_NAMES, SCAN_NAMES, Problem
 from torch import Tensor
 
 from orthokern import _modal_chunks
+from orthokern.ops.modal_scan import ID_DTYPES
 from orthokern.triton_kernels import modal_cross_entropy
 
 DTYPES = (torch.float32, torch.float64)

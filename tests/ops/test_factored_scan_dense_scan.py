@@ -1,40 +1,35 @@
-"""Every backend against the float64 reference: forward, every gradient, determinism, threads, strides, checkpoints.
+"""The kernels of factored_scan and dense_scan against the float64 reference: forward, every gradient, determinism,
+threads, strides, checkpoints, lengths, clipping.
 
 Comparisons are those of ``helpers.assert_matches_reference``: no error that plain torch in the same dtype would not
-make too. Outputs are poisoned with NaN before the kernels write them (conftest.py). The harness itself is tested at the
-end: it must accept the reference in the place of a kernel, and reject one that is slightly wrong.
+make too. Outputs are poisoned with NaN before the kernels write them (tests/conftest.py). test_harness.py tests the
+harness itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import (
+    DTYPES,
+    SCANS,
     SHORT,
-    ScanProblem,
     assert_matches_reference,
     assert_same_bits,
+    backends,
+    check_scan,
+    each,
     run_scan,
     scan_cases,
     scan_problem,
     some_lengths,
-    strided,
     with_poisoned_padding,
 )
 
-from orthokern import dispatch
-from orthokern._scan_contract import ScanGradients
-from orthokern.cpu import linear_cross_entropy
-from orthokern.ops.activations import NAMES, PARAMETER
-
-OPS = ("factored_scan", "dense_scan")
-DTYPES = (torch.float32, torch.float64)
+from orthokern.ops.activations import NAMES
 
 # odd sizes, sizes of one, and sizes that fill several register tiles and column panels
 SIZES = [
@@ -57,63 +52,13 @@ LARGE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Threads that wait for each other over tiny tensors cost more than they bring: a test that needs two asks."""
-    torch.set_num_threads(1)
-
-
-def absent(op: str, backend: str) -> str | None:
-    return dispatch.absence(op, backend)
-
-
-def backends(op: str) -> list[Any]:
-    """The native CPU backend; skipped with its reason where it is not built. Those of a GPU: tests/gpu."""
-    why = absent(op, "cpu")
-    return [pytest.param("cpu", marks=pytest.mark.skipif(why is not None, reason=f"cpu: {why}"), id="cpu")]
-
-
-def test_continuous_integration_runs_the_cpu_backend() -> None:
-    """A suite that skips every kernel is green and says nothing."""
-    if not os.environ.get("CI"):
-        pytest.skip("CI is not set")
-    for op in (*OPS, "gru_scan", "cayley", "activations", "linear_cross_entropy"):
-        assert absent(op, "cpu") is None, f"{op}: {absent(op, 'cpu')}"
-
-
-# ---------------------------------------------------------------------------------------------------------------- scans
-
-
-def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any) -> None:
-    """The parity of one problem, everything that comes out of it."""
-    torch.set_num_threads(2 if problem.h0.shape[0] > 3 else 1)
-    inexact = problem.to(dtype)
-    exact = inexact.to(torch.float64)  # of the very numbers that the kernel sees
-    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
-    expected = run_scan(exact, "reference", **same)
-    plain = run_scan(inexact, "reference", **same)
-    actual = run_scan(inexact, backend, **options)
-    scales = {}
-    if exact.act_param is not None and exact.act_param.numel() == 1:
-        # one number, the sum of what N units would get each: these are what its error is relative to
-        each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(run_scan(each_unit, "reference", **same)["grad_act_param"].norm())
-    for name in actual:
-        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
-            continue
-        gradient = name.startswith("grad_")
-        assert_matches_reference(
-            actual[name], expected[name], plain[name], name=name, gradient=gradient, scale=scales.get(name)
-        )
-
-
 def scan_params(sizes: list[dict[str, int]], one_kind: bool = False) -> list[Any]:
     """(op, case, dtype, backend) for every op, backend, dtype, size, activation and kind of input.
 
     one_kind: to save time, only one kind of input for each size and activation, in turn.
     """
     params = []
-    for op in OPS:
+    for op in SCANS:
         own = sizes if op == "factored_scan" else [s for i, s in enumerate(sizes) if s["K"] == s["N"] or i % 2]
         for index, (name, case) in enumerate(scan_cases(own)):
             if one_kind and index % 3 != (index // 3) % 3:
@@ -139,17 +84,7 @@ def test_scan_parity_large(op: str, case: dict[str, Any], dtype: torch.dtype, ba
     check_scan(scan_problem(op, D=11, gap=1e-6 if dtype == torch.float32 else 1e-12, **case), dtype, backend)
 
 
-def each(*ops: str) -> Callable[[Any], Any]:
-    """Parametrise a test over (op, backend)."""
-    params = [
-        pytest.param(op, *backend.values, id=f"{op}-{backend.id}", marks=backend.marks)
-        for op in ops
-        for backend in backends(op)
-    ]
-    return pytest.mark.parametrize(("op", "backend"), params)
-
-
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("activation", NAMES)
 def test_units_on_a_threshold(op: str, backend: str, activation: str) -> None:
     """No care taken to keep units off the kinks: float32 flips some of them against float64, in torch as in a kernel.
@@ -171,7 +106,7 @@ def test_units_on_a_threshold(op: str, backend: str, activation: str) -> None:
         assert cosine >= 1 - 1e-6, f"{name}: cosine {cosine:.9f}"
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("activation", NAMES)
 def test_checkpoints_give_the_same_bits(op: str, backend: str, dtype: torch.dtype, activation: str) -> None:
@@ -186,7 +121,7 @@ def test_checkpoints_give_the_same_bits(op: str, backend: str, dtype: torch.dtyp
             assert torch.equal(recomputed["ckpt"], before)
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("checkpoint_every", [0, 3])
 def test_forward_of_one_backward_of_the_other(op: str, backend: str, activation: str, checkpoint_every: int) -> None:
@@ -198,7 +133,7 @@ def test_forward_of_one_backward_of_the_other(op: str, backend: str, activation:
             assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
 def test_any_strides(op: str, backend: str, inputs: str) -> None:
     problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
@@ -211,7 +146,7 @@ def test_any_strides(op: str, backend: str, inputs: str) -> None:
     assert_same_bits(run_scan(problem, backend), run_scan(other, backend))
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_the_same_bits_twice(op: str, backend: str, dtype: torch.dtype) -> None:
     torch.set_num_threads(2)
@@ -222,7 +157,7 @@ def test_the_same_bits_twice(op: str, backend: str, dtype: torch.dtype) -> None:
             assert_same_bits(first, run_scan(problem, backend))
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_one_thread_and_two_agree(op: str, backend: str, dtype: torch.dtype, same_bits: bool = True) -> None:
     for B in (1, 2, 5, 50):
@@ -239,7 +174,7 @@ def test_one_thread_and_two_agree(op: str, backend: str, dtype: torch.dtype, sam
         assert not same_bits or torch.equal(results[0]["hs"], results[1]["hs"])
 
 
-@each(*OPS)
+@each(*SCANS)
 def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
     for inputs in ("dense", "features", "tokens"):
         problem = scan_problem(op, B=3, T=5, N=9, activation="modrelu", inputs=inputs)
@@ -257,7 +192,7 @@ def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
                 assert without_params[name].numel() == 0, name
 
 
-@each(*OPS)
+@each(*SCANS)
 def test_nothing_writes_to_inputs(op: str, backend: str) -> None:
     for inputs in ("dense", "features", "tokens"):
         for every in (0, 2):
@@ -272,7 +207,7 @@ def test_nothing_writes_to_inputs(op: str, backend: str) -> None:
             assert len({*storages, *given}) == len(storages) + len({*given}), "an output shares memory"
 
 
-@each(*OPS)
+@each(*SCANS)
 def test_gradcheck_of_the_kernels(op: str, backend: str) -> None:
     """Finite differences of the kernel itself, through its registered autograd."""
     fwd = getattr(torch.ops.orthokern, f"{op}_fwd")
@@ -284,7 +219,7 @@ def test_gradcheck_of_the_kernels(op: str, backend: str) -> None:
             assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-@each(*OPS)
+@each(*SCANS)
 def test_a_long_scan_stays_exact(op: str, backend: str) -> None:
     """Near-orthogonal and linear: the gradient of a thousand steps is neither exploded nor gone."""
     problem = scan_problem(op, B=3, T=1000, N=16, activation="identity", inputs="tokens")
@@ -318,7 +253,7 @@ def test_lengths_and_clip(op: str, case: dict[str, Any], dtype: torch.dtype, bac
     check_scan(problem, dtype, backend, message_clip=0.5)
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("activation", NAMES)
 def test_padding_plays_no_part(op: str, backend: str, dtype: torch.dtype, activation: str) -> None:
@@ -350,7 +285,7 @@ def test_padding_plays_no_part(op: str, backend: str, dtype: torch.dtype, activa
             assert torch.equal(alone_hs[:, 0], first["hs"][:, b])
 
 
-@each(*OPS)
+@each(*SCANS)
 def test_lengths_in_two_threads(op: str, backend: str) -> None:
     for B in (2, 3, 50):
         problem = scan_problem(op, B=B, T=12, N=33, activation="prelu", inputs="tokens", gap=1e-6).to(torch.float32)
@@ -365,7 +300,7 @@ def test_lengths_in_two_threads(op: str, backend: str) -> None:
             check_scan(problem, torch.float32, backend, lengths=lengths)
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("inputs", ["dense", "features"])
 def test_lengths_of_results_past_the_caches(op: str, backend: str, inputs: str) -> None:
     """More than 8 MiB of states: other stores than those of small results. Checked against halves of the batch."""
@@ -388,7 +323,7 @@ def test_lengths_of_results_past_the_caches(op: str, backend: str, inputs: str) 
                 torch.testing.assert_close(whole[name], parts[0][name] + parts[1][name], rtol=1e-4, atol=1e-2)
 
 
-@each(*OPS)
+@each(*SCANS)
 @pytest.mark.parametrize("checkpoint_every", [0, 3])
 def test_lengths_of_one_backend_in_the_other(op: str, backend: str, checkpoint_every: int) -> None:
     for activation in ("tanh", "prelu", "oplu"):
@@ -399,237 +334,3 @@ def test_lengths_of_one_backend_in_the_other(op: str, backend: str, checkpoint_e
             actual = run_scan(problem, fwd, checkpoint_every=checkpoint_every, bwd_backend=bwd, **options)
             for name in problem.grad_names():
                 assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
-
-
-# --------------------------------------------------------------------------------------------------------------- cayley
-
-SHAPES = [
-    (1, 1),
-    (2, 2),
-    (5, 3),
-    (33, 33),
-    (64, 64),
-    (65, 64),
-    (130, 7),
-    (17, 1),
-    (3, 9, 9),
-    (2, 3, 12, 5),
-    (2, 130, 130),
-]
-
-
-@each("cayley")
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-def test_cayley_parity(op: str, backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    step = torch.ops.orthokern.cayley
-    m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype)
-    g = torch.randn(*shape, dtype=dtype)
-    rates = [1e-6, 1e-2, 1.0, -0.1]
-    for lr in [*map(torch.tensor, rates), torch.rand(shape[:-2], dtype=dtype)]:
-        expected = step(m.double(), g.double(), lr, "reference")
-        actual, plain = step(m, g, lr, backend), step(m, g, lr, "reference")
-        assert_matches_reference(actual, expected, plain, name=f"lr={lr}")
-        assert torch.equal(actual, step(strided(m), strided(g), lr, backend))
-        # the columns are orthonormal to rounding, whatever the step
-        eps = torch.finfo(dtype).eps
-        gram = actual.double().mT @ actual.double() - torch.eye(shape[-1], dtype=torch.float64)
-        assert gram.abs().max() < 64 * eps * max(1.0, shape[-2] ** 0.5)
-
-
-@each("cayley")
-def test_cayley_of_a_large_gradient(op: str, backend: str) -> None:
-    """LU without pivoting is safe because the matrix has symmetric part I, however large the skew part."""
-    m = torch.linalg.qr(torch.randn(3, 40, 40, dtype=torch.float64))[0]
-    for scale in (1e2, 1e4, 1e6):
-        g = scale * torch.randn(3, 40, 40, dtype=torch.float64)
-        new = torch.ops.orthokern.cayley(m, g, torch.tensor(1.0), backend)
-        assert (new.mT @ new - torch.eye(40, dtype=torch.float64)).abs().max() < 1e-9 * scale**0.5
-
-
-# ---------------------------------------------------------------------------------------------------------- activations
-
-
-@each("activations")
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-@pytest.mark.parametrize("activation", NAMES)
-def test_activation_parity(op: str, backend: str, dtype: torch.dtype, activation: str) -> None:
-    fwd, bwd = torch.ops.orthokern.activation_fwd, torch.ops.orthokern.activation_bwd
-    for shape in ((2,), (1, 2), (7, 64), (3, 5, 34), (1001, 6), (0, 4)):
-        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
-            x, grad_y = (3 * torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(2))
-            if x.numel() > 2:
-                x.view(-1)[0] = 0.0  # a kink, hit exactly
-            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
-            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
-            y, y64, y_torch = fwd(x, param, activation, backend), fwd(*exact[1:], activation), fwd(x, param, activation)
-            assert_matches_reference(y, y64, y_torch, name=f"y of {shape}")
-            actual = bwd(grad_y, x, param, activation, backend)
-            expected, plain = bwd(*exact, activation, "reference"), bwd(grad_y, x, param, activation, "reference")
-            for name, *three in zip(("grad_x", "grad_act_param"), actual, expected, plain, strict=True):
-                assert_matches_reference(*three, name=f"{name} of {shape}", gradient=True)
-            again = bwd(strided(grad_y), strided(x), param, activation, backend)
-            assert torch.equal(y, fwd(strided(x), param, activation, backend))
-            assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
-
-
-@each("activations")
-@pytest.mark.parametrize("activation", NAMES)
-def test_special_values(op: str, backend: str, activation: str) -> None:
-    """Infinities, NaN, denormals and large arguments come out as plain torch gives them."""
-    inf, nan = float("inf"), float("nan")
-    fwd = torch.ops.orthokern.activation_fwd
-    for dtype in DTYPES:
-        tiny = torch.finfo(dtype).tiny
-        x = torch.tensor(
-            [0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, -1e-6, nan, 1.0], dtype=dtype
-        )
-        param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None
-        expected = fwd(x, param, activation, "reference")
-        torch.testing.assert_close(fwd(x, param, activation, backend), expected, equal_nan=True)
-
-
-@each("activations")
-def test_tanh_is_accurate_everywhere(op: str, backend: str) -> None:
-    """Relative error, which the comparison with a floor does not look at: small arguments matter in a long scan."""
-    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-30, 1, 2001), -torch.logspace(-30, 1, 2001)])
-    for dtype in DTYPES:
-        y = torch.ops.orthokern.activation_fwd(x.to(dtype), None, "tanh", backend).double()
-        exact = torch.tanh(x.to(dtype).double())
-        error = ((y - exact) / exact.abs().clamp(min=1e-300)).abs()[exact != 0]
-        assert error.max() <= 8 * torch.finfo(dtype).eps, f"{dtype}: relative error {error.max():.3e}"
-
-
-# ------------------------------------------------------------------------------------------------- linear cross-entropy
-
-
-@each("linear_cross_entropy")
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-@pytest.mark.parametrize(
-    ("R", "N", "C"), [(1, 1, 1), (1, 7, 3), (33, 128, 9), (7, 63, 10), (500, 16, 65), (9001, 5, 2), (20, 250, 130)]
-)
-def test_linear_cross_entropy_parity(op: str, backend: str, dtype: torch.dtype, R: int, N: int, C: int) -> None:
-    run = torch.ops.orthokern.linear_cross_entropy_fwd
-    hidden, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((R, N), (C, N), (C,)))
-    target = torch.randint(0, C, (R,))
-    for b in (bias, None):
-        exact = [None if t is None else t.double() for t in (hidden, weight, b)]
-        for reduction in ("mean", "sum"):
-            for need_grad in (True, False):
-                options = (target, reduction, need_grad)
-                actual = run(hidden, weight, b, *options, backend)
-                expected, plain = run(*exact, *options, "reference"), run(hidden, weight, b, *options, "reference")
-                names = ("loss", "grad_hidden", "grad_weight", "grad_bias")
-                for name, *three in zip(names, actual, expected, plain, strict=True):
-                    assert_matches_reference(*three, name=name, gradient=name != "loss")
-            again = run(strided(hidden), strided(weight), b if b is None else strided(b), strided(target), reduction,
-                        True, backend)  # fmt: skip
-            first = run(hidden, weight, b, target, reduction, True, backend)
-            assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-    threads = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        threads.append(run(hidden, weight, bias, target, "mean", True, backend))
-    for name, one, two in zip(names, *threads, strict=True):
-        torch.testing.assert_close(one, two, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@each("linear_cross_entropy")
-def test_extreme_logits(op: str, backend: str) -> None:
-    """logsumexp must not overflow, and a certain prediction has loss 0 and no gradient."""
-    run = torch.ops.orthokern.linear_cross_entropy_fwd
-    hidden, weight = torch.tensor([[1.0], [-1.0]]), torch.tensor([[1000.0], [-1000.0], [0.0]])
-    right, wrong = torch.tensor([0, 1]), torch.tensor([1, 0])
-    loss, *grads = run(hidden, weight, None, right, "sum", True, backend)
-    assert float(loss) == 0
-    assert all(not bool(grad.any()) for grad in grads)
-    assert float(run(hidden, weight, None, wrong, "sum", True, backend)[0]) == pytest.approx(4000.0)
-
-
-@pytest.mark.skipif(absent("linear_cross_entropy", "cpu") is not None, reason="the native module is not built")
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-def test_readouts_that_no_cache_holds(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go through torch's products, here in chunks of 50 rows."""
-    monkeypatch.setattr(linear_cross_entropy, "_LARGE_READOUT", 0)
-    monkeypatch.setattr(linear_cross_entropy, "_LOGITS", 1)
-    for R, N, C in ((150, 33, 130), (1, 1, 1), (65, 7, 10)):
-        test_linear_cross_entropy_parity("linear_cross_entropy", "cpu", dtype, R, N, C)
-    test_extreme_logits("linear_cross_entropy", "cpu")
-
-
-# ---------------------------------------------------------------------------------------------------------- the harness
-
-
-def fake_leaf(monkeypatch: pytest.MonkeyPatch, **changes: Callable[..., Any]) -> None:
-    """Let the reference stand in for the cpu leaf, with some of its functions replaced."""
-    true_leaf = dispatch.leaf
-
-    def leaf(op: str, backend: str) -> Any:
-        functions = vars(true_leaf(op, "reference"))
-        return types.SimpleNamespace(**{**functions, **changes}) if backend == "cpu" else true_leaf(op, backend)
-
-    monkeypatch.setattr(dispatch, "leaf", leaf)
-    monkeypatch.setattr(dispatch, "absence", lambda op, backend: None)
-    monkeypatch.setattr(dispatch, "_chosen", {})
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_harness_accepts_the_reference_as_a_leaf(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_leaf(monkeypatch)
-    for _, case in scan_cases([{"B": 3, "T": 5, "N": 9}]):
-        for dtype in DTYPES:
-            check_scan(scan_problem(op, **case), dtype, "cpu")
-    test_forward_of_one_backward_of_the_other(op, "cpu", "prelu", 3)
-    test_any_strides(op, "cpu", "tokens")
-    test_the_same_bits_twice(op, "cpu", torch.float32)
-    test_what_is_not_needed_is_empty(op, "cpu")
-    test_nothing_writes_to_inputs(op, "cpu")
-    test_units_on_a_threshold(op, "cpu", "modrelu")
-    test_one_thread_and_two_agree(op, "cpu", torch.float32, same_bits=False)  # torch's products promise no bits
-    test_gradcheck_of_the_kernels(op, "cpu")
-    test_a_long_scan_stays_exact(op, "cpu")
-
-
-def test_harness_accepts_the_reference_of_the_other_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_leaf(monkeypatch)
-    for shape in SHAPES[:6]:
-        test_cayley_parity("cayley", "cpu", torch.float32, shape)
-    test_cayley_of_a_large_gradient("cayley", "cpu")
-    for activation in NAMES:
-        test_activation_parity("activations", "cpu", torch.float32, activation)
-        test_special_values("activations", "cpu", activation)
-    test_tanh_is_accurate_everywhere("activations", "cpu")
-    test_linear_cross_entropy_parity("linear_cross_entropy", "cpu", torch.float32, 9, 7, 5)
-    test_extreme_logits("linear_cross_entropy", "cpu")
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("field", ScanGradients._fields)
-def test_harness_rejects_a_wrong_gradient(op: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of one gradient, wrong by a hundredth of a percent of the largest."""
-    problem = scan_problem(op, B=3, T=5, N=9, activation="prelu", inputs="features")
-    true_bwd = getattr(dispatch.leaf(op, "reference"), f"{op}_bwd")
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        grads = true_bwd(*args, **kwargs)
-        grad = getattr(grads, field)
-        grad.view(-1)[0] += 1e-4 * grad.abs().max()
-        return grads
-
-    fake_leaf(monkeypatch, **{f"{op}_bwd": wrong})
-    with pytest.raises(AssertionError, match=problem.grad_names()[1] if field == "m" else f"grad_{field}"):
-        check_scan(problem, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_harness_rejects_unwritten_memory(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_fwd = getattr(dispatch.leaf(op, "reference"), f"{op}_fwd")
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        states = true_fwd(*args, **kwargs)
-        states.hs[-1, -1, -1] = float("nan")
-        return states
-
-    fake_leaf(monkeypatch, **{f"{op}_fwd": wrong})
-    with pytest.raises(AssertionError, match="hs: 1 of 135 elements are NaN or infinite"):
-        check_scan(scan_problem(op, B=3, T=5, N=9), torch.float64, "cpu")

@@ -29,7 +29,6 @@ from harness import (
 from torch import Tensor
 
 from orthokern import functional
-from orthokern.reference import dense_scan, factored_scan
 
 SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
 QUICK = [{"N": 33, "T": 20}]
@@ -77,10 +76,10 @@ class Problem:
         grads = torch.autograd.grad(hs, self.inputs, only(self.cotangent, some))
         double = [m.detach().double() for m in self.matrices]
         x, h0, cotangent = (t.detach().double() for t in (self.x[:, some], self.h0[some], self.cotangent[:, some]))
-        module = factored_scan if self.op == "factored_scan" else dense_scan
-        forward, backward = getattr(module, f"{self.op}_fwd"), getattr(module, f"{self.op}_bwd")
-        hs64, _, pre = forward(x, *double, h0, None, None, None, activation="tanh")
-        grads64 = backward(cotangent, hs64, pre, x, *double, h0, None, None, None, activation="tanh")
+        forward, backward = (getattr(torch.ops.orthokern, f"{self.op}_{pass_}") for pass_ in ("fwd", "bwd"))
+        others = (*double, h0, None, None, None, "tanh")
+        hs64, _, pre = forward(x, *others, backend="reference")
+        grads64 = backward(cotangent, hs64, pre, None, *others, backend="reference")
         ours = [hs[:, some], grads[0][:, some], *grads[1:]]
         return check(self.op, ours, [hs64, *grads64[: len(self.inputs)]], TOLERANCE)
 

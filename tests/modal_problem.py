@@ -1,0 +1,77 @@
+"""Random inputs of modal_scan and modal_cross_entropy, for the tests of every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOSS_NAMES = (
+    "loss", "hits", "grad_x", "grad_re", "grad_im", "grad_z0", "grad_table", "grad_readout", "grad_bias", "grad_pairs",
+)  # fmt: skip
+SCAN_NAMES = ("grad_x", "grad_re", "grad_im", "grad_z0", "grad_table", "grad_pairs")
+
+
+class Problem:
+    """Random inputs of both ops, float64, eigenvalues of magnitude within 1 +- margin; the last mode is real."""
+
+    def __init__(
+        self, M: int, T: int, B: int, C: int = 3, D: int = 5, *, tokens: bool = True, bias: bool = True, P: int = 3,
+        margin: float = 0.01, seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+        angle = 3.14 * torch.rand(M, dtype=torch.float64, generator=generator)
+        radius = 1 + margin * (2 * torch.rand(M, dtype=torch.float64, generator=generator) - 1)
+        self.re, self.im = radius * angle.cos(), radius * angle.sin()
+        self.im[-1] = 0
+        self.table = normal(D, 2 * M) if tokens else None
+        self.x = torch.randint(0, D, (T, B), generator=generator) if tokens else normal(T, B, 2 * M)
+        self.z0, self.readout = normal(B, 2 * M), normal(C, 2 * M) / (2 * M) ** 0.5
+        self.bias = normal(C) if bias else None
+        self.target = torch.randint(0, C, (T, B), generator=generator)
+        self.pairs = torch.randint(0, M, (P, 2), generator=generator) if P else None
+        self.grad_z = normal(T, B, 2 * M)
+
+    def map(self, change: Any) -> Problem:
+        """A copy with every tensor but re, im and pairs changed by a function of a tensor."""
+        copy = object.__new__(Problem)
+        for name, value in vars(self).items():
+            keep = value is None or name in ("re", "im", "pairs")
+            setattr(copy, name, value if keep else change(value))
+        return copy
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    def poisoned(self, lengths: Tensor) -> Problem:
+        """A copy whose padding holds what must not be looked at."""
+        copy = self.map(torch.clone)
+        padding = torch.arange(self.target.shape[0]).unsqueeze(1) >= lengths
+        copy.x[padding] = float("nan") if self.table is None else 10**9
+        copy.target[padding] = -(10**9)
+        copy.grad_z[padding] = float("nan")
+        return copy
+
+    def loss(
+        self, backend: str, *, reduction: str = "mean", need_grad: bool = True, lengths: Tensor | None = None
+    ) -> Any:
+        """Everything that modal_cross_entropy_fwd returns, by name."""
+        found = torch.ops.orthokern.modal_cross_entropy_fwd(
+            self.x, self.re, self.im, self.z0, self.table, self.readout, self.bias, self.target, self.pairs,
+            reduction, need_grad, backend, lengths,
+        )  # fmt: skip
+        return dict(zip(LOSS_NAMES, found, strict=True))
+
+    def scan(self, backend: str, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
+        """States and gradients of modal_scan, by name."""
+        z = torch.ops.orthokern.modal_scan_fwd(self.x, self.re, self.im, self.z0, self.table, backend, lengths)
+        x = None if self.table is None else self.x
+        grads = torch.ops.orthokern.modal_scan_bwd(
+            self.grad_z, z, x, self.re, self.im, self.z0, self.table, self.pairs, True, backend, lengths
+        )
+        return {"z": z, **dict(zip(SCAN_NAMES, grads, strict=True))}

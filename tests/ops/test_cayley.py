@@ -1,0 +1,138 @@
+"""cayley: the reference against the textbook form, kernels against the reference, the op's registration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import DTYPES, SHORT, assert_matches_reference, compiled, each, served, strided
+from torch import Tensor
+
+from orthokern import functional, ops
+from orthokern.reference.cayley import cayley
+
+NAMESPACE = torch.ops.orthokern
+
+
+# ------------------------------------------------------------------------------------------------------------ reference
+
+
+def basis(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64, generator=generator))[0]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (5, 3), (9, 2), (6, 1), (3, 5, 4), (2, 3, 4, 4)], ids=str)
+@pytest.mark.parametrize("lr", [1e-3, 1.0, -0.5])
+def test_cayley_is_the_textbook_form_and_orthogonal(shape: tuple[int, ...], lr: float) -> None:
+    m, g = basis(*shape), torch.randn(*shape, dtype=torch.float64)
+    a = g @ m.mT - m @ g.mT
+    eye = torch.eye(shape[-2], dtype=torch.float64)
+    expected = torch.linalg.inv(eye + lr / 2 * a) @ (eye - lr / 2 * a) @ m
+    actual = cayley(m, g, lr)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    gram = torch.eye(shape[-1], dtype=torch.float64).expand(*shape[:-2], -1, -1)
+    torch.testing.assert_close(actual.mT @ actual, gram, rtol=0, atol=1e-12)
+    torch.testing.assert_close(cayley(m, torch.zeros_like(g), lr), m, rtol=0, atol=0)
+
+
+def test_cayley_with_a_rate_for_each_matrix() -> None:
+    m, g = basis(2, 3, 5, 4), torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    rates = torch.rand(2, 3, dtype=torch.float64)
+    stepped = cayley(m, g, rates)
+    for i in range(2):
+        for j in range(3):
+            torch.testing.assert_close(stepped[i, j], cayley(m[i, j], g[i, j], float(rates[i, j])))
+
+
+@pytest.mark.parametrize(("N", "K"), [(8, 8), (8, 3)])
+def test_cayley_lowers_the_loss_to_first_order(N: int, K: int) -> None:
+    """Note [Cayley step]: the loss changes by -lr/2 |A|_F^2."""
+    for seed in range(5):
+        m, target = basis(N, K, seed=seed), basis(N, K, seed=100 + seed)
+        g = m - target  # of 1/2 |m - target|^2
+        a = g @ m.mT - m @ g.mT
+        lr = 1e-6
+        change = 0.5 * (cayley(m, g, lr) - target).square().sum() - 0.5 * g.square().sum()
+        torch.testing.assert_close(change, -lr / 2 * a.square().sum(), rtol=1e-4, atol=0)
+        assert change < 0
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+SHAPES = [
+    (1, 1),
+    (2, 2),
+    (5, 3),
+    (33, 33),
+    (64, 64),
+    (65, 64),
+    (130, 7),
+    (17, 1),
+    (3, 9, 9),
+    (2, 3, 12, 5),
+    (2, 130, 130),
+]
+
+
+@each("cayley")
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_cayley_parity(op: str, backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    step = torch.ops.orthokern.cayley
+    m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype)
+    g = torch.randn(*shape, dtype=dtype)
+    rates = [1e-6, 1e-2, 1.0, -0.1]
+    for lr in [*map(torch.tensor, rates), torch.rand(shape[:-2], dtype=dtype)]:
+        expected = step(m.double(), g.double(), lr, "reference")
+        actual, plain = step(m, g, lr, backend), step(m, g, lr, "reference")
+        assert_matches_reference(actual, expected, plain, name=f"lr={lr}")
+        assert torch.equal(actual, step(strided(m), strided(g), lr, backend))
+        # the columns are orthonormal to rounding, whatever the step
+        eps = torch.finfo(dtype).eps
+        gram = actual.double().mT @ actual.double() - torch.eye(shape[-1], dtype=torch.float64)
+        assert gram.abs().max() < 64 * eps * max(1.0, shape[-2] ** 0.5)
+
+
+@each("cayley")
+def test_cayley_of_a_large_gradient(op: str, backend: str) -> None:
+    """LU without pivoting is safe because the matrix has symmetric part I, however large the skew part."""
+    m = torch.linalg.qr(torch.randn(3, 40, 40, dtype=torch.float64))[0]
+    for scale in (1e2, 1e4, 1e6):
+        g = scale * torch.randn(3, 40, 40, dtype=torch.float64)
+        new = torch.ops.orthokern.cayley(m, g, torch.tensor(1.0), backend)
+        assert (new.mT @ new - torch.eye(40, dtype=torch.float64)).abs().max() < 1e-9 * scale**0.5
+
+
+# --------------------------------------------------------------------------------------------------------- registration
+
+
+@pytest.mark.parametrize("backend", served("cayley"))
+def test_opcheck_cayley(backend: str) -> None:
+    for shape, lr in (((5, 5), torch.tensor(0.1)), ((2, 6, 3), torch.rand(2, dtype=torch.float64))):
+        m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0]
+        torch.library.opcheck(NAMESPACE.cayley.default, (m, torch.randn_like(m), lr, backend))
+
+
+def test_compiled_cayley() -> None:
+    m = torch.linalg.qr(torch.randn(2, 6, 4))[0]
+    g = torch.randn_like(m)
+    for lr in (0.1, torch.rand(2)):
+        torch.testing.assert_close(compiled(functional.cayley)(m, g, lr), functional.cayley(m, g, lr))
+    torch.testing.assert_close(compiled(ops.cayley.step)(m, g, 0.1), functional.cayley(m, g, 0.1))
+
+
+def test_cayley_has_no_derivative_but_the_reference_does() -> None:
+    m = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0].requires_grad_()
+    g = torch.randn(4, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="pass backend='reference'"):
+        functional.cayley(m, g, 0.1).sum().backward()
+    functional.cayley(m, g, 0.1, backend="reference").sum().backward()
+    assert m.grad is not None
+
+
+def test_optimizer_path_of_cayley_is_the_op() -> None:
+    m, g = torch.linalg.qr(torch.randn(3, 8, 5))[0], torch.randn(3, 8, 5)
+    for lr in (1e-3, torch.rand(3)):
+        torch.testing.assert_close(ops.cayley.step(m, g, lr), functional.cayley(m, g, lr), rtol=0, atol=0)
+    one = functional.cayley(m, g, torch.tensor(1e-3, dtype=torch.float64))
+    torch.testing.assert_close(one, functional.cayley(m, g, 1e-3), rtol=0, atol=0)

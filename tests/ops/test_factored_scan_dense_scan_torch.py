@@ -1,0 +1,256 @@
+"""factored_scan and dense_scan as torch sees them: opcheck, torch.compile, autograd, what is saved, taps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch._dynamo.testing
+from helpers import (
+    SCANS,
+    call_functional,
+    compiled,
+    gradients,
+    leaf_tensors,
+    scan_problem,
+    served,
+    some_lengths,
+    with_poisoned_padding,
+)
+from torch import Tensor
+
+from orthokern import dispatch, functional
+from orthokern.ops._taps import SINKS, tap
+
+NAMESPACE = torch.ops.orthokern
+
+
+# -------------------------------------------------------------------------------------------------------------- opcheck
+
+SCAN_CHECKS = [("tanh", "dense", 0), ("prelu", "tokens", 2), ("oplu", "features", 0), ("modrelu", "dense", 3)]
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("backend", served("factored_scan"))
+@pytest.mark.parametrize(("activation", "inputs", "checkpoint_every"), SCAN_CHECKS)
+def test_opcheck_scans(op: str, backend: str, activation: str, inputs: str, checkpoint_every: int) -> None:
+    if backend == "reference" and dispatch.absence(op, "cpu") is None and activation != "prelu":
+        pytest.skip("the registration is the same for every backend: one case will do")
+    problem = scan_problem(op, B=3, T=5, N=4, D=6, activation=activation, inputs=inputs, gap=1e-4)
+    fwd, bwd = getattr(NAMESPACE, f"{op}_fwd").default, getattr(NAMESPACE, f"{op}_bwd").default
+    torch.library.opcheck(fwd, (*leaf_tensors(problem), activation, checkpoint_every, backend))
+    hs, ckpt, pre = fwd(*problem.inputs(), activation, checkpoint_every, backend)
+    x, *others = problem.inputs()
+    x_needed = problem.weight is not None or checkpoint_every > 0
+    states = ckpt if checkpoint_every else hs
+    for need_x, need_params in ((True, True), (False, True), (True, False)):
+        arguments = (problem.grad_hs, states, pre, x if x_needed else None, *others)
+        options = (activation, checkpoint_every, need_x, need_params, backend)
+        torch.library.opcheck(bwd, (*arguments, *options), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(bwd, (*arguments, *options))
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_opcheck_scans_with_lengths_and_clip(op: str) -> None:
+    for inputs, every in (("features", 0), ("tokens", 2)):
+        problem = scan_problem(op, B=3, T=5, N=4, D=6, activation="prelu", inputs=inputs)
+        fwd, bwd = getattr(NAMESPACE, f"{op}_fwd").default, getattr(NAMESPACE, f"{op}_bwd").default
+        more = {"lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
+        torch.library.opcheck(fwd, (*leaf_tensors(problem), "prelu", every), more)
+        hs, ckpt, pre = fwd(*problem.inputs(), "prelu", every, **more)
+        torch.library.opcheck(
+            bwd, (problem.grad_hs, ckpt if every else hs, pre, *problem.inputs(), "prelu", every), more
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize(("activation", "inputs"), [("tanh", "dense"), ("prelu", "tokens"), ("modrelu", "features")])
+def test_compiled_scans(op: str, activation: str, inputs: str) -> None:
+    problem = scan_problem(op, B=3, T=5, N=4, activation=activation, inputs=inputs)
+    some = {"lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
+    for options in ({"checkpoint_every": 0}, {"checkpoint_every": 2}, some, {"checkpoint_every": 2, **some}):
+        expected = gradients(problem, call_functional, **options)
+        actual = gradients(problem, compiled(call_functional), **options)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+def test_compiled_with_any_length() -> None:
+    """One graph for all lengths and batches."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    run = compiled(call_functional, backend=counter, dynamic=True)
+    for B, T in ((3, 5), (4, 7), (6, 9)):  # equal sizes would count as one symbol: none is N or D
+        problem = scan_problem("factored_scan", B=B, T=T, N=8, D=11, activation="prelu", inputs="tokens")
+        expected, actual = gradients(problem, call_functional), gradients(problem, run)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+def test_compiled_with_inductor() -> None:
+    problem = scan_problem("factored_scan", B=3, T=5, N=4, activation="prelu", inputs="features")
+    expected, actual = (
+        gradients(problem, run) for run in (call_functional, compiled(call_functional, backend="inductor"))
+    )
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
+def test_public_function_differentiates_as_the_reference(op: str, inputs: str) -> None:
+    problem = scan_problem(
+        op, B=3, T=6, N=4, K=3 if op == "factored_scan" else None, activation="modrelu", inputs=inputs
+    )
+    lengths = some_lengths(3, 6, "any")
+    for options in ({}, {"lengths": lengths}, {"message_clip": 0.2}, {"lengths": lengths, "message_clip": 0.2}):
+        given = with_poisoned_padding(problem, lengths) if "lengths" in options else problem
+        expected = gradients(given, call_functional, backend="reference", **options)
+        for every in (0, 4):
+            actual = gradients(given, call_functional, checkpoint_every=every, **options)
+            for a, e in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_each_input_on_its_own(op: str) -> None:
+    """Only what requires a gradient gets one, whichever it is."""
+    problem = scan_problem(op, B=3, T=4, N=4, activation="prelu", inputs="features")
+    expected = gradients(problem, call_functional)[1:]
+    for index, gradient in enumerate(expected):
+        inputs = list(problem.inputs())
+        leaf = inputs[index] = inputs[index].clone().requires_grad_()  # type: ignore[union-attr]
+        call_functional(problem, inputs).backward(problem.grad_hs)
+        torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_no_state_is_given_when_none_is_asked_for() -> None:
+    problem = scan_problem("factored_scan", B=2, T=3, N=4, inputs="features")
+    with torch.no_grad():
+        assert not call_functional(problem, leaf_tensors(problem)).requires_grad
+    zero = call_functional(problem, [*problem.inputs()[:4], torch.zeros(2, 4).double(), *problem.inputs()[5:]])
+    torch.testing.assert_close(call_functional(problem, [*problem.inputs()[:4], None, *problem.inputs()[5:]]), zero)
+
+
+def test_int32_tokens() -> None:
+    problem = scan_problem("dense_scan", B=2, T=3, N=4, inputs="tokens")
+    expected = call_functional(problem, list(problem.inputs()))
+    problem.x = problem.x.to(torch.int32)
+    assert torch.equal(call_functional(problem, list(problem.inputs())), expected)
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("every", [0, 4])
+def test_what_is_saved(op: str, every: int) -> None:
+    """The docstring's Saved part, by shape: a training run's memory is made of it."""
+    saved: list[tuple[int, ...]] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(tuple(t.shape))
+        return t
+
+    T, B, N, D = 10, 5, 4, 7
+    for activation, inputs in (("tanh", "dense"), ("prelu", "dense"), ("modrelu", "features"), ("tanh", "tokens")):
+        problem = scan_problem(op, B=B, T=T, N=N, D=D, activation=activation, inputs=inputs)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            call_functional(problem, leaf_tensors(problem), checkpoint_every=every)
+        large = sorted(shape for shape in saved if shape and shape[0] in (T, -(-T // 4)) and len(shape) > 1)
+        states = [(-(-T // 4), B, N)] if every else [(T, B, N)] * (2 if activation == "prelu" else 1)
+        x = {"features": [(T, B, D)], "tokens": [(T, B)], "dense": [(T, B, N)] if every else []}[inputs]
+        assert large == sorted(states + x)
+
+
+def test_a_profiler_sees_every_op_once() -> None:
+    problem = scan_problem("dense_scan", B=2, T=3, N=4)
+    with torch.autograd.profiler.profile() as profile:
+        gradients(problem, call_functional)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("orthokern::")}
+    assert counts == {"orthokern::dense_scan_fwd": 1, "orthokern::dense_scan_bwd": 1}
+
+
+def test_forward_mode_is_refused() -> None:
+    """Not passed by: the tangent would be lost without a word."""
+    x, w = torch.randn(3, 2, 4), torch.randn(4, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            functional.dense_scan(x, dual)
+
+
+def test_torch_func_gets_what_it_needs_or_is_told_where() -> None:
+    problem = scan_problem("dense_scan", B=2, T=3, N=4)
+
+    def loss(w: Tensor, backend: str | None) -> Tensor:
+        x, _, *others = problem.inputs()
+        return call_functional(problem, [x, w, *others], backend=backend).square().sum()
+
+    w = problem.inputs()[1]
+    assert w is not None
+    several = torch.stack([w, 2 * w])
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(RuntimeError, match=r"dense_scan_fwd has no rule .* pass backend='reference'"):
+            transform(loss)(w, None)
+    with pytest.raises(RuntimeError, match=r"dense_scan_fwd has no rule"):
+        torch.func.vmap(torch.func.grad(loss), (0, None))(several, None)
+    gradients_of = torch.func.vmap(torch.func.grad(loss), (0, None))(several, "reference")
+    leaf = several.clone().requires_grad_()
+    losses = torch.func.vmap(loss, (0, None))(leaf, None)  # a loop over the op
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], gradients_of)
+
+
+# ----------------------------------------------------------------------------------------------------------------- taps
+
+
+def two_layers(x: Tensor, u: Tensor) -> Tensor:
+    return functional.dense_scan(functional.factored_scan(x, u, torch.ones(4), u), u).sum()
+
+
+def test_tap_collects_the_norms_of_every_scan() -> None:
+    x, u = torch.randn(5, 3, 4), torch.linalg.qr(torch.randn(4, 4))[0].requires_grad_()
+    with tap() as taken, tap() as also:
+        two_layers(x, u).backward()
+    assert taken.ops == ["dense_scan", "factored_scan"]  # the last layer's backward runs first
+    assert [norm.shape for norm in taken.grad_norms] == [(5,), (5,)]
+    assert taken.grad_norms[0][-1] == pytest.approx(12**0.5)  # ones over [3, 4]
+    assert all(torch.equal(a, b) for a, b in zip(taken.grad_norms, also.grad_norms, strict=True))
+    two_layers(x, u).backward()
+    assert len(taken.grad_norms) == 2 and not SINKS
+
+    with tap() as from_compiled:
+        compiled(two_layers)(x, u).backward()
+    for a, b in zip(from_compiled.grad_norms, taken.grad_norms, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_tap_ignores_padding(op: str) -> None:
+    """The norm at t is that of the sequences that have a step t, each on its own."""
+    problem = scan_problem(op, B=4, T=6, N=4, inputs="features")
+    lengths = some_lengths(4, 6, "any")
+    with tap() as taken:
+        gradients(with_poisoned_padding(problem, lengths), call_functional, lengths=lengths)
+    squares = torch.zeros(6, dtype=torch.float64)
+    for b, length in enumerate(lengths.tolist()):
+        alone = dataclasses.replace(
+            problem, x=problem.x[:length, b : b + 1], h0=problem.h0[b : b + 1],
+            grad_hs=problem.grad_hs[:length, b : b + 1],
+        )  # fmt: skip
+        with tap() as one:
+            gradients(alone, call_functional)
+        squares[:length] += one.grad_norms[0].square()
+    torch.testing.assert_close(taken.grad_norms[0], squares.sqrt())
+
+
+def test_tap_closes_after_an_error() -> None:
+    with pytest.raises(KeyError), tap():
+        raise KeyError
+    assert not SINKS
