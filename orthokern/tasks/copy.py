@@ -281,7 +281,7 @@ class CopyExperiment(DrawnTask):
         self.way, states = ("sequential", ""), None
         if isinstance(self.rnn, RECURRENCES):  # raises where "modal" is asked for and cannot serve
             sizes = self.time_steps, settings.batch // current_shard().world, classes
-            call = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
+            call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
             if self.way[0] == "modal" or not settings.last_step_gradient:  # else that needs the states of all steps
                 states = _loss.state_bytes(self.rnn, *sizes, **call)
