@@ -120,7 +120,10 @@ plt.show()
 assert norms["unconstrained"][0] < 1e-3 * norms["orthogonal"][0]
 
 # %% [markdown]
-# Training needs no special optimizer: the free parameters take ordinary steps of SGD, and the weights stay orthogonal.
+# Training needs no special optimizer: the free parameters take ordinary steps, and the weights stay orthogonal. The
+# optimizer here is SGD, whose steps are as small as the gradient. Adam rescales every gradient, which hides much of the
+# difference: with Adam and 16 layers, the unconstrained network learned this task faster than the orthogonal one (loss
+# 0.05 and 0.32 after 80 iterations, one seed).
 
 
 # %%
