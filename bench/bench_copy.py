@@ -9,6 +9,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_parts_of_an_iteration(benchmark: Any, bench: Bench, size: Size, algorit
     error = first_loss_error(T, N, algorithm)
     task = experiment(T, N, algorithm)
     parts = PARTS[algorithm]
-    run = RunFolder.create(tmp_path / "run", "copy", task.settings)
+    run = RunFolder.create(tmp_path / "run", "copy", asdict(task.settings))
     begun: list[float] = []
     spent: dict[str, list[float]] = {part: [] for part in parts}
 

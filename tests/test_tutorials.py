@@ -1,0 +1,113 @@
+"""The tutorials run, their notebooks are theirs, and the site's links are rewritten."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not a source tree with documentation")
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("orthokern_site", ROOT / "docs" / "scripts" / "site.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs(path: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::UserWarning", str(path)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not list(tmp_path.iterdir()), "a tutorial removes the files that it writes"
+
+
+def cells(source: str) -> list[tuple[str, str]]:
+    """(kind, text) of the cells of a source in percent format; Markdown without its comment signs."""
+    found = []
+    for cell in re.split(r"^# %%", source, flags=re.MULTILINE)[1:]:
+        head, _, body = cell.partition("\n")
+        if "[markdown]" in head:
+            found.append(("markdown", re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE)))
+        else:
+            found.append(("code", body.strip()))
+    return found
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_notebook_is_that_of_its_source(path: Path) -> None:
+    notebook = path.with_suffix(".ipynb")
+    assert notebook.is_file(), f"run `python docs/scripts/notebooks.py {path.stem}`"
+    assert notebook.stat().st_size <= 300_000
+    stored = json.loads(notebook.read_text())["cells"]
+    assert [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in stored] == cells(path.read_text()), (
+        f"{notebook.name} is not that of {path.name}: run `python docs/scripts/notebooks.py {path.stem}`"
+    )
+    assert any(cell.get("outputs") for cell in stored), f"{notebook.name} has no outputs"
+
+
+def test_four_tutorials_are_there() -> None:
+    assert {path.stem for path in TUTORIALS} == {
+        "constrain_any_layer", "gradients", "long_memory", "own_training_loop",
+    }  # fmt: skip
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = set(re.findall(r"[\w/-]+\.md", navigation))
+    docs = ROOT / "docs"
+    pages = {page.name for page in docs.glob("*.md")} - {"README.md"}
+    pages |= {f"api/{page.name}" for page in docs.glob("api/*.md")}
+    pages |= {f"tutorials/{path.stem}.md" for path in TUTORIALS}
+    assert pages <= listed, f"mkdocs.yml does not list {', '.join(sorted(pages - listed))}"
+
+
+def test_links_are_those_of_the_site(site: ModuleType) -> None:
+    def link(text: str, origin: str = "docs/a.md", page: str = "a.md") -> str:
+        return site.linked(text, origin, page)
+
+    assert link("[x](docs/modal.md#cost)", "README.md", "index.md") == "[x](modal.md#cost)"
+    assert link("[x](docs/results/README.md)", "README.md", "index.md") == "[x](results/README.md)"
+    assert link("[x](../README.md)") == "[x](index.md)"
+    assert link("[x](../modal.md)", "docs/results/a.md", "results/a.md") == "[x](../modal.md)"
+    assert link("[x](tutorials/gradients.py)") == "[x](tutorials/gradients.md)"
+    assert link("[`f`](../csrc/buffer.h)") == "`f`"
+    assert link("![p](../bench/results/p.png)") == "![p](repository/bench/results/p.png)"
+    assert link("[x](https://a.org/b.md) [y](#here)") == "[x](https://a.org/b.md) [y](#here)"
+    assert link("`[x](../LICENSE)` [z](../LICENSE)") == "`[x](../LICENSE)` z"
+
+
+def test_a_notebook_becomes_a_page(site: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "n.ipynb"
+    outputs = [{"output_type": "stream", "text": ["3\n"]}, {"data": {"image/png": "aGk="}}]
+    path.write_text(
+        json.dumps(
+            {
+                "cells": [
+                    {"cell_type": "markdown", "source": ["# Title"]},
+                    {"cell_type": "code", "source": ["print(3)"], "outputs": outputs},
+                ]
+            }
+        )
+    )
+    text, images = site.notebook_page(path)
+    assert text == ("# Title\n\n```python\nprint(3)\n```\n\n```text\n3\n```\n\n![output of the code above](n-0.png)\n")
+    assert images == {"n-0.png": b"hi"}
