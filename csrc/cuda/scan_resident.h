@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   MapTile<Traits> map1, map2;
   self.load_maps(map1, map2);
   self.start();
-  const int group = self.group, length = self.range.end - self.range.begin;
+  const int group = self.group, length = self.range.end - self.range.begin;  // group: at least kSequences
   const float* from = self.state;
   float* to = kFactored ? self.state : self.state + group * kPadded;
   // the last result, which the next product publishes; none before the first step
@@ -460,8 +460,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         }
         __syncthreads();
       }
+      int g0 = 0;
 #pragma unroll 1
-      for (int g0 = 0; g0 < group; g0 += kSequences) {
+      do {
         const int g = g0 + self.own;
         bool live;
         SequenceSteps steps;
@@ -481,7 +482,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         const float before = sum + input, after = self.end_step(before, gate);
         if (live) to[g * kPadded + self.row] = after;  // before a sequence begins its state is zero and stays so
         result = {g, place, after, before, gate, steps, id};
-      }
+      } while ((g0 += kSequences) < group);
       __syncthreads();
       self.moved += self.stride;
       if (!kFactored) {
