@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         parser = _parser()
         given = parser.parse(argv)
-        parser.check_all_play(given, {"module": None, "cell": "rnn"} | given)
+        parser.check_all_play(given, SimpleNamespace(**({"module": None, "cell": "rnn"} | given)))
         if "threads" in given:
             torch.set_num_threads(given["threads"])
         seed = given.get("seed", 0)

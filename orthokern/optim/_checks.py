@@ -12,7 +12,7 @@ from torch import Tensor
 from orthokern._state import check_integer, check_real, misfit
 from orthokern.errors import InputError
 
-__all__ = ["check_certificate", "check_matrix", "check_new", "check_rate"]
+__all__ = ["check_certificate", "check_constrained", "check_matrix", "check_new", "check_rate"]
 
 
 def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
@@ -69,3 +69,16 @@ def check_certificate(name: str, value: Any, M: int, K: int) -> None:
         check_real(f"{name}.{part}", number, 0.0)
     if len(value) == 6:
         check_integer(f"{name}.served", value[5])
+
+
+def check_constrained(index: int, item: Any) -> tuple[Tensor, slice]:
+    """(matrix, slice of its rows) of one element of what the user gave."""
+    pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], slice)
+    parameter, rows = item if pair else (item, slice(None))
+    if not isinstance(parameter, Tensor):
+        raise InputError(f"constrained[{index}] is a {type(parameter).__name__}: accepted is a matrix (a torch.Tensor)")
+    if parameter.ndim != 2 or 0 in parameter.detach()[rows].shape:
+        raise InputError(f"constrained[{index}] has shape {list(parameter.shape)}: accepted is a matrix with elements")
+    if parameter.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"constrained[{index}] has dtype {parameter.dtype}: accepted are float32 and float64")
+    return parameter, rows

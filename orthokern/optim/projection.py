@@ -17,7 +17,7 @@ from orthokern._products import ieee_products
 from orthokern._state import check_integer, misfit
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import spectral
-from orthokern.optim._checks import check_certificate, check_matrix
+from orthokern.optim._checks import check_certificate, check_constrained, check_matrix
 from orthokern.optim._clip import clipped
 
 __all__ = ["SpectralNormProjection"]
@@ -163,7 +163,7 @@ class SpectralNormProjection:
         found = _of_module(constrained, inputs) if isinstance(constrained, nn.Module) else list(constrained)
         if not found:
             raise InputError("constrained has no matrix: accepted is a module with a GRU, or matrices")
-        self._matrices = [_checked(index, item) for index, item in enumerate(found)]
+        self._matrices = [check_constrained(index, item) for index, item in enumerate(found)]
         self._before: list[Tensor | None] = [None] * len(self._matrices)
         self._bounds = [math.inf] * len(self._matrices)
         self._certificates: list[_Certificate | None] = [None] * len(self._matrices)
@@ -189,7 +189,7 @@ class SpectralNormProjection:
             if self.method == "proof" or (self.method == "auto" and w.device.type == "cpu"):
                 by_proof.append(index)
                 continue
-            _checked(index, w)
+            check_constrained(index, w)
             self.counts["checks"] += 1
             flat = w.shape[0] < w.shape[1]
             result = clipped(w.mT if flat else w, self.trigger, self.limit)
@@ -260,7 +260,7 @@ class SpectralNormProjection:
             w = self.matrices[index]
             before = self._before[index]
             if before is None or before.dtype != w.dtype or before.device != w.device:
-                _checked(index, w)  # its dtype may be another one by now
+                check_constrained(index, w)  # its dtype may be another one by now
                 self._before[index] = self._certificates[index] = None
                 bounds.append(math.inf)
             else:
@@ -591,16 +591,3 @@ def _of_module(module: nn.Module, inputs: str) -> list[Any]:
                 if name.startswith("weight_hh") or upper:
                     found.append((parameter, rows))
     return found
-
-
-def _checked(index: int, item: Any) -> tuple[Tensor, slice]:
-    """(matrix, slice of its rows) of one element of what the user gave."""
-    pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], slice)
-    parameter, rows = item if pair else (item, slice(None))
-    if not isinstance(parameter, Tensor):
-        raise InputError(f"constrained[{index}] is a {type(parameter).__name__}: accepted is a matrix (a torch.Tensor)")
-    if parameter.ndim != 2 or 0 in parameter.detach()[rows].shape:
-        raise InputError(f"constrained[{index}] has shape {list(parameter.shape)}: accepted is a matrix with elements")
-    if parameter.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"constrained[{index}] has dtype {parameter.dtype}: accepted are float32 and float64")
-    return parameter, rows
