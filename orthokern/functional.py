@@ -4,6 +4,7 @@ Letters: B batch, T time, N hidden, K rank of U and V, D input features or numbe
 A wrong input raises ``InputError`` (one line: argument, value, what is accepted). ``backend`` is "reference", "cpu",
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
 explicit backend that cannot serve raises ``BackendUnavailable``. A second derivative needs ``backend="reference"``.
+Longer than 600 lines: most of them are the docstrings of the public functions.
 """
 
 from __future__ import annotations
@@ -112,6 +113,12 @@ def factored_scan(
     Raises:
         InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> u, v = (torch.linalg.qr(torch.randn(8, 8))[0] for _ in range(2))
+        >>> factored_scan(torch.randn(100, 4, 8), u, torch.ones(8), v).shape
+        torch.Size([100, 4, 8])
     """
     N = _check_factors(u, s, v)
     x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
@@ -178,6 +185,12 @@ def dense_scan(
     Raises:
         InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> w = torch.linalg.qr(torch.randn(8, 8))[0]
+        >>> dense_scan(torch.randn(100, 4, 8), w, activation="relu").shape
+        torch.Size([100, 4, 8])
     """
     check.is_tensor("w", w)
     if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
@@ -229,6 +242,11 @@ def gru_scan(
     Raises:
         InputError: wrong shapes, dtypes, devices, variant or lengths.
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> gru_scan(torch.randn(100, 4, 24), torch.randn(24, 8) / 8).shape
+        torch.Size([100, 4, 8])
     """
     check.is_tensor("w", w)
     if w.ndim != 2 or w.shape[0] != 3 * w.shape[1] or w.shape[1] < 1:
@@ -272,6 +290,13 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     Raises:
         InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> u = torch.eye(8, dtype=torch.float64)
+        >>> moved = cayley(u, torch.randn(8, 8, dtype=torch.float64), 1e-2)
+        >>> bool(((moved.mT @ moved - u).abs() < 1e-12).all())
+        True
     """
     check.is_tensor("m", m)
     if m.ndim < 2 or 0 in m.shape or m.shape[-1] > m.shape[-2]:
@@ -318,6 +343,13 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         InputError: a wrong shape or dtype.
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> x = torch.randn(8, 8, dtype=torch.float64)
+        >>> w = skew_exp(x - x.mT)
+        >>> bool(((w.mT @ w - torch.eye(8)).abs() < 1e-12).all())
+        True
     """
     check.is_tensor("x", x)
     if x.ndim < 2 or 0 in x.shape or x.shape[-1] != x.shape[-2]:
@@ -344,6 +376,11 @@ def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend
     Raises:
         InputError: wrong shapes, dtypes, devices or name.
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> activation(torch.tensor([-1.0, 2.0]), "relu")
+        tensor([0., 2.])
     """
     check.activation_name(name)
     check.is_float("x", check.is_tensor("x", x))
@@ -355,17 +392,35 @@ def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend
 
 
 def modrelu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
-    """sign(x) max(|x| + bias, 0), the real modReLU (Arjovsky et al. 2016). x [..., N]; bias [1] or [N]."""
+    """sign(x) max(|x| + bias, 0), the real modReLU (Arjovsky et al. 2016). x [..., N]; bias [1] or [N].
+
+    Example::
+
+        >>> modrelu(torch.tensor([-1.0, 0.25]), torch.tensor([-0.5, -0.5]))
+        tensor([-0.5000,  0.0000])
+    """
     return activation(x, "modrelu", bias, backend=backend)
 
 
 def oplu(x: Tensor, *, backend: str | None = None) -> Tensor:
-    """(max, min) of each adjacent pair, ties as they are (Chernodub and Nowicki 2016). x [..., N], N even."""
+    """(max, min) of each adjacent pair, ties as they are (Chernodub and Nowicki 2016). x [..., N], N even.
+
+    Example::
+
+        >>> oplu(torch.tensor([1.0, 2.0, 4.0, 3.0]))
+        tensor([2., 1., 4., 3.])
+    """
     return activation(x, "oplu", backend=backend)
 
 
 def prelu(x: Tensor, slope: Tensor, *, backend: str | None = None) -> Tensor:
-    """max(x, 0) + slope min(x, 0) (He et al. 2015). x [..., N]; slope [1] or [N]."""
+    """max(x, 0) + slope min(x, 0) (He et al. 2015). x [..., N]; slope [1] or [N].
+
+    Example::
+
+        >>> prelu(torch.tensor([-1.0, 2.0]), torch.tensor([0.25]))
+        tensor([-0.2500,  2.0000])
+    """
     return activation(x, "prelu", slope, backend=backend)
 
 
@@ -395,6 +450,11 @@ def linear_cross_entropy(
     Raises:
         InputError: wrong shapes, dtypes, devices, reduction or class ids.
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> linear_cross_entropy(torch.randn(100, 8), torch.zeros(5, 8), None, torch.zeros(100, dtype=torch.int64))
+        tensor(1.6094)
     """
     check.is_float("hidden", check.is_tensor("hidden", hidden))
     if hidden.ndim < 1:
@@ -468,6 +528,13 @@ def scan_cross_entropy(
     Raises:
         InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it cannot serve.
         BackendUnavailable: the backend asked for cannot serve.
+
+    Example::
+
+        >>> tokens, target = torch.randint(0, 4, (100, 3)), torch.zeros(100, 3, dtype=torch.int64)
+        >>> w, table = torch.linalg.qr(torch.randn(8, 8))[0], torch.randn(8, 4)
+        >>> scan_cross_entropy(tokens, w, torch.zeros(5, 8), target, weight=table, activation="identity").loss
+        tensor(1.6094)
     """
     factors = matrix if isinstance(matrix, (tuple, list)) else (matrix,)
     if len(factors) == 3:
@@ -540,6 +607,12 @@ def explain_scan_cross_entropy(
 
     Raises:
         InputError: algorithm="modal" cannot serve.
+
+    Example::
+
+        >>> w = torch.linalg.qr(torch.randn(8, 8))[0]
+        >>> explain_scan_cross_entropy(w, 100, 3, 5, activation="tanh")[0]
+        'sequential'
     """
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     _, modes, why = _scan_loss.choose_for(
@@ -567,6 +640,11 @@ def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
 
     Raises:
         InputError: a margin that is negative or not a finite number, or an unknown kind.
+
+    Example::
+
+        >>> spectrum(torch.zeros(3), 0.1)
+        tensor([1., 1., 1.])
     """
     check.is_float("p", check.is_tensor("p", p))
     if kind not in SPECTRUM_MAPS:

@@ -128,6 +128,13 @@ class Householder(nn.Module):
 
     Compact WY form: with unit columns v_i of V, H_1 ... H_K = I - V T^-1 V^T, T = triu(V^T V, 1) + I/2 (Joffrain et al.
     2006; Mhammedi et al. 2017 for networks). O(N K^2), and nothing of size N x N anywhere. The signs [K] are a buffer.
+
+    Example::
+
+        >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> layer = torch.nn.Linear(8, 8)
+        >>> register_parametrization(layer, "weight", Householder(layer.weight)).weight.shape
+        torch.Size([8, 8])
     """
 
     signs: Tensor
@@ -185,6 +192,13 @@ class FactorizedSpectrum(nn.Module):
         margin: m >= 0: s in (1 - m, 1 + m). None: s is free.
         spectrum_map: "sigmoid" or "tanh", as in orthokern.functional.spectrum.
         rank: K up to min(N, M), None for that.
+
+    Example::
+
+        >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> layer = torch.nn.Linear(8, 8)
+        >>> register_parametrization(layer, "weight", FactorizedSpectrum(layer.weight)).weight.shape
+        torch.Size([8, 8])
     """
 
     def __init__(

@@ -72,6 +72,12 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
 
     Raises:
         InputError: a module without a Schur form, or an unknown norm.
+
+    Example::
+
+        >>> from orthokern.nn import NonNormalRNN
+        >>> modulus_penalty(NonNormalRNN(3, 8)).item()
+        0.0
     """
     if norm not in ("l1", "l2"):
         raise unknown_name("norm", norm, ("l1", "l2"))
@@ -93,6 +99,12 @@ def triangular_decay(module: nn.Module) -> Tensor:
 
     Raises:
         InputError: a module without a Schur form.
+
+    Example::
+
+        >>> from orthokern.nn import NonNormalRNN
+        >>> triangular_decay(NonNormalRNN(3, 8)).ndim
+        0
     """
     values = [
         t.square().sum() for part in module.modules() if isinstance(part, HasSchurForms) for t in part.triangles()
@@ -129,6 +141,11 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
         the gradients for U and V are left out, for the reasons in Note [Weight decay of the composite].
         A matrix. W^T W and W W^T have the same eigenvalues but for |n - m| zeros, so the smaller of the two serves: for
         n < m, ||W^T W - I_m||^2 = ||W W^T - I_n||^2 + m - n.
+
+    Example::
+
+        >>> orthogonal_penalty(2 * torch.eye(3)).item()
+        27.0
     """
     if isinstance(recurrence, Tensor):
         return _gram_distance(recurrence)
@@ -332,6 +349,12 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         InputError: a module without a recurrence.
 
     Cost: O(K) for a factorized recurrence; a singular value decomposition, O(N^3), for a dense one.
+
+    Example::
+
+        >>> from orthokern.nn import FactorizedRNN
+        >>> spectrum_prior(FactorizedRNN(3, 8)).item()
+        0.0
     """
     values: list[Tensor] = []
     for part in module.modules():

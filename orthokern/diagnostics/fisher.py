@@ -96,6 +96,11 @@ def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor
 
     Raises:
         InputError: wrong shapes, numbers that are not finite, steps below 1.
+
+    Example::
+
+        >>> transient_norms(0.5 * torch.eye(2), torch.tensor([1.0, 0.0]), steps=3)
+        tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
     v, h = _inputs(v, u, several=True)
     norms = []

@@ -51,6 +51,11 @@ def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
 
     Returns:
         "mean", "std" (of the K values, not an estimate for more of them: divided by K), "min", "max".
+
+    Example::
+
+        >>> summarize_spectrum(torch.tensor([0.5, 1.0, 1.5]))["max"]
+        1.5
     """
     s = singular_values.detach().abs().double().cpu()
     return {
@@ -72,6 +77,11 @@ def spectral_radius(w: Tensor) -> float:
 
     Raises:
         InputError: w is no square matrix.
+
+    Example::
+
+        >>> spectral_radius(torch.diag(torch.tensor([0.5, -2.0])))
+        2.0
     """
     return _largest(_eigenvalues(w))
 
@@ -88,6 +98,11 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
 
     Raises:
         InputError: w is no square matrix.
+
+    Example::
+
+        >>> eigenvalue_angles(torch.eye(2))
+        tensor([0., 0.], dtype=torch.float64)
     """
     return _angles(_eigenvalues(w))
 
@@ -130,6 +145,12 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
 
     Raises:
         InputError: the module is no recurrence.
+
+    Example::
+
+        >>> from orthokern.nn import FactorizedRNN
+        >>> "spectral_radius" in str(diagnose_recurrence(FactorizedRNN(3, 8)))
+        True
     """
     missing = [name for name in ("num_layers", "bidirectional", "recurrent_matrix") if not hasattr(module, name)]
     if missing:

@@ -37,6 +37,11 @@ class ModReLU(nn.Module):
 
     Shapes: x [..., N] to y [..., N]. Parameter: bias [N] or [1], U(-0.01, 0.01) at first. Raises InputError for
     features below 1 and for an x whose last dimension is not N.
+
+    Example::
+
+        >>> ModReLU(8)(torch.randn(100, 8)).shape
+        torch.Size([100, 8])
     """
 
     def __init__(
@@ -74,6 +79,11 @@ class OPLU(nn.Module):
 
     A permutation of the units that depends on the input, so it keeps every norm, forward and backward; equal entries
     are not swapped. x [..., N] with N even -> [..., N]; InputError for an odd N.
+
+    Example::
+
+        >>> OPLU()(torch.tensor([1.0, 2.0]))
+        tensor([2., 1.])
     """
 
     def __init__(self, *, backend: str | None = None) -> None:

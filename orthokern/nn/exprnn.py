@@ -37,6 +37,12 @@ class ExpRNN(_Exponential):
     [N,N]. The state_dict also has the counters of steps and moves.
 
     Raises InputError, one line, for a bad argument, and in forward for an A that is not finite or too large (on a CPU).
+
+    Example::
+
+        >>> states, last = ExpRNN(3, 8)(torch.randn(100, 4, 3))
+        >>> states.shape, last.shape
+        (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
     def __init__(

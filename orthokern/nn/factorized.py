@@ -54,6 +54,13 @@ class FactorizedRNN(Recurrent):
     modrelu_bias_l0 [N], h0_l0 [N] where asked for.
 
     Raises InputError, one line, for a bad argument.
+
+    Example::
+
+        >>> rnn = FactorizedRNN(10, 8, nonlinearity="modrelu", margin=0.01)
+        >>> states, last = rnn(torch.randint(0, 10, (100, 4)))  # token ids
+        >>> states.shape, last.shape
+        (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
     _half_ok = False

@@ -65,6 +65,12 @@ class GRU(Recurrent):
     bias_hh_l0 [3N], blocks in the order r, z, n.
 
     Raises InputError, one line, for a bad argument.
+
+    Example::
+
+        >>> states, last = GRU(3, 8, variant="torch")(torch.randn(100, 4, 3))
+        >>> states.shape, last.shape
+        (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
     _half_ok = False

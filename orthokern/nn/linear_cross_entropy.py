@@ -33,6 +33,12 @@ class LinearCrossEntropy(nn.Module):
 
     Parameters, as in torch.nn.Linear, names and first values for the same seed included: weight [C,N] and bias [C],
     both U(-1/sqrt(N), 1/sqrt(N)) at first. Raises InputError for sizes below 1 and unknown names.
+
+    Example::
+
+        >>> readout = LinearCrossEntropy(8, 5)
+        >>> readout.loss(torch.randn(100, 4, 8), torch.zeros(100, 4, dtype=torch.int64)).shape
+        torch.Size([])
     """
 
     def __init__(

@@ -81,6 +81,12 @@ class NonNormalRNN(_Exponential):
     literature: orthokern.penalties.modulus_penalty and triangular_decay.
 
     Raises InputError, one line, for a bad argument, and in forward for gamma or A not finite or A too large (on a CPU).
+
+    Example::
+
+        >>> states, last = NonNormalRNN(3, 8)(torch.randn(100, 4, 3))
+        >>> states.shape, last.shape
+        (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
     _inits = INITS

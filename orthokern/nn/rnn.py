@@ -62,6 +62,12 @@ class RNN(Recurrent):
     bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for.
 
     Raises InputError, one line, for a bad argument.
+
+    Example::
+
+        >>> states, last = RNN(3, 8, num_layers=2)(torch.randn(100, 4, 3))
+        >>> states.shape, last.shape
+        (torch.Size([100, 4, 8]), torch.Size([2, 4, 8]))
     """
 
     def __init__(

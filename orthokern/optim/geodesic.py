@@ -81,6 +81,15 @@ class GeodesicSGD(Optimizer):
         InputError: for 16-bit or other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal,
             for options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf (on
             a GPU in the steps that measure the drift).
+
+    Example::
+
+        >>> u = torch.nn.Parameter(torch.eye(8))
+        >>> optimizer = GeodesicSGD([u], lr=1e-2)
+        >>> (u @ torch.randn(8)).square().sum().backward()
+        >>> optimizer.step()
+        >>> bool(((u.mT @ u - torch.eye(8)).abs() < 1e-5).all())
+        True
     """
 
     def __init__(
@@ -239,6 +248,15 @@ class GeodesicRMSprop(GeodesicSGD):
 
     Raises:
         InputError: as GeodesicSGD, and for alpha or eps out of range.
+
+    Example::
+
+        >>> u = torch.nn.Parameter(torch.eye(8))
+        >>> optimizer = GeodesicRMSprop([u], lr=1e-2)
+        >>> (u @ torch.randn(8)).square().sum().backward()
+        >>> optimizer.step()
+        >>> bool(((u.mT @ u - torch.eye(8)).abs() < 1e-5).all())
+        True
     """
 
     def __init__(

@@ -76,6 +76,12 @@ def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
         {"geodesic": [parameter, ...], the orthonormal bases; "spectrum": [(parameter, margin), ...], margin None
         where the parameter is the spectrum itself; "skew", "rotation", "other": [parameter, ...]}. Each parameter
         appears once.
+
+    Example::
+
+        >>> from orthokern.nn import FactorizedRNN
+        >>> sorted(name for name, found in split_parameters(FactorizedRNN(3, 8)).items() if found)
+        ['geodesic', 'other', 'spectrum']
     """
     split = _named_split(model)
     return {

@@ -135,6 +135,13 @@ class SpectralNormProjection:
 
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         SpectralNormProjection(model, delta=0.2).attach(optimizer)   # or call its step() after optimizer.step()
+
+    Example::
+
+        >>> w = torch.nn.Parameter(10 * torch.eye(8))
+        >>> SpectralNormProjection([w], delta=0.5).step()
+        >>> bool(torch.linalg.matrix_norm(w, 2) <= 1.5)
+        True
     """
 
     def __init__(
