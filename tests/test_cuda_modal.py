@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_host import build
-from helpers import SHORT, assert_matches_reference, some_lengths, strided
-from modal_problem import SCAN_NAMES, Problem
+from helpers import SHORT, some_lengths, strided
+from modal_problem import SCAN_NAMES, Problem, compare
 from torch import Tensor
 
 from orthokern import _modal_chunks, dispatch, functional
@@ -42,17 +42,6 @@ def cuda(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(_modal_chunks, "chunk_length", lambda T, lanes: 4)
     yield module
     module.set_schedule(*build.ORDERS["forward"])
-
-
-def compare(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    dtype = actual["grad_z0"].dtype  # of the call; sums over what has it come in float64
-    for name, tensor in actual.items():
-        if name == "hits":
-            assert torch.equal(tensor, exact[name])
-            continue
-        assert tensor.dtype == plain[name].dtype, name
-        rounded = tensor.to(dtype), exact[name], plain[name].to(dtype)
-        assert_matches_reference(*rounded, name=name, gradient="grad" in name)
 
 
 def check(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = None, **options: Any) -> None:

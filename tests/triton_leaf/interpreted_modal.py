@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SHORT, FloatProducts, assert_matches_reference, some_lengths
-from modal_problem import LOSS_NAMES, SCAN_NAMES, Problem
+from helpers import SHORT, FloatProducts, some_lengths
+from modal_problem import LOSS_NAMES, SCAN_NAMES, Problem, compare
 from torch import Tensor
 
 from orthokern import _modal_chunks
@@ -52,17 +52,6 @@ def loss(p: Problem, leaf: str = "triton_kernels", **options: Any) -> dict[str, 
         p.x, p.re, p.im, p.z0, p.table, p.readout, p.bias, p.target, p.pairs, **options
     )
     return dict(zip(LOSS_NAMES, found, strict=True))
-
-
-def compare(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    dtype = actual["grad_z0"].dtype  # of the call; sums over what has it come in float64
-    for name, tensor in actual.items():
-        if name == "hits":
-            assert torch.equal(tensor, exact[name])
-            continue
-        assert tensor.dtype == plain[name].dtype, name
-        rounded = tensor.to(dtype), exact[name], plain[name].to(dtype)
-        assert_matches_reference(*rounded, name=name, gradient="grad" in name)
 
 
 def check_scan(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = None) -> dict[str, Tensor]:
