@@ -179,6 +179,23 @@ def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
     return parse
 
 
+def duration(text: str) -> float:
+    """An argparse type: a length of time such as "90s", "30m" or "2h", in seconds.
+
+    Example:
+        >>> duration("1.5h")
+        5400.0
+    """
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    try:
+        seconds = float(text[:-1]) * units[text[-1:]]
+    except (ValueError, KeyError):
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a length of time such as 90s, 30m or 2h")
+    return seconds
+
+
 def real(
     minimum: float = -math.inf,
     *,

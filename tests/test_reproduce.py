@@ -19,9 +19,10 @@ import torch
 
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import kanai, nnrnn, oinit, runner, vorontsov
+from orthokern.reproduce.report import markdown
 from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search
-from orthokern.reproduce.spec import Experiment, Measure, Run, planned
+from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds, planned
 from orthokern.tasks import (
     adding,
     char_lm,
@@ -164,6 +165,45 @@ def test_a_command_tells_how_long_its_own_run_was(
     assert iterations("--report") == ["6", "3"]
     assert iterations("--iterations", 8, "--only", "toy-0.1") == ["8", "8"]
     assert iterations("--report") == ["6", "8"]
+
+
+def test_seeds_share_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs = over_seeds(toy("0"), (3, 4, 5))
+    experiment = Experiment("seeds", "Seeds", "Nobody 2000", runs, (ACCURACY, LOSS), epochs=False)
+    monkeypatch.setitem(command.EXPERIMENTS, "seeds", experiment)
+    assert reproduce("seeds", "--out", tmp_path, "--threads", 1) == 0
+    summary = json.loads((tmp_path / "full" / "seeds.json").read_text())
+    assert [row["settings"]["seed"] for row in summary["rows"]] == [3, 4, 5]
+    losses = sorted(row["ours"]["loss"] for row in summary["rows"])
+    assert losses[0] < losses[2]
+    page = (tmp_path / "full" / "seeds.md").read_text()
+    spread = f"{losses[1]:.3f} ({losses[0]:.3f} to {losses[2]:.3f})"
+    row = next(line for line in page.splitlines() if line.startswith("| 0 |"))
+    assert spread in row and "3 of 3 done" in row and "| 50.00 |" in row
+    assert "--seed 3`, and so to `--seed 5`" in page
+
+
+def test_a_budget(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "0.01s") == 0
+    assert "the budget is spent: 2 runs are not done; the same command goes on" in capsys.readouterr().out
+    states = [row["state"] for row in json.loads((tmp_path / "full" / "toy.json").read_text())["rows"]]
+    assert set(states) <= {"not run", "unfinished"}
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "1h") == 0
+    states = [row["state"] for row in json.loads((tmp_path / "full" / "toy.json").read_text())["rows"]]
+    assert states == ["done", "done"]
+    assert reproduce("toy", "--budget", "2 hours") == 2
+    assert "'2 hours' is not a length of time such as 90s, 30m or 2h" in capsys.readouterr().err
+
+
+PAGES = ROOT / "docs" / "results"
+
+
+@pytest.mark.parametrize(
+    "experiment", [each for each in ALL if (PAGES / f"{each.name}.json").exists()], ids=lambda each: each.name
+)
+def test_a_page_follows_from_its_numbers(experiment: Experiment) -> None:
+    summary = json.loads((PAGES / f"{experiment.name}.json").read_text())
+    assert markdown(experiment, summary) == (PAGES / f"{experiment.name}.md").read_text()
 
 
 def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, Settings, command, device, integer, path, say
+from orthokern.commandline import (
+    EXIT_INTERRUPTED,
+    MAX_THREADS,
+    Parser,
+    Settings,
+    command,
+    device,
+    duration,
+    integer,
+    path,
+    say,
+)
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
@@ -41,6 +52,7 @@ examples:
   python -m orthokern.reproduce table1 --data data --epochs 20     20 epochs instead of the paper's 120
   python -m orthokern.reproduce table2 --data data --only margin-0.1 --jobs 1
   python -m orthokern.reproduce figure1 --report                   draw what is there, train nothing
+  python -m orthokern.reproduce table1 --data data --budget 2h     what fits into two hours; again for more
   python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
 Written to --out: a folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png.
@@ -67,6 +79,10 @@ def _parser() -> Parser:
         metavar="N",
         help="CPU threads of a run (default: what torch chooses, over --jobs)",
     )
+    parser.add_argument(
+        "--budget", type=duration, metavar="TIME",
+        help="train what fits into this time, for example 2h or 30m; runs under way are saved",
+    )  # fmt: skip
     parser.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: the task's)")
     parser.add_argument("--report", action="store_true", help="train nothing: table and figure of what is there")
     return parser
@@ -103,6 +119,7 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
         threads=given.get("threads", default_threads(jobs)),
         longer=longer,
         device=given.get("device"),
+        budget=given.get("budget"),
     )
 
 

@@ -270,6 +270,7 @@ def _table1(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         threads=given.get("threads", default_threads(jobs)),
         longer=longer,
         device=given.get("device"),
+        budget=given.get("budget"),
     )
     failed: dict[str, str] = {}
     try:
@@ -388,7 +389,7 @@ STUDIES = (
         "oinit-table1",
         "The longest sequences that a network solves, T growing by 10",
         f"{PAPER}, Table I",
-        ("jobs", "threads", "iterations", "only", "report", "device"),
+        ("jobs", "threads", "iterations", "only", "report", "device", "budget"),
         _table1,
     ),
 )

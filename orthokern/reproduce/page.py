@@ -27,6 +27,6 @@ def directions(measures: Sequence[Measure]) -> str:
 
 
 def commands(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """A table of (row, command): how each row was trained."""
+    """A table of (row, command as Markdown): how each row was trained."""
     lines = ["How each row was trained:", "", "| row | command |", "| --- | --- |"]
-    return lines + [f"| {name} | `{command}` |" for name, command in rows]
+    return lines + [f"| {name} | {command} |" for name, command in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -39,6 +40,7 @@ class Plan:
         threads: CPU threads of a run.
         longer: options that replace how long a run is, for example ("--epochs", "20").
         device: for --device, or None.
+        budget: seconds after which no run trains on, or None.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class Plan:
     threads: int
     longer: tuple[str, ...] = ()
     device: str | None = None
+    budget: float | None = None
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / run.name
@@ -173,7 +176,7 @@ class _Child:
 def train_all(
     plan: Plan, runs: Sequence[Run], stream: TextIO, successor: Callable[[Run], Run | None] | None = None
 ) -> dict[str, str]:
-    """Trains what is not done.
+    """Trains what is not done. When the plan's budget ends, it saves the runs under way and trains no others.
 
     Args:
         plan: how.
@@ -196,8 +199,14 @@ def train_all(
         board.say(f"{done} of {len(runs)} {board.what} are done already")
     children: dict[str, _Child] = {}
     failed: dict[str, str] = {}
+    deadline = math.inf if plan.budget is None else time.monotonic() + plan.budget
     try:
         while waiting or children:
+            if time.monotonic() >= deadline:
+                left = f"{len(runs) - done} {board.what} are not done"
+                board.say(f"the budget is spent: {left}; the same command goes on")
+                _stop(children)
+                break
             while waiting and len(children) < plan.jobs:
                 run = waiting.pop(0)
                 children[run.name] = _Child(run, plan)
@@ -226,13 +235,18 @@ def train_all(
                 board.status(done, children)
     except BaseException:
         board.clear()
-        for child in children.values():  # an interrupt from a terminal has reached them already; this one is harmless
-            child.process.send_signal(signal.SIGINT)
-        for child in children.values():
-            child.process.wait()
+        _stop(children)  # an interrupt from a terminal has reached them already; this one is harmless
         raise
     board.clear()
     return failed
+
+
+def _stop(children: dict[str, _Child]) -> None:
+    """Interrupts the runs under way, which save themselves, and waits for them."""
+    for child in children.values():
+        child.process.send_signal(signal.SIGINT)
+    for child in children.values():
+        child.process.wait()
 
 
 def _open(run: Run, plan: Plan, successor: Callable[[Run], Run | None] | None) -> Run | None:

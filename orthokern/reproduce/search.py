@@ -216,7 +216,7 @@ def report_searches(
             (*search.options, *(search.quick if plan.quick else ()), *(plan.longer if length is None else length))
         )
         command = f"python -m orthokern.tasks.{search.task} {' '.join(options)} --T N"
-        trained.append((f"{search.problem}, {search.network}", command))
+        trained.append((f"{search.problem}, {search.network}", f"`{command}`"))
     text += commands(trained)
     machines = ", ".join(sorted({state.machine for state in found.values() if state.machine})) or "nothing trained yet"
     text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from orthokern._files import count
 from orthokern.commandline import Settings
 
-__all__ = ["Experiment", "Measure", "Run", "each_once", "planned", "trained_for"]
+__all__ = ["Experiment", "Measure", "Run", "each_once", "over_seeds", "planned", "trained_for"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Run:
         quick: options that come after those with --quick, and overrule them.
         labels: what the table says of it, heading -> text; "--NAME" for what that option was.
         published: the paper's numbers, measure's title -> number; none for a row that is ours alone.
+        group: runs of the same group differ only in their seed and share a row of the table; "" for a row of its own.
     """
 
     name: str
@@ -52,6 +53,21 @@ class Run:
     quick: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, float] = field(default_factory=dict)
+    group: str = ""
+
+
+def over_seeds(run: Run, seeds: Iterable[int]) -> tuple[Run, ...]:
+    """The run once for each seed, as one row of the table: the median over the seeds, and the range.
+
+    Example:
+        >>> run = Run("copy-200", "copy", ("--T", "200"))
+        >>> [(each.name, each.options) for each in over_seeds(run, (0, 1))]
+        [('copy-200-seed-0', ('--T', '200', '--seed', '0')), ('copy-200-seed-1', ('--T', '200', '--seed', '1'))]
+    """
+    return tuple(
+        replace(run, name=f"{run.name}-seed-{seed}", options=(*run.options, "--seed", str(seed)), group=run.name)
+        for seed in seeds
+    )
 
 
 @dataclass(frozen=True)

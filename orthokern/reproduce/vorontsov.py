@@ -3,7 +3,7 @@ with long term dependencies", 2017."""
 
 from __future__ import annotations
 
-from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
 
 __all__ = ["EXPERIMENTS"]
 
@@ -158,6 +158,8 @@ def _times() -> tuple[Run, ...]:
 SOLVED = Measure("epochs to 99 %", "epochs_to_99", digits=1, higher_is_better=False)
 RECALL = Measure("best held-out accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("best held-out loss", "best_loss", digits=4, higher_is_better=False)
+GOAL = Measure("iterations to the goal", "iterations_to_goal", digits=0, higher_is_better=False)
+PER_ITERATION = Measure("ms per iteration", "seconds_per_1000", digits=0, higher_is_better=False)
 
 COPY_LENGTHS = {200: 20_000, 500: 20_000, 1000: 20_000, 10_000: 5_000}  # T -> iterations at most
 COPY_MARGINS = ("0", "0.001", "0.1", "1", "none")
@@ -192,6 +194,27 @@ def _copy_defaults(T: int, margin: str) -> Run:
         quick=("--T", str(T // 10), "--iterations", "300"),
         labels={"T": "--T", "margin": margin},
     )
+
+
+COPY_SEEDS = {200: 5, 500: 5, 1000: 5, 2000: 5, 10_000: 5, 100_000: 5, 1_000_000: 3}  # T -> seeds
+BLANK_LENGTHS = (1000, 10_000)
+
+
+def _copy_solved() -> tuple[Run, ...]:
+    """The copy task as its command line has it, by length and seed."""
+    lengths: list[tuple[int, int, str, tuple[str, ...]]] = [(T, count, "zero", ()) for T, count in COPY_SEEDS.items()]
+    lengths += [(T, 5, "learned", ("--learn-blank",)) for T in BLANK_LENGTHS]
+    runs: list[Run] = []
+    for T, count, blank, options in lengths:
+        run = Run(
+            name=f"copy-{T}-blank-{blank}",
+            task="copy",
+            options=("--T", str(T), *options),
+            quick=("--T", str(T // 100), "--iterations", "300") if T > 1000 else ("--iterations", "300"),
+            labels={"T": "--T", "input weights of the blank": blank},
+        )
+        runs += over_seeds(run, range(count))
+    return tuple(runs)
 
 
 def _soft(panel: str, name: str, T: int, strength: str, *options: str) -> Run:
@@ -264,6 +287,14 @@ EXPERIMENTS = (
         (SOLVED, RECALL), figure="curves", quantity="accuracy", panel="T", legend=("margin",), epochs=False,
         note="Defaults of `python -m orthokern.tasks.copy`, at the margins of Figure 1. An epoch has 100 iterations. "
         "A run ends when it is solved.",
+    ),
+    Experiment(
+        "copy-solved", "Iterations and time until the copy task is solved, with the task's defaults",
+        "Not in a paper: the longest published T is 10 000",
+        _copy_solved(), (GOAL, RECALL, PER_ITERATION),
+        figure="curves", quantity="accuracy", panel="T", legend=("seed", "learn_blank"), epochs=False, alone=True,
+        note="Defaults of `python -m orthokern.tasks.copy`. The goal is a recall of 99.9 % of the symbols of 200 fresh "
+        "sequences. The seconds include evaluations and checkpoints, but not the start of the process and the plots.",
     ),
     Experiment(
         "figure2", "Gradient norms through time, copy task, T = {T}", f"{PAPER}, Figure 2",
