@@ -229,7 +229,9 @@ def _fisher(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         cells += [f"{theirs:.3g}", f"{ours:.3f}", f"{ours - theirs:+.3f}", f"{memory.curve[0]:.4f}", str(alive)]
         lines.append("| " + " | ".join(cells) + " |")
     study = STUDIES[0]
+    drawn = _draw(found, folder / f"{study.name}.png")
     text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, ""]
+    text += [] if drawn is None else [f"![{study.title}]({drawn.name})", ""]
     text += [
         "Longest memory: the largest k for which J(k) is above 0.001. A higher J_tot is more memory.",
         "",
@@ -239,7 +241,6 @@ def _fisher(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
     write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    drawn = _draw(found, folder / f"{study.name}.png")
     return [table, numbers, *([] if drawn is None else [drawn])]
 
 

@@ -213,6 +213,8 @@ def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
     spread = " Several seeds: median, and the range in parentheses." if len(groups) < len(rows) else ""
     text = [f"# {experiment.name}: {summary['title']}", "", paragraph(f"{experiment.source}.{scale}"), ""]
     text += [paragraph(directions(experiment.measures) + spread), "", *lines, ""]
+    if summary["figure"]:
+        text += [f"![{summary['title']}]({summary['figure']})", ""]
     if experiment.note:
         text += [paragraph(experiment.note), ""]
     text += commands((", ".join(group[0]["labels"].values()), _command_of(group)) for group in groups)
@@ -242,19 +244,18 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     table, numbers = plan.folder / f"{experiment.name}.md", plan.folder / f"{experiment.name}.json"
     plan.folder.mkdir(parents=True, exist_ok=True)
     title = experiment.titled(rows[0].get("settings") or planned(experiment.runs[0], plan.quick))
+    records = [record for _, record in found if record is not None]
+    figure = None
+    if experiment.figure is not None and records:
+        figure = _draw(experiment, title, records, plan.folder / f"{experiment.name}.png")
     summary = {
         "experiment": experiment.name, "title": title, "source": experiment.source, "quick": plan.quick,
         "versions": f"orthokern {__version__}, torch {torch.__version__}", "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
+        "figure": None if figure is None else figure.name, "rows": rows,
     }  # fmt: skip
     write_atomically(table, markdown(experiment, summary).encode())
     write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    files = [table, numbers]
-    records = [record for _, record in found if record is not None]
-    if experiment.figure is not None and records:
-        drawn = _draw(experiment, title, records, plan.folder / f"{experiment.name}.png")
-        files += [drawn] if drawn is not None else []
-    return files
+    return [table, numbers] if figure is None else [table, numbers, figure]
 
 
 def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], path: Path) -> Path | None:

@@ -208,7 +208,10 @@ def report_searches(
             }
         )
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", "", *lines, "", note, ""]
+    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", "", *lines, ""]
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    drawn = _draw(searches, found, plan.folder / f"{name}.png", title)
+    text += [*([] if drawn is None else [f"![{title}]({drawn.name})", ""]), note, ""]
     trained = []
     for search in searches:
         length = found[search.name].length
@@ -221,11 +224,9 @@ def report_searches(
     machines = ", ".join(sorted({state.machine for state in found.values() if state.machine})) or "nothing trained yet"
     text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
     table, numbers = plan.folder / f"{name}.md", plan.folder / f"{name}.json"
-    plan.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": name, "source": source, "quick": plan.quick, "rows": rows}
     write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    drawn = _draw(searches, found, plan.folder / f"{name}.png", title)
     return [table, numbers, *([drawn] if drawn is not None else [])]
 
 
