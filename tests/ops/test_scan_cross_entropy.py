@@ -293,7 +293,10 @@ def test_ids_and_targets_out_of_range(algorithm: str) -> None:
 @pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
 @pytest.mark.parametrize("kind", [IDS, FEATURES, TERMS])
 @pytest.mark.parametrize("form", ["dense", "factored", "thin"])
-def test_states(form: str, kind: str, lengths: bool) -> None:
+@pytest.mark.parametrize("steps", [64, 5], ids=["", "spans"])
+def test_states(form: str, kind: str, lengths: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_modal, "SPAN_STEPS", steps)
+    monkeypatch.setattr(_modal, "SPAN_ROWS", 4 * steps)
     wanted, a = problem(kind, 12, 5 if form == "thin" else 12, 17, 4, dense=form == "dense", lengths=lengths)
     scan = functional.dense_scan if form == "dense" else functional.factored_scan
     x = a["x"] if a["x"].is_floating_point() else a["x"].long()
@@ -321,6 +324,27 @@ def test_padding_may_hold_anything() -> None:
         loss = functional.scan_cross_entropy(**call, algorithm=algorithm).loss
         (grad,) = torch.autograd.grad(loss, weight)
         assert loss.isfinite() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_padding_of_states_may_hold_anything(weighted: bool) -> None:
+    x, lengths, alive = randn(9, 2, 5 if weighted else 6, seed=1), torch.tensor([9, 4]), torch.ones(9, 2, 6)
+    alive[4:, 1] = 0
+    w, weight, bias = (randn(*size, seed=2).requires_grad_() for size in ((6, 6), (6, 5), (6,)))
+    cotangent, results = randn(9, 2, 6, seed=3), []
+    for garbage in (0.0, torch.nan):
+        leaf, grad_hs = x.clone(), cotangent.clone()
+        leaf[4:, 1], grad_hs[4:, 1] = garbage, garbage
+        leaf.requires_grad_()
+        hs = functional.dense_scan(
+            leaf, w, weight=weight if weighted else None, bias=bias if weighted else None, lengths=lengths,
+            activation="identity", algorithm="modal",
+        )  # fmt: skip
+        wanted = [leaf, w, *([weight, bias] if weighted else [])]
+        results.append([hs, *torch.autograd.grad(hs, wanted, grad_hs)])
+    assert (results[0][0] == results[0][0] * alive).all()
+    for one, other in zip(*results, strict=True):
+        assert one.equal(other)
 
 
 def test_states_bad_input() -> None:
