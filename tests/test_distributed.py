@@ -161,7 +161,7 @@ def test_a_rank_that_hangs(fork_server: ForkServer, tmp_path: Path) -> None:
     runs = fork_server.start_ranks(2, "--out", tmp_path / "run", *options, strike="11,1,SIGSTOP")
     assert runs[0].wait() == 2
     assert re.fullmatch(
-        r"error: rank 0: another process gave no answer for 1 s; last good checkpoint: iteration 8, .*; "
+        r"error: rank 0: another process did not respond for 1 s; last good checkpoint: iteration 8, .*; "
         r"continue with --resume .*\n",
         runs[0].err,
     ), runs[0].err

@@ -268,7 +268,7 @@ def test_a_profile_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_profile_of_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--iterations", 3, "--no-plots", "--threads", 1, "--out", tmp_path / "a", "--profile") == 0
-    assert "no profile: training ended within the first 3 iterations" in capsys.readouterr().out
+    assert "no profile: training ended within the 3 warm-up iterations" in capsys.readouterr().out
     assert run("--iterations", 7, "--no-plots", "--threads", 1, "--out", tmp_path / "b", "--profile") == 0
     assert "profile of iterations 4 to 7" in capsys.readouterr().out
     assert json.loads((tmp_path / "b" / "profile.json").read_text())["operators"] == []
