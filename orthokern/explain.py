@@ -126,9 +126,14 @@ def _explain_loss(
     else:
         op, facts, why = "factored_scan", {"N": N, "K": K}, f"not modal: {why}"
     scan = dispatch.explain_call(
-        op, backend, device=device, dtype=dtype, algorithm="auto" if name == "modal" else name, features=features,
+        op,
+        backend,
+        device=device,
+        dtype=dtype,
+        algorithm="auto" if name == "modal" else name,
+        features=features,
         **facts,
-    )  # fmt: skip
+    )
     note = "This holds for random orthogonal U and V. For the matrix of a module, call its explain_loss."
     return f"{call}: algorithm {algorithm!r} takes {name} ({why})\n{scan}\n{note}"
 

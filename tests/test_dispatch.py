@@ -415,8 +415,11 @@ def test_explain_into_a_reader_that_leaves() -> None:
 def test_explain_is_a_command_and_a_function_however_it_is_reached() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "orthokern.explain"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     assert "factored_scan" in run.stdout
     import orthokern.explain

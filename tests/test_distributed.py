@@ -67,8 +67,12 @@ def test_processes_train_as_one_with_the_joint_batch(
     assert all(torch.allclose(p, ranks[0][k], rtol=0, atol=1e-12) for k, p in torch.load(tmp_path / "one.0").items())
     # Rank 0 alone writes and talks.
     assert sorted(p.name for p in (tmp_path / "all").iterdir()) == [
-        "best.pt", "checkpoint.pt", "config.json", "metrics.jsonl", "result.json",
-    ]  # fmt: skip
+        "best.pt",
+        "checkpoint.pt",
+        "config.json",
+        "metrics.jsonl",
+        "result.json",
+    ]
     assert "done at 24" in runs[0].out
     assert [run.out for run in runs[1:]] == [""] * (world - 1)
 

@@ -66,9 +66,16 @@ def toy(margin: str) -> Run:
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Experiment]:
     experiment = Experiment(
-        "toy", "A toy", "Nobody 2000, Table 9", (toy("0"), toy("0.1")), (ACCURACY, LOSS),
-        figure="curves", quantity="loss", legend=("margin",), epochs=False,
-    )  # fmt: skip
+        "toy",
+        "A toy",
+        "Nobody 2000, Table 9",
+        (toy("0"), toy("0.1")),
+        (ACCURACY, LOSS),
+        figure="curves",
+        quantity="loss",
+        legend=("margin",),
+        epochs=False,
+    )
     monkeypatch.setitem(command.EXPERIMENTS, "toy", experiment)
     yield experiment
 

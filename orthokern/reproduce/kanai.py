@@ -295,10 +295,15 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {
-        "experiment": study.name, "source": study.source, "quick": quick, "rows": rows,
-        "iteration_ms": each["iteration"], "iterations": iterations, "counts": projection.counts,
+        "experiment": study.name,
+        "source": study.source,
+        "quick": quick,
+        "rows": rows,
+        "iteration_ms": each["iteration"],
+        "iterations": iterations,
+        "counts": projection.counts,
         "largest_difference": worst,
-    }  # fmt: skip
+    }
     write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
     return [table, numbers]
 

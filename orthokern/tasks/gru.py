@@ -213,8 +213,8 @@ class GruTask(Task):
         self.rnn: nn.Module = model.get_submodule("rnn")
         kind = OPTIMIZERS[settings.optimizer]
         # The paper uses plain SGD: momentum, if it is not 0, is not Nesterov momentum as in `optimization.euclidean`.
-        momentum = {"momentum": settings.momentum} if kind is torch.optim.SGD else {}
-        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **momentum)
+        options: dict[str, Any] = {"momentum": settings.momentum} if kind is torch.optim.SGD else {}
+        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
         self.projection: SpectralNormProjection | None = None
         if settings.constraint == "projection":
             self.projection = SpectralNormProjection(

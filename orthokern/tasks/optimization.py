@@ -293,16 +293,14 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
 
 def euclidean(settings: DescentOptions) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer class for all parameters except the bases, and its arguments except the rates."""
-    kind, options = OPTIMIZERS[settings.optimizer], {}
+    kind = OPTIMIZERS[settings.optimizer]
     if kind is torch.optim.SGD:
-        options = {"momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
-    elif kind is torch.optim.RMSprop:
-        options = {"alpha": settings.alpha, "eps": settings.eps}
-    elif isinstance(settings, OptimizerOptions):
-        options = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    else:
-        options = {"eps": settings.eps}
-    return kind, options
+        return kind, {"momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
+    if kind is torch.optim.RMSprop:
+        return kind, {"alpha": settings.alpha, "eps": settings.eps}
+    if isinstance(settings, OptimizerOptions):
+        return kind, {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    return kind, {"eps": settings.eps}
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> Tensor | None:
