@@ -115,6 +115,13 @@ def test_error_of_a_loss(benchmark: Any, bench: Bench, size: Size, margin: float
         if not error < TOLERANCE:
             raise WrongResult(f"modal {name} is off by {error:.3g} (relative RMS), tolerated is {TOLERANCE:g}")
         bench.record(
-            "accuracy", f"modal, margin {margin:g}: {name}", size, "relative error", error,
-            bar=MODAL[0], goal=MODAL[1], better="lower", details={"sequential": beside},
-        )  # fmt: skip
+            "accuracy",
+            f"modal, margin {margin:g}: {name}",
+            size,
+            "relative error",
+            error,
+            bar=MODAL[0],
+            goal=MODAL[1],
+            better="lower",
+            details={"sequential": beside},
+        )

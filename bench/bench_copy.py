@@ -156,9 +156,17 @@ def test_parts_of_an_iteration(benchmark: Any, bench: Bench, size: Size, algorit
     details = {"iterations_timed": len(total), "error": error, "tolerance": TOLERANCE}
     bar, goal = ITERATION[algorithm] if T == 10000 and N == 128 else (None, None)
     bench.record(
-        "copy", f"one iteration, {algorithm}", sizes, "time", 1e3 * whole,
-        unit="ms", bar=bar, goal=goal, better="lower", details=details,
-    )  # fmt: skip
+        "copy",
+        f"one iteration, {algorithm}",
+        sizes,
+        "time",
+        1e3 * whole,
+        unit="ms",
+        bar=bar,
+        goal=goal,
+        better="lower",
+        details=details,
+    )
     for part in (*parts, "other"):
         share = median([spent[part][i] / t for i, t in zip(timed, total, strict=True)])
         milliseconds = {"ms": round(1e3 * median([spent[part][i] for i in timed]), 3)}

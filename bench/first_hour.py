@@ -292,10 +292,11 @@ def report(folder: Path, chip: str, dry: bool, planned: Sequence[str]) -> str:
     waiting = [name for name in planned if name not in records]
     errors = [
         f"| {name[7:]} | {record['result']['value']:.1e} | "
-        + ", ".join(f"{key} {value:.1e}" for key, value in record["result"].get("errors", {}).items()) + " |"
+        + ", ".join(f"{key} {value:.1e}" for key, value in record["result"].get("errors", {}).items())
+        + " |"
         for name, record in records.items()
         if name.startswith("parity") and isinstance(record.get("result"), dict)
-    ]  # fmt: skip
+    ]
     versions = records.get("versions", {}).get("result") or {}
     lines = [
         f"# First hour on {chip}", "",

@@ -273,9 +273,10 @@ def hot_loops(function: Function) -> list[Loop]:
     products = [loop for loop in found if loop.count("fma") >= 32]
     products = [loop for loop in products if not any(other.contains(loop) for other in products)]
     return steps + [
-        loop for loop in products
+        loop
+        for loop in products
         if not any(loop.contains(step) or step.contains(loop) or step == loop for step in steps)
-    ]  # fmt: skip
+    ]
 
 
 def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:

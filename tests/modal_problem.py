@@ -9,8 +9,17 @@ from helpers import assert_matches_reference
 from torch import Tensor
 
 LOSS_NAMES = (
-    "loss", "hits", "grad_x", "grad_re", "grad_im", "grad_z0", "grad_table", "grad_readout", "grad_bias", "grad_pairs",
-)  # fmt: skip
+    "loss",
+    "hits",
+    "grad_x",
+    "grad_re",
+    "grad_im",
+    "grad_z0",
+    "grad_table",
+    "grad_readout",
+    "grad_bias",
+    "grad_pairs",
+)
 SCAN_NAMES = ("grad_x", "grad_re", "grad_im", "grad_z0", "grad_table", "grad_pairs")
 
 

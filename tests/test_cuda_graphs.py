@@ -24,9 +24,14 @@ KINDS = ("factored_scan", "dense_scan", "kanai", "torch")
 BLOCK = 4  # steps of a graph here; a call of fewer than 4 of them makes none
 STEPS = 23  # those of 5 graphs, and some left over
 GRAPH_API = (
-    "cudaStreamIsCapturing", "cudaGraphCreate", "cudaGraphAddKernelNode", "cudaThreadExchangeStreamCaptureMode",
-    "cudaGraphInstantiateWithFlags", "cudaGraphExecKernelNodeSetParams", "cudaGraphLaunch",
-)  # fmt: skip
+    "cudaStreamIsCapturing",
+    "cudaGraphCreate",
+    "cudaGraphAddKernelNode",
+    "cudaThreadExchangeStreamCaptureMode",
+    "cudaGraphInstantiateWithFlags",
+    "cudaGraphExecKernelNodeSetParams",
+    "cudaGraphLaunch",
+)
 AT_ONCE, HELD, CAPTURED = range(3)  # how the harness carries out work
 
 

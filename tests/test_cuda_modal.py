@@ -48,11 +48,15 @@ def check(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = None, *
     """Parity of everything that both ops give, with poison on the padding."""
     inexact = problem.to(dtype)
     exact, given = inexact.to(torch.float64), inexact if lengths is None else inexact.poisoned(lengths)
-    scans = [p.scan(backend, lengths=lengths) for p, backend in
-             ((given, "cuda"), (exact, "reference"), (inexact, "reference"))]  # fmt: skip
+    scans = [
+        p.scan(backend, lengths=lengths)
+        for p, backend in ((given, "cuda"), (exact, "reference"), (inexact, "reference"))
+    ]
     compare(*scans)
-    losses = [p.loss(backend, lengths=lengths, **options) for p, backend in
-              ((given, "cuda"), (exact, "reference"), (inexact, "reference"))]  # fmt: skip
+    losses = [
+        p.loss(backend, lengths=lengths, **options)
+        for p, backend in ((given, "cuda"), (exact, "reference"), (inexact, "reference"))
+    ]
     compare(*losses)
 
 
@@ -106,8 +110,9 @@ def test_every_dtype_of_ids(dtype: torch.dtype) -> None:
         problem = Problem(2, 6, 2, D=D)
         narrow = problem.map(lambda t: t if t.is_floating_point() else t.to(dtype))
         for expected, actual in (
-            (problem.scan("cuda"), narrow.scan("cuda")), (problem.loss("cuda"), narrow.loss("cuda"))
-        ):  # fmt: skip
+            (problem.scan("cuda"), narrow.scan("cuda")),
+            (problem.loss("cuda"), narrow.loss("cuda")),
+        ):
             assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 

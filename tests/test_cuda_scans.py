@@ -443,7 +443,7 @@ def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, ove
     B, T = 5, (4, 19)[index % 2]  # more steps than inputs are fetched ahead, and than squares are summed at a time
     problem = scan_problem(
         op, B=B, T=T, N=n, activation=activation, inputs=KINDS[index % 3], param_size="N1"[index % 2], gap=1e-6, **rank
-    )  # fmt: skip
+    )
     lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
     lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
     check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])

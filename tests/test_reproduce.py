@@ -67,9 +67,16 @@ def toy(margin: str) -> Run:
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Experiment]:
     experiment = Experiment(
-        "toy", "A toy", "Nobody 2000, Table 9", (toy("0"), toy("0.1")), (ACCURACY, LOSS),
-        figure="curves", quantity="loss", legend=("margin",), epochs=False,
-    )  # fmt: skip
+        "toy",
+        "A toy",
+        "Nobody 2000, Table 9",
+        (toy("0"), toy("0.1")),
+        (ACCURACY, LOSS),
+        figure="curves",
+        quantity="loss",
+        legend=("margin",),
+        epochs=False,
+    )
     monkeypatch.setitem(command.EXPERIMENTS, "toy", experiment)
     yield experiment
 
@@ -209,10 +216,10 @@ def test_a_page_follows_from_its_numbers(experiment: Experiment) -> None:
 def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["tabel1"], "did you mean 'table1'"),
-        (["toy", "--only", "none"], "no run of toy has that in its name; they are toy-0, toy-0.1"),
-        (["toy", "--epochs", "3"], "the runs of toy are counted in iterations; give --iterations"),
+        (["toy", "--only", "none"], "no run of toy has this text in its name; the runs are toy-0, toy-0.1"),
+        (["toy", "--epochs", "3"], "the length of the runs of toy is in iterations; give --iterations"),
         (["table1", "--data", tmp_path / "no"], "no such folder"),
-        (["table5", "--jobs", "2"], "the runs of table5 are timed, so one at a time"),
+        (["table5", "--jobs", "2"], "the runs of table5 are timed and run one at a time"),
         (["toy", "--jobs", "0"], "'0' is not an integer of at least 1"),
     ):
         assert reproduce(*options, "--out", tmp_path / "out") == 2
@@ -251,7 +258,7 @@ def test_the_steps_of_learned_orthogonality(
     plain = {(row["law"], row["side"]): row["success_percent"] for row in rows if row["rule"] == "plain"}
     assert plain["N(0, 0.1)", 200] == plain["N(0, 0.1)", 400] == 0 and plain["Glorot-uniform", 400] == 100
     assert reproduce("oinit-steps", "--epochs", 3, "--out", tmp_path) == 2
-    assert capsys.readouterr().err == "error: --epochs: oinit-steps does not take it\n"
+    assert capsys.readouterr().err == "error: --epochs: oinit-steps does not accept it\n"
 
 
 def test_the_cost_of_the_constraint(
@@ -281,7 +288,7 @@ def test_the_cost_of_the_constraint(
     assert error.startswith("error: gru-table3: no singular value rose above 1.8 in 2 iterations")
     assert error.count("\n") == 1 and not list((tmp_path / "idle").rglob("*.md"))
     assert reproduce("gru-table3", "--epochs", 3, "--out", tmp_path) == 2
-    assert capsys.readouterr().err == "error: --epochs: gru-table3 does not take it\n"
+    assert capsys.readouterr().err == "error: --epochs: gru-table3 does not accept it\n"
     assert reproduce("gru-table3", "--data", tmp_path / "no", "--out", tmp_path) == 2
     assert "no such folder" in capsys.readouterr().err
 
@@ -434,8 +441,8 @@ def test_a_search_goes_on(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("searches")
 def test_bad_input_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
-        (["--only", "none"], "no search of oinit-table1 has that in its name; they are easy, hard"),
-        (["--epochs", "3"], "--epochs: oinit-table1 does not take it"),
+        (["--only", "none"], "no search of oinit-table1 has this text in its name; the searches are easy, hard"),
+        (["--epochs", "3"], "--epochs: oinit-table1 does not accept it"),
         (["--iterations", "0"], "'0' is not an integer of at least 1"),
     ):
         assert reproduce("oinit-table1", *options, "--out", tmp_path) == 2

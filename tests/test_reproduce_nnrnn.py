@@ -87,4 +87,4 @@ def test_the_fisher_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     pytest.importorskip("matplotlib")
     assert (tmp_path / "full" / "nnrnn-fisher.png").read_bytes().startswith(b"\x89PNG")
     assert command.main(["nnrnn-fisher", "--epochs", "3", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: --epochs: nnrnn-fisher does not take it\n"
+    assert capsys.readouterr().err == "error: --epochs: nnrnn-fisher does not accept it\n"

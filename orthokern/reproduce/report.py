@@ -27,13 +27,13 @@ __all__ = ["QUANTITIES", "report"]
 
 
 def _seconds_per_1000(record: RunRecord) -> float | None:
-    """From the median iteration: the first few warm up, a checkpoint now and then is not the method's cost."""
+    """Computed from the median iteration, which excludes the warm-up and the time of checkpoints."""
     times = [ms for r in record.records if (ms := number_at(r, "ms_per_iteration")) is not None]
     return statistics.median(times) if len(times) > 5 else None  # ms per iteration are seconds per 1000
 
 
 def _epochs_to_99(record: RunRecord) -> float | None:
-    """Epochs of 100 batches until the accuracy of ten training batches running, which are fresh, was 99 %."""
+    """Epochs of 100 batches until the accuracy of ten consecutive training batches, which are new data, was 99 %."""
     streak = 0
     for r in record.records:
         streak = streak + 1 if (number_at(r, "accuracy") or 0.0) >= 0.99 else 0
@@ -44,7 +44,7 @@ def _epochs_to_99(record: RunRecord) -> float | None:
 
 
 def _success(record: RunRecord) -> float | None:
-    """Whether a run did what its task calls a success so far; one that diverged did not."""
+    """Whether a run is a success so far, as defined by its task; a run that diverged is not."""
     return 0.0 if record.result.get("diverged") else record.last("held_out_success")
 
 
@@ -81,7 +81,7 @@ def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> fl
 
 
 def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], RunRecord | None]:
-    """One row: its labels, published and measured numbers, how far the run is, its command; and its records."""
+    """One row: labels, published and measured numbers, progress of the run, and its command; and the records."""
     folder = plan.run_folder(run)
     intended = planned(run, plan.quick)
     row: dict[str, Any] = {"name": run.name, "group": run.group, "published": dict(run.published), "ours": {}}
@@ -111,7 +111,7 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
     if result.get("diverged"):
         row["state"] = "diverged"
     elif result:
-        # without a goal to solve, what a task calls reached is the end of its schedule
+        # in a task without a goal, "reached" means that the learning-rate schedule has ended
         row["state"] = "solved" if result.get("reached") and record.settings.get("goal") is not None else "done"
     else:
         row["state"] = "unfinished"
@@ -119,7 +119,7 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
 
 
 def _labels(run: Run, settings: dict[str, Any]) -> dict[str, str]:
-    """What the table says of a run with these settings."""
+    """The text of a label for a run with these settings."""
 
     def text(label: str) -> str:
         return str(settings[label.removeprefix("--").replace("-", "_")]) if label.startswith("--") else label
@@ -227,17 +227,17 @@ def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
 
 
 def report(experiment: Experiment, plan: Plan) -> list[Path]:
-    """Writes the experiment's table (Markdown and JSON) and figure (PNG) beside the run folders.
+    """Writes the table (Markdown and JSON) and the figure (PNG) of an experiment next to the run folders.
 
     Args:
-        experiment: which.
-        plan: where its runs are.
+        experiment: the experiment.
+        plan: holds the folder of the runs.
 
     Returns:
         The files written; without matplotlib, no figure.
 
     Raises:
-        OSError: a file can't be written.
+        OSError: a file cannot be written.
     """
     found = [_row(experiment, run, plan) for run in experiment.runs]
     rows = [row for row, _ in found]

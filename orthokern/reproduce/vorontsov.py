@@ -8,7 +8,7 @@ from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
 __all__ = ["EXPERIMENTS"]
 
 PAPER = "Vorontsov et al. 2017"
-MARGIN_INIT = ("margin", "init")  # what a legend tells
+MARGIN_INIT = ("margin", "init")  # settings in the legend
 
 
 # ---- Tables 1 and 2, Figures 3 and 6: sequential MNIST ---------------------------------------------------------------
@@ -27,7 +27,7 @@ MNIST = (
     ("none", "identity", 53.53, 42.72),
 )
 MNIST_LSTM = (97.30, 92.62)
-# A quarter of the pixels and ten times the paper's rates: an epoch then takes seconds, and shows the same order.
+# A quarter of the pixels and ten times the learning rates of the paper: an epoch takes seconds, with the same ranking.
 MNIST_QUICK = ("--pool", "2", "--epochs", "4", "--lr", "1e-3", "--geodesic-lr", "1e-4", "--learned-h0")
 
 

@@ -1,7 +1,7 @@
 """The adding task: `python -m orthokern.tasks.adding --T 1000`.
 
-A recurrent network reads T pairs of a number and a mark, and must say the sum of the two marked numbers (Hochreiter &
-Schmidhuber 1997; Vorontsov et al. 2017, section 3.1.1 and Figure 5; the data are `orthokern.data.AddingTask`'s).
+A recurrent network reads T pairs of a number and a mark, and must output the sum of the two marked numbers (Hochreiter
+& Schmidhuber 1997; Vorontsov et al. 2017, section 3.1.1 and Figure 5). The data come from `orthokern.data.AddingTask`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, sta
 from orthokern.training import cli
 from orthokern.training.options import defaults, named, option, switch
 
-# An answer counts as right if it is this close: the criterion of Pascanu et al. 2013, an error squared of 0.04.
+# An answer is correct if its error is at most CLOSE: the criterion of Pascanu et al. 2013, a squared error of 0.04.
 CLOSE = 0.2
 
 
@@ -35,25 +35,26 @@ class AddingOptions(StartOptions, DrawnOptions):
 
     GROUP = "the task"
     T: int = option(1000, integer(2), "numbers per sequence", "N")
-    target: str = named("sum", "target", TARGETS, "sum or mean of the two")
+    target: str = named("sum", "target", TARGETS, "target: sum or mean of the two numbers")
     positions: str = named(
         "halves",
         "positions",
         POSITIONS,
         "halves: one mark in each half; pascanu: one in the first tenth, one before the middle",
     )
-    goal: float = option(1e-3, real(0.0), "mean squared error to reach")
+    goal: float = option(1e-3, real(0.0), "goal: mean squared error on new sequences")
     right: float | None = option(
         None,
         real(0.0, exclusive=True, maximum=100.0, none=True),
-        f"also solved if this share of new sequences is answered to within {CLOSE:g}; none",
+        f"solved too if X %% of new sequences have an error of at most {CLOSE:g}; none",
         "PERCENT",
     )
     short_evaluations: bool = switch(False, SHORT_EVALUATIONS, needs=(Needs("right"), Needs("goal", (0,))))
     eval_sequences: int = 500
-    # A rectified identity passes numbers on from the first step (Le et al. 2015), and the mark must only learn to let
-    # them in. Narrow margins leave no room for that: with 0.1, or geodesic steps along the plain gradient, the error
-    # stays at the baseline for thousands of iterations, as the paper found for margin 0.
+    # With ReLU and the identity as the initial recurrent matrix, the state keeps numbers from the first step on (Le et
+    # al. 2015), and only the gating by the mark has to be learned. With a narrow margin such as 0.1, or with geodesic
+    # steps along the plain gradient, the error stays at the baseline for thousands of iterations, as in the paper for
+    # margin 0.
     nonlinearity: str = "relu"
     init: str = "identity"
     margin: float | None = 1.0
@@ -66,8 +67,9 @@ class AddingOptions(StartOptions, DrawnOptions):
 
 DEFAULTS = defaults(AddingOptions)
 
-# Manchev and Spratling, section III-A, in the variant of their released code: half the sum, marks at the places of
-# Pascanu et al. 2013, solved when every answer of 10 000 is no more than 0.2 off. (Their text says 0.0001.)
+# Manchev and Spratling, section III-A, in the variant of their released code: the target is half the sum, the marks are
+# placed as in Pascanu et al. 2013, and the problem is solved if all of 10 000 answers have an error of at most 0.2.
+# (Their text says 0.0001.)
 _ORTHOGONAL: Settings = {
     **PAPER,
     "nonlinearity": "tanh",
@@ -167,8 +169,8 @@ class AddingModel(nn.Module):
         self.readout.to(settings.device)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """inputs [T, B, 2], targets [B] float32 -> mean squared error (0-dim); "accuracy", the share of answers no
-        more than CLOSE off (0-dim)."""
+        """inputs [T, B, 2], targets [B] float32 -> mean squared error (0-dim); "accuracy", the fraction of answers with
+        an error of at most CLOSE (0-dim)."""
         states, _ = self.rnn(inputs)
         error = self.readout(states[-1]).squeeze(-1) - targets
         return error.square().mean(), {"accuracy": (error.detach().abs() <= CLOSE).double().mean()}
@@ -189,7 +191,7 @@ class Adding(DrawnTask):
         self.build(AddingModel(settings))
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """When a training batch, which is fresh too, is as good as the goal; and every so often for the record."""
+        """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
         every = self.settings.eval_every
         return metrics["loss"] < self.settings.goal or (every > 0 and iteration % every == 0)
 
@@ -226,12 +228,12 @@ class Adding(DrawnTask):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 DESCRIPTION = """\
-Train a recurrent network to add two numbers that it reads far apart.
+Train a recurrent network to add two numbers that are far apart in a sequence.
 
-The network reads T numbers, two of them marked, and must say the sum of those two at the end. The
-best guess without memory has a mean squared error of 1/6, the "baseline" that is shown beside the
-loss. Solved means: a mean squared error below --goal on fresh sequences, or, with --right, so many of
-them answered to within 0.2.
+The network reads T numbers, two of which are marked, and must output the sum of these two at the end.
+The best constant answer has a mean squared error of 1/6, which is shown as the "baseline" of the loss.
+The task is solved if the mean squared error on new sequences is below --goal or, with --right, if that
+percentage of them is answered with an error of at most 0.2.
 """
 
 EXAMPLES = """\
@@ -251,7 +253,7 @@ Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 
 
 def _parser() -> Parser:
     parser = cli.make_parser("adding", DESCRIPTION, EXAMPLES, AddingOptions, PRESETS, PRESET_HELP)
-    parser.needs["backend"] = ((OF_OTHERS,),)  # the readout is torch's, and so are the lstms
+    parser.needs["backend"] = ((OF_OTHERS,),)  # the readout is computed by torch, and so are LSTMs
     return parser
 
 

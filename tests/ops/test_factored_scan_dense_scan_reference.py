@@ -62,9 +62,16 @@ def by_hand(
         *problem.inputs(), activation=problem.activation, checkpoint_every=checkpoint_every, lengths=lengths
     )
     return backward_of(problem.op)(
-        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), activation=problem.activation,
-        checkpoint_every=checkpoint_every, lengths=lengths, message_clip=message_clip, **needs,
-    )  # fmt: skip
+        problem.grad_hs,
+        ckpt if checkpoint_every else hs,
+        pre,
+        *problem.inputs(),
+        activation=problem.activation,
+        checkpoint_every=checkpoint_every,
+        lengths=lengths,
+        message_clip=message_clip,
+        **needs,
+    )
 
 
 def one_by_one(

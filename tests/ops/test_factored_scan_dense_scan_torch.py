@@ -241,9 +241,11 @@ def test_tap_ignores_padding(op: str) -> None:
     squares = torch.zeros(6, dtype=torch.float64)
     for b, length in enumerate(lengths.tolist()):
         alone = dataclasses.replace(
-            problem, x=problem.x[:length, b : b + 1], h0=problem.h0[b : b + 1],
+            problem,
+            x=problem.x[:length, b : b + 1],
+            h0=problem.h0[b : b + 1],
             grad_hs=problem.grad_hs[:length, b : b + 1],
-        )  # fmt: skip
+        )
         with tap() as one:
             gradients(alone, call_functional)
         squares[:length] += one.grad_norms[0].square()

@@ -78,8 +78,15 @@ def test_linear_cross_entropy_parity(op: str, backend: str, dtype: torch.dtype, 
                 names = ("loss", "grad_hidden", "grad_weight", "grad_bias")
                 for name, *three in zip(names, actual, expected, plain, strict=True):
                     assert_matches_reference(*three, name=name, gradient=name != "loss")
-            again = run(strided(hidden), strided(weight), b if b is None else strided(b), strided(target), reduction,
-                        True, backend)  # fmt: skip
+            again = run(
+                strided(hidden),
+                strided(weight),
+                b if b is None else strided(b),
+                strided(target),
+                reduction,
+                True,
+                backend,
+            )
             first = run(hidden, weight, b, target, reduction, True, backend)
             assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     threads = []

@@ -172,19 +172,23 @@ def test_float32_is_nearer_than_the_sequential_scan(T: int, margin: float) -> No
     """To the float64 of the same float32 numbers; and near enough by itself."""
     wanted, arguments = problem(IDS, 48, 48, T, 4, margin=min(margin, 30 / T))
     narrow: dict[str, Any] = {
-        name: tuple(part.detach().float().requires_grad_() for part in value) if name == "matrix"
-        else value.detach().float().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point()
+        name: tuple(part.detach().float().requires_grad_() for part in value)
+        if name == "matrix"
+        else value.detach().float().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
         else value
         for name, value in arguments.items()
-    }  # fmt: skip
+    }
     names = [name for name in ("readout", "readout_bias", "h0", "weight", "bias") if name in narrow]
     leaves = [*narrow["matrix"], *(narrow[name] for name in names)]
     wide = {
-        name: tuple(part.detach().double().requires_grad_() for part in value) if name == "matrix"
-        else value.detach().double().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point()
+        name: tuple(part.detach().double().requires_grad_() for part in value)
+        if name == "matrix"
+        else value.detach().double().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
         else value
         for name, value in narrow.items()
-    }  # fmt: skip
+    }
     exact_leaves = [*wide["matrix"], *(wide[name] for name in names)]
     exact = functional.scan_cross_entropy(**wide, algorithm="sequential")
     expected = torch.autograd.grad(exact.loss, exact_leaves)
@@ -192,9 +196,7 @@ def test_float32_is_nearer_than_the_sequential_scan(T: int, margin: float) -> No
     for algorithm in ("modal", "sequential"):
         found = functional.scan_cross_entropy(**narrow, algorithm=algorithm)
         grads = torch.autograd.grad(found.loss, leaves)
-        errors[algorithm] = max(
-            float((a.double() - b).norm() / b.norm()) for a, b in zip(grads, expected, strict=True)
-        )  # fmt: skip
+        errors[algorithm] = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(grads, expected, strict=True))
     assert errors["modal"] < 1e-6 and errors["modal"] < errors["sequential"], errors
 
 
@@ -269,9 +271,12 @@ def test_a_defective_matrix_falls_back() -> None:
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
-        "x": torch.randn(6, 2, 6), "matrix": torch.eye(6), "readout": torch.ones(2, 6),
-        "target": torch.zeros(6, 2, dtype=torch.int64), "activation": "identity",
-    }  # fmt: skip
+        "x": torch.randn(6, 2, 6),
+        "matrix": torch.eye(6),
+        "readout": torch.ones(2, 6),
+        "target": torch.zeros(6, 2, dtype=torch.int64),
+        "activation": "identity",
+    }
     with pytest.raises(InputError, match=message) as error:
         functional.scan_cross_entropy(**{**arguments, **change})
     assert "\n" not in str(error.value)
@@ -349,8 +354,9 @@ def test_padding_of_states_may_hold_anything(weighted: bool) -> None:
 
 def test_states_bad_input() -> None:
     with pytest.raises(InputError, match="algorithm is 'modal': W does not suit"):
-        functional.dense_scan(torch.randn(5, 2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]]), activation="identity",
-                              algorithm="modal")  # fmt: skip
+        functional.dense_scan(
+            torch.randn(5, 2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]]), activation="identity", algorithm="modal"
+        )
     with pytest.raises(InputError, match="algorithm is 'modal': the activation is 'tanh'"):
         functional.dense_scan(torch.randn(5, 2, 2), torch.eye(2), algorithm="modal")
 

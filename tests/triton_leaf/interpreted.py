@@ -72,9 +72,15 @@ def run(
     states = forward(map_, inputs, chosen)
     x_needed = problem.weight is not None or checkpoint_every > 0
     grads = backward(
-        map_, inputs if x_needed else inputs._replace(x=None), chosen, problem.grad_hs,
-        states.ckpt if checkpoint_every else states.hs, states.pre, need_x=need_x, need_params=need_params,
-    )  # fmt: skip
+        map_,
+        inputs if x_needed else inputs._replace(x=None),
+        chosen,
+        problem.grad_hs,
+        states.ckpt if checkpoint_every else states.hs,
+        states.pre,
+        need_x=need_x,
+        need_params=need_params,
+    )
     results = {**states._asdict(), **dict(zip(GRADS, grads, strict=True))}
     return {name: problem.h0.new_empty(0) if result is None else result for name, result in results.items()}
 
@@ -120,9 +126,15 @@ def test_parity(op: str, activation: str) -> None:
     for index, (B, T, N) in enumerate(SIZES):
         dtype = DTYPES[(turn + index) % 2]
         problem = scan_problem(
-            op, B=B, T=T, N=N + N % 2 if activation == "oplu" else N, activation=activation,
-            inputs=INPUTS[(turn + index) % 3], param_size="1" if index % 2 else "N", seed=index,
-        )  # fmt: skip
+            op,
+            B=B,
+            T=T,
+            N=N + N % 2 if activation == "oplu" else N,
+            activation=activation,
+            inputs=INPUTS[(turn + index) % 3],
+            param_size="1" if index % 2 else "N",
+            seed=index,
+        )
         check(problem, dtype)
 
 
@@ -252,9 +264,15 @@ def test_lengths_and_clip(op: str, activation: str) -> None:
     for index, (B, T, N) in enumerate([(3, 4, 3), (2, 3, 17)]):
         N += N % 2 if activation == "oplu" else 0
         problem = scan_problem(
-            op, B=B, T=T, N=N, activation=activation, inputs=INPUTS[(turn + index) % 3],
-            param_size="1" if index % 2 else "N", seed=index,
-        )  # fmt: skip
+            op,
+            B=B,
+            T=T,
+            N=N,
+            activation=activation,
+            inputs=INPUTS[(turn + index) % 3],
+            param_size="1" if index % 2 else "N",
+            seed=index,
+        )
         dtypes = DTYPES if turn % 2 else DTYPES[::-1]
         check(problem, dtypes[index], lengths=some_lengths(B, T, "any"), message_clip=0.3, checkpoint_every=2 * index)
         check(problem, dtypes[1 - index], message_clip=0.3, checkpoint_every=2 * (1 - index))
