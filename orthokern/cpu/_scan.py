@@ -93,5 +93,6 @@ def scan_bwd(
     )
     saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
     results = dict(zip(_RESULTS, grads, strict=True))
+    del results["grad_reset_state"]
     call(f"{map_.op}_bwd", dtype, {**sizes, "message_clip": options.message_clip}, {**tensors, **saved, **results})
     return grads
