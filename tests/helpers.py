@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import dispatch, functional
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions
+from orthokern._scan_contract import GruInputs, GruOptions, Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term
 from orthokern.reference.activations import activation_fwd
@@ -114,7 +114,8 @@ class ScanProblem:
     def grad_names(self) -> tuple[str, ...]:
         """The names of what the backward returns."""
         matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
-        return tuple(f"grad_{name}" for name in ("x", *matrices, "h0", "weight", "bias", "act_param", "norm"))
+        names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "norm")
+        return tuple(f"grad_{name}" for name in names)
 
     def map(self, change: object) -> ScanProblem:
         """A copy with every floating tensor changed by a function of a tensor."""
@@ -276,18 +277,21 @@ def run_scan(
     algorithm: str = "auto",
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
     options = (problem.activation, checkpoint_every)
-    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, precision, algorithm, lengths, message_clip)
+    more = (precision, algorithm, lengths, message_clip, resets, reset_state)
+    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, *more)
     x, *others = problem.inputs()
     x_needed = problem.weight is not None or checkpoint_every > 0
     states = ckpt if checkpoint_every else hs
     grads = bwd(
         problem.grad_hs, states, pre, x if x_needed else None, *others, *options, need_x, need_params,
-        bwd_backend or backend, precision, algorithm, lengths, message_clip,
+        bwd_backend or backend, *more,
     )  # fmt: skip
     return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
 
@@ -343,6 +347,18 @@ class GruProblem:
     def inputs(self) -> tuple[Tensor | None, ...]:
         """The positional arguments of the forward."""
         return (self.x, self.w, self.h0, self.bias)
+
+    def leaf_arguments(self, **options: Any) -> tuple[GruInputs, GruOptions]:
+        """What a leaf takes; options: fields of GruOptions."""
+        return GruInputs(self.x, self.w, self.h0, self.bias), GruOptions(self.variant, **options)
+
+    def run_leaves(self, fwd: Any, bwd: Any | None = None, *, need_params: bool = True, **options: Any) -> Any:
+        """Forward and backward of two leaves' modules, everything that comes out and is not None, by name."""
+        inputs, options_ = self.leaf_arguments(**options)
+        states = fwd.gru_scan_fwd(inputs, options_)
+        inputs = inputs._replace(x=None)
+        grads = (bwd or fwd).gru_scan_bwd(inputs, options_, self.grad_hs, states, need_params=need_params)
+        return {name: t for name, t in zip(self.NAMES, (*states, *grads), strict=True) if t is not None}
 
     def run(self, backend: str, bwd_backend: str | None = None, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
         """Forward and backward op, everything that comes out, by the names of NAMES."""

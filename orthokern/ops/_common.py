@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ NO_CUDA = Support(missing="no CUDA kernel in this release")
 
 
 # Optional arguments of the scans that a backend may lack, see Support.features.
-SCAN_FEATURES = ("lengths", "message_clip")
+SCAN_FEATURES = ("lengths", "message_clip", "resets")
 
 
-def scan_features(lengths: Tensor | None, message_clip: float) -> tuple[str, ...]:
+def scan_features(lengths: Tensor | None, message_clip: float, resets: Tensor | None = None) -> tuple[str, ...]:
     """Those of SCAN_FEATURES that a call uses."""
-    used: tuple[str, ...] = () if lengths is None else ("lengths",)
-    return (*used, "message_clip") if message_clip > 0 else used
+    used = (lengths is not None, message_clip > 0, resets is not None)
+    return tuple(feature for feature, is_used in zip(SCAN_FEATURES, used, strict=True) if is_used)
 
 
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
@@ -74,6 +74,11 @@ def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if len(set(map(id, outputs))) == len(outputs):
         return outputs
     return tuple(output if output.numel() else output.new_empty(output.shape) for output in outputs)
+
+
+def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """The results of a leaf with an empty tensor in place of each None: a result of an op is a tensor."""
+    return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
 def no_second_derivative(op: str) -> Callable[..., Any]:
