@@ -56,7 +56,7 @@ def _parser() -> Parser:
         "--quick", action="store_true", help="scaled down: takes minutes on two cores, shows the same trend"
     )
     parser.add_argument(
-        "--data", type=path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb, music (default data)"
+        "--data", type=path, metavar="DIR", help="folder that contains the folders mnist, ptb and music (default data)"
     )
     parser.add_argument("--out", type=path, metavar="DIR", help="folder for runs and tables (default runs/reproduce)")
     parser.add_argument("--only", metavar="TEXT", help="train only the runs with TEXT in their names")
@@ -73,7 +73,9 @@ def _parser() -> Parser:
         metavar="N",
         help="CPU threads of a run (default: the number of threads of torch, divided by --jobs)",
     )
-    parser.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: the task's)")
+    parser.add_argument(
+        "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: that of the task)"
+    )
     parser.add_argument(
         "--report", action="store_true", help="train nothing; write the table and the figure of the existing runs"
     )
