@@ -1,9 +1,9 @@
 """The scans, the Cayley step and the copy task on a CUDA device: `pytest bench/bench_gpu.py --benchmark-only`.
 
-Also a table of errors by precision, and FlashRNN as a peer where it is installed.
+Also a table of errors by precision, and a comparison with FlashRNN if it is installed.
 
-Times are medians of CUDA events around whole calls through the public functions, after warm-up, with the results of the
-last call at hand. Peers run in turns with ours, in float32 without TF32. Skipped without a device.
+Times are medians of CUDA events around whole calls of the public functions, after warm-up, with cached memory of the
+previous call. Other implementations run in turns with ours, in float32 without TF32. Skipped without a device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TOLERANCE = 2e-5
 
 
 def tolerated(error_of_torch: float) -> float:
-    """How far float32 results may be from float64, where torch's own float32 products are so far from it.
+    """The tolerance of float32 results against float64, given the error of torch's float32 products.
 
     A linear recurrence keeps every rounding error: over 10 000 steps torch itself comes close to TOLERANCE.
     """
@@ -151,7 +151,7 @@ def test_factored_scan(benchmark: Any, bench: Bench, size: Size, activation: str
 def test_factored_scan_of_single_steps(
     benchmark: Any, bench: Bench, size: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path for any size, forward and backward: in CUDA graphs, kernel by kernel, and on tensor cores."""
+    """The steps path, forward and backward: in CUDA graphs, kernel by kernel, and on tensor cores."""
     problem = Problem("factored_scan", activation="tanh", **size)
     if not cuda.AVAILABLE:
         pytest.skip(cuda.REASON)
@@ -311,7 +311,7 @@ def test_error_by_precision(benchmark: Any, bench: Bench, size: Size, op: str, a
 
 @pytest.mark.sizes([{"N": 128, "T": 1000}], quick=[{"N": 32, "T": 20}])
 def test_eager_loop(benchmark: Any, bench: Bench, size: Size) -> None:
-    """The recurrence as one writes it in torch, over ours."""
+    """Time of the straightforward loop in torch divided by ours."""
     problem = Problem("factored_scan", activation="tanh", **size)
 
     def eager() -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What the hot loops of the CUDA kernels are in machine code, and an estimate of their clocks; no GPU is needed.
+"""The machine code of the hot loops of the CUDA kernels, and an estimate of their clocks. No GPU is needed.
 
 python bench/sass.py                              every kernel for sm_80, sm_90 and sm_100, as Markdown tables
 python bench/sass.py factored_scan --arch 90      one source file, one architecture

@@ -1,36 +1,35 @@
-"""The modal ops on a GPU, around the kernels of a leaf: chunks of time that run at once, and spans of them in turn.
+"""The modal ops on a GPU, independent of the kernels: chunks of time that run in parallel, and spans of chunks in turn.
 
     lane     b M + m, mode m of sequence b; R = B M of them
     chunk    steps [c CHUNK, (c + 1) CHUNK) of all lanes
 
-    1  ends     every chunk from zero                         x -> end [chunks, 2, R]
-    2  join     a lane's chunks in turn                       state_{c+1} = lambda^CHUNK state_c + end_c
-    3  chunks   every chunk from its state                    x, state -> z
+    1  ends     every chunk from a zero state                 x -> end [chunks, 2, R]
+    2  join     the chunks of a lane in sequence              state_{c+1} = lambda^CHUNK state_c + end_c
+    3  chunks   every chunk from its initial state            x, state -> z
 
 Note [Modal chunks]
-    Eigenvalues, states, adjoints, powers and all sums are float64, also for float32 tensors; x is widened when it is
-    used, and z rounded when it is stored. lambda^CHUNK is made by squaring, CHUNK being a power of 2, so that it is
-    wrong by CHUNK roundings, as the product of the steps is. The adjoint goes the same way from the end, with the
-    conjugate of lambda. A lane's chunks wait for each other in 2 alone: 2 CHUNK + chunks steps in place of T, least
-    for CHUNK = sqrt(T / 2).
+    Eigenvalues, states, adjoints, powers and all sums are float64, also for float32 tensors; x is converted when it is
+    used, and z is rounded when it is stored. lambda^CHUNK is computed by repeated squaring (CHUNK is a power of 2),
+    with the error of CHUNK roundings, as in the product of the steps. The adjoint is computed in the same way from the
+    end, with the conjugate of lambda. Only stage 2 is sequential over chunks: 2 CHUNK + chunks sequential steps replace
+    T, with a minimum at CHUNK = sqrt(T / 2).
 
 Note [Sums over equal ids]
-    grad_table[d] is the sum of delta_t over the steps with id d. delta turns with its mode, and its sum over many steps
-    is far smaller than its terms: it is taken in float64. With few ids, each lane of each chunk has a sum for every id
-    in memory, [chunks, D, 2, R]. A run of steps with the same id is added up in registers first. With more ids than
-    half a chunk's steps delta itself is stored, in float64, for a span of steps at a time, and then summed by id. No
-    atomics: the same bits every time.
+    grad_table[d] is the sum of delta_t over the steps with id d. delta rotates with its mode, and its sum over many
+    steps is far smaller than its terms, so that it is computed in float64. With few ids, each lane of each chunk has a
+    sum for every id in memory, [chunks, D, 2, R]; consecutive steps with the same id are added in registers first. If
+    the number of ids exceeds half of the steps of a chunk, delta itself is stored in float64 for a span of steps at a
+    time, and then summed by id. There are no atomics: the same bits in every run.
 
 Note [Spans of the loss]
-    With a readout, the state before every chunk is found first. Then spans of whole chunks follow, the last one first:
-    z of its steps from those states, logits by a product, loss and d = dL/dlogits in their place, the readout's
-    gradient and g = d C by products, the adjoint from the span behind it. A span is as many chunks as SPAN_BYTES holds
-    z, g and logits of, so that memory does not grow with T but for the states between chunks. A span takes some 40
-    launches, which is why it is no smaller. Sums over spans are float64.
+    With a readout, the initial state of every chunk is computed first. Then spans of whole chunks are processed, the
+    last one first: z of the steps of the span from these states; logits by a product; loss and d = dL/dlogits, which
+    overwrites the logits; the gradient of the readout and g = d C by products; and the adjoint from the carry of the
+    next span. SPAN_BYTES limits z, g and logits of a span, so that memory does not grow with T except for the states
+    between chunks. A span takes about 40 launches, which sets its lower limit. Sums over spans are float64.
 
-Nothing is read of padding, and no function here asks a tensor for its values. An id outside the table makes its
-sequence NaN from there on and counts for no row; a target that is no class makes the loss NaN; a length out of range
-counts as 0 or T.
+Padding is never read, and there is no device synchronization. An id outside the table makes its sequence NaN from that
+step on and contributes to no row; a target outside [0, C) makes the loss NaN; a length out of range is clamped.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from orthokern._products import ieee_products
 from orthokern._scan_contract import ModalGradients, ModalInputs, ModalLoss, Readout
 
 MIN_CHUNK = 16
-# So many lanes fill the largest device; then time need not be cut.
+# This many lanes fill the largest device; then time is not divided into chunks.
 ENOUGH_LANES = 2**18
 DELTA_BYTES = 2**27  # of the adjoints that are stored for sums over equal ids
 SPAN_BYTES = 2**28
@@ -109,7 +108,7 @@ class Recurrence:
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """Number of chunks."""
         return -(-self.T // self.chunk)
 
     @property

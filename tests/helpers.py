@@ -1,4 +1,4 @@
-"""What the correctness tests share: the comparison with the reference, random problems, and parameters of tests."""
+"""Helpers of the correctness tests: the comparison with the reference, random problems, and parameters of tests."""
 
 from __future__ import annotations
 

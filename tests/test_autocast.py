@@ -1,5 +1,5 @@
-"""Inside torch.autocast, and where a process allows torch less precise products: ops, their backward, and what keeps
-matrices orthogonal or bounded work as they do outside."""
+"""Inside torch.autocast, and if a process allows lower precision in products: ops, their backward, and optimizers and
+constraints give the same results as outside."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What every command owes its user, whatever the task: one line for bad input, no traceback, bounded lines, work that
-is done though nobody can read of it. The tables are made from the commands' own options."""
+"""Rules for the command lines of all tasks: one line for bad input, no traceback, lines of limited length, and runs
+whose output cannot be written. The cases are generated from the options of the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m orthokern.compare: what agrees, what must not pass as agreement, and one line for each mistake."""
+"""python -m orthokern.compare: agreement, disagreement that must be detected, and one line for each mistake."""
 
 from __future__ import annotations
 

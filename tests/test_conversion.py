@@ -1,4 +1,5 @@
-"""orthokern.convert: outputs, gradients, parameters and places stay what they were; the rest is left, with a reason."""
+"""orthokern.convert: outputs, gradients, parameters and names are unchanged; modules that cannot be converted are kept,
+with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The task deep_mnist: starts, penalty, learning where a plain network can't, exact resume, test data, refusals."""
+"""The task deep_mnist: initialisations, penalty, learning where a plain network does not learn, exact resume, test
+data, bad input."""
 
 from __future__ import annotations
 

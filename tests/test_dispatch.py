@@ -1,4 +1,4 @@
-"""Which backend serves, what is said when none can, and what `explain` tells."""
+"""Selection of a backend, the errors if no backend can be used, and the text of `explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several processes train as one: the same loss curve, the same parameters on all ranks, one line when one is lost."""
+"""Training in several processes: the same loss curve as in one, equal parameters on all ranks, and one error line if a
+process is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public modules give what they say."""
+"""The examples in the docstrings of the public modules give the results that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties over random shapes and strides (hypothesis): whatever backend "auto" chooses, it is the reference."""
+"""Properties over random shapes and strides (hypothesis): the backend selected by "auto" agrees with the reference."""
 
 from __future__ import annotations
 

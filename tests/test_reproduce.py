@@ -1,4 +1,5 @@
-"""`python -m orthokern.reproduce`: trains what is missing, goes on where it was, and tells published from ours."""
+"""`python -m orthokern.reproduce`: it trains missing runs, resumes interrupted ones, and reports published and our
+numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nnRNN report's figures: command lines that the tasks accept, a quick run, the Fisher memory's table."""
+"""The figures of the nnRNN report: command lines that the tasks accept, a quick run, the table of Fisher memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run folder that somebody edited: every field of checkpoint and configuration, in every way, ends in one line or in
-an ordinary run, and never after a bad value was taken."""
+"""A run folder that was edited: for every change of a field of the checkpoint or configuration, the run either ends
+with one line or is an ordinary run, and never uses a bad value."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tasks music and word_lm: they learn, carry their state, keep the constraint, resume to the same bits, know a
-success, refuse bad input."""
+"""The tasks music and word_lm: they learn, carry their state, keep the constraint, resume to the same bits, report
+success, and reject bad input."""
 
 from __future__ import annotations
 

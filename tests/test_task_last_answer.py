@@ -1,4 +1,5 @@
-"""The tasks temporal_order and random_permutation: they learn, start as asked, resume to the same bits, refuse."""
+"""The tasks temporal_order and random_permutation: they learn, use the requested initialisation, resume to the same
+bits, and reject bad input."""
 
 from __future__ import annotations
 

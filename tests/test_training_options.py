@@ -1,4 +1,4 @@
-"""What the loop offers every task: accumulation, the profile, epochs, norms through time, refused checkpoints."""
+"""Features of the loop for all tasks: accumulation, the profile, epochs, norms through time, rejected checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tutorials run, their notebooks are theirs, and the site's links are rewritten."""
+"""The tutorials run, their notebooks are up to date, and the links of the site are rewritten."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ d = dL/dz is C / N of the size of hidden. grad_weight = d^T hidden and grad_bias
 blocks of BLOCK_ROWS rows in a fixed order: no atomics, the same bits every time. With more than MAX_FUSED_C classes the
 logits of a chunk of rows are torch's product, and a second kernel turns them into d in place, one program for each row.
 
-Nothing waits for the device. A target outside [0, C) makes the loss, and the gradients of its row, NaN. Products are
-IEEE float32, also where the process allows TF32 elsewhere. Bound by bandwidth for few classes: hidden is read twice and
-grad_hidden written once, where log_softmax and its backward on stored logits take seven passes over [R, C] more.
+There is no device synchronization. A target outside [0, C) makes the loss, and the gradients of its row, NaN. Products
+are IEEE float32, even if the process allows TF32. Bound by bandwidth for few classes: hidden is read twice and
+grad_hidden written once, while log_softmax and its backward on stored logits take seven passes over [R, C] more.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -138,7 +138,7 @@ def linear_cross_entropy_row_kernel(
 
 
 def fused_blocks(C: int) -> tuple[int, int, int]:
-    """(BLOCK_R, BLOCK_N, BLOCK_C): a product wants 16 of each; more rows where there are few classes."""
+    """(BLOCK_R, BLOCK_N, BLOCK_C): a product needs at least 16 of each; with few classes there are more rows."""
     block_c = max(16, triton.next_power_of_2(C))
     return 64 if block_c <= 32 else 32, 32, block_c
 
@@ -198,7 +198,7 @@ def _fused(
 def _by_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, grad: Tensor | None, rows: int, mean: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same for many classes: the logits [R, C] of these rows become d."""
+    """The same for many classes: the logits [R, C] of these rows are overwritten by d."""
     z = hidden @ weight.mT if bias is None else torch.addmm(bias, hidden, weight.mT)
     losses = hidden.new_empty(len(hidden))
     with torch.cuda.device_of(hidden):

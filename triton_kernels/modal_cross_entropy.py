@@ -1,8 +1,8 @@
-"""modal_cross_entropy: the recurrence of ``modal_scan.py`` with a readout and its loss, a span of steps at a time.
+"""modal_cross_entropy: the recurrence of ``modal_scan.py`` with a readout and its loss, one span of steps at a time.
 
-What a span is and what is done in it: Note [Spans of the loss] in ``orthokern/_modal_chunks.py``. Here: the loss of
-rows of logits. A program owns BLOCK_R rows and goes over the classes in tiles of BLOCK_C, three times: largest, sum of
-exponentials, gradient. The second and third time they come from the L1 cache.
+Note [Spans of the loss] in ``orthokern/_modal_chunks.py`` explains spans. This file has the kernel for the loss of rows
+of logits. A program computes BLOCK_R rows, with three passes over the classes in tiles of BLOCK_C: maximum, sum of
+exponentials, gradient. The second and third pass read from the L1 cache.
 
 HBM (or L2) traffic of a step and sequence, in elements of the dtype: z is written once and read three times, g written
 once and read twice, logits written twice and read six times: 14 M + 8 C; without gradients 4 M + 3 C.
@@ -39,7 +39,7 @@ def logits_of(p_logits, p_bias, o_r, o_c, m_r, C, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "B", "C", "FIRST"])
 def modal_cross_entropy_fwd_kernel(
-    p_logits,  # [T * B, C] without the bias; d when it is done
+    p_logits,  # [T * B, C] without the bias; overwritten by d
     p_bias,  # [C], or None
     p_target,  # [T, B]
     p_scale,  # float64 [1]
@@ -72,7 +72,7 @@ def modal_cross_entropy_fwd_kernel(
         b_top = tl.where(b_most > b_top, b_most, b_top)
         b_hit += tl.sum(tl.where(o_c[None, :] == b_target[:, None], b_l, 0.0), axis=1)
     b_top = tl.where(m_live, b_top, 0.0)
-    # the other classes: a small loss keeps its digits in 1 + rest
+    # sum over the other classes: log(1 + rest) is accurate for a small loss
     b_rest = tl.zeros([BLOCK_R], dtype=p_logits.dtype.element_ty)
     for i_c in range(0, C, BLOCK_C):
         o_c = i_c + tl.arange(0, BLOCK_C)

@@ -123,7 +123,7 @@ def _parser() -> Parser:
         help="backend of the orthokern modules (auto)",
     )
     how.add_argument("--rounds", type=integer(1, 100_000), help="number of timed rounds of each model (11)")
-    how.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: the default of torch)")
+    how.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: set by torch)")
     how.add_argument("--seed", type=integer(0), help="seed of weights, inputs and cotangents (0)")
     parser.needs = {name: ((Needs("module", (None,)),),) for name in _ONLY_SIZES}
     parser.needs["nonlinearity"] = ((Needs("module", (None,)), Needs("cell", ("rnn",))),)

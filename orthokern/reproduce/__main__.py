@@ -68,7 +68,7 @@ def _parser() -> Parser:
         "--quick", action="store_true", help="scaled down: takes minutes on two cores, shows the same trend"
     )
     parser.add_argument(
-        "--data", type=path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb, music (default data)"
+        "--data", type=path, metavar="DIR", help="folder that contains the folders mnist, ptb and music (default data)"
     )
     parser.add_argument("--out", type=path, metavar="DIR", help="folder for runs and tables (default runs/reproduce)")
     parser.add_argument("--only", metavar="TEXT", help="train only the runs with TEXT in their names")

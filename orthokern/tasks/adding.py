@@ -35,18 +35,18 @@ class AddingOptions(StartOptions, DrawnOptions):
 
     GROUP = "the task"
     T: int = option(1000, integer(2), "numbers per sequence", "N")
-    target: str = named("sum", "target", TARGETS, "target: sum or mean of the two numbers")
+    target: str = named("sum", "target", TARGETS, "sum or mean of the two numbers")
     positions: str = named(
         "halves",
         "positions",
         POSITIONS,
         "halves: one mark in each half; pascanu: one in the first tenth, one before the middle",
     )
-    goal: float = option(1e-3, real(0.0), "goal: mean squared error on new sequences")
+    goal: float = option(1e-3, real(0.0), "mean squared error on new sequences at which training ends")
     right: float | None = option(
         None,
         real(0.0, exclusive=True, maximum=100.0, none=True),
-        f"solved too if X %% of new sequences have an error of at most {CLOSE:g}; none",
+        f"also solved if this percentage of new sequences has an error of at most {CLOSE:g}; none",
         "PERCENT",
     )
     short_evaluations: bool = switch(False, SHORT_EVALUATIONS, needs=(Needs("right"), Needs("goal", (0,))))

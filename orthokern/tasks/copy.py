@@ -81,7 +81,10 @@ class CopyOptions(DrawnOptions):
         needs=(Needs("input", ("scalar",)),),
     )
     goal: float = option(
-        99.9, real(0.0, exclusive=True, maximum=100.0), "goal: recall accuracy on new sequences", "PERCENT"
+        99.9,
+        real(0.0, exclusive=True, maximum=100.0),
+        "recall accuracy on new sequences at which training ends",
+        "PERCENT",
     )
     start: str = named(
         "zero",
@@ -94,7 +97,7 @@ class CopyOptions(DrawnOptions):
         "auto",
         "algorithm",
         ALGORITHMS,
-        "of the recurrence: modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
+        "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
         "auto: modal if it is faster and as accurate",
         needs=(OF_OTHERS,),
     )
@@ -378,10 +381,10 @@ class CopyExperiment(DrawnTask):
 DESCRIPTION = """\
 Train a recurrent network on the copy task until it is solved.
 
-The network reads ten symbols from an alphabet of eight, then T blanks, then a marker, and must then
-output the ten symbols in order. The best guess without memory has a loss of 10 ln 8 / (T + 20) nats
-per step, which is shown as the "baseline". The task is solved if the recall accuracy on new
-sequences is at least --goal %.
+The network reads ten symbols from an alphabet of eight, then blanks, and a marker after T steps. It
+must then output the ten symbols in order. The best guess without memory has a loss of
+10 ln 8 / (T + 20) nats per step, which is shown as the "baseline". The task is solved if the recall
+accuracy on new sequences is at least --goal %.
 
 The network is h_t = phi(U S V^T h_{t-1} + x_t): U and V stay orthogonal (steps along geodesics), the
 singular values S stay within 1 ± margin. By default phi is the identity, as in the paper.

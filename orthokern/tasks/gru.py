@@ -74,7 +74,9 @@ class GruOptions(DataOptions):
         "projection: after every step no singular value above 2 - delta; none",
         shown="none with --clip, else projection",
     )
-    delta: float = option(None, real(), "projection: in (0, 2)", needs=(_PROJECTED,), shown="0.2")
+    delta: float = option(
+        None, real(), "projection: the bound is 2 - X, with X in (0, 2)", needs=(_PROJECTED,), shown="0.2"
+    )
     threshold: str = named(
         None,
         "threshold",
@@ -92,7 +94,7 @@ class GruOptions(DataOptions):
         shown="upper",
     )
     clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
-    bias: bool = switch(True, "a readout without bias")
+    bias: bool = switch(True, "use a readout without bias")
     batch: int = option(20, integer(1), "sequences per batch", "N")
     window: int = option(35, integer(1), "time steps of back-propagation; the state is carried to the next window", "N")
     optimizer: str = named("sgd", "optimizer", tuple(OPTIMIZERS), ", ".join(OPTIMIZERS))

@@ -87,7 +87,7 @@ class RunOptions(Options):
         f"auto, {', '.join(BACKENDS)}",
         shown=f"the environment variable {ENVIRONMENT_VARIABLE}, else auto",
     )
-    threads: int | None = option(None, integer(1, MAX_THREADS), "CPU threads", "N", shown="the default of torch")
+    threads: int | None = option(None, integer(1, MAX_THREADS), "CPU threads", "N", shown="set by torch")
     checkpoint_every: int = option(50, integer(1), "iterations between checkpoints", "N")
     diagnose_every: int = option(10, integer(0), "iterations between records of spectrum and gradient, 0 for none", "N")
     last_step_gradient: bool = switch(

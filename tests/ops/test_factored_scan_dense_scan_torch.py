@@ -1,4 +1,4 @@
-"""factored_scan and dense_scan as torch sees them: opcheck, torch.compile, autograd, what is saved, taps."""
+"""factored_scan and dense_scan in torch: opcheck, torch.compile, autograd, saved tensors, taps."""
 
 from __future__ import annotations
 
