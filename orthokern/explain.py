@@ -117,6 +117,7 @@ def _explain_loss(
     try:
         name, why = functional.explain_scan_cross_entropy(
             (u, u.new_ones(K), v), T, B, C, lengths="lengths" in features, activation=activation, message_clip=clip,
+            resets="resets" in features,
             backend=backend, algorithm=algorithm,
         )  # fmt: skip
     except InputError as error:
@@ -179,7 +180,7 @@ def _parser() -> Parser:
     parser.add_argument("--backend", help="backend argument of the call (default auto)")
     parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
     parser.add_argument("--activation", help=f"activation of {LOSS} (default identity)")
-    parser.add_argument("--features", type=_names, help="optional arguments of the call: lengths,message_clip")
+    parser.add_argument("--features", type=_names, help="optional arguments of the call: lengths,message_clip,resets")
     return parser
 
 
