@@ -35,13 +35,16 @@ def parameter_gradients(
         add: adds a product over rows to a sum, as ``add_product``.
     """
     (B, N), rows, rows_n = inputs.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
-    grad_w = torch.zeros_like(inputs.w)
+    grad_w, first, later, resets = torch.zeros_like(inputs.w), inputs.h0, hs[:-1], options.resets
+    if resets is not None:
+        start = torch.zeros_like(first) if inputs.reset_state is None else inputs.reset_state
+        first, later = torch.where(resets[0, :, None], start, first), torch.where(resets[1:, :, None], start, later)
 
     def add_states(to: Tensor, left: Tensor) -> None:
         """to += sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
-        to.addmm_(left[:B].mT, inputs.h0)
+        to.addmm_(left[:B].mT, first)
         if len(left) > B:
-            add(to, left[B:], hs.flatten(0, 1)[:-B])
+            add(to, left[B:], later.flatten(0, 1))
 
     add_states(grad_w[: 2 * N], rows[:, : 2 * N])
     if options.kanai:

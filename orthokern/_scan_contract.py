@@ -99,6 +99,7 @@ class GruInputs(NamedTuple):
     w: Tensor  # [3N, N]
     h0: Tensor  # [B, N]
     bias: Tensor | None = None  # [3N]
+    reset_state: Tensor | None = None  # [B, N], the state that resets start from; None: zeros
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -107,6 +108,7 @@ class GruOptions:
 
     variant: str
     lengths: Tensor | None = None  # int64 [B]
+    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
 
     @property
     def kanai(self) -> bool:
@@ -129,6 +131,7 @@ class GruGradients(NamedTuple):
     w: Tensor | None
     h0: Tensor
     bias: Tensor | None
+    reset_state: Tensor | None  # [B, N]
     norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from orthokern import _modal_chunks, dispatch, functional
 from orthokern.cuda import _call, modal_cross_entropy, modal_scan
 from orthokern.ops import _modal, _modal_basis, _scan_loss
-from orthokern.ops import modal_cross_entropy as ops_modal_cross_entropy
 from orthokern.ops import modal_scan as ops_modal_scan
 from orthokern.ops._modal_basis import Pending
 from orthokern.ops.modal_scan import ID_DTYPES
@@ -218,8 +217,7 @@ def deferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     monkeypatch.setattr(dispatch, "choose", lambda op, *_, **__: "cuda" if op.startswith("modal") else "cpu")
     monkeypatch.setattr(_scan_loss, "_is_asynchronous", lambda device: True)
-    for module in (ops_modal_scan, ops_modal_cross_entropy):
-        monkeypatch.setattr(module, "check_pairs", lambda *_: None)
+    monkeypatch.setattr(ops_modal_scan, "check_pairs", lambda *_: None)
     true_call, true_get, true_solved = _call.call, Pending.get, _modal_basis._solved
 
     def call(name: str, *rest: Any) -> None:

@@ -268,6 +268,9 @@ def test_the_tables_are_covered() -> None:
         assert seen[name] >= warps, f"{name}: {warps - seen[name]} warps are in no case"
 
 
+_GRU_GRADIENTS = ("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0", "p_grad_state")
+
+
 def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, ...] = ("kanai", "torch")) -> None:
     from resources import SHARED_KIB, resources
 
@@ -285,13 +288,17 @@ def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, 
             "B": "i32",
             "p_lengths": torch.int64,
             "LENGTHS": True,
+            "p_resets": torch.uint8,
+            "RESETS": True,
+            "STATE": True,
+            "p_state": dtype,
             "N": N,
             "KANAI": kanai,
             "WAY": plan.way,
             "BLOCK_N": plan.block_n,
         }
         forward = {**common, "p_x": dtype, "p_w": dtype, "p_bias": dtype, "BIAS": True}
-        backward = {**common, **dict.fromkeys(("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0"), dtype)}
+        backward = {**common, **dict.fromkeys(_GRU_GRADIENTS, dtype)}
         backward |= {"p_square": dtype, "FACTOR": True}
         for kernel, arguments in ((gru_scan.gru_scan_fwd_kernel, forward), (gru_scan.gru_scan_bwd_kernel, backward)):
             used = resources(kernel, arguments, capability, plan.num_warps)

@@ -105,6 +105,21 @@ def steps_of(p_lengths, i_b, T, LENGTHS: tl.constexpr):
 
 
 @triton.jit
+def resets_at(p_resets, i_b, t, B, exists):
+    """Whether step t of sequence i_b starts from the reset state: a scalar, False unless the step exists."""
+    return tl.load(p_resets + t * B.to(tl.int64) + i_b, mask=exists, other=0) != 0
+
+
+@triton.jit
+def reset_row(p_state, i_b, o_n, m_n, N: tl.constexpr, STATE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The state [1, BLOCK_N] that resets of sequence i_b start from, zeros without STATE."""
+    b_state = tl.zeros([1, BLOCK_N], dtype=p_state.dtype.element_ty)
+    if STATE:
+        b_state = tl.load(p_state + i_b.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
+    return b_state
+
+
+@triton.jit
 def columns(o_n, exists, N: tl.constexpr):
     """The mask [1, BLOCK_N] of a row, all False unless the row exists.
 
@@ -139,12 +154,16 @@ def gru_scan_fwd_kernel(
     p_gates,  # [T, B, 3N]
     p_pre,  # [T, B, N], or None
     p_lengths,  # int64 [B], or None
+    p_resets,  # uint8 [T, B], or None
+    p_state,  # [B, N], the state that resets start from; without STATE any tensor of its dtype
     T,
     B,
     N: tl.constexpr,
     KANAI: tl.constexpr,
     BIAS: tl.constexpr,
     LENGTHS: tl.constexpr,
+    RESETS: tl.constexpr,
+    STATE: tl.constexpr,
     WAY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -166,8 +185,14 @@ def gru_scan_fwd_kernel(
     o = i_b.to(tl.int64) * N + o_n  # of the step's row in [T, B, N]; times 3 but for o_n in [T, B, 3N]
     stride = B.to(tl.int64) * N
     b_x_r, b_x_z, b_x_n = load_gates(p_x, 3 * (o - o_n) + o_n, columns(o_n, steps > 0, N), N)
+    if RESETS:
+        b_state = reset_row(p_state, i_b, o_n, m_n, N, STATE, BLOCK_N)
+        b_cut = resets_at(p_resets, i_b, 0, B, steps > 0)
     for t in range(steps):
         o_row = 3 * (o - o_n) + o_n
+        if RESETS:
+            b_h = tl.where(b_cut, b_state, b_h)
+            b_cut = resets_at(p_resets, i_b, t + 1, B, t + 1 < steps)
         b_next_r, b_next_z, b_next_n = load_gates(p_x, o_row + 3 * stride, columns(o_n, t + 1 < steps, N), N)
         b_to_r, b_to_z = two_products(b_h, b_h, b_w_r, b_w_z, p_w, p_w_z, True, N, WAY, BLOCK_N)
         b_r = sigmoid(b_to_r + b_bias_r + b_x_r)
@@ -206,12 +231,17 @@ def gru_scan_bwd_kernel(
     p_grad_h0,  # [B, N]
     p_square,  # [T, B]: |dL/dh_t|^2 of every sequence
     p_lengths,  # int64 [B], or None
+    p_resets,  # uint8 [T, B], or None
+    p_state,  # [B, N], the state that resets start from; without STATE any tensor of its dtype
+    p_grad_state,  # [B, N], or None without STATE
     T,
     B,
     N: tl.constexpr,
     KANAI: tl.constexpr,
     FACTOR: tl.constexpr,
     LENGTHS: tl.constexpr,
+    RESETS: tl.constexpr,
+    STATE: tl.constexpr,
     WAY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -249,8 +279,16 @@ def gru_scan_bwd_kernel(
     if not KANAI:
         b_q = tl.load(p_pre + o, mask=m_t, other=0.0)
     b_carry = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
+    if RESETS:
+        b_state = reset_row(p_state, i_b, o_n, m_n, N, STATE, BLOCK_N)
+        b_to_state = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
+        b_cut_before = resets_at(p_resets, i_b, steps - 1, B, steps > 0)
     for i in range(steps):
         t = steps - 1 - i
+        if RESETS:
+            b_cut = b_cut_before
+            b_h = tl.where(b_cut, b_state, b_h)
+            b_cut_before = resets_at(p_resets, i_b, t - 1, B, t > 0)
         # load the previous step while this one is computed
         m_before = columns(o_n, t > 0, N)
         m_two = columns(o_n, t > 1, N)
@@ -279,11 +317,16 @@ def gru_scan_bwd_kernel(
             tl.store(p_factor + o, b_factor, mask=m_n)
         b_from_r, b_from_z = two_products(b_d_r, b_d_z, b_t_r, b_t_z, p_w_t, p_t_z, False, N, WAY, BLOCK_N)
         b_carry = b_direct + (b_from_r + b_from_z)
+        if RESETS:
+            b_to_state += tl.where(b_cut, b_carry, 0.0)
+            b_carry = tl.where(b_cut, 0.0, b_carry)
         o -= stride
         b_g, b_r, b_z, b_n, b_h = b_g_before, b_r_before, b_z_before, b_n_before, b_h_before
         if not KANAI:
             b_q = b_q_before
     tl.store(p_grad_h0 + o_start + o_n, b_carry, mask=m_n)
+    if STATE:
+        tl.store(p_grad_state + o_start + o_n, b_to_state, mask=m_n)
 
 
 # ------------------------------------------------------------------------------------------------------------- launches
@@ -323,7 +366,7 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
         x, w = torch.randn(100, 8, 192, device="cuda"), torch.randn(192, 64, device="cuda") / 8
         states = gru_scan_fwd(GruInputs(x, w, x.new_zeros(8, 64)), GruOptions("torch"))
     """
-    x, w, h0, bias = inputs
+    x, w, h0, bias, state = inputs
     assert x is not None
     T, (B, N), lengths = x.shape[0], h0.shape, options.lengths
     pre = None if options.kanai else h0.new_empty(T, B, N)
@@ -331,8 +374,9 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_fwd_kernel[(B,)](
-            x, w, h0, bias, *states, lengths, T, B, N=N, KANAI=options.kanai, BIAS=bias is not None,
-            LENGTHS=lengths is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
+            x, w, h0, bias, *states, lengths, _flags(options), h0 if state is None else state, T, B, N=N,
+            KANAI=options.kanai, BIAS=bias is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
+            STATE=state is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
     return states
@@ -348,18 +392,24 @@ def gru_scan_bwd(
 
         grads = gru_scan_bwd(inputs, options, torch.ones_like(states.hs), states)
     """
-    w, h0, lengths = inputs.w, inputs.h0, options.lengths
+    w, h0, lengths, state = inputs.w, inputs.h0, options.lengths, inputs.reset_state
     T, B, N = grad_hs.shape
     grad_x, grad_h0, square = torch.empty_like(states.gates), torch.empty_like(h0), h0.new_empty(T, B)
     factor = h0.new_empty(T, B, N) if need_params else None
+    grad_state = None if state is None else torch.empty_like(state)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_bwd_kernel[(B,)](
-            grad_hs, *states, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0,
-            square, lengths, T, B, N=N, KANAI=options.kanai, FACTOR=factor is not None, LENGTHS=lengths is not None,
-            WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps, enable_fp_fusion=True,
+            grad_hs, *states, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0, square, lengths,
+            _flags(options), h0 if state is None else state, grad_state, T, B, N=N, KANAI=options.kanai,
+            FACTOR=factor is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
+            STATE=state is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     grad_w = grad_bias = None
     if factor is not None:
         grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)
-    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, square.sum(1).sqrt())
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, square.sum(1).sqrt())
+
+
+def _flags(options: GruOptions) -> Tensor | None:
+    return None if options.resets is None else options.resets.view(torch.uint8)

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   for (int i = thread; i < slots; i += kThreads) {
     const int64_t b = b0 + i / kPadded;
     const int n = i % kPadded;
-    states[i] = b < a.B && n < N ? a.h0[b * N + n] : 0.f;
+    states[i] = b >= a.B || n >= N ? 0.f : gru_resets(a, 0, b) ? gru_reset_state(a, b, n) : a.h0[b * N + n];
     states[slots + i] = m[i] = zs[i] = 0;
   }
   float weights[3][8][C];
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
         if (live && has_unit) {
           const float q = candidate[0] + bias, n = tanhf(place(t, 2, g)[row] + r * q);
           const float h = z * state[g * kPadded + row] + (1.f - z) * n;
-          next[g * kPadded + row] = h;
+          next[g * kPadded + row] = gru_resets(a, t + 1, b0 + g) ? gru_reset_state(a, b0 + g, row) : h;
           a.gates[3 * offset + 2 * N + row] = n;
           a.pre[offset + row] = q;
           a.hs[offset + row] = h;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
         if (t < ends[g] && has_unit) {
           const float n = tanhf(sums[0] + bias + place(t, 2, g)[row]), z = zs[g * kPadded + row];
           const float h = z * state[g * kPadded + row] + (1.f - z) * n;
-          next[g * kPadded + row] = h;
+          next[g * kPadded + row] = gru_resets(a, t + 1, b0 + g) ? gru_reset_state(a, b0 + g, row) : h;
           a.gates[3 * offset + 2 * N + row] = n;
           a.hs[offset + row] = h;
         }
@@ -224,7 +224,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
     if (t < 0 || t >= ends[g] || !has_unit) return;
     const int64_t unit = (b0 + g) * N + row, offset = t * stride + unit, of_gates = 3 * offset - 2 * row;
     cp_async<4>(place(t, 0, g), a.grad_hs + offset);
-    cp_async<4>(place(t, 1, g), t ? a.hs + offset - stride : a.h0 + unit);
+    if (gru_resets(a, t, b0 + g)) *place(t, 1, g) = gru_reset_state(a, b0 + g, row);
+    else cp_async<4>(place(t, 1, g), t ? a.hs + offset - stride : a.h0 + unit);
     for (int k = 0; k < 3; k++) cp_async<4>(place(t, 2 + k, g), a.gates + of_gates + k * N);
     if (!kKanai) cp_async<4>(place(t, 5, g), a.pre + offset);
   };
@@ -317,7 +318,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
         add_tile<C>(sums, weights[k], x);
       }
       reduce_scatter<16>(sums, lane);
-      const float carry = has_unit && t < ends[g] ? sums[0] + *direct(g) : 0.f;
+      const float carry = has_unit && t < ends[g] ? gru_passed(a, t, b0 + g, row, sums[0] + *direct(g)) : 0.f;
       if (t > 0) {
         const float ghat = begin(g, t - 1, 1 - half, carry);
         square = fmaf(ghat, ghat, square);

@@ -38,10 +38,12 @@ struct GruPlan {
 struct GruScanArgs {
   int device;
   int64_t T, B, N;
-  int kanai;               // 1: reset gate before W_n; 0: after W_n, as in torch
-  const float* w;          // [3N, N]
-  const float* h0;         // [B, N]
-  const int64_t* lengths;  // [B] or null: T for all
+  int kanai;                 // 1: reset gate before W_n; 0: after W_n, as in torch
+  const float* w;            // [3N, N]
+  const float* h0;           // [B, N]
+  const int64_t* lengths;    // [B] or null: T for all
+  const uint8_t* resets;     // [T, B] or null: where not 0, the step starts from reset_state in place of h_{t-1}
+  const float* reset_state;  // [B, N], null: zeros
 
   const float* x;     // forward: [T, B, 3N]
   const float* bias;  // forward: [3N] or null
@@ -49,12 +51,13 @@ struct GruScanArgs {
   float* gates;       // [T, B, 3N]
   float* pre;         // [T, B, N]: W_n h_{t-1} + b_n; null for kanai
 
-  const float* grad_hs;  // backward: [T, B, N]
-  float* grad_x;         // [T, B, 3N]: d_r, d_z, d_n
-  float* factor;         // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
-  float* grad_h0;        // [B, N]
-  float*
-      norms;  // [T, norm_columns] partial sums of squares of dL/dh_t; must be zero on entry, and stays zero on padding
+  const float* grad_hs;     // backward: [T, B, N]
+  float* grad_x;            // [T, B, 3N]: d_r, d_z, d_n
+  float* factor;            // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
+  float* grad_h0;           // [B, N]
+  float* grad_reset_state;  // [B, N] or null; must be zero on entry
+  // [T, norm_columns] partial sums of squares of dL/dh_t; must be zero on entry, and stays zero on padding
+  float* norms;
   float* work;  // see GruPlan
 
   template <class Visit>
@@ -64,7 +67,8 @@ struct GruScanArgs {
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
-    ORTHOKERN_FIELDS(visit, w, h0, lengths, x, bias, hs, gates, pre, grad_hs, grad_x, factor, grad_h0, norms, work);
+    ORTHOKERN_FIELDS(visit, w, h0, lengths, resets, reset_state, x, bias, hs, gates, pre, grad_hs, grad_x, factor,
+                     grad_h0, grad_reset_state, norms, work);
   }
 };
 

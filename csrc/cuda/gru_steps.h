@@ -79,7 +79,10 @@ __global__ void __launch_bounds__(kStepThreads)
       const float* const from = second ? second_from : first_from;
       const int64_t pitch = second ? p.columns[1].pitch : p.columns[0].pitch;
       const int at = c0 + fast - (second ? p.columns[0].count : 0);
-      next_from[k] = b < a.B && c0 + fast < depth ? from[b * pitch + at] : 0.f;
+      const bool of_state = kStep == GruStep::kGates || kStep == GruStep::kAll;
+      if (of_state && a.resets && b < a.B && c0 + fast < depth && gru_resets(a, index.at(), b))
+        next_from[k] = gru_reset_state(a, b, at);
+      else next_from[k] = b < a.B && c0 + fast < depth ? from[b * pitch + at] : 0.f;
     }
   };
   float sums[kMaps][2][2] = {};  // [unit][sequence]
@@ -119,14 +122,16 @@ __global__ void __launch_bounds__(kStepThreads)
       if (b >= a.B || row >= p.rows) continue;
       const float sum = sums[0][m][n];
       if (kStep == GruStep::kCarry && step < 0) {
-        a.grad_h0[b * N + row] = sum + a.work[b * N + row];
+        a.grad_h0[b * N + row] = gru_passed(a, 0, b, row, sum + a.work[b * N + row]);
         continue;
       }
       if (step >= gru_steps_of(a, b)) continue;
       const int64_t unit = b * N, offset = step * stride + unit;
       auto bias = [&](int of) { return a.bias ? a.bias[of] : 0.f; };
       const int u = kStep == GruStep::kGates ? row % N : row;
-      const float before = step ? a.hs[offset - stride + u] : a.h0[unit + u];
+      const float before = gru_resets(a, step, b) ? gru_reset_state(a, b, u)
+                           : step                 ? a.hs[offset - stride + u]
+                                                  : a.h0[unit + u];
       if constexpr (kStep == GruStep::kGates) {
         const float gate = sigmoid(sum + bias(row) + a.x[3 * offset + row]);
         a.gates[3 * offset + row] = gate;
@@ -154,7 +159,7 @@ __global__ void __launch_bounds__(kStepThreads)
         const float* const gates = a.gates + 3 * offset + row;
         const GruUnit values = {a.grad_hs[offset + row],           before, gates[0], gates[N], gates[2 * N],
                                 kKanai ? 0.f : a.pre[offset + row]};
-        const float ghat = values.g + (sum + a.work[unit + row]);
+        const float ghat = values.g + gru_passed(a, step + 1, b, row, sum + a.work[unit + row]);
         const GruAdjoint d = gru_adjoint(values, ghat);
         square = fmaf(ghat, ghat, square);
         a.work[unit + row] = ghat * values.z;

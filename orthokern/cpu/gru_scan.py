@@ -19,8 +19,8 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
         gates=new(T, B, 3 * N, dtype=dtype),
         pre=None if options.kanai else new(T, B, N, dtype=dtype),
     )
-    tensors = {**inputs._asdict(), "lengths": options.lengths, **states._asdict()}
-    call("gru_scan_fwd", dtype, _sizes(inputs, options, T), tensors)
+    sizes, tensors = _arguments(inputs, options, T)
+    call("gru_scan_fwd", dtype, sizes, {**tensors, "x": inputs.x, "bias": inputs.bias, **states._asdict()})
     return states
 
 
@@ -29,18 +29,25 @@ def gru_scan_bwd(
 ) -> GruGradients:
     """See :mod:`orthokern.ops.gru_scan`."""
     (T, B, N), dtype = grad_hs.shape, inputs.h0.dtype
-    tensors = {"w": inputs.w, "h0": inputs.h0, "lengths": options.lengths, "grad_hs": grad_hs}
-    saved = {f"saved_{name}": tensor for name, tensor in states._asdict().items()}
+    sizes, tensors = _arguments(inputs, options, T)
+    saved = {"grad_hs": grad_hs, **{f"saved_{name}": tensor for name, tensor in states._asdict().items()}}
     grad_x, factor = new(T, B, 3 * N, dtype=dtype), new(T, B, N, dtype=dtype)
     grad_h0, grad_norm = torch.empty(B, N, dtype=dtype), torch.empty(T, dtype=dtype)
+    state = inputs.reset_state
+    grad_reset_state = None if options.resets is None or state is None else torch.zeros_like(state)
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
-    call("gru_scan_bwd", dtype, _sizes(inputs, options, T), {**tensors, **saved, **results})
+    call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, "grad_reset_state": grad_reset_state})
     grad_w = grad_bias = None
     if need_params:
         grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)
-    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_norm)
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm)
 
 
-def _sizes(inputs: GruInputs, options: GruOptions, T: int) -> dict[str, int]:
+def _arguments(inputs: GruInputs, options: GruOptions, T: int) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+    """Sizes and tensors that forward and backward take: fields of GruArgs in ``csrc/cpu/ops.h``."""
     B, N = inputs.h0.shape
-    return {"B": B, "T": T, "N": N, "kanai": int(options.kanai)}
+    tensors = {
+        "w": inputs.w, "h0": inputs.h0, "lengths": options.lengths, "resets": options.resets,
+        "reset_state": inputs.reset_state,
+    }  # fmt: skip
+    return {"B": B, "T": T, "N": N, "kanai": int(options.kanai)}, tensors

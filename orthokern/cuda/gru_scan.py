@@ -16,7 +16,7 @@ class _Scan:
 
     def __init__(self, inputs: GruInputs, options: GruOptions, T: int, *, backward: bool) -> None:
         B, N = inputs.h0.shape
-        self.inputs, self.lengths = inputs, options.lengths
+        self.inputs, self.options = inputs, options
         self.sizes = {"T": T, "B": B, "N": N, "kanai": int(options.kanai), "backward": int(backward)}
         self.plan = native.plan("gru_scan_plan", inputs.h0.device, self.sizes)
 
@@ -24,7 +24,8 @@ class _Scan:
         """Put it on the stream; tensors by the names of csrc/cuda/gru_scan.h."""
         h0 = self.inputs.h0
         work = h0.new_empty(self.plan["work"]) if self.plan["work"] else None
-        given = {**self.inputs._asdict(), "lengths": self.lengths, **tensors, "work": work}
+        of_options = {"lengths": self.options.lengths, "resets": self.options.resets}
+        given = {**self.inputs._asdict(), **of_options, **tensors, "work": work}
         native.call("gru_scan", h0.device, {**self.sizes, "plan": self.plan}, given)
 
 
@@ -34,7 +35,7 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     assert inputs.x is not None
     T, (B, N), new = inputs.x.shape[0], inputs.h0.shape, inputs.h0.new_empty
     states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if options.kanai else new(T, B, N))
-    of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "norms"))
+    of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "grad_reset_state", "norms"))
     _Scan(inputs, options, T, backward=False).run(**of_backward, **states._asdict())
     return states
 
@@ -55,11 +56,13 @@ def gru_scan_bwd(
     grad_x, factor, grad_h0 = h0.new_empty(T, B, 3 * N), torch.empty_like(hs), torch.empty_like(h0)
     scan = _Scan(inputs, options, T, backward=True)
     norms = h0.new_zeros(T, scan.plan["norm_columns"])
-    scan.run(**saved, grad_x=grad_x, factor=factor, grad_h0=grad_h0, norms=norms)
+    state = inputs.reset_state
+    grad_state = None if options.resets is None or state is None else torch.zeros_like(state)
+    scan.run(**saved, grad_x=grad_x, factor=factor, grad_h0=grad_h0, grad_reset_state=grad_state, norms=norms)
     grad_w = grad_bias = None
     if need_params:
         grad_w, grad_bias = parameter_gradients(inputs, options, hs, grad_x, factor, add_product)
-    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, norms.sum(1).sqrt())
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norms.sum(1).sqrt())
 
 
 def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:
@@ -67,4 +70,5 @@ def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOption
     device = inputs.h0.device
     tensors = {name: native.ready(tensor, torch.float32, device, name) for name, tensor in inputs._asdict().items()}
     lengths = native.ready(options.lengths, torch.int64, device, "lengths")
-    return GruInputs(**tensors), GruOptions(options.variant, lengths)  # type: ignore[arg-type]
+    resets = native.ready(options.resets, torch.bool, device, "resets")
+    return GruInputs(**tensors), GruOptions(options.variant, lengths, resets)  # type: ignore[arg-type]

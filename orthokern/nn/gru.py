@@ -202,8 +202,6 @@ class GRU(Recurrent):
         matrix: tuple[Tensor, ...],
         cuts: Cuts | None = None,
     ) -> Tensor:
-        if cuts is not None:
-            raise InputError("resets are given to a GRU, which takes none; accepted: None")
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
         if x.is_floating_point():
@@ -213,8 +211,9 @@ class GRU(Recurrent):
             e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
         bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
         return functional.gru_scan(
-            e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths
-        )
+            e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
+            **({} if cuts is None else cuts._asdict()),
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         text = f"{self.input_size}, {self.hidden_size}"

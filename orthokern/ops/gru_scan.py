@@ -16,7 +16,7 @@ from orthokern.ops._common import check_lengths, contiguous, filled, given, no_s
 from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
-FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
+FEATURES = ("lengths", "resets")  # optional arguments that a backend may lack, see Support.features
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
@@ -43,6 +43,8 @@ def gru_scan(
     variant: str,
     backend: str | None = None,
     lengths: Tensor | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> Tensor:
     """A GRU layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -55,6 +57,7 @@ def gru_scan(
         h_t = z_t * h_{t-1} + (1 - z_t) * n_t.
         z = 1 keeps the state, in both variants: that of Kanai et al., eq. 3, and that of torch are the same convention
         (Cho et al. 2014 too; others exchange z and 1 - z). With lengths, h_t = 0 for t > lengths[b].
+        With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [GRU scan backward] in ``orthokern/reference/gru_scan.py``.
 
     Args:
@@ -67,6 +70,8 @@ def gru_scan(
         lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; on a GPU,
             where the values would have to travel to the host, the kernels count one below 0 or above T as 0 or T.
             What stands on padding in x, and in the cotangent of hs, is not read.
+        resets: bool [T, B]: before the step the state becomes reset_state [B, N] (zeros for None). Note [Resets] in
+            ``orthokern/reference/_scan.py``.
         Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
 
     Returns:
@@ -74,7 +79,7 @@ def gru_scan(
 
     Saved:
         hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), all zero on
-        padding, w, h0, bias and lengths.
+        padding, w, h0, bias, lengths, resets and reset_state.
         The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
@@ -91,29 +96,30 @@ def gru_scan(
     if dispatch.plain_reference(backend):
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
         check_lengths(lengths, x.shape[0])
-        hs: Tensor = reference.gru_scan_fwd(GruInputs(x, w, h0, bias), GruOptions(variant, lengths)).hs
+        inputs, options = GruInputs(x, w, h0, bias, reset_state), GruOptions(variant, lengths, resets)
+        hs: Tensor = reference.gru_scan_fwd(inputs, options).hs
         _taps.record_states("gru_scan", hs)
         return hs
-    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, lengths)
+    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, lengths, resets, reset_state)
     return hs
 
 
 def _leaf(
     T: int, x: Tensor | None, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None,
-    lengths: Tensor | None,
+    lengths: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
 ) -> tuple[Any, GruInputs, GruOptions]:  # fmt: skip
     """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
-    leaf = dispatch.resolve(
-        "gru_scan", backend, device=w.device, dtype=w.dtype, features=() if lengths is None else FEATURES, N=w.shape[1]
-    )  # fmt: skip
+    used = tuple(name for name, tensor in zip(FEATURES, (lengths, resets), strict=True) if tensor is not None)
+    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[1])
     check_lengths(lengths, T)
-    return leaf, GruInputs._make(map(contiguous, (x, w, h0, bias))), GruOptions(variant, contiguous(lengths))
+    inputs = GruInputs._make(map(contiguous, (x, w, h0, bias, None if resets is None else reset_state)))
+    return leaf, inputs, GruOptions(variant, contiguous(lengths), contiguous(resets))
 
 
 @custom_op(
     "gru_scan_fwd",
-    "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None, "
+    "Tensor? resets=None, Tensor? reset_state=None) -> (Tensor, Tensor, Tensor)",
 )
 def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
@@ -133,13 +139,14 @@ def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, 
 @custom_op(
     "gru_scan_bwd",
     "(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, Tensor w, Tensor h0, Tensor? bias, str variant, "
-    "bool need_params=True, str? backend=None, Tensor? lengths=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool need_params=True, str? backend=None, Tensor? lengths=None, Tensor? resets=None, Tensor? reset_state=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
     grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str,
     need_params: bool, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(grad_x, grad_w, grad_h0, grad_bias, grad_norm); what is not needed is empty. grad_norm: [T]."""
+    """(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm [T]); what is not needed is empty."""
     leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *rest)
     states = GruStates(hs.contiguous(), gates.contiguous(), None if options.kanai else pre.contiguous())
     grads = leaf.gru_scan_bwd(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
@@ -151,7 +158,7 @@ def _bwd(
 @_bwd.register_fake
 def _bwd_fake(
     grad_hs: Tensor, _: Tensor, gates: Tensor, __: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, ___: str,
-    need_params: bool, *____: Any,
+    need_params: bool, ____: str | None, _____: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if tensor is not None and wanted else w.new_empty(0)
@@ -162,27 +169,29 @@ def _bwd_fake(
         like(w, need_params),
         like(h0, True),
         like(bias, need_params),
+        like(reset_state, resets is not None),
         w.new_empty(grad_hs.shape[0], dtype=norm_dtype),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, w, h0, bias, ctx.variant, ctx.backend, lengths = inputs
+    _, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
     hs, gates, pre = output
     ctx.mark_non_differentiable(gates, pre)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hs, gates, pre, w, h0, bias, lengths)
+    ctx.save_for_backward(hs, gates, pre, w, h0, bias, *cuts)
 
 
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *__: Tensor | None) -> tuple[Any, ...]:
     if grad_hs is None:
         return ()
-    hs, gates, pre, w, h0, bias, lengths = saved
+    *tensors, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
-    grads = torch.ops.orthokern.gru_scan_bwd(
-        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths
+    *grads, grad_reset_state, _ = torch.ops.orthokern.gru_scan_bwd(
+        grad_hs, *tensors, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets, reset_state
     )
-    return tuple(map(given, grads[:4], needs[:4]))
+    wanted = resets is not None and needs[8]
+    return (*map(given, grads, needs[:4]), *(None,) * 4, given(grad_reset_state, wanted))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

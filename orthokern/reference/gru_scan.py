@@ -23,6 +23,9 @@ Note [GRU scan backward]
 
     With lengths, states, gates and pre are zeros once a sequence has ended, see Note [Sequences of different lengths]
     in ``_scan.py``: ghat is zero there, with it all of the above, and the sums over steps take no notice of padding.
+
+    Where resets_t is true, h' is reset_state, here and in the products; all but g_{t-1} of the last equation goes to
+    the gradient of reset_state, the sum over such steps: Note [Resets] in ``_scan.py``.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ import torch
 from torch import Tensor
 
 from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
-from orthokern.reference._scan import norm_over_batch, running, without_padding
+from orthokern.reference._scan import norm_over_batch, running, started, without_padding
 
 
 def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     """See the op. Differentiable by autograd."""
-    x, w, h0, bias = inputs
+    x, w, h0, bias, reset_state = inputs
     assert x is not None
     N = h0.shape[1]
     w_r, w_z, w_n = w.split(N)
@@ -46,6 +49,7 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     states, gates, pre = [], [], []
     for t, x_t in enumerate(without_padding(x, alive).unbind(0)):
         here = None if alive is None else alive[t]
+        h = h if options.resets is None else started(h, options.resets[t], reset_state)
         x_r, x_z, x_n = x_t.split(N, 1)
         r = torch.sigmoid(h @ w_r.mT + b_r + x_r)
         z = torch.sigmoid(h @ w_z.mT + b_z + x_z)
@@ -65,13 +69,15 @@ def gru_scan_bwd(
     inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
 ) -> GruGradients:
     """See Note [GRU scan backward]."""
-    _, w, h0, bias = inputs
+    _, w, h0, bias, reset_state = inputs
+    resets = options.resets
     hs, gates, pre = states
     T, _, N = grad_hs.shape
     grad_hs = without_padding(grad_hs, running(T, options.lengths))
     w_r, w_z, w_n = w.split(N)
-    before = torch.cat([h0.unsqueeze(0), hs[:-1]])  # h', [T, B, N]
+    before = started(torch.cat([h0.unsqueeze(0), hs[:-1]]), resets, reset_state)  # h', [T, B, N]
     carry = torch.zeros_like(h0)
+    grad_reset_state = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
     grad_x, to_w_n, norms = [], [], []
     for t in reversed(range(T)):
         h = before[t]
@@ -92,6 +98,10 @@ def gru_scan_bwd(
             through_n = d_q @ w_n
             to_w_n.append(d_q)
         carry = ghat * z + d_r @ w_r + d_z @ w_z + through_n
+        if resets is not None:
+            if grad_reset_state is not None:
+                grad_reset_state = grad_reset_state + started(carry, ~resets[t], None)
+            carry = started(carry, resets[t], None)
         grad_x.append(torch.cat([d_r, d_z, d_n], 1))
     grads = torch.stack(grad_x[::-1])
     grad_w = grad_bias = None
@@ -102,4 +112,4 @@ def gru_scan_bwd(
         grad_w = torch.cat([rows[:, : 2 * N].mT @ before.flatten(0, 1), rows_n.mT @ factor.flatten(0, 1)])
         if bias is not None:
             grad_bias = torch.cat([rows[:, : 2 * N].sum(0), rows_n.sum(0)])
-    return GruGradients(grads, grad_w, carry, grad_bias, torch.stack(norms[::-1]))
+    return GruGradients(grads, grad_w, carry, grad_bias, grad_reset_state, torch.stack(norms[::-1]))

@@ -390,6 +390,8 @@ def test_gru_parity(variant: str, way: str, monkeypatch: pytest.MonkeyPatch) -> 
         lengths = some_lengths(B, T, "any", seed=index)
         lengths -= (lengths > 1).long() * (index % 2)  # nobody has the last step
         check_gru(problem, DTYPES[(turn + index + 1) % 2], lengths)
+        cut = problem.with_resets(state=index != 1, seed=index + turn)
+        check_gru(cut, DTYPES[(turn + index) % 2], lengths if index % 2 else None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
