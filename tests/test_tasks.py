@@ -129,6 +129,7 @@ def test_adding_settings_by_start() -> None:
     for options in ("--model lstm", "--nonlinearity tanh", "--init orthogonal", "--start torch"):
         other = settings_of("adding", ["--T", "400", *options.split()])
         assert (other.start, other.schedule, other.lr, other.input_lr) == ("torch", "constant", 1e-3, None)
+    assert settings_of("adding", ["--lr-decay", "0.02"]).lr_decay == 0.02
     chosen = settings_of("adding", "--lr 0.5 --schedule constant --geodesic-lr 0".split())
     assert (chosen.lr, chosen.schedule, chosen.lr_decay, chosen.geodesic_lr) == (0.5, "constant", 0.0, 0.0)
 
@@ -478,8 +479,8 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("adding", "--optimizer sgd --model rnn --eps 0.1", "--eps: for --optimizer rmsprop or adam, or --geodesic"),
         ("adding", "--schedule constant --lr-decay 3", "--lr-decay: for --schedule inverse or exponential or cosine;"),
         ("adding", "--schedule plateau --lr-decay 3", "--lr-decay: for --schedule inverse or exponential or cosine;"),
-        ("adding", "--patience 3", "--patience: for --schedule plateau; here --schedule is constant"),
-        ("adding", "--plateau-factor 0.1", "--plateau-factor: for --schedule plateau; here --schedule is constant"),
+        ("adding", "--patience 3", "--patience: for --schedule plateau; here --schedule is inverse"),
+        ("adding", "--plateau-factor 0.1", "--plateau-factor: for --schedule plateau; here --schedule is inverse"),
         ("adding", "--schedule plateau --plateau-factor 1", "'1' is not a number above 0 and below 1"),
         ("copy", "--schedule plateau --patience 0", "patience: '0' is not an integer of at least 1"),
         ("copy", "--schedule plateau --eval-every 0", "--schedule plateau with --eval-every 0: without evaluations"),

@@ -43,7 +43,7 @@ from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_OTHERS, build_recurrence
+from orthokern.tasks.network import EXPONENTIALS, OF_EXPONENTIALS, OF_FACTORIZED, OF_OTHERS, build_recurrence
 from orthokern.tasks.optimization import SCHEDULES
 from orthokern.tasks.recurrent import STARTS, DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
@@ -394,8 +394,12 @@ def complete(settings: Settings) -> AddingOptions:
         )
     T = settings["T"]
     if settings["schedule"] == "auto":
-        settings = {**settings, **({"schedule": "inverse", "lr_decay": DECAY} if silent else {"schedule": "constant"})}
+        settings = {**settings, "schedule": "inverse" if silent else "constant"}
+        if silent and settings["lr_decay"] == 0.0:
+            settings["lr_decay"] = DECAY
     rates = {name: rate / T for name, rate in RATES_TIMES_T.items()}
+    if settings["model"] not in EXPONENTIALS:
+        del rates["skew_lr"]
     rates["lr"] = READOUT_RATE_TIMES_N_BY_ROOT_T / settings["hidden"] * math.sqrt(T) if silent else RATE
     if silent:
         rates["input_lr"] = INPUT_RATE
