@@ -133,7 +133,9 @@ def test_quick_and_partial(toys: Experiment, tmp_path: Path) -> None:
     assert not is_done(tmp_path / "quick" / "toy-0.1")
 
 
-@pytest.mark.parametrize("name", ["figure1", "figure1-defaults", "figure5", "table5", "nnrnn-copy", "nnrnn-adding"])
+@pytest.mark.parametrize(
+    "name", ["figure1", "figure1-defaults", "figure5", "table5", "nnrnn-copy", "nnrnn-adding", "adding-defaults"]
+)
 def test_a_quick_table_tells_what_it_runs(name: str, tmp_path: Path) -> None:
     """The lengths and widths of the quick runs, not of those that they stand for; no option twice in a command."""
     for scale in (["--quick"], []):

@@ -89,7 +89,9 @@ def _parser() -> Parser:
         "--budget", type=duration, metavar="TIME",
         help="train what fits into this time, for example 2h or 30m; runs under way are saved",
     )  # fmt: skip
-    parser.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: that of the task)")
+    parser.add_argument(
+        "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: that of the task)"
+    )
     parser.add_argument(
         "--report", action="store_true", help="train nothing; write the table and the figure of the existing runs"
     )
