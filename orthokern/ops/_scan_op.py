@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.dispatch import Support
-from orthokern.ops import _taps
+from orthokern.ops import _second, _taps
 from orthokern.ops._common import (
     SCAN_FEATURES,
     check_lengths,
@@ -84,8 +85,14 @@ class ScanOp:
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
         """hs of the forward op's arguments, all of them; ``backend`` is one of them."""
-        if not dispatch.plain_reference(backend):
+        route = _second.route(backend)
+        if route == "op":
             hs: Tensor = self.fwd(*arguments)[0]
+            return hs
+        if route == "function":
+            x, factors, tensors = arguments[0], arguments[1 : self.count + 1], arguments[self.count + 1 :]
+            plan, lengths = self._plan(*tensors[4:])
+            hs = _second.Scan.apply(self.fwd, plan, x, *tensors[:4], lengths, *factors)[0]
             return hs
         _, map_, inputs, options = self._read(*arguments)
         second = map_.second
@@ -98,6 +105,14 @@ class ScanOp:
         hs = getattr(leaf, f"{self.name}_fwd")(map_, inputs, options).hs
         _taps.record_states(self.name, hs)
         return hs
+
+    def _plan(
+        self, activation: str, every: int, backend: str | None, precision: str, algorithm: str, lengths: Tensor | None,
+        clip: float,
+    ) -> tuple[_second.Plan, Tensor | None]:  # fmt: skip
+        """What ``_second`` needs to know of a call, and the lengths. Checkpoints have no part in it."""
+        choices = (backend, precision, algorithm)
+        return _second.Plan(self.bwd, self.map_of, self.gradients, activation, choices, clip, True), lengths
 
     def _read(self, x: Tensor | None, *rest: Any) -> tuple[str | None, Map, ScanInputs, ScanOptions]:
         """The backend, and the arguments of the leaf, from x, the factors and the arguments of _HEAD and _TAIL."""
@@ -171,7 +186,10 @@ class ScanOp:
         tensors = self.count + 5  # x, the factors, h0, weight, bias, act_param
         (x, *parameters), (activation, every, *choices, lengths, ctx.message_clip) = inputs[:tensors], inputs[tensors:]
         hs, ckpt, pre = output
-        ctx.mark_non_differentiable(ckpt, pre)
+        if ACTIVATIONS[activation].needs_input and not every:
+            ctx.mark_non_differentiable(ckpt)  # a second derivative has a gradient of pre
+        else:
+            ctx.mark_non_differentiable(ckpt, pre)
         ctx.set_materialize_grads(False)
         ctx.head, ctx.choices = (activation, every), choices
         # a precomputed input term is only read again to recompute states, and may be as large as all of them
@@ -179,18 +197,40 @@ class ScanOp:
         ctx.save_for_backward(ckpt if every else hs, pre, x if x_needed else None, *parameters, lengths)
 
     def _derivative(
-        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None
+        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, _: None, grad_pre: Tensor | None
     ) -> tuple[Any, ...]:
-        if grad_hs is None:
+        if grad_hs is None and grad_pre is None:
             return ()
         *tensors, lengths = saved
         needs = ctx.needs_input_grad[: self.count + 5]
+        if grad_pre is not None or _second.recording():
+            return self._differentiable(ctx, saved, grad_hs, grad_pre, needs)
         h0 = self.count + 1
         grads = self.bwd(
             grad_hs, *tensors, *ctx.head, needs[0], any(needs[1:h0]) or any(needs[h0 + 1 :]), *ctx.choices, lengths,
             ctx.message_clip,
         )  # fmt: skip
         return tuple(given(grad, needed) for grad, needed in zip(grads, needs, strict=False))
+
+    def _differentiable(
+        self,
+        ctx: Any,
+        saved: tuple[Any, ...],
+        grad_hs: Tensor | None,
+        grad_pre: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> tuple[Any, ...]:
+        """The same gradients, computed in such a way that autograd can derive them again."""
+        hs, pre, x, *tensors, lengths = saved
+        factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count :]
+        activation, every = ctx.head
+        backend, precision, algorithm = ctx.choices
+        plan, _ = self._plan(activation, 0, backend, precision, algorithm, lengths, ctx.message_clip)
+        if every:  # hs is the checkpoints: the states have to be there as a function of the inputs
+            with _taps.set_aside():
+                hs, _, pre = self.fwd(x, *tensors, activation, 0, *ctx.choices, lengths, ctx.message_clip)
+        taken = _second.Taken(hs, pre, x, h0, weight, bias, act_param, lengths, tuple(factors))
+        return _second.gradients(plan, taken, grad_hs, grad_pre, needs)
 
 
 def _filled(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops import _taps
+from orthokern.ops import _second, _second_gru, _taps
 from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -87,13 +87,15 @@ def gru_scan(
         thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
         1 / (1 + exp(-a)), accurate in relative terms down to where it underflows.
     """
-    if dispatch.plain_reference(backend):
+    route = _second.route(backend)
+    if route == "reference":
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
         check_lengths(lengths, x.shape[0])
         hs: Tensor = reference.gru_scan_fwd(x, w, h0, bias, variant=variant, lengths=lengths)[0]
         _taps.record_states("gru_scan", hs)
         return hs
-    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, lengths)
+    forward = torch.ops.orthokern.gru_scan_fwd if route == "op" else _second_gru.Gru.apply
+    hs, _, _ = forward(x, w, h0, bias, variant, backend, lengths)
     return hs
 
 
@@ -202,16 +204,23 @@ def _bwd_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, w, h0, bias, ctx.variant, ctx.backend, lengths = inputs
     hs, gates, pre = output
-    ctx.mark_non_differentiable(gates, pre)
+    if ctx.variant != "torch":
+        ctx.mark_non_differentiable(pre)  # gates, and pre where there is one, have gradients in a second derivative
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(hs, gates, pre, w, h0, bias, lengths)
 
 
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad_hs is None:
+def _backward(
+    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None
+) -> tuple[Any, ...]:
+    of_saved = grad_gates is not None or grad_pre is not None
+    if grad_hs is None and not of_saved:
         return ()
     hs, gates, pre, w, h0, bias, lengths = saved
     needs = ctx.needs_input_grad
+    if of_saved or _second.recording():
+        taken = _second_gru.Taken(ctx.variant, hs, gates, pre, w, h0, bias, lengths)
+        return _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
     grads = torch.ops.orthokern.gru_scan_bwd(
         grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths
     )

@@ -10,7 +10,8 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, apart, check_range, contiguous, given, no_second_derivative
+from orthokern.ops import _second
+from orthokern.ops._common import NO_CUDA, apart, check_range, contiguous, given
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -51,7 +52,7 @@ def linear_cross_entropy(
 
     Saved:
         The gradients, computed in the forward: grad_hidden [R, N], grad_weight [C, N], grad_bias [C]; and references to
-        the inputs, for the refusal of second derivatives. Nothing of that if no input requires a gradient.
+        the inputs, for second derivatives, which torch computes. Nothing of that if no input requires a gradient.
 
     Cost:
         2 R N C flops for the loss alone, 6 R N C with gradients. Memory beyond the inputs: grad_hidden, and one chunk
@@ -61,7 +62,7 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order.
     """
-    if dispatch.plain_reference(backend):
+    if _second.plain(backend):
         check_range("target", target, weight.shape[0], "class ids")
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         loss: Tensor = reference.linear_cross_entropy_fwd(
@@ -118,47 +119,12 @@ def _fwd_fake(
     return hidden.new_empty(()), like(hidden), like(weight), like(bias)
 
 
-@custom_op(
-    "linear_cross_entropy_bwd",
-    "(Tensor grad_loss, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, "
-    "Tensor? bias) -> (Tensor, Tensor, Tensor)",
-)
-def _bwd(
-    grad_loss: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The saved gradients times grad_loss (0-dim), as an op of hidden, weight and bias whose derivative raises.
-
-    Without it, a second derivative would silently see the saved gradients as constants.
-    """
-    return grad_hidden * grad_loss, grad_weight * grad_loss, grad_bias * grad_loss
-
-
-@_bwd.register_fake
-def _bwd_fake(
-    grad_loss: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(grad_hidden), torch.empty_like(grad_weight), torch.empty_like(grad_bias)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, bias, _, _, need_grad, _ = inputs
+    hidden, weight, bias, target, ctx.reduction, ctx.need_grad, _ = inputs
     _, *grads = output
     ctx.mark_non_differentiable(*grads)
     ctx.set_materialize_grads(False)
-    ctx.need_grad = need_grad
-    ctx.save_for_backward(*grads, hidden, weight, bias)
+    ctx.save_for_backward(*grads, hidden, weight, bias, target)
 
 
 def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
@@ -186,12 +152,11 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Te
         return ()
     if not ctx.need_grad:
         raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
-    grad_hidden, grad_weight, grad_bias, hidden, weight, bias = saved
+    grad_hidden, grad_weight, grad_bias, *inputs = saved
     needs = ctx.needs_input_grad
-    if torch.is_grad_enabled():  # create_graph=True
-        grads = torch.ops.orthokern.linear_cross_entropy_bwd(
-            grad_loss, grad_hidden, grad_weight, grad_bias, hidden, weight, bias
-        )
+    if _second.recording():
+        reference = dispatch.leaf("linear_cross_entropy", "reference")
+        grads = reference.linear_cross_entropy_gradients(grad_loss, *inputs, reduction=ctx.reduction)
     else:
         grads = (
             _scaled(grad_hidden, grad_loss) if needs[0] else None,
@@ -202,4 +167,3 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Te
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("linear_cross_entropy"))

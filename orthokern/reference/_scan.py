@@ -66,6 +66,10 @@ class ClippedMessage(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.clamp(-ctx.c, ctx.c), None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.view_as(tangent)
+
 
 def product(map_: Map, rows: Tensor) -> Tensor:
     """W applied to every row of rows [B, N]."""
