@@ -17,7 +17,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
 from orthokern.errors import BackendUnavailable, InputError
-from orthokern.ops import _second, _taps
+from orthokern.ops import _route, _taps
 from orthokern.ops._common import differentiable_once
 from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
 from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
@@ -144,7 +144,7 @@ def why_not_now(call: Call) -> str | None:
         return "the call is compiled, and an eigensolver has no graph"
     if dispatch.plain_reference(call.backend):
         return "backend 'reference' runs the scan step by step, for second derivatives"
-    if _second.plain(call.backend):
+    if _route.plain(call.backend):
         return "a derivative of torch.func or forward mode is being taken"
     if dispatch.choose(OPS[call.kind], call.backend, device=call.device, dtype=call.dtype) == "reference":
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"

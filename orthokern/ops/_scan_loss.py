@@ -19,7 +19,7 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern.ops import _modal, _second, _taps, dense_scan, factored_scan
+from orthokern.ops import _modal, _route, _taps, dense_scan, factored_scan
 from orthokern.ops._common import differentiable_once
 from orthokern.ops._modal import Call, Matrix
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
@@ -251,7 +251,7 @@ class _Chunks:
 def _is_kept_whole(T: int, step: int, device: torch.device, backend: str | None) -> bool:
     """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Plain reference code is
     differentiated twice, so it does, and so do forward mode and torch.func."""
-    return T * step <= kept_states(device) or _second.plain(backend)
+    return T * step <= kept_states(device) or _route.plain(backend)
 
 
 def _chunk_steps(step: int) -> int:

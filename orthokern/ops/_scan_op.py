@@ -5,7 +5,7 @@ The schema is flat. Below it, leaves take and return the types of ``orthokern/_s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.dispatch import Support
-from orthokern.ops import _second, _taps
+from orthokern.ops import _route, _second, _taps
 from orthokern.ops._common import (
     SCAN_FEATURES,
     check_lengths,
@@ -89,14 +89,17 @@ class ScanOp:
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
         """hs of the forward op's arguments, all of them; ``backend`` is one of them."""
-        route = _second.route(backend)
+        route = _route.route(backend)
         if route == "op":
             hs: Tensor = self.fwd(*arguments)[0]
             return hs
         if route == "function":
-            x, factors, tensors = arguments[0], arguments[1 : self.count + 1], arguments[self.count + 1 :]
-            plan, lengths = self._plan(*tensors[4:])
-            hs = _second.Scan.apply(self.fwd, plan, x, *tensors[:4], lengths, *factors)[0]
+            factors, rest = arguments[1 : self.count + 1], arguments[self.count + 1 :]
+            (*tensors, activation, _), (*choices, lengths, clip, resets, reset_state) = rest[:6], rest[6:]
+            plan = self._plan(activation, choices, clip)
+            hs = _second.Scan.apply(
+                self.fwd, plan, arguments[0], *tensors, lengths, resets, reset_state, *factors
+            )[0]  # fmt: skip
             return hs
         _, map_, inputs, options = self._read(*arguments)
         second = map_.second
@@ -110,13 +113,9 @@ class ScanOp:
         _taps.record_states(self.name, hs)
         return hs
 
-    def _plan(
-        self, activation: str, every: int, backend: str | None, precision: str, algorithm: str, lengths: Tensor | None,
-        clip: float,
-    ) -> tuple[_second.Plan, Tensor | None]:  # fmt: skip
-        """What ``_second`` needs to know of a call, and the lengths. Checkpoints have no part in it."""
-        choices = (backend, precision, algorithm)
-        return _second.Plan(self.bwd, self.map_of, self.gradients, activation, choices, clip, True), lengths
+    def _plan(self, activation: str, choices: Sequence[Any], clip: float) -> _second.Plan:
+        """What ``_second`` needs to know of a call; choices: backend, precision and algorithm."""
+        return _second.Plan(self.bwd, self.map_of, self.gradients, activation, tuple(choices), clip, True)
 
     def _read(self, x: Tensor | None, *rest: Any) -> tuple[str | None, Map, ScanInputs, ScanOptions]:
         """The backend, and the arguments of the leaf, from x, the factors and the arguments of _HEAD and _TAIL."""
@@ -213,15 +212,16 @@ class ScanOp:
             return ()
         *tensors, lengths, resets, reset_state = saved
         needs = ctx.needs_input_grad[: self.count + 5]
-        if grad_pre is not None or _second.recording():
-            return self._differentiable(ctx, saved, grad_hs, grad_pre, needs)
+        wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
+        if grad_pre is not None or _route.recording():
+            *found, last = self._differentiable(ctx, saved, grad_hs, grad_pre, (*needs, wanted))
+            return (*found, *(None,) * 8, last)
         h0 = self.count + 1
         grads = self.bwd(
             grad_hs, *tensors, *ctx.head, needs[0], any(needs[1:h0]) or any(needs[h0 + 1 :]), *ctx.choices, lengths,
             ctx.message_clip, resets, reset_state,
         )  # fmt: skip
         found = [given(grad, needed) for grad, needed in zip(grads, needs, strict=False)]
-        wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
         return (*found, *(None,) * 8, given(grads[-2], wanted))  # of the options, and of reset_state
 
     def _differentiable(
@@ -233,16 +233,20 @@ class ScanOp:
         needs: tuple[bool, ...],
     ) -> tuple[Any, ...]:
         """The same gradients, computed in such a way that autograd can derive them again."""
-        hs, pre, x, *tensors, lengths = saved
+        hs, pre, x, *tensors, lengths, resets, reset_state = saved
         factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count :]
         activation, every = ctx.head
-        backend, precision, algorithm = ctx.choices
-        plan, _ = self._plan(activation, 0, backend, precision, algorithm, lengths, ctx.message_clip)
         if every:  # hs is the checkpoints: the states have to be there as a function of the inputs
             with _taps.set_aside():
-                hs, _, pre = self.fwd(x, *tensors, activation, 0, *ctx.choices, lengths, ctx.message_clip)
-        taken = _second.Taken(hs, pre, x, h0, weight, bias, act_param, lengths, tuple(factors))
-        return _second.gradients(plan, taken, grad_hs, grad_pre, needs)
+                hs, _, pre = self.fwd(
+                    x, *tensors, activation, 0, *ctx.choices, lengths, ctx.message_clip, resets, reset_state
+                )  # fmt: skip
+        taken = _second.Taken(
+            hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors)
+        )  # fmt: skip
+        return _second.gradients(
+            self._plan(activation, ctx.choices, ctx.message_clip), taken, grad_hs, grad_pre, needs
+        )  # fmt: skip
 
 
 def _filled(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:

@@ -29,6 +29,9 @@ Note [Derivatives of a scan]
     depends on what the backward reads: dJ/dh = -2 h for tanh, -2 (1 - |h|) sign(h) for softsign; for prelu dJ/dp is 1
     where a <= 0. Elsewhere J is constant between its kinks, and the derivative is that of the piece.
 
+    A reset before step t cuts what steps t - 1 and t send each other. The tangent takes reset_state' in its place; the
+    gradient of reset_state is the sum of W^T delta_t over resets.
+
     With a message clip, delta_t = clip(J_t ghat_t + r_t): its derivative has c_t = 1 where |delta_t| < clip. The
     forward's tangent knows nothing of the clip, which is a part of the backward alone.
 
@@ -41,51 +44,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Map
 from orthokern.ops import _taps
-from orthokern.reference._scan import product, running, transposed_product, weight_gradient, without_padding
+from orthokern.reference._scan import product, running, started, transposed_product, weight_gradient, without_padding
 from orthokern.reference.activations import chain, sum_to_param
-
-
-def route(backend: str | None) -> Literal["op", "function", "reference"]:
-    """What a call runs: the op; an autograd Function around it under forward mode and derivatives of torch.func, for
-    which a torch.library op can have no rule; or the reference's plain torch code, where that is asked for.
-
-    Forward mode over forward mode takes the reference, too: torch loses the outer tangent in the jvp of any Function,
-    and says nothing (pytorch/pytorch#197867).
-    """
-    if torch.compiler.is_compiling():
-        return "op"
-    if dispatch.plain_reference(backend):
-        return "reference"
-    if torch._C._are_functorch_transforms_active():
-        levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
-        if levels.count("Jvp") > 1:
-            return "reference"
-        return "function" if "Jvp" in levels or "Grad" in levels else "op"
-    return "function" if forward_ad._current_level >= 0 else "op"
-
-
-def plain(backend: str | None) -> bool:
-    """Whether a call of an op without a Function for the above runs the reference's plain torch code."""
-    return route(backend) != "op"
-
-
-def recording() -> bool:
-    """Whether a backward has to be one that autograd can derive again: create_graph=True.
-
-    Not while torch.compile traces it, which has no second derivative.
-    """
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,23 +98,23 @@ def _changed(map_: Map, change: Map, rows: Tensor) -> Tensor | None:
     if map_.first is None or map_.scale is None:
         return None if change.second is None else rows @ change.second.mT
     inner = rows @ map_.first
-    middle = _sum(
+    middle = total(
         None if change.scale is None else inner * change.scale,
         None if change.first is None else (rows @ change.first) * map_.scale,
     )
-    return _sum(
+    return total(
         None if middle is None else middle @ map_.second.mT,
         None if change.second is None else (inner * map_.scale) @ change.second.mT,
     )
 
 
-def _sum(*terms: Tensor | None) -> Tensor | None:
+def total(*terms: Tensor | None) -> Tensor | None:
     """The sum of those that are not None."""
-    total = None
+    found = None
     for term in terms:
         if term is not None:
-            total = term if total is None else total + term
-    return total
+            found = term if found is None else found + term
+    return found
 
 
 def _times(mask: Tensor | None, values: Tensor) -> Tensor:
@@ -153,10 +122,17 @@ def _times(mask: Tensor | None, values: Tensor) -> Tensor:
     return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
 
 
-def _neighbours(values: Tensor, first: Tensor | None, *, before: bool) -> Tensor:
-    """values [T, B, N] of the step before, or after, each step; `first`, or zeros, where there is none."""
-    edge = torch.zeros_like(values[:1]) if first is None else first.unsqueeze(0)
-    return torch.cat([edge, values[:-1]] if before else [values[1:], edge])
+def _linked(values: Tensor, resets: Tensor | None, *, before: bool) -> Tensor:
+    """values [T, B, N] of the step before, or after, each step: zeros where there is none, or a reset cuts it off."""
+    edge = torch.zeros_like(values[:1])
+    if before:
+        return _times_rows(resets, torch.cat([edge, values[:-1]]))
+    return torch.cat([_times_rows(resets, values)[1:], edge])
+
+
+def _times_rows(resets: Tensor | None, values: Tensor) -> Tensor:
+    """values [T, B, N], zeros in the rows that resets [T, B] marks."""
+    return values if resets is None else torch.where(resets.unsqueeze(-1), torch.zeros_like(values), values)
 
 
 def _slope(values: Tensor, source: Tensor, act_param: Tensor | None, activation: str) -> Tensor:
@@ -195,6 +171,7 @@ def _with_kernel(
     mask: Tensor | None,
     act_param: Tensor | None,
     lengths: Tensor | None,
+    resets: Tensor | None,
     map_: Map,
 ) -> Tensor:
     """out of LinearScan without r, by the scan's backward op."""
@@ -208,13 +185,15 @@ def _with_kernel(
     alive = running(g.shape[0], lengths)
     if forwards:  # the padding comes first, and must send nothing on
         g, source, map_ = without_padding(g, alive).flip(0), source.flip(0), _transposed(map_)
+        if resets is not None:  # what lay between steps t - 1 and t lies between steps T - t - 1 and T - t
+            resets = torch.cat([torch.zeros_like(resets[:1]), resets[1:].flip(0)])
     row = ACTIVATIONS[activation]
     with contextlib.nullcontext() if plan.records else _taps.set_aside():
         out: Tensor = plan.bwd(
             g, source, source if row.needs_input else g.new_empty(0), None, *_factors(map_),
             g.new_zeros(g.shape[1:]), None, None, None if row.parameter is None else act_param, activation, 0,
             True, False, backend, precision, algorithm, None if forwards else lengths,
-            0.0 if mask is not None else plan.clip,
+            0.0 if mask is not None else plan.clip, resets, None,
         )[0]  # fmt: skip
     return without_padding(out.flip(0), alive) if forwards else out
 
@@ -228,6 +207,7 @@ def _step_by_step(
     mask: Tensor | None,
     act_param: Tensor | None,
     lengths: Tensor | None,
+    resets: Tensor | None,
     map_: Map,
 ) -> Tensor:
     """out of LinearScan in plain torch code, for what the kernels have no argument for."""
@@ -237,7 +217,11 @@ def _step_by_step(
     through = product if forwards else transposed_product
     steps: list[Tensor] = []
     for t in range(T) if forwards else reversed(range(T)):
-        ghat = g[t] + through(map_, steps[-1]) if steps else g[t]
+        ghat = g[t]
+        if steps:
+            sent = through(map_, steps[-1])
+            cut = None if resets is None else resets[t if forwards else t + 1]
+            ghat = ghat + (sent if cut is None else without_padding(sent, ~cut))
         out = _slope(ghat, source[t], act_param, plan.activation)
         if r is not None:
             out = out + r[t]
@@ -254,7 +238,8 @@ class LinearScan(torch.autograd.Function):
 
     Arguments of apply: plan; forwards, whether time runs forward (the tangent); g [T, B, N]; r [T, B, N] or None;
     source [T, B, N], what J is computed from: a for activations that need their input, else h; mask, bool [T, B, N] or
-    None; act_param; lengths; the factors of W. With lengths, out is zero on padding and g and r are not read there.
+    None; act_param; lengths; resets; the factors of W. With lengths, out is zero on padding and g and r are not read
+    there. No step sends anything across a reset.
     """
 
     @staticmethod
@@ -267,18 +252,19 @@ class LinearScan(torch.autograd.Function):
         mask: Tensor | None,
         act_param: Tensor | None,
         lengths: Tensor | None,
+        resets: Tensor | None,
         *factors: Tensor,
     ) -> Tensor:
         map_, clipped = plan.map_of(*factors), plan.clip > 0 and mask is None
         pairs_or_slope = ACTIVATIONS[plan.activation].needs_input
         if (mask is not None and pairs_or_slope) or (clipped and r is not None):
-            return _step_by_step(plan, forwards, g, r, source, mask, act_param, lengths, map_)
+            return _step_by_step(plan, forwards, g, r, source, mask, act_param, lengths, resets, map_)
         if r is None:
-            return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, map_)
+            return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, resets, map_)
         r = without_padding(_times(mask, r), running(g.shape[0], lengths))
         through = product if forwards else transposed_product
-        g = g + through(map_, _neighbours(r, None, before=forwards))
-        return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, map_) + r
+        g = g + through(map_, _linked(r, resets, before=forwards))
+        return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, resets, map_) + r
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -292,19 +278,19 @@ class LinearScan(torch.autograd.Function):
         ctx: Any, forwards: bool, g: Tensor, r: Tensor | None, saved: tuple[Any, ...], mask: Tensor | None
     ) -> Tensor:
         """The recurrence with other g, r and mask."""
-        _, _, source, _, act_param, lengths, *factors, _ = saved
+        _, _, source, _, act_param, lengths, resets, *factors, _ = saved
         plan = dataclasses.replace(ctx.plan, records=False)
-        out: Tensor = LinearScan.apply(plan, forwards, g, r, source, mask, act_param, lengths, *factors)
+        out: Tensor = LinearScan.apply(plan, forwards, g, r, source, mask, act_param, lengths, resets, *factors)
         return out
 
     @staticmethod
     def _parts(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """(alive, mask c, the neighbours of out that ghat takes W^T or W of)."""
-        g, *_, mask, _, lengths = saved[:6]
+        g, _, _, mask, _, lengths, resets = saved[:7]
         out = saved[-1]
         if mask is None and ctx.plan.clip > 0:
             mask = out.detach().abs() < ctx.plan.clip
-        return running(g.shape[0], lengths), mask, _neighbours(out, None, before=ctx.forwards)
+        return running(g.shape[0], lengths), mask, _linked(out, resets, before=ctx.forwards)
 
     @staticmethod
     @keeps_dtype
@@ -312,7 +298,7 @@ class LinearScan(torch.autograd.Function):
         saved = ctx.saved_tensors
         if mu is None:
             return (None,) * (len(saved) + 1)
-        g, r, source, _, act_param, _, *factors, out = saved
+        g, _, source, _, act_param, _, resets, *factors, out = saved
         needs, activation, forwards = ctx.needs_input_grad, ctx.plan.activation, ctx.forwards
         map_ = ctx.plan.map_of(*factors)
         alive, mask, neighbours = LinearScan._parts(ctx, saved)
@@ -326,7 +312,7 @@ class LinearScan(torch.autograd.Function):
         by_parameter = needs[6] and _slope_has_parameter(activation)
         grad_r = grad_source = grad_param = None
         if needs[3] or curvature is not None or by_parameter:
-            kap = _times(mask, without_padding(mu + back(map_, _neighbours(gam, None, before=not forwards)), alive))
+            kap = _times(mask, without_padding(mu + back(map_, _linked(gam, resets, before=not forwards)), alive))
             grad_r = kap if needs[3] else None
             if curvature is not None or by_parameter:
                 bent = kap * without_padding(g + through(map_, neighbours), alive)
@@ -334,17 +320,17 @@ class LinearScan(torch.autograd.Function):
                 if by_parameter:
                     grad_param = sum_to_param(_times(source <= 0, bent), act_param)
         grads: tuple[Tensor | None, ...] = (None,) * len(factors)
-        if any(needs[8:]):
+        if any(needs[9:]):
             left, right = (gam, neighbours) if forwards else (neighbours, gam)
             grads = ctx.plan.gradients(left.flatten(0, 1).mT @ right.flatten(0, 1), map_)
-        return None, None, gam, grad_r, grad_source, None, grad_param, None, *grads
+        return None, None, gam, grad_r, grad_source, None, grad_param, None, None, *grads
 
     @staticmethod
     @keeps_dtype
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         saved = ctx.saved_tensors
-        g, _, source, _, _, _, *factors, _ = saved
-        _, _, dg, dr, d_source, _, d_param, _, *d_factors = tangents
+        g, _, source, _, _, _, _, *factors, _ = saved
+        _, _, dg, dr, d_source, _, d_param, _, _, *d_factors = tangents
         activation, forwards = ctx.plan.activation, ctx.forwards
         map_, d_map = ctx.plan.map_of(*factors), ctx.plan.map_of(*d_factors)
         alive, mask, neighbours = LinearScan._parts(ctx, saved)
@@ -353,24 +339,24 @@ class LinearScan(torch.autograd.Function):
         curvature = None if d_source is None else _curvature(source, activation)
         bend = None if curvature is None or d_source is None else curvature * d_source
         if d_param is not None and _slope_has_parameter(activation):
-            bend = _sum(bend, _times(source <= 0, d_param.expand_as(source)))
+            bend = total(bend, _times(source <= 0, d_param.expand_as(source)))
         if bend is not None:
-            dr = _sum(dr, bend * without_padding(g + product(map_, neighbours), alive))
-        dg = _sum(dg, _changed(map_, d_map, neighbours))
+            dr = total(dr, bend * without_padding(g + product(map_, neighbours), alive))
+        dg = total(dg, _changed(map_, d_map, neighbours))
         return LinearScan._again(ctx, forwards, torch.zeros_like(g) if dg is None else dg, dr, saved, mask)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         """Into the batch of the sequences where W and the parameter are shared, else one after the other."""
-        plan, forwards, g, r, source, mask, act_param, lengths, *factors = arguments
-        if any(dim is not None for dim in (in_dims[6], *in_dims[8:])):
+        plan, forwards, g, r, source, mask, act_param, lengths, resets, *factors = arguments
+        if any(dim is not None for dim in (in_dims[6], *in_dims[9:])):
             return looped(LinearScan.apply, info.batch_size, in_dims, arguments), 0
         time = [
-            None if t is None else _joined(t, dim, info.batch_size, 1)
-            for t, dim in zip((g, r, source, mask), in_dims[2:6], strict=True)
+            None if t is None else joined(t, dim, info.batch_size, 1)
+            for t, dim in zip((g, r, source, mask, resets), (*in_dims[2:6], in_dims[8]), strict=True)
         ]
-        lengths = None if lengths is None else _joined(lengths, in_dims[7], info.batch_size, 0)
-        out = LinearScan.apply(plan, forwards, *time, act_param, lengths, *factors)
+        lengths = None if lengths is None else joined(lengths, in_dims[7], info.batch_size, 0)
+        out = LinearScan.apply(plan, forwards, *time[:4], act_param, lengths, time[4], *factors)
         return out.unflatten(1, (info.batch_size, -1)), 1
 
 
@@ -381,7 +367,7 @@ def _transposed_pair(map_: Map, change: Map) -> tuple[Map, Map]:
     return _transposed(map_), Map(change.second, change.scale, change.first)  # type: ignore[arg-type]
 
 
-def _joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+def joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     """A tensor with its vmapped dimension joined to the dimension `batch`; repeated where it has none."""
     if dim is None:
         wide = tensor.unsqueeze(batch).expand(*tensor.shape[:batch], size, *tensor.shape[batch:])
@@ -416,7 +402,13 @@ class Taken:
     bias: Tensor | None
     act_param: Tensor | None
     lengths: Tensor | None
+    resets: Tensor | None
+    reset_state: Tensor | None
     factors: tuple[Tensor, ...]
+
+    def starts(self) -> Tensor:
+        """What every step starts from, [T, B, N]."""
+        return started(torch.cat([self.h0.unsqueeze(0), self.hs[:-1]]), self.resets, self.reset_state)
 
     def source(self, plan: Plan) -> Tensor:
         if ACTIVATIONS[plan.activation].needs_input:
@@ -429,51 +421,53 @@ class Taken:
 def gradients(
     plan: Plan, taken: Taken, grad_hs: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Of x, the factors, h0, weight, bias and act_param, as functions that can be differentiated again.
+    """Of x, the factors, h0, weight, bias, act_param and reset_state, as functions that can be differentiated again.
 
     needs: which of them are wanted.
     """
     hs, x, weight, bias, act_param, lengths = (
         taken.hs, taken.x, taken.weight, taken.bias, taken.act_param, taken.lengths
     )  # fmt: skip
+    resets = taken.resets
     source, map_, count = taken.source(plan), plan.map_of(*taken.factors), len(taken.factors)
     alive = running(hs.shape[0], lengths)
     g = torch.zeros_like(hs) if grad_hs is None else without_padding(grad_hs, alive)
-    delta = LinearScan.apply(plan, False, g, grad_pre, source, None, act_param, lengths, *taken.factors)
-    found: list[Tensor | None] = [None] * (count + 5)
+    delta = LinearScan.apply(plan, False, g, grad_pre, source, None, act_param, lengths, resets, *taken.factors)
+    found: list[Tensor | None] = [None] * (count + 6)
     if needs[0] and weight is None:
         found[0] = delta
     elif needs[0] and (x is None or x.is_floating_point()):
         found[0] = delta @ weight
     if any(needs[1 : count + 1]):
-        before = _neighbours(hs, taken.h0, before=True).flatten(0, 1)
-        found[1 : count + 1] = plan.gradients(delta.flatten(0, 1).mT @ before, map_)
+        found[1 : count + 1] = plan.gradients(delta.flatten(0, 1).mT @ taken.starts().flatten(0, 1), map_)
     h0_at = count + 1
     if needs[h0_at]:
-        found[h0_at] = transposed_product(map_, delta[0])
+        found[h0_at] = transposed_product(map_, _times_rows(resets, delta)[0])
     if weight is not None and needs[h0_at + 1]:
         assert x is not None
         found[h0_at + 1] = weight_gradient(delta, without_padding(x, alive), weight)
     if bias is not None and needs[h0_at + 2]:
         found[h0_at + 2] = delta.sum((0, 1))
     if act_param is not None and needs[h0_at + 3]:
-        ghat = g + transposed_product(map_, _neighbours(delta, None, before=False))
+        ghat = g + transposed_product(map_, _linked(delta, resets, before=False))
         elementwise = without_padding(ghat, alive) * _by_parameter(source, plan.activation)
         found[h0_at + 3] = sum_to_param(elementwise, act_param)
+    if resets is not None and needs[h0_at + 4]:
+        found[h0_at + 4] = transposed_product(map_, _times_rows(~resets, delta).sum(0))
     return tuple(found)
 
 
 @keeps_dtype
-def tangent(plan: Plan, taken: Taken, change: Taken) -> tuple[Tensor, Tensor | None]:
-    """Those of hs, and of pre for activations that need it; change holds tangents, None for zeros."""
-    hs, x, weight, lengths = taken.hs, taken.x, taken.weight, taken.lengths
+def tangent(plan: Plan, taken: Taken, change: Any) -> tuple[Tensor, Tensor | None]:
+    """Those of hs, and of pre for activations that need it; change is a Taken of tangents, None for zeros."""
+    hs, x, weight, lengths, resets = taken.hs, taken.x, taken.weight, taken.lengths, taken.resets
     map_, d_map = plan.map_of(*taken.factors), plan.map_of(*change.factors)
     alive = running(hs.shape[0], lengths)
 
     def clean(t: Tensor | None) -> Tensor | None:
         return None if t is None else without_padding(t, alive)
 
-    terms = [_changed(map_, d_map, _neighbours(hs, taken.h0, before=True))]
+    terms = [_changed(map_, d_map, taken.starts())]
     if weight is None:
         terms.append(clean(change.x))
     else:
@@ -487,24 +481,26 @@ def tangent(plan: Plan, taken: Taken, change: Taken) -> tuple[Tensor, Tensor | N
                 rows @ change.weight.mT if x.is_floating_point() else by_ids(rows, change.weight.mT.contiguous())
             )
         terms.append(None if change.bias is None else change.bias.expand_as(hs))
-    e = _sum(*terms)
+    e = total(*terms)
     g = torch.zeros_like(hs) if e is None else without_padding(e, alive)
-    if change.h0 is not None:
-        g = torch.cat([(g[0] + product(map_, change.h0)).unsqueeze(0), g[1:]])
+    if change.h0 is not None or change.reset_state is not None:
+        first = torch.zeros_like(hs[0]) if change.h0 is None else change.h0
+        given = torch.cat([first.unsqueeze(0), torch.zeros_like(hs[1:])])
+        g = g + without_padding(product(map_, started(given, resets, change.reset_state)), alive)
     source, r = taken.source(plan), None
     if change.act_param is not None:
         r = _by_parameter(source, plan.activation) * change.act_param
     plan = dataclasses.replace(plan, clip=0.0, records=False)
-    d_hs = LinearScan.apply(plan, True, g, r, source, None, taken.act_param, lengths, *taken.factors)
+    d_hs = LinearScan.apply(plan, True, g, r, source, None, taken.act_param, lengths, resets, *taken.factors)
     if not ACTIVATIONS[plan.activation].needs_input:
         return d_hs, None
-    return d_hs, without_padding(g + product(map_, _neighbours(d_hs, None, before=True)), alive)
+    return d_hs, without_padding(g + product(map_, _linked(d_hs, resets, before=True)), alive)
 
 
 class Scan(torch.autograd.Function):
     """(hs, pre) of a scan under forward mode and torch.func; pre is empty unless the activation needs its input.
 
-    Arguments of apply: the forward op, plan, x, h0, weight, bias, act_param, lengths, the factors.
+    Arguments of apply: the forward op, plan, x, h0, weight, bias, act_param, lengths, resets, reset_state, the factors.
     """
 
     @staticmethod
@@ -517,10 +513,13 @@ class Scan(torch.autograd.Function):
         bias: Tensor | None,
         act_param: Tensor | None,
         lengths: Tensor | None,
+        resets: Tensor | None,
+        reset_state: Tensor | None,
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         hs, _, pre = fwd(
-            x, *factors, h0, weight, bias, act_param, plan.activation, 0, *plan.choices, lengths, plan.clip
+            x, *factors, h0, weight, bias, act_param, plan.activation, 0, *plan.choices, lengths, plan.clip, resets,
+            reset_state,
         )  # fmt: skip
         return hs, pre
 
@@ -536,18 +535,22 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def _taken(saved: tuple[Any, ...]) -> Taken:
-        hs, pre, x, h0, weight, bias, act_param, lengths, *factors = saved
-        return Taken(hs, pre, x, h0, weight, bias, act_param, lengths, tuple(factors))
+        hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors = saved
+        return Taken(
+            hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors)
+        )  # fmt: skip
 
     @staticmethod
     def backward(ctx: Any, grad_hs: Tensor | None, grad_pre: Tensor | None) -> tuple[Tensor | None, ...]:
         taken = Scan._taken(ctx.saved_tensors)
         count = len(taken.factors)
         if grad_hs is None and grad_pre is None:
-            return (None,) * (count + 8)
-        of_x, *of_tensors = ctx.needs_input_grad[2:7]
-        found = gradients(ctx.plan, taken, grad_hs, grad_pre, (of_x, *ctx.needs_input_grad[8:], *of_tensors))
-        return None, None, found[0], *found[count + 1 :], None, *found[1 : count + 1]
+            return (None,) * (count + 10)
+        needs = ctx.needs_input_grad
+        in_order = (needs[2], *needs[10:], *needs[3:7], needs[9])
+        of_x, *found = gradients(ctx.plan, taken, grad_hs, grad_pre, in_order)
+        of_factors, of_tensors, of_reset_state = found[:count], found[count:-1], found[-1]
+        return None, None, of_x, *of_tensors, None, None, of_reset_state, *of_factors
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -558,15 +561,15 @@ class Scan(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], Any]:
         """Into the batch of the sequences where the parameters are shared, else one after the other."""
-        fwd, plan, x, h0, weight, bias, act_param, lengths, *factors = arguments
+        fwd, plan, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors = arguments
         size = info.batch_size
-        if any(dim is not None for dim in (*in_dims[4:7], *in_dims[8:])):
+        if any(dim is not None for dim in (*in_dims[4:7], *in_dims[10:])):
             return looped(Scan.apply, size, in_dims, arguments), (0, 0)
-        lengths = None if lengths is None else _joined(lengths, in_dims[7], size, 0)
-        hs, pre = Scan.apply(
-            fwd, plan, _joined(x, in_dims[2], size, 1), _joined(h0, in_dims[3], size, 0), weight, bias, act_param,
-            lengths, *factors,
-        )  # fmt: skip
+        x, h0, lengths, resets, reset_state = (
+            None if t is None else joined(t, in_dims[i], size, batch)
+            for t, i, batch in ((x, 2, 1), (h0, 3, 0), (lengths, 7, 0), (resets, 8, 1), (reset_state, 9, 0))
+        )
+        hs, pre = Scan.apply(fwd, plan, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors)
         hs = hs.unflatten(1, (size, -1))
         if not ACTIVATIONS[plan.activation].needs_input:
             return (hs, pre), (1, None)

@@ -35,11 +35,15 @@ import torch
 from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
-from orthokern.ops._second import _joined as joined
-from orthokern.ops._second import _neighbours as neighbours
-from orthokern.ops._second import _sum as total
-from orthokern.ops._second import looped
+from orthokern.ops._second import joined, looped, total
 from orthokern.reference._scan import running, without_padding
+
+
+def neighbours(values: Tensor, first: Tensor | None, *, before: bool) -> Tensor:
+    """values [T, B, N] of the step before, or after, each step; `first`, or zeros, where there is none."""
+    edge = torch.zeros_like(values[:1]) if first is None else first.unsqueeze(0)
+    return torch.cat([edge, values[:-1]] if before else [values[1:], edge])
+
 
 COEFFICIENTS = ("z", "cz", "cn", "k", "r")
 

@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops import _second
+from orthokern.ops import _route
 from orthokern.ops._common import apart, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -64,7 +64,7 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
     """
     if activation == "identity":
         return x
-    if _second.plain(backend):
+    if _route.plain(backend):
         y: Tensor = dispatch.leaf("activations", "reference").activation_fwd(x, act_param, activation=activation)
         return y
     y = torch.ops.orthokern.activation_fwd(x, act_param, activation, backend)
@@ -115,7 +115,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ...]:
     x, act_param = saved
-    if _second.recording():
+    if _route.recording():
         reference = dispatch.leaf("activations", "reference")
         grads = reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
         return tuple(map(given, grads, ctx.needs_input_grad))

@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops import _second, _second_gru, _taps
+from orthokern.ops import _route, _second_gru, _taps
 from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -87,7 +87,7 @@ def gru_scan(
         thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
         1 / (1 + exp(-a)), accurate in relative terms down to where it underflows.
     """
-    route = _second.route(backend)
+    route = _route.route(backend)
     if route == "reference":
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
         check_lengths(lengths, x.shape[0])
@@ -218,7 +218,7 @@ def _backward(
         return ()
     hs, gates, pre, w, h0, bias, lengths = saved
     needs = ctx.needs_input_grad
-    if of_saved or _second.recording():
+    if of_saved or _route.recording():
         taken = _second_gru.Taken(ctx.variant, hs, gates, pre, w, h0, bias, lengths)
         return _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
     grads = torch.ops.orthokern.gru_scan_bwd(

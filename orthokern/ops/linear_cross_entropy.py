@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops import _second
+from orthokern.ops import _route
 from orthokern.ops._common import NO_CUDA, apart, check_range, contiguous, given
 from orthokern.ops._register import custom_op
 
@@ -62,7 +62,7 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order.
     """
-    if _second.plain(backend):
+    if _route.plain(backend):
         check_range("target", target, weight.shape[0], "class ids")
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         loss: Tensor = reference.linear_cross_entropy_fwd(
@@ -154,7 +154,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Te
         raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
     grad_hidden, grad_weight, grad_bias, *inputs = saved
     needs = ctx.needs_input_grad
-    if _second.recording():
+    if _route.recording():
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         grads = reference.linear_cross_entropy_gradients(grad_loss, *inputs, reduction=ctx.reduction)
     else:

@@ -16,7 +16,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops import _second
+from orthokern.ops import _route
 from orthokern.ops._common import (
     apart,
     check_lengths,
@@ -83,7 +83,7 @@ def modal_scan(
         of time and float64 over chunks. Where there are fewer sequences than threads, time is cut in as many pieces,
         joined by powers of lambda: the same bits for the same inputs, machine and thread count.
     """
-    if _second.plain(backend):
+    if _route.plain(backend):
         reference = dispatch.leaf("modal_scan", "reference")
         check_ids("x", x, table, lengths)
         check_lengths(lengths, x.shape[0])
@@ -237,7 +237,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_z: Tensor | None) -> tuple[
         return ()
     z, x, re, im, z0, table, lengths = saved
     needs = ctx.needs_input_grad
-    if _second.recording():
+    if _route.recording():
         reference = dispatch.leaf("modal_scan", "reference")
         grads = reference.modal_scan_bwd(grad_z, z, x, re, im, z0, table, None, need_x=needs[0], lengths=lengths)
         return tuple(map(given, grads[:5], needs[:5]))

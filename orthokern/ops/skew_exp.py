@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
 from orthokern.dispatch import Support
-from orthokern.ops import _second
+from orthokern.ops import _route
 from orthokern.ops._common import contiguous, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -56,7 +56,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; P itself is off by about
         eps |A|_2 at worst. |A|_2 above 768 (float64: 279) gives NaN in that matrix, and so do NaN and infinity in x.
     """
-    if _second.plain(backend):
+    if _route.plain(backend):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
     result = torch.ops.orthokern.skew_exp_fwd(x, backend)[0]
@@ -133,7 +133,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
     if grad_p is None:
         return ()
     x, *rest = saved
-    if _second.recording():  # the same formulas, of what the forward computes as a function of x
+    if _route.recording():  # the same formulas, of what the forward computes as a function of x
         reference = dispatch.leaf("skew_exp", "reference")
         with ieee_products():
             _, *rest = reference.skew_exp_fwd(x)

@@ -192,7 +192,9 @@ def test_an_op_alone_refuses_forward_mode_and_torch_func() -> None:
         with pytest.raises(NotImplementedError, match="jvp"):
             call(dual)
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
-        with pytest.raises(RuntimeError, match=r"dense_scan_fwd has no rule .* call the function of orthokern.functional"):
+        with pytest.raises(
+            RuntimeError, match=r"dense_scan_fwd has no rule .* call the function of orthokern.functional"
+        ):
             transform(call)(w)
     several = torch.stack([w, 2 * w])
     leaf = several.clone().requires_grad_()

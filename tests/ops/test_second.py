@@ -50,15 +50,19 @@ class Case:
 
 
 def scan_case(op: str, activation: str, inputs: str, *, gap: float = 1e-3, **options: Any) -> Case:
-    """T = 4, B = 3, N = 5 (oplu 6), K = 3; options: of the functional."""
+    """T = 4, B = 3, N = 5 (oplu 6), K = 3; options: of the functional; resets: RESETS, from a state that is a leaf."""
     K = {"K": 3} if op == "factored_scan" else {}
     N = 6 if activation == "oplu" else 5
     problem = scan_problem(op, B=3, T=4, N=N, D=2, activation=activation, inputs=inputs, gap=gap, **K)
     count = len(problem.matrices)
+    if "resets" in options:
+        options["resets"] = torch.tensor(RESETS).bool()
 
     def call(x: Tensor, *rest: Tensor | None, backend: str | None) -> Tensor:
-        h0, weight, bias, act_param = rest[count:]
+        h0, weight, bias, act_param, *reset_state = rest[count:]
         kwargs = {"weight": weight, "bias": bias, "act_param": act_param, "backend": backend, **options}
+        if reset_state:
+            kwargs["reset_state"] = reset_state[0]
         if activation == "leaky_relu":
             kwargs["act_param"] = problem.act_param  # is not learned
         function = getattr(functional, op)
@@ -69,6 +73,8 @@ def scan_case(op: str, activation: str, inputs: str, *, gap: float = 1e-3, **opt
     given = list(problem.inputs())
     if activation == "leaky_relu":
         given[-1] = None
+    if "resets" in options:
+        given.append(torch.randn(3, N, dtype=torch.float64, generator=torch.Generator().manual_seed(5)))
     return Case(call, given, problem.grad_hs)
 
 
@@ -82,6 +88,7 @@ def gru_case(variant: str, lengths: Tensor | None) -> Case:
 
 
 LENGTHS = torch.tensor([4, 2, 3])
+RESETS = [[0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 0]]
 SCAN_CASES = [
     pytest.param(op, activation, KINDS[(i + j) % 3], LENGTHS if (i + j) % 2 else None, id=f"{op}-{activation}")
     for i, op in enumerate(SCANS)
@@ -107,6 +114,18 @@ def test_double_backward_and_forward_mode_of_the_gru(variant: str, lengths: Tens
     case = gru_case(variant, lengths)
     assert gradcheck(case, case.leaves, fast_mode=True, check_forward_ad=True)
     assert gradgradcheck(case, case.leaves, fast_mode=True, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("activation", ["tanh", "modrelu", "prelu"])
+def test_resets(op: str, activation: str) -> None:
+    """With lengths together, and with a message clip against the reference."""
+    case = scan_case(op, activation, "features", resets=True, lengths=LENGTHS)
+    assert gradcheck(case, case.leaves, fast_mode=True, check_forward_ad=True)
+    assert gradgradcheck(case, case.leaves, fast_mode=True, check_fwd_over_rev=True)
+    case = scan_case(op, activation, "features", resets=True, message_clip=0.5)
+    for actual, expected in zip(second_gradients(case, None), second_gradients(case, "reference"), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("op", SCANS)
@@ -156,7 +175,7 @@ def test_padding_is_not_read(op: str) -> None:
             assert not a[padding].any()
         torch.testing.assert_close(a, e)
     directions = tuple(torch.ones_like(leaf) for leaf in case.plain)
-    _, tangent = torch.func.jvp(poisoned, tuple(leaf.detach() for leaf in poisoned.leaves), directions)
+    tangent = torch.func.jvp(poisoned, tuple(leaf.detach() for leaf in poisoned.leaves), directions)[1]
     torch.testing.assert_close(tangent, torch.func.jvp(case, case.plain, directions)[1])
 
 
@@ -214,7 +233,7 @@ def test_other_ops() -> None:
 
 KINDS_OF_CALLS = [
     pytest.param(lambda: scan_case("dense_scan", "tanh", "tokens", lengths=LENGTHS), id="dense_scan-tanh"),
-    pytest.param(lambda: scan_case("factored_scan", "prelu", "dense"), id="factored_scan-prelu"),
+    pytest.param(lambda: scan_case("factored_scan", "prelu", "dense", resets=True), id="factored_scan-prelu"),
     pytest.param(lambda: scan_case("dense_scan", "oplu", "features", lengths=LENGTHS), id="dense_scan-oplu"),
     pytest.param(lambda: gru_case("kanai", LENGTHS), id="gru-kanai"),
     pytest.param(lambda: gru_case("torch", None), id="gru-torch"),
@@ -254,7 +273,7 @@ def test_jvp_is_the_transpose_of_vjp(make: Callable[[], Case]) -> None:
     case = make()
     generator = torch.Generator().manual_seed(3)
     directions = tuple(torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in case.plain)
-    out, tangent = torch.func.jvp(case, case.plain, directions)
+    out, tangent = torch.func.jvp(case, case.plain, directions)[:2]
     assert torch.equal(out, case(*case.plain))
     grads = torch.autograd.grad(case(*case.leaves), case.leaves, case.cotangent)
     by_vjp = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
@@ -287,7 +306,7 @@ def test_hessian_of_a_module(make: Any) -> None:
 
     values = tuple(value.detach() for value in values)
     vector = tuple(torch.ones_like(value) for value in values)
-    _, product = torch.func.jvp(torch.func.grad(loss, tuple(range(len(values)))), values, vector)
+    product = torch.func.jvp(torch.func.grad(loss, tuple(range(len(values)))), values, vector)[1]
     _, by_double_backward = torch.autograd.functional.hvp(loss, values, vector)
     for a, b in zip(product, by_double_backward, strict=True):
         torch.testing.assert_close(a, b)
@@ -311,7 +330,7 @@ def test_a_tap_sees_one_backward() -> None:
     assert len(taken.grad_norms) == len(taken.state_norms) == 1
     torch.testing.assert_close(taken.grad_norms[0], plain.grad_norms[0])
     with tap() as second:
-        torch.autograd.grad(sum(g.square().sum() for g in first), case.leaves)
+        torch.autograd.grad([g.square().sum() for g in first], case.leaves)
     assert len(second.grad_norms) == 1  # of the first backward, which runs again; not of the adjoint's own derivative
 
 
@@ -338,8 +357,7 @@ def test_what_has_no_second_derivative_says_so() -> None:
     with pytest.raises(RuntimeError, match=f"the modal form {line}algorithm='sequential'"):
         torch.autograd.grad(loss, w, create_graph=True)
     torch.autograd.grad(loss, w)
-    options = {"activation": "identity", "algorithm": "sequential"}
-    loss = functional.scan_cross_entropy(x, (w,), readout, target, **options)[0]
+    loss = functional.scan_cross_entropy(x, (w,), readout, target, activation="identity", algorithm="sequential")[0]
     (first,) = torch.autograd.grad(loss, w, create_graph=True)
     assert torch.autograd.grad(first.square().sum(), w)[0].any()
 
