@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import dispatch, functional
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions
+from orthokern._scan_contract import GruInputs, GruOptions, Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term
 from orthokern.reference.activations import activation_fwd
@@ -347,6 +347,18 @@ class GruProblem:
     def inputs(self) -> tuple[Tensor | None, ...]:
         """The positional arguments of the forward."""
         return (self.x, self.w, self.h0, self.bias)
+
+    def leaf_arguments(self, **options: Any) -> tuple[GruInputs, GruOptions]:
+        """What a leaf takes; options: fields of GruOptions."""
+        return GruInputs(self.x, self.w, self.h0, self.bias), GruOptions(self.variant, **options)
+
+    def run_leaves(self, fwd: Any, bwd: Any | None = None, *, need_params: bool = True, **options: Any) -> Any:
+        """Forward and backward of two leaves' modules, everything that comes out and is not None, by name."""
+        inputs, options_ = self.leaf_arguments(**options)
+        states = fwd.gru_scan_fwd(inputs, options_)
+        inputs = inputs._replace(x=None)
+        grads = (bwd or fwd).gru_scan_bwd(inputs, options_, self.grad_hs, states, need_params=need_params)
+        return {name: t for name, t in zip(self.NAMES, (*states, *grads), strict=True) if t is not None}
 
     def run(self, backend: str, bwd_backend: str | None = None, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
         """Forward and backward op, everything that comes out, by the names of NAMES."""

@@ -299,7 +299,7 @@ def test_graphs_can_be_turned_off(harness: Any, monkeypatch: pytest.MonkeyPatch)
         dense_scan.dense_scan_fwd(*scan.leaf_arguments())
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
         _call.overrides = {"path": 1}
-        gru_scan.gru_scan_fwd(*gru.inputs(), variant="torch")
+        gru_scan.gru_scan_fwd(*gru.leaf_arguments())
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
     monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", "off")
     with pytest.raises(InputError, match="ORTHOKERN_CUDA_GRAPHS is 'off'; accepted: 1 .* or 0"):

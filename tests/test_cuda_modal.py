@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_host import build
 from helpers import SHORT, some_lengths, strided
-from modal_problem import SCAN_NAMES, Problem, compare
+from modal_problem import Problem, compare
 from torch import Tensor
 
 from orthokern import _modal_chunks, dispatch, functional
@@ -131,23 +131,16 @@ def test_equal_extreme_and_wrong_logits() -> None:
     problem.target[3, 1] = 70
     lengths = torch.tensor([4, 3])
     found, padded, poisoned = (
-        modal_cross_entropy.modal_cross_entropy_fwd(
-            p.x, p.re, p.im, p.z0, p.table, p.readout, p.bias, p.target, p.pairs, lengths=n
-        )
+        p.leaf_loss(modal_cross_entropy, lengths=n)
         for p, n in ((problem, None), (problem, lengths), (problem.poisoned(lengths), lengths))
     )
-    loss, grad_table, grad_readout = found[0], found[6], found[7]
-    assert loss.isnan() and grad_readout.isnan().all() and grad_table.isnan().any()
-    assert all(torch.equal(one, other) for one, other in zip(padded, poisoned, strict=True))
+    assert found["loss"].isnan() and found["grad_readout"].isnan().all() and found["grad_table"].isnan().any()
+    assert all(torch.equal(poisoned[name], tensor) for name, tensor in padded.items())
 
 
 def leaf(problem: Problem, lengths: Tensor | None = None) -> dict[str, Tensor]:
     """modal_scan of the leaf itself, behind the checks of the op, which a GPU's tensors do not get."""
-    z = modal_scan.modal_scan_fwd(problem.x, problem.re, problem.im, problem.z0, problem.table, lengths=lengths)
-    grads = modal_scan.modal_scan_bwd(
-        problem.grad_z, z, problem.x, problem.re, problem.im, problem.z0, problem.table, problem.pairs, lengths=lengths
-    )
-    return {"z": z, **dict(zip(SCAN_NAMES, grads, strict=True))}
+    return problem.leaf_scan(modal_scan, lengths=lengths)
 
 
 def test_a_wrong_id_or_length_touches_nothing_else() -> None:

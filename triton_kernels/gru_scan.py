@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._gru_parameters import parameter_gradients
+from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
 from orthokern.triton_kernels._scan import PANEL_WARPS, look_up
@@ -311,101 +312,54 @@ def plan(N: int, dtype: torch.dtype) -> Plan:
     return Plan("panels", block_n, look_up(PANEL_WARPS, block_n) or 16)
 
 
-def gru_scan_fwd(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     """Forward of ``orthokern.ops.gru_scan``, which has the equations.
 
     Tensors are contiguous, on one CUDA device, and float32 or float64 alike. Blocks of 3N are in the order reset gate,
-    update gate, candidate.
-
-    Args:
-        x: [T, B, 3N]. w: [3N, N], N up to 512. h0: [B, N]. bias: [3N] or None.
-        variant: "torch" or "kanai".
-        lengths: int64 [B] in [1, T], or None for T.
-
-    Returns:
-        hs [T, B, N]; gates [T, B, 3N]; pre [T, B, N], W_n h_{t-1} + b_n, empty for "kanai".
+    update gate, candidate. N is at most 512.
 
     Example::
 
         x, w = torch.randn(100, 8, 192, device="cuda"), torch.randn(192, 64, device="cuda") / 8
-        hs, gates, pre = gru_scan_fwd(x, w, x.new_zeros(8, 64), None, variant="torch")
+        states = gru_scan_fwd(GruInputs(x, w, x.new_zeros(8, 64)), GruOptions("torch"))
     """
-    T, (B, N) = x.shape[0], h0.shape
-    hs, gates = h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N)
-    kanai = variant == "kanai"
-    pre = h0.new_empty(0) if kanai else h0.new_empty(T, B, N)
+    x, w, h0, bias = inputs
+    assert x is not None
+    T, (B, N), lengths = x.shape[0], h0.shape, options.lengths
+    pre = None if options.kanai else h0.new_empty(T, B, N)
+    states = GruStates(h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N), pre)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_fwd_kernel[(B,)](
-            x, w, h0, bias, hs, gates, None if kanai else pre, lengths, T, B, N=N, KANAI=kanai, BIAS=bias is not None,
+            x, w, h0, bias, *states, lengths, T, B, N=N, KANAI=options.kanai, BIAS=bias is not None,
             LENGTHS=lengths is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
-    return hs, gates, pre
+    return states
 
 
-@ieee_products()
 def gru_scan_bwd(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    *,
-    variant: str,
-    need_params: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Backward of ``orthokern.ops.gru_scan``.
-
-    Args:
-        grad_hs: [T, B, N], dL/dhs.
-        hs, gates, pre: the results of the forward.
-        need_params: whether to compute the gradients of w and bias.
-        Others: as in `gru_scan_fwd`.
-
-    Returns:
-        (grad_x [T, B, 3N], grad_w [3N, N], grad_h0 [B, N], grad_bias [3N], grad_norm [T]), the last |dL/dh_t| over
-        batch and units. What does not apply or is not needed is empty.
+    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
+) -> GruGradients:
+    """Backward of ``orthokern.ops.gru_scan``: dL/dhs [T, B, N] and the results of the forward to the gradients, those
+    of w and bias if ``need_params``.
 
     Example::
 
-        grad_x, grad_w, *others = gru_scan_bwd(torch.ones_like(hs), hs, gates, pre, w, h0, None, variant="torch")
+        grads = gru_scan_bwd(inputs, options, torch.ones_like(states.hs), states)
     """
+    w, h0, lengths = inputs.w, inputs.h0, options.lengths
     T, B, N = grad_hs.shape
-    kanai = variant == "kanai"
-    grad_x, grad_h0, square = torch.empty_like(gates), torch.empty_like(h0), h0.new_empty(T, B)
+    grad_x, grad_h0, square = torch.empty_like(states.gates), torch.empty_like(h0), h0.new_empty(T, B)
     factor = h0.new_empty(T, B, N) if need_params else None
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_bwd_kernel[(B,)](
-            grad_hs, hs, gates, None if kanai else pre, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0,
-            square, lengths, T, B, N=N, KANAI=kanai, FACTOR=factor is not None, LENGTHS=lengths is not None,
+            grad_hs, *states, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0,
+            square, lengths, T, B, N=N, KANAI=options.kanai, FACTOR=factor is not None, LENGTHS=lengths is not None,
             WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
-    empty, norm = h0.new_empty(0), square.sum(1).sqrt()
-    if factor is None:
-        return grad_x, empty, grad_h0, empty, norm
-    rows, rows_n = grad_x.view(T * B, 3 * N), factor.view(T * B, N)
-    grad_w = torch.empty_like(w)
-
-    def product_with_states(to: Tensor, left: Tensor) -> None:
-        """to = sum over steps of left_t h_{t-1}^T, without concatenating h0 and the states."""
-        torch.mm(left[:B].mT, h0, out=to)
-        to.addmm_(left[B:].mT, hs.view(T * B, N)[:-B])
-
-    product_with_states(grad_w[: 2 * N], rows[:, : 2 * N])
-    if kanai:
-        torch.mm(rows[:, 2 * N :].mT, rows_n, out=grad_w[2 * N :])
-    else:
-        product_with_states(grad_w[2 * N :], rows_n)
-    if bias is None:
-        return grad_x, grad_w, grad_h0, empty, norm
-    grad_bias = rows.sum(0)
-    if not kanai:
-        grad_bias[2 * N :] = rows_n.sum(0)
-    return grad_x, grad_w, grad_h0, grad_bias, norm
+    grad_w = grad_bias = None
+    if factor is not None:
+        grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, square.sum(1).sqrt())

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._modal_chunks import run_cross_entropy
+from orthokern._scan_contract import ModalInputs, ModalLoss, Readout
 from orthokern.triton_kernels.modal_scan import KERNELS, living
 
 TILE = 1024  # elements of logits
@@ -109,23 +110,6 @@ def launch_loss(
     return losses, right
 
 
-def modal_cross_entropy_fwd(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None,
-    *,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """See ``orthokern.ops.modal_cross_entropy`` for the arguments, all contiguous. Returns (loss, hits, grad_x,
-    grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs)."""
-    return run_cross_entropy(
-        KERNELS, launch_loss, x, re, im, z0, table, readout, bias, target, pairs, reduction, need_grad, lengths
-    )
+def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad: bool = True) -> ModalLoss:
+    """See ``orthokern.ops.modal_cross_entropy`` for the arguments, all contiguous."""
+    return run_cross_entropy(KERNELS, launch_loss, inputs, readout, need_grad)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._modal_chunks import Kernels, run_scan_bwd, run_scan_fwd
+from orthokern._scan_contract import ModalGradients, ModalInputs
 from orthokern.triton_kernels._inputs import token_gradient
 
 BLOCK = 64  # lanes of a program: 2 warps, of which 32 programs fill a processor
@@ -412,25 +413,11 @@ def launch_pairs(
 KERNELS = Kernels(launch_forward, launch_join, launch_backward, launch_pairs, token_gradient)
 
 
-def modal_scan_fwd(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *, lengths: Tensor | None = None
-) -> Tensor:
+def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
     """See ``orthokern.ops.modal_scan`` for the arguments, all contiguous. Returns z [T, B, 2M]."""
-    return run_scan_fwd(KERNELS, x, re, im, z0, table, lengths)
+    return run_scan_fwd(KERNELS, inputs)
 
 
-def modal_scan_bwd(
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    pairs: Tensor | None,
-    *,
-    need_x: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.modal_scan``. Returns (grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs)."""
-    return run_scan_bwd(KERNELS, grad_z, z, x, re, im, z0, table, pairs, need_x, lengths)
+def modal_scan_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, *, need_x: bool = True) -> ModalGradients:
+    """See ``orthokern.ops.modal_scan``."""
+    return run_scan_bwd(KERNELS, inputs, grad_z, z, need_x)

@@ -95,22 +95,9 @@ class GRU(Recurrent):
         backend: str | None = None,
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            "tanh",
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=0.01,
-            learned_h0=learned_h0,
-            checkpoint_every=0,
-            backend=backend,
-            precision="ieee",
-            message_clip=0.0,
-            gain=1.0,
-        )
+            input_size, hidden_size, num_layers, "tanh", bias, batch_first, dropout, bidirectional,
+            learned_h0=learned_h0, backend=backend,
+        )  # fmt: skip
         if variant not in VARIANTS:
             raise unknown_name("variant", variant, VARIANTS)
         self.variant = variant

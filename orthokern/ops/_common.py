@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -75,6 +75,11 @@ def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if len(set(map(id, outputs))) == len(outputs):
         return outputs
     return tuple(output if output.numel() else output.new_empty(output.shape) for output in outputs)
+
+
+def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """The results of a leaf with an empty tensor in place of each None: a result of an op is a tensor."""
+    return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
 def _refusal(op: str, way_out: str) -> RuntimeError:

@@ -21,6 +21,7 @@ from orthokern.ops._common import (
     check_lengths,
     check_tokens,
     contiguous,
+    filled,
     given,
     no_second_derivative,
     scan_features,
@@ -144,7 +145,7 @@ class ScanOp:
         leaf, *arguments = self._leaf(x.shape[0], x, *rest)
         found = getattr(leaf, f"{self.name}_fwd")(*arguments)
         _taps.record_states(self.name, found.hs)
-        return _filled(found, found.hs)
+        return filled(found, found.hs)
 
     def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         arguments, need_x, need_params = self._without_needs(rest)
@@ -157,7 +158,7 @@ class ScanOp:
             _taps.record(self.name, found.norm)
         grad_x, m, *others = found
         grads = (None,) * self.count if m is None else self.gradients(m, map_)
-        return _filled((grad_x, *grads, *others), found.h0)
+        return filled((grad_x, *grads, *others), found.h0)
 
     def _without_needs(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
         """The arguments from x on that the forward has too, and need_x and need_params."""
@@ -247,8 +248,3 @@ class ScanOp:
         return _second.gradients(
             self._plan(activation, ctx.choices, ctx.message_clip), taken, grad_hs, grad_pre, needs
         )  # fmt: skip
-
-
-def _filled(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
-    """The results with an empty tensor in place of each None: a result of an op is a tensor."""
-    return tuple(like.new_empty(0) if result is None else result for result in results)

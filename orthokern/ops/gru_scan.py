@@ -9,9 +9,10 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _second_gru, _taps
-from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
+from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
@@ -91,7 +92,7 @@ def gru_scan(
     if route == "reference":
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
         check_lengths(lengths, x.shape[0])
-        hs: Tensor = reference.gru_scan_fwd(x, w, h0, bias, variant=variant, lengths=lengths)[0]
+        hs: Tensor = reference.gru_scan_fwd(GruInputs(x, w, h0, bias), GruOptions(variant, lengths)).hs
         _taps.record_states("gru_scan", hs)
         return hs
     forward = torch.ops.orthokern.gru_scan_fwd if route == "op" else _second_gru.Gru.apply
@@ -99,10 +100,16 @@ def gru_scan(
     return hs
 
 
-def _leaf(w: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
-    return dispatch.resolve(
+def _leaf(
+    T: int, x: Tensor | None, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None,
+    lengths: Tensor | None,
+) -> tuple[Any, GruInputs, GruOptions]:  # fmt: skip
+    """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
+    leaf = dispatch.resolve(
         "gru_scan", backend, device=w.device, dtype=w.dtype, features=() if lengths is None else FEATURES, N=w.shape[1]
     )  # fmt: skip
+    check_lengths(lengths, T)
+    return leaf, GruInputs._make(map(contiguous, (x, w, h0, bias))), GruOptions(variant, contiguous(lengths))
 
 
 @custom_op(
@@ -110,35 +117,16 @@ def _leaf(w: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
     "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def _fwd(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
-    leaf = _leaf(w, backend, lengths)
-    check_lengths(lengths, x.shape[0])
-    outputs = leaf.gru_scan_fwd(
-        *map(contiguous, (x, w, h0, bias)), variant=variant, lengths=contiguous(lengths)
-    )  # fmt: skip
-    _taps.record_states("gru_scan", outputs[0])
-    return apart(outputs)
+    leaf, inputs, options = _leaf(x.shape[0], x, *rest)
+    states = leaf.gru_scan_fwd(inputs, options)
+    _taps.record_states("gru_scan", states.hs)
+    return filled(states, states.hs)
 
 
 @_fwd.register_fake
-def _fwd_fake(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, *__: Any) -> tuple[Tensor, ...]:
     T, (B, N) = x.shape[0], h0.shape
     pre = w.new_empty(T, B, N) if variant == "torch" else w.new_empty(0)
     return w.new_empty(T, B, N), w.new_empty(T, B, 3 * N), pre
@@ -150,44 +138,23 @@ def _fwd_fake(
     "bool need_params=True, str? backend=None, Tensor? lengths=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    need_params: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str,
+    need_params: bool, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(grad_x, grad_w, grad_h0, grad_bias, grad_norm); what is not needed is empty. grad_norm: [T]."""
-    leaf = _leaf(w, backend, lengths)
-    check_lengths(lengths, grad_hs.shape[0])
-    grads = leaf.gru_scan_bwd(
-        *map(contiguous, (grad_hs, hs, gates, pre, w, h0, bias)),
-        variant=variant, need_params=need_params, lengths=contiguous(lengths),
-    )  # fmt: skip
+    leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *rest)
+    states = GruStates(hs.contiguous(), gates.contiguous(), None if options.kanai else pre.contiguous())
+    grads = leaf.gru_scan_bwd(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
     if _taps.SINKS:
-        _taps.record("gru_scan", grads[-1])
-    return apart(grads)
+        _taps.record("gru_scan", grads.norm)
+    return filled(grads, h0)
 
 
 @_bwd.register_fake
 def _bwd_fake(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    need_params: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    grad_hs: Tensor, _: Tensor, gates: Tensor, __: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, ___: str,
+    need_params: bool, *____: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if tensor is not None and wanted else w.new_empty(0)
 

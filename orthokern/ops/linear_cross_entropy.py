@@ -9,9 +9,11 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import NO_CUDA, apart, check_range, contiguous, given
+from orthokern.ops._common import NO_CUDA, check_range, contiguous, filled
+from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -65,9 +67,8 @@ def linear_cross_entropy(
     if _route.plain(backend):
         check_range("target", target, weight.shape[0], "class ids")
         reference = dispatch.leaf("linear_cross_entropy", "reference")
-        loss: Tensor = reference.linear_cross_entropy_fwd(
-            hidden, weight, bias, target, reduction=reduction, need_grad=False
-        )[0]
+        readout = Readout(weight, bias, target, reduction)
+        loss: Tensor = reference.linear_cross_entropy_fwd(hidden, readout, need_grad=False).loss
         return loss
     need_grad = torch.is_grad_enabled() and (
         hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -82,36 +83,22 @@ def linear_cross_entropy(
     "str? backend=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    backend: str | None = None,
-) -> tuple[Tensor, ...]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: str, need_grad: bool,
+    backend: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, grad_hidden, grad_weight, grad_bias); the gradients of the loss, empty unless need_grad."""
     leaf = dispatch.resolve(
         "linear_cross_entropy", backend, device=hidden.device, dtype=hidden.dtype, N=hidden.shape[1], C=weight.shape[0]
     )
     check_range("target", target, weight.shape[0], "class ids")
-    outputs = leaf.linear_cross_entropy_fwd(
-        *map(contiguous, (hidden, weight, bias, target)),
-        reduction=reduction,
-        need_grad=need_grad,
-    )
-    return apart(outputs)
+    readout = Readout(weight.contiguous(), contiguous(bias), target.contiguous(), reduction)
+    found = leaf.linear_cross_entropy_fwd(hidden.contiguous(), readout, need_grad=need_grad)
+    return filled(found, hidden)
 
 
 @_fwd.register_fake
 def _fwd_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    backend: str | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor, __: str, need_grad: bool, *___: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def like(tensor: Tensor | None) -> Tensor:
         return tensor.new_empty(tensor.shape) if tensor is not None and need_grad else hidden.new_empty(0)
@@ -119,51 +106,13 @@ def _fwd_fake(
     return hidden.new_empty(()), like(hidden), like(weight), like(bias)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, bias, target, ctx.reduction, ctx.need_grad, _ = inputs
-    _, *grads = output
-    ctx.mark_non_differentiable(*grads)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*grads, hidden, weight, bias, target)
+def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
+    *tensors, target, reduction = inputs
+    reference = dispatch.leaf("linear_cross_entropy", "reference")
+    found: tuple[Tensor | None, ...] = reference.linear_cross_entropy_gradients(
+        grad_loss, tensors[0], Readout(tensors[1], tensors[2], target, reduction)
+    )
+    return found
 
 
-def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
-    """grad * grad_loss, or grad itself where that is the same and nobody can see it again.
-
-    grad is as large as the hidden states, so the copy would be the largest of the whole backward. It is handed on only
-    in a plain eager CPU backward that frees its graph: a retained graph must find its saved tensors as they were, even
-    if someone accumulates into the gradient handed out, and a traced one must not look at values.
-    """
-    keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # no public equivalent
-    if (
-        type(grad_loss) is Tensor
-        and grad_loss.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and keep_graph is not None
-        and not keep_graph()
-        and float(grad_loss) == 1.0
-    ):
-        return grad
-    return grad * grad_loss
-
-
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad_loss is None:
-        return ()
-    if not ctx.need_grad:
-        raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
-    grad_hidden, grad_weight, grad_bias, *inputs = saved
-    needs = ctx.needs_input_grad
-    if _route.recording():
-        reference = dispatch.leaf("linear_cross_entropy", "reference")
-        grads = reference.linear_cross_entropy_gradients(grad_loss, *inputs, reduction=ctx.reduction)
-    else:
-        grads = (
-            _scaled(grad_hidden, grad_loss) if needs[0] else None,
-            grad_weight * grad_loss,
-            grad_bias * grad_loss,
-        )
-    return tuple(map(given, grads, needs[:3]))
-
-
-_fwd.register_autograd(_backward, setup_context=_setup_context)
+register_gradients(_fwd, first=1, differentiable=_differentiable)  # behind the loss

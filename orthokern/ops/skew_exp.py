@@ -101,7 +101,7 @@ def _bwd(
     squarings: Tensor,
     backend: str | None = None,
 ) -> Tensor:
-    """grad_x [..., N, N]. x is there for the refusal of second derivatives: the saved tensors pass for constants."""
+    """grad_x [..., N, N]. x is there for the refusal of its derivative: the saved tensors pass for constants."""
     with ieee_products():
         grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(contiguous(grad_p), powers, terms, c, root, squarings)
     return grad_x
