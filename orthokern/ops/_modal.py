@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
 from orthokern.errors import BackendUnavailable, InputError
-from orthokern.ops import _taps
+from orthokern.ops import _route, _taps
+from orthokern.ops._common import differentiable_once
 from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
 from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
 from orthokern.ops._modal_norms import last_step_norms, norms_through_time
@@ -146,6 +146,8 @@ def why_not_now(call: Call) -> str | None:
         return "the call is compiled, and an eigensolver has no graph"
     if dispatch.plain_reference(call.backend):
         return "backend 'reference' runs the scan step by step, for second derivatives"
+    if _route.plain(call.backend):
+        return "a derivative of torch.func or forward mode is being taken"
     if dispatch.choose(OPS[call.kind], call.backend, device=call.device, dtype=call.dtype) == "reference":
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
     if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
@@ -302,7 +304,7 @@ class _ModalLoss(torch.autograd.Function):
         return loss, hits
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the modal form", "algorithm='sequential'")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 11
         if grad_loss is None:
@@ -367,7 +369,7 @@ class _ModalStates(torch.autograd.Function):
         return hs
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the modal form", "algorithm='sequential'")
     def backward(ctx: Any, grad_hs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_hs is None:
             return (None,) * 8

@@ -132,8 +132,8 @@ class CustomOp:
             if torch.is_grad_enabled():
                 if torch._C._are_functorch_transforms_active():  # torch's refusal of a Function would not name the op
                     raise RuntimeError(
-                        f"orthokern::{self.name} has no rule for torch.func.grad, vjp, jacrev, jvp and hessian: pass "
-                        "backend='reference', which supports them"
+                        f"orthokern::{self.name} has no rule for torch.func.grad, vjp, jacrev, jvp and hessian: call "
+                        "the function of orthokern.functional, or pass backend='reference', which supports them"
                     )
                 return derivative.apply(*inputs, keys)
             with torch._C._AutoDispatchBelowAutograd():

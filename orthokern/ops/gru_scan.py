@@ -11,8 +11,8 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.dispatch import Support
-from orthokern.ops import _taps
-from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative
+from orthokern.ops import _route, _second_gru, _taps
+from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative, refusal
 from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
@@ -93,14 +93,19 @@ def gru_scan(
         thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
         1 / (1 + exp(-a)), accurate in relative terms down to where it underflows.
     """
-    if dispatch.plain_reference(backend):
+    route = _route.route(backend)
+    if route == "function" and resets is not None:
+        route = "reference"  # plain torch code: Note [Derivatives of the GRU] knows no resets
+    if route == "reference":
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
         check_lengths(lengths, x.shape[0])
         inputs, options = GruInputs(x, w, h0, bias, reset_state), GruOptions(variant, lengths, resets)
         hs: Tensor = reference.gru_scan_fwd(inputs, options).hs
         _taps.record_states("gru_scan", hs)
         return hs
-    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, lengths, resets, reset_state)
+    forward = torch.ops.orthokern.gru_scan_fwd if route == "op" else _second_gru.Gru.apply
+    cuts = (lengths, resets, reset_state) if route == "op" else (lengths,)
+    hs, _, _ = forward(x, w, h0, bias, variant, backend, *cuts)
     return hs
 
 
@@ -177,16 +182,26 @@ def _bwd_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
     hs, gates, pre = output
-    ctx.mark_non_differentiable(gates, pre)
+    if ctx.variant != "torch":
+        ctx.mark_non_differentiable(pre)  # gates, and pre where there is one, have gradients in a second derivative
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(hs, gates, pre, w, h0, bias, *cuts)
 
 
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *__: Tensor | None) -> tuple[Any, ...]:
-    if grad_hs is None:
+def _backward(
+    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None
+) -> tuple[Any, ...]:
+    of_saved = grad_gates is not None or grad_pre is not None
+    if grad_hs is None and not of_saved:
         return ()
     *tensors, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
+    if of_saved or _route.recording():
+        if resets is not None:
+            raise refusal("gru_scan with resets", "backend='reference'")
+        taken = _second_gru.Taken(ctx.variant, *tensors, lengths)
+        grads = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
+        return (*grads, *(None,) * 5)
     *grads, grad_reset_state, _ = torch.ops.orthokern.gru_scan_bwd(
         grad_hs, *tensors, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets, reset_state
     )

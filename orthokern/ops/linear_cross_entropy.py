@@ -11,6 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
+from orthokern.ops import _route
 from orthokern.ops._common import NO_CUDA, check_range, contiguous, filled
 from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
@@ -53,7 +54,7 @@ def linear_cross_entropy(
 
     Saved:
         The gradients, computed in the forward: grad_hidden [R, N], grad_weight [C, N], grad_bias [C]; and references to
-        the inputs, for the refusal of second derivatives. Nothing of that if no input requires a gradient.
+        the inputs, for second derivatives, which torch computes. Nothing of that if no input requires a gradient.
 
     Cost:
         2 R N C flops for the loss alone, 6 R N C with gradients. Memory beyond the inputs: grad_hidden, and one chunk
@@ -63,7 +64,7 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order.
     """
-    if dispatch.plain_reference(backend):
+    if _route.plain(backend):
         check_range("target", target, weight.shape[0], "class ids")
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         readout = Readout(weight, bias, target, reduction)
@@ -105,4 +106,13 @@ def _fwd_fake(
     return hidden.new_empty(()), like(hidden), like(weight), like(bias)
 
 
-register_gradients(_fwd, first=1)  # behind the loss
+def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
+    *tensors, target, reduction = inputs
+    reference = dispatch.leaf("linear_cross_entropy", "reference")
+    found: tuple[Tensor | None, ...] = reference.linear_cross_entropy_gradients(
+        grad_loss, tensors[0], Readout(tensors[1], tensors[2], target, reduction)
+    )
+    return found
+
+
+register_gradients(_fwd, first=1, differentiable=_differentiable)  # behind the loss

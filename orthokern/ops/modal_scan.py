@@ -17,6 +17,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import ModalInputs
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
+from orthokern.ops import _route
 from orthokern.ops._common import (
     check_lengths,
     check_range,
@@ -83,7 +84,7 @@ def modal_scan(
         of time and float64 over chunks. Where there are fewer sequences than threads, time is cut in as many pieces,
         joined by powers of lambda: the same bits for the same inputs, machine and thread count.
     """
-    if dispatch.plain_reference(backend):
+    if _route.plain(backend):
         reference = dispatch.leaf("modal_scan", "reference")
         inputs = ModalInputs(x, re, im, z0, table, lengths)
         check_inputs(inputs, x.shape[0])
@@ -197,6 +198,10 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_z: Tensor | None) -> tuple[
         return ()
     z, x, re, im, z0, table, lengths = saved
     needs = ctx.needs_input_grad
+    if _route.recording():
+        reference = dispatch.leaf("modal_scan", "reference")
+        grads = reference.modal_scan_bwd(ModalInputs(x, re, im, z0, table, lengths), grad_z, z, need_x=needs[0])
+        return tuple(map(given, grads[:5], needs[:5]))
     grads = torch.ops.orthokern.modal_scan_bwd(grad_z, z, x, re, im, z0, table, None, needs[0], ctx.backend, lengths)
     return tuple(map(given, grads[:5], needs[:5]))
 

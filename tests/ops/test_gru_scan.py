@@ -244,17 +244,6 @@ def test_each_input_on_its_own() -> None:
         torch.testing.assert_close(*grads)
 
 
-def test_second_derivative_names_the_way_out() -> None:
-    p = GruProblem.random("torch", 3, 2, 3)
-    x = p.x.requires_grad_()
-    (first,) = torch.autograd.grad(functional.gru_scan(x, p.w, variant="torch").sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="gru_scan has no second derivative .* backend='reference'"):
-        torch.autograd.grad(first.square().sum(), x)
-    hs = functional.gru_scan(x, p.w, variant="torch", backend="reference")
-    (first,) = torch.autograd.grad(hs.sum(), x, create_graph=True)
-    assert torch.autograd.grad(first.square().sum(), x)[0].isfinite().all()
-
-
 def test_taps_see_the_states_and_their_gradients() -> None:
     p = GruProblem.random("kanai", 5, 2, 4)
     with orthokern.diagnostics.tap() as tap:

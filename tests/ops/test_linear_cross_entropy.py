@@ -129,12 +129,10 @@ def test_opcheck_linear_cross_entropy(backend: str, with_bias: bool) -> None:
     hidden, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 4), (5, 4)))
     bias = torch.randn(5, dtype=torch.float64, requires_grad=True) if with_bias else None
     target = torch.randint(0, 5, (7,))
-    fwd, bwd = NAMESPACE.linear_cross_entropy_fwd.default, NAMESPACE.linear_cross_entropy_bwd.default
+    fwd = NAMESPACE.linear_cross_entropy_fwd.default
     torch.library.opcheck(fwd, (hidden, weight, bias, target, "mean", True, backend))
     plain = [None if t is None else t.detach() for t in (hidden, weight, bias)]
     torch.library.opcheck(fwd, (*plain, target, "sum", False, backend))
-    _, *grads = fwd(*plain, target, "sum", True, backend)
-    torch.library.opcheck(bwd, (torch.tensor(2.0).double(), *grads, *plain))
 
 
 def readout(rows: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
