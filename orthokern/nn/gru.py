@@ -16,11 +16,13 @@ from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype
 from orthokern.nn._recurrent import Recurrent
-from orthokern.ops.gru_scan import VARIANTS
+from orthokern.ops.gru_scan import VARIANTS, gru_scan
 
 __all__ = ["GRU"]
 
 INITS = ("kanai", "torch")
+
+_linear = _autocast.keeps_dtype(nn.functional.linear)
 
 
 class GRU(Recurrent):
@@ -205,20 +207,31 @@ class GRU(Recurrent):
     def _op(self) -> tuple[str, dict[str, Any]]:
         return "gru_scan", {"N": self.hidden_size}
 
-    def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
-    ) -> Tensor:
+    def _input_term(self, x: Tensor, suffix: str) -> Tensor:
+        """W_ih x_t + b_ih [T, B, 3N] of features or token ids."""
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
         if x.is_floating_point():
-            e = _autocast.keeps_dtype(nn.functional.linear)(x, weight, bias)
-        else:
-            check_ids(x, self.input_size)
-            e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+            return _linear(x, weight, bias)
+        check_ids(x, self.input_size)
+        return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+
+    def _scan(
+        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+    ) -> Tensor:
+        e = self._input_term(x, suffix)
         bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
         return functional.gru_scan(
             e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths
         )
+
+    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor, recorded: bool) -> Tensor:
+        w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
+        e = self._input_term(x, suffix)
+        if not recorded:
+            states: Tensor = leaf.gru_scan_fwd(e, w, h0, bias, variant=self.variant)[0]
+            return states
+        return gru_scan(e, w, h0, bias, variant=self.variant, backend=self.backend)
 
     def extra_repr(self) -> str:
         text = f"{self.input_size}, {self.hidden_size}"

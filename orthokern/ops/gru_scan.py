@@ -93,7 +93,7 @@ def gru_scan(
         hs: Tensor = reference.gru_scan_fwd(x, w, h0, bias, variant=variant, lengths=lengths)[0]
         _taps.record_states("gru_scan", hs)
         return hs
-    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, lengths)
+    hs, _, _ = _fwd(x, w, h0, bias, variant, backend, lengths)
     return hs
 
 
@@ -212,9 +212,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tens
         return ()
     hs, gates, pre, w, h0, bias, lengths = saved
     needs = ctx.needs_input_grad
-    grads = torch.ops.orthokern.gru_scan_bwd(
-        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths
-    )
+    grads = _bwd(grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths)
     return tuple(map(given, grads[:4], needs[:4]))
 
 

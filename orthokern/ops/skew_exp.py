@@ -58,7 +58,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     if dispatch.plain_reference(backend):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
-    result = torch.ops.orthokern.skew_exp_fwd(x, backend)[0]
+    result = _fwd(x, backend)[0]
     return result
 
 
@@ -131,7 +131,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_p is None:
         return ()
-    return (torch.ops.orthokern.skew_exp_bwd(grad_p, *saved, ctx.backend),)
+    return (_bwd(grad_p, *saved, ctx.backend),)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
