@@ -41,7 +41,8 @@ class Arguments {
   // The value under a name; a null object if it is missing and need not be there.
   pybind11::object take(const std::string& name) {
     names_.push_back(name);
-    if (given_.contains(name)) return given_[name.c_str()];
+    if (PyObject* value = PyDict_GetItemString(given_.ptr(), name.c_str()))
+      return pybind11::reinterpret_borrow<pybind11::object>(value);
     if (missing_ == kRefused) refuse("missing argument '" + name + "'");
     names_.pop_back();
     return {};

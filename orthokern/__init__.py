@@ -8,6 +8,7 @@ backends, and the reasons why others are missing.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from orthokern._version import __version__
@@ -60,3 +61,21 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY, "convert"})
+
+
+class _SavedPrograms:
+    """Enters the ops into torch when torch first reads (or writes) an exported program, which names them: they need
+    torch, which `import orthokern` alone does not load. One of sys.meta_path; it finds no module itself."""
+
+    module = "torch._export.serde"
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self.module:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            importlib.import_module("orthokern.ops")
+
+
+if _SavedPrograms.module in sys.modules:
+    importlib.import_module("orthokern.ops")
+else:
+    sys.meta_path.insert(0, _SavedPrograms())  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from orthokern.errors import BackendUnavailable, unknown_name
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 _LEAVES = {name: f"orthokern.{name}" for name in BACKENDS} | {"triton": "orthokern.triton_kernels"}
+_CPU = torch.device("cpu")
 AUTO_ORDER = ("cuda", "triton", "cpu", "reference")
 ENVIRONMENT_VARIABLE = "ORTHOKERN_BACKEND"
 
@@ -217,6 +218,12 @@ def resolve(
         if name == "reference" and device.type == "cuda" and requested(backend) == "auto":
             _warn_of_reference(op, device, dtype, algorithm, features, facts)
     return found
+
+
+def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: int) -> Any:
+    """The cpu backend's leaf if it serves a call with CPU tensors, else None. Errors as of ``resolve``."""
+    found = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
+    return found if found.__name__.startswith(_LEAVES["cpu"]) else None
 
 
 def _warn_of_reference(

@@ -681,4 +681,6 @@ def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
         raise InputError(f"margin is {check.describe(margin)}: accepted is a finite number, 0 or more, or None")
     # 2 sigmoid(p) - 1 = tanh(p / 2), without the cancellation near p = 0
-    return margin * torch.tanh(p / 2 if kind == "sigmoid" else p) + 1
+    if torch.is_grad_enabled():
+        return margin * torch.tanh(p / 2 if kind == "sigmoid" else p) + 1
+    return torch.mul(p, 0.5 if kind == "sigmoid" else 1.0).tanh_().mul_(margin).add_(1)

@@ -236,13 +236,15 @@ struct Packed {
 
 // out = a . w for blocked a (given by its segments) and blocked out, R rows. In the last chunk, panels are computed one
 // after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in the nearest cache.
-// out overlaps neither a nor what the transfers read.
+// out overlaps neither a nor what the transfers read. Panels [begin, end) of w alone; all without them.
 template <class T, class After>
 ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
-                               ptrdiff_t out_block, Transfers<T>* transfers, const After& after) {
+                               ptrdiff_t out_block, Transfers<T>* transfers, const After& after, int begin = 0,
+                               int end = -1) {
   constexpr int L = kLanes<T>;
   constexpr int kChunk = kChunkBytes / sizeof(T);
-  const int panels = w.panel_count(), wide = panels - (w.narrow(panels - 1) ? 1 : 0);
+  const int limit = end < 0 ? w.panel_count() : end, panels = limit - begin;
+  const int wide = panels - (w.narrow(limit - 1) ? 1 : 0);
   const bool far = static_cast<size_t>(w.depth) * w.cols * sizeof(T) > kNearWeights;
   const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
   const int half_tiles = (rows + kHalfRows - 1) / kHalfRows, full_tiles = (rows + kMaxRows - 1) / kMaxRows;
@@ -270,12 +272,12 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
       }
     }
     const bool last = s == segment_count;
-    for (int p = 0, take; p < panels; p += take) {
+    for (int p = begin, take; p < limit; p += take) {
       const bool narrow = w.narrow(p);
-      take = p < 4 * quads ? 4 : p < 4 * quads + 2 * pairs ? 2 : 1;
+      take = p - begin < 4 * quads ? 4 : p - begin < 4 * quads + 2 * pairs ? 2 : 1;
       const int tiles = take == 4 ? 1 : take == 2 ? half_tiles : full_tiles;
       const T* panel = w.row(p, k);
-      const T* next = p + take < panels ? w.row(p + take, k) : w.row(0, last ? 0 : k_end);
+      const T* next = p + take < limit ? w.row(p + take, k) : w.row(begin, last ? 0 : k_end);
       for (int i = 0, row = 0; i < tiles; i++) {
         const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
         Segment<T> at[kMaxSegments];

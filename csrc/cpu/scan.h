@@ -28,6 +28,8 @@
 #pragma once
 
 #include "cpu/scan_backward.h"
+#include "cpu/scan_direct.h"
+#include "cpu/scan_team.h"
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {
@@ -91,10 +93,12 @@ void scan_task(void* context, int task) {
 
 template <class T>
 bool scan_forward(const ScanArgs& args) {
+  if (direct_serves(args)) return scan_direct<T>(args);
   ScanCall<T> call;
   call.sums = nullptr;
   call.backward = call.failed = false;
   if (!prepare_scan(&call.plan, args, false)) return false;
+  if (team_serves(args)) return team_forward(&call.plan, args);
   parallel_run(call.plan.threads, scan_task<T>, &call);
   return !call.failed;
 }

@@ -160,7 +160,8 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   if (!share_rows(plan)) return false;
   PackJobs<T> jobs;
   jobs.count = 0;
-  jobs.parts = plan->threads;
+  // large weights are packed by all threads, also where the batch has fewer rows
+  jobs.parts = args.N >= 256 ? args.threads : plan->threads;
   const bool runs_forward = !backward || args.checkpoint_every;  // backward recomputes states from checkpoints
   if (runs_forward && !plan_forward_weights(plan, &jobs)) return false;
   if (backward && !plan_backward_weights(plan, &jobs)) return false;

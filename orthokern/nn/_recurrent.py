@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast, dispatch, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn import _loss
+from orthokern.nn import _loss, _quick
 from orthokern.nn._checks import (
     check_backend,
     check_held,
@@ -34,6 +34,7 @@ from orthokern.nn._checks import (
 )
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
+from orthokern.ops._scan_op import SCANS
 
 __all__ = ["NONLINEARITIES", "Recurrent", "widened"]
 
@@ -154,7 +155,9 @@ class Recurrent(nn.Module):
             nn.init.zeros_(self._tensor(f"h0_{suffix}"))
 
     def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor = getattr(self, name)
+        tensor: Tensor = self._parameters.get(name)  # type: ignore[assignment]
+        if tensor is None:  # a buffer, or what took the place of a parameter
+            tensor = getattr(self, name)
         check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
         return tensor
 
@@ -182,6 +185,29 @@ class Recurrent(nn.Module):
     def flatten_parameters(self) -> None:
         """Does nothing; torch.nn.RNN has it (for cuDNN), so code written for that may call it."""
 
+    def frozen(self) -> Recurrent:
+        """A module for inference: this recurrence with everything computed that depends on parameters alone.
+
+        W is composed once (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN), biases are
+        summed and gains multiplied in. Later changes of this module's parameters have no effect on it.
+
+        Returns:
+            An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` of a GRU): ``forward`` with the same arguments and
+            results, and ``step(x, h)`` for one time step of a stream. Its tensors are buffers, without gradients, on
+            the same device; dropout is off.
+
+        Raises:
+            OutOfRange: parameters of which no matrix can be made.
+
+        Example::
+
+            >>> rnn = orthokern.nn.ExpRNN(3, 8).frozen()
+            >>> output, h = rnn.step(torch.randn(1, 3))  # [1, 8], [1, 1, 8]
+        """
+        from orthokern.nn.frozen import frozen
+
+        return frozen(self)
+
     # -- forward
 
     def _scan(
@@ -194,6 +220,18 @@ class Recurrent(nn.Module):
         cuts: Cuts | None = None,
     ) -> Tensor:
         raise NotImplementedError
+
+    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor, recorded: bool) -> Tensor:
+        """`_scan` of a batch in the ordinary layout on a CPU, of which everything has been checked: ``_quick``."""
+        op = SCANS[self._op()[0]]
+        matrix, bias = self._factors(suffix)
+        weight, act_param = self._gained(self._tensor(f"weight_ih_{suffix}")), self._act_param(suffix)
+        if not recorded:
+            return op.states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity)
+        return op.public(
+            x, *matrix, h0, weight, bias, act_param, activation=self.nonlinearity, precision=self.precision,
+            checkpoint_every=self.checkpoint_every, backend=self.backend, message_clip=self.message_clip,
+        )  # fmt: skip
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         """What `_scan` needs of the recurrent matrix, made once per forward however many scans follow."""
@@ -290,6 +328,9 @@ class Recurrent(nn.Module):
             >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # where a new episode begins
             >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
         """
+        plain = resets is None and reset_state is None
+        if plain and (found := _quick.forward(self, input, hx)) is not None:
+            return found
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):

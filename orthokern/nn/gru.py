@@ -13,15 +13,18 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
+from orthokern._scan_contract import GruInputs, GruOptions
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype
 from orthokern.nn._layouts import Cuts
 from orthokern.nn._recurrent import Recurrent
-from orthokern.ops.gru_scan import VARIANTS
+from orthokern.ops.gru_scan import VARIANTS, gru_scan
 
 __all__ = ["GRU"]
 
 INITS = ("kanai", "torch")
+
+_linear = _autocast.keeps_dtype(nn.functional.linear)
 
 
 class GRU(Recurrent):
@@ -193,6 +196,15 @@ class GRU(Recurrent):
     def _op(self) -> tuple[str, dict[str, Any]]:
         return "gru_scan", {"N": self.hidden_size}
 
+    def _input_term(self, x: Tensor, suffix: str) -> Tensor:
+        """W_ih x_t + b_ih [T, B, 3N] of features or token ids."""
+        weight = self._tensor(f"weight_ih_{suffix}")
+        bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
+        if x.is_floating_point():
+            return _linear(x, weight, bias)
+        check_ids(x, self.input_size)
+        return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+
     def _scan(
         self,
         x: Tensor,
@@ -202,18 +214,20 @@ class GRU(Recurrent):
         matrix: tuple[Tensor, ...],
         cuts: Cuts | None = None,
     ) -> Tensor:
-        weight = self._tensor(f"weight_ih_{suffix}")
-        bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
-        if x.is_floating_point():
-            e = _autocast.keeps_dtype(nn.functional.linear)(x, weight, bias)
-        else:
-            check_ids(x, self.input_size)
-            e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+        e = self._input_term(x, suffix)
         bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
         return functional.gru_scan(
             e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
             **({} if cuts is None else cuts._asdict()),
         )  # fmt: skip
+
+    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor, recorded: bool) -> Tensor:
+        w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
+        e = self._input_term(x, suffix)
+        if not recorded:
+            states: Tensor = leaf.gru_scan_fwd(GruInputs(e, w, h0, bias), GruOptions(self.variant)).hs
+            return states
+        return gru_scan(e, w, h0, bias, variant=self.variant, backend=self.backend)
 
     def extra_repr(self) -> str:
         text = f"{self.input_size}, {self.hidden_size}"

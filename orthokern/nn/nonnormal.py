@@ -90,6 +90,7 @@ class NonNormalRNN(_Exponential):
     """
 
     _inits = INITS
+    _made_of = ("skew", "base", "gamma", "theta", "triangle")
 
     def __init__(
         self,

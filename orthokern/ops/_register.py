@@ -23,6 +23,7 @@ import torch
 
 from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError
+from orthokern.ops._alone import alone
 
 NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -59,8 +60,18 @@ class CustomOp:
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         # a call from Python arrives without its last arguments where they have their defaults
         self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
-        kernel = self._guarded(keeps_dtype(kernel))
-        _LIBRARY.impl(name, untraced(kernel), "CompositeExplicitAutograd")
+        self.kernel = self._guarded(keeps_dtype(kernel))
+        self.derivative: Any = None  # the autograd.Function, where there is one
+        self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        _LIBRARY.impl(name, untraced(self.kernel), "CompositeExplicitAutograd")
+
+    def __call__(self, *given: Any) -> Any:
+        """The op, past torch's dispatcher where nothing listens there (``orthokern/ops/_alone.py``)."""
+        if not alone(given):
+            return self.packet(*given)
+        if torch.is_grad_enabled() and self.derivative is not None:
+            return self.derivative.apply(*given, *self.defaults[len(given) :], None)
+        return self.kernel(*given)
 
     def _guarded(self, function: Function) -> Function:
         """A kernel or fake that refuses in one line what no tensor argument may be, and sizes beyond the memory: the
@@ -107,9 +118,9 @@ class CustomOp:
         op = self.overload
 
         def forward(ctx: Any, *arguments: Any) -> Any:
-            *inputs, keys = arguments
+            *inputs, keys = arguments  # no keys: from __call__
             with torch._C._AutoDispatchBelowAutograd():
-                output = op.redispatch(keys, *inputs)
+                output = self.kernel(*inputs) if keys is None else op.redispatch(keys, *inputs)
                 if setup_context is not None:
                     setup_context(ctx, inputs, output)
             return output
@@ -125,6 +136,7 @@ class CustomOp:
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
         derivative: Any = type(self.name, (torch.autograd.Function,), members)
+        self.derivative = derivative
 
         def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
             inputs = (*given, *self.defaults[len(given) :])

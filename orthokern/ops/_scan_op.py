@@ -47,6 +47,9 @@ _TAIL = (
 )
 
 
+SCANS: dict[str, ScanOp] = {}  # by name
+
+
 class ScanOp:
     """The ops ``torch.ops.orthokern.<name>_fwd`` and ``<name>_bwd``; calling the object runs the forward.
 
@@ -63,6 +66,8 @@ class ScanOp:
         facts: sizes that SUPPORT tables may limit, from the first factor.
     """
 
+    public: Callable[..., Tensor]  # the function of the op's module, with the options by name
+
     def __init__(
         self,
         name: str,
@@ -72,6 +77,7 @@ class ScanOp:
         facts: tuple[str, ...],
     ) -> None:
         self.name, self.count, self.map_of, self.gradients, self.facts = name, len(factors), map_of, gradients, facts
+        SCANS[name] = self
         dispatch.register(name, SUPPORT)
         tensors = ", ".join(f"Tensor {factor}" for factor in factors)
         forward = custom_op(f"{name}_fwd", f"(Tensor x, {tensors}, {_HEAD}, {_TAIL}) -> (Tensor, Tensor, Tensor)")
@@ -85,8 +91,7 @@ class ScanOp:
         bwd.register_fake(self._backward_fake)
         fwd.register_autograd(self._derivative, setup_context=self._setup_context)
         bwd.register_autograd(no_second_derivative(name))
-        self.fwd = getattr(torch.ops.orthokern, f"{name}_fwd")
-        self.bwd = getattr(torch.ops.orthokern, f"{name}_bwd")
+        self.fwd, self.bwd = fwd, bwd
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
         """hs of the forward op's arguments, all of them; ``backend`` is one of them."""
@@ -117,6 +122,24 @@ class ScanOp:
     def _plan(self, activation: str, choices: Sequence[Any], clip: float) -> _second.Plan:
         """What ``_second`` needs to know of a call; choices: backend, precision and algorithm."""
         return _second.Plan(self.bwd, self.map_of, self.gradients, activation, tuple(choices), clip, True)
+
+    def states(
+        self,
+        leaf: Any,
+        x: Tensor,
+        factors: tuple[Tensor, ...],
+        h0: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        act_param: Tensor | None,
+        activation: str,
+    ) -> Tensor:
+        """hs of checked CPU tensors from the leaf of the cpu backend, where no gradient is recorded and no tap is open.
+        The arguments are those of the op."""
+        check_tokens(x, weight, None)
+        run = getattr(leaf, self.name + "_fwd")
+        hs: Tensor = run(self.map_of(*factors), ScanInputs(x, h0, weight, bias, act_param), ScanOptions(activation)).hs
+        return hs
 
     def _read(self, x: Tensor | None, *rest: Any) -> tuple[str | None, Map, ScanInputs, ScanOptions]:
         """The backend, and the arguments of the leaf, from x, the factors and the arguments of _HEAD and _TAIL."""

@@ -87,3 +87,6 @@ def dense_scan(
         backend, x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
         lengths, message_clip, resets, reset_state,
     )  # fmt: skip
+
+
+_OP.public = dense_scan

@@ -107,3 +107,6 @@ def factored_scan(
         backend, x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
         lengths, message_clip, resets, reset_state,
     )  # fmt: skip
+
+
+_OP.public = factored_scan

@@ -103,7 +103,7 @@ def gru_scan(
         hs: Tensor = reference.gru_scan_fwd(inputs, options).hs
         _taps.record_states("gru_scan", hs)
         return hs
-    forward = torch.ops.orthokern.gru_scan_fwd if route == "op" else _second_gru.Gru.apply
+    forward = _fwd if route == "op" else _second_gru.Gru.apply
     cuts = (lengths, resets, reset_state) if route == "op" else (lengths,)
     hs, _, _ = forward(x, w, h0, bias, variant, backend, *cuts)
     return hs
@@ -202,7 +202,7 @@ def _backward(
         taken = _second_gru.Taken(ctx.variant, *tensors, lengths)
         grads = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
         return (*grads, *(None,) * 5)
-    *grads, grad_reset_state, _ = torch.ops.orthokern.gru_scan_bwd(
+    *grads, grad_reset_state, _ = _bwd(
         grad_hs, *tensors, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets, reset_state
     )
     wanted = resets is not None and needs[8]

@@ -59,7 +59,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     if _route.plain(backend):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
-    result = torch.ops.orthokern.skew_exp_fwd(x, backend)[0]
+    result = _fwd(x, backend)[0]
     return result
 
 
@@ -138,7 +138,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
         with ieee_products():
             _, *rest = reference.skew_exp_fwd(x)
             return (reference.skew_exp_bwd(grad_p, *rest),)
-    return (torch.ops.orthokern.skew_exp_bwd(grad_p, x, *rest, ctx.backend),)
+    return (_bwd(grad_p, x, *rest, ctx.backend),)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

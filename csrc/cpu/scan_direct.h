@@ -1,0 +1,90 @@
+// The forward of scan.h for a few steps, with weights that are read in place (direct.h). Same bits.
+#pragma once
+
+#include "cpu/activate.h"
+#include "cpu/direct.h"
+#include "cpu/ops.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+template <class T, class A>
+struct DirectScan {
+  static constexpr int L = kLanes<T>;
+  const ScanArgs& args;
+  int N, K, D;
+  Scratch<T> z;  // [round_up(K)], V^T h
+  // of the row that is computed
+  const T* h;   // [N], h_{t-1}
+  int64_t row;  // t B + b
+
+  static int lanes(int b, int size) { return size - b * L < L ? size - b * L : L; }
+  static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
+
+  // Blocks of z = diag(s) V^T h.
+  static void first(void* context, int from, int to) {
+    const DirectScan& self = *static_cast<DirectScan*>(context);
+    for (int b = from; b < to; b++)
+      store_part(self.z + b * L,
+                 direct_columns<T>(at(self.args.first) + b * L, self.K, lanes(b, self.K), self.N, self.h,
+                                   at(self.args.scale) + b * L),
+                 lanes(b, self.K));
+  }
+  // Blocks of h_t.
+  static void second(void* context, int from, int to) {
+    const DirectScan& self = *static_cast<DirectScan*>(context);
+    for (int b = from; b < to; b++) self.state(b);
+  }
+  void state(int b) const {
+    const int count = lanes(b, N), depth = K ? K : N, n = b * L;
+    V<T> a = direct_rows<T>(at(args.second) + static_cast<ptrdiff_t>(n) * depth, depth, count, depth, K ? z.get() : h,
+                            V<T>{});
+    const V<T> bias = args.bias ? load_part(at(args.bias) + n, count) : V<T>{};
+    const T* weight = at(args.weight) + static_cast<ptrdiff_t>(n) * D;
+    if (args.tokens) {
+      V<T> e = V<T>{};
+      for (int i = 0; i < count; i++) e[i] = weight[static_cast<ptrdiff_t>(i) * D + args.tokens[row]];
+      if (args.bias) e += bias;
+      a += e;
+    } else if (args.weight) {
+      a = direct_rows<T>(weight, D, count, D, at(args.x) + row * D, a);
+      if (args.bias) a += bias;
+    } else {
+      a += load_part(at(args.x) + row * N + n, count);
+    }
+    V<T> param = V<T>{};
+    if (args.act_param)
+      param = args.act_param_size == 1 ? splat<T>(at(args.act_param)[0]) : load_part(at(args.act_param) + n, count);
+    store_part(static_cast<T*>(args.hs) + row * N + n, activate<T, A>(a, param), count);
+    if (args.pre) store_part(static_cast<T*>(args.pre) + row * N + n, a, count);
+  }
+
+  bool run() {
+    if (!z.allocate(K + L)) return false;
+    const size_t depth = K ? K : N, bytes = depth * N * sizeof(T);
+    for (row = 0; row < args.T * args.B; row++) {
+      h = row < args.B ? at(args.h0) + row * N : at(args.hs) + (row - args.B) * N;
+      if (K) direct_run(args.threads, bytes, (K + L - 1) / L, first, this);
+      direct_run(args.threads, bytes, (N + L - 1) / L, second, this);
+    }
+    return true;
+  }
+};
+
+inline bool direct_serves(const ScanArgs& args) {
+  return args.T * args.B <= kDirectRows && !args.lengths && !args.checkpoint_every;
+}
+
+template <class T>
+bool scan_direct(const ScanArgs& args) {
+  bool ok = true;
+  visit_activation(args.activation, [&](auto a) {
+    DirectScan<T, decltype(a)> scan = {
+        args, static_cast<int>(args.N), static_cast<int>(args.K), static_cast<int>(args.D), {}, nullptr, 0};
+    ok = scan.run();
+  });
+  return ok;
+}
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

@@ -1,0 +1,123 @@
+// The forward of scan.h where the batch has fewer rows than there are threads and the weights are large: all threads
+// share the columns of every product. One sequence at N = 1000 is bound by the 4 MB of weights that a step reads, of
+// which each core then reads its part, from its own cache if the part fits there.
+//
+// A product is a phase, cut into as many parts as there are threads. A thread first takes the part with its own number,
+// which keeps that part of the weights in its cache, and then any part that no thread has taken. So a phase ends even
+// if some threads have not started, and nobody waits for a thread that does not run. An element of a result is the
+// same chain of multiply-adds whoever computes it.
+#pragma once
+
+#include <sched.h>
+
+#include "cpu/scan_rows.h"
+
+namespace orthokern {
+namespace ORTHOKERN_ISA {
+
+constexpr int64_t kTeamBytes = 256 << 10;  // of one product's weights, from which sharing them pays
+constexpr int kTeamMost = 64;              // threads
+constexpr int kTeamSpins = 2000;           // looks at the counter before the processor is given to another thread
+
+template <class T>
+struct Team {
+  const ScanPlan<T>* plan;
+  int threads;
+  Scratch<T> state[2], z;  // [N/L][B][L], by the parity of the step; [K/L][B][L]
+  bool failed;
+  struct alignas(64) Counter {
+    int64_t value;
+  };
+  Counter taken[kTeamMost];  // the next phase in which a part is to be taken
+  Counter done;              // parts computed, of all phases
+
+  bool take(int part, int64_t phase) {
+    int64_t expected = phase;
+    return __atomic_compare_exchange_n(&taken[part].value, &expected, phase + 1, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_RELAXED);
+  }
+  // Until all parts of the phases before this one are computed.
+  void wait(int64_t phase) {
+    for (int spins = 0; __atomic_load_n(&done.value, __ATOMIC_ACQUIRE) < phase * threads; spins++)
+      if (spins > kTeamSpins) sched_yield();
+  }
+};
+
+// Whether the threads share the columns: plan.threads is the number of rows where that is smaller.
+inline bool team_serves(const ScanArgs& args) {
+  const int64_t bytes = (args.K ? args.K : args.N) * args.N * (args.dtype == kFloat64 ? 8 : 4);
+  return args.B < args.threads && !args.lengths && !args.checkpoint_every && bytes >= kTeamBytes;
+}
+
+// Part `part` of a phase, by a thread with rows of its own: they hold the input of the step.
+template <class T, class A>
+void team_part(Team<T>& team, ScanRows<T>& rows, int64_t phase, int part) {
+  const ScanPlan<T>& plan = *team.plan;
+  const ScanArgs& args = *plan.args;
+  const int per_step = plan.factored ? 2 : 1;
+  const int64_t t = phase / per_step, N = plan.N;
+  T *state = team.state[t % 2], *out = team.state[1 - t % 2];
+  const Packed<T>& weights = phase % per_step == 0 && plan.factored ? plan.first : plan.second;
+  const int panels = weights.panel_count();
+  const int from = panels * part / team.threads, to = panels * (part + 1) / team.threads;
+  if (from == to) return;
+  Transfers<T> none;
+  if (&weights == &plan.first) {
+    const Segment<T> all = {state, rows.block, plan.N};
+    multiply<T>(&all, 1, weights, rows.R, team.z, rows.block, &none, [](int, int) {}, from, to);
+    return;
+  }
+  const bool has_e = rows.read_input(t, &none);
+  const int64_t at = t * plan.B * N;
+  T* pre = args.pre ? static_cast<T*>(args.pre) + at : nullptr;
+  Segment<T> segments[2] = {{state, rows.block, plan.N}, {rows.x, rows.block, plan.X}};
+  if (plan.factored) segments[0] = {team.z, rows.block, plan.K};
+  multiply<T>(
+      segments, plan.X ? 2 : 1, weights, rows.R, out, rows.block, &none,
+      [&](int first, int last) {
+        rows.template activate_blocks<A>(first, last, rows.R, has_e, out, static_cast<T*>(args.hs) + at, pre, false);
+      },
+      from, to);
+}
+
+template <class T>
+void team_task(void* context, int task) {
+  Team<T>& team = *static_cast<Team<T>*>(context);
+  const FlushDenormals flush;
+  ScanRows<T> rows(*team.plan, 0, team.plan->B);
+  if (!rows.allocate()) {
+    __atomic_store_n(&team.failed, true, __ATOMIC_RELAXED);
+    return;  // the other threads take its parts
+  }
+  const int64_t phases = team.plan->args->T * (team.plan->factored ? 2 : 1);
+  visit_activation(team.plan->args->activation, [&](auto a) {
+    for (int64_t phase = 0; phase < phases; phase++) {
+      team.wait(phase);
+      for (int i = 0; i < team.threads; i++) {
+        const int part = (task + i) % team.threads;
+        if (!team.take(part, phase)) continue;
+        team_part<T, decltype(a)>(team, rows, phase, part);
+        __atomic_fetch_add(&team.done.value, 1, __ATOMIC_ACQ_REL);
+      }
+    }
+  });
+}
+
+template <class T>
+bool team_forward(ScanPlan<T>* plan, const ScanArgs& args) {
+  plan->stream = false;
+  Team<T> team = {};
+  team.plan = plan;
+  team.threads = args.threads < kTeamMost ? args.threads : kTeamMost;
+  const size_t n = static_cast<size_t>(round_up(plan->N, 2 * kLanes<T>)) * plan->B;
+  if (!team.state[0].allocate(n) || !team.state[1].allocate(n) ||
+      !team.z.allocate(static_cast<size_t>(round_up(plan->K, 2 * kLanes<T>)) * plan->B))
+    return false;
+  ScanRows<T> rows(*plan, 0, plan->B);
+  rows.read_rows(static_cast<const T*>(args.h0), plan->N, plan->B, plan->N, team.state[0], rows.block);
+  parallel_run(team.threads, team_task<T>, &team);
+  return !team.failed;
+}
+
+}  // namespace ORTHOKERN_ISA
+}  // namespace orthokern

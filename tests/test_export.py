@@ -1,0 +1,83 @@
+"""Modules through torch.export, with any T and B, in a process that knows nothing of how they were trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_small_calls import D, N, made
+from torch import Tensor, nn
+from torch.export import Dim, export, save
+
+LAYERS = 2
+KINDS = ("rnn", "low rank", "exponential", "non-normal", "gru")
+# torch.export.load of every program in a folder, and a comparison with the results beside it.
+CHILD = """
+import glob, orthokern, torch
+paths = sorted(glob.glob("*.pt2"))
+for path in paths:
+    program = torch.export.load(path).module()
+    for inputs, expected in torch.load(path + ".results"):
+        torch.testing.assert_close(program(*inputs), expected, rtol=0, atol=0)
+print(len(paths))
+"""
+
+
+class WithReadout(nn.Module):
+    def __init__(self, rnn: nn.Module) -> None:
+        super().__init__()
+        self.rnn, self.readout = rnn, nn.Linear(N, 2)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        states, last = self.rnn(x, h)
+        return self.readout(states), last
+
+
+def trained(kind: str) -> WithReadout:
+    """After a few steps of training, with settings that concern training alone."""
+    options = {} if kind == "gru" else {"checkpoint_every": 3, "message_clip": 0.5}
+    model = WithReadout(made(kind, num_layers=LAYERS, dropout=0.2, **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(7, 3, D), torch.randn(LAYERS, 3, N))[0].square().sum().backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_programs_run_in_a_new_process(tmp_path: Path) -> None:
+    T, B = Dim("T", min=1, max=10_000), Dim("B", min=1, max=1000)
+    for kind in KINDS:
+        model = trained(kind)
+        still = WithReadout(model.rnn.frozen())
+        still.readout.load_state_dict(model.readout.state_dict())
+        for name, module in ((kind, model), (f"frozen {kind}", still.eval())):
+            example = torch.randn(6, 5, D), torch.randn(LAYERS, 5, N)
+            program = export(module, example, dynamic_shapes=({0: T, 1: B}, {1: B}))
+            path = tmp_path / f"{name}.pt2"
+            save(program, path)
+            results = []
+            for steps, batch in ((1, 1), (4, 2), (9, 7)):
+                inputs = torch.randn(steps, batch, D), torch.randn(LAYERS, batch, N)
+                with torch.no_grad():
+                    results.append((inputs, module(*inputs)))
+            torch.save(results, f"{path}.results")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ORTHOKERN_")}
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.stdout.split() == [str(2 * len(KINDS))], run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("first", ["import torch, torch.export; import orthokern", "import orthokern; import torch"])
+def test_the_import_enters_the_ops(first: str, tmp_path: Path) -> None:
+    """In either order, and at no cost before a program is loaded."""
+    program = export(made("rnn").frozen(), (torch.randn(4, 2, D),))
+    save(program, tmp_path / "program.pt2")
+    code = f"{first}; print(torch.export.load('program.pt2').module()(torch.zeros(4, 2, {D}))[0].shape)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert f"[4, 2, {N}]" in run.stdout, run.stderr[-2000:]

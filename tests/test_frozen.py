@@ -1,0 +1,144 @@
+"""Frozen modules: the results of the module that they were made from, step by step too, and nothing that it changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_small_calls import KINDS, D, N, made
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from orthokern import cpu
+from orthokern.errors import InputError
+from orthokern.nn import GRU, RNN, FactorizedRNN, NonNormalRNN
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 2, "batch_first": True},
+    {"bidirectional": True, "learned_h0": True, "dtype": torch.float64},
+]
+
+
+def close(found: Any, expected: Any) -> None:
+    """Composed matrices differ from the module's by rounding."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_results_of_the_module(kind: str, options: dict[str, Any]) -> None:
+    module, dtype = made(kind, **options), options.get("dtype", torch.float32)
+    frozen = module.frozen()
+    assert not list(frozen.parameters()) and not frozen.training
+    states = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    x, h = torch.randn(4, 5, D, dtype=dtype, requires_grad=True), torch.randn(states, 5, N, dtype=dtype)
+    h_first = torch.randn(states, 4, N, dtype=dtype)
+    for call in (
+        (x, h_first if options.get("batch_first") else h),
+        (x, None),
+        (x[0], None),
+        (torch.randint(D, (4, 5)), None),
+    ):
+        found = frozen(*call)
+        assert not any(t.requires_grad for t in found)
+        close(found, tuple(t.detach() for t in module(*call)))
+    packed = pack_sequence([torch.randn(n, D, dtype=dtype) for n in (2, 5, 3)], enforce_sorted=False)
+    close(frozen(packed)[0].data, module(packed)[0].data.detach())
+
+
+@pytest.mark.parametrize(
+    "options", [{"gain": 1.5, "bias": False}, {"gain": 1.5, "nonlinearity": "prelu"}, {"nonlinearity": "leaky_relu"}]
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gru"])
+def test_gains_biases_and_parameters_of_activations(kind: str, options: dict[str, Any]) -> None:
+    module, x = made(kind, **options), torch.randn(4, 2, D)
+    close(module.frozen()(x), tuple(t.detach() for t in module(x)))
+    matrix = module.recurrent_matrix().detach() * module.gain
+    close(module.frozen().recurrent_matrix(), matrix)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "batch_first": True, "learned_h0": True}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_make_the_sequence(kind: str, options: dict[str, Any], batch: int | None, ids: bool) -> None:
+    frozen = made(kind, **options).frozen()
+    shape = (6,) if batch is None else (6, batch)
+    x = torch.randint(D, shape) if ids else torch.randn(*shape, D)
+    output, h_n = frozen(x.transpose(0, 1) if batch and options.get("batch_first") else x)
+    outputs, h = [], None
+    for one in x:
+        y, h = frozen.step(one, h)
+        outputs.append(y)
+    found = torch.stack(outputs, 1 if batch and options.get("batch_first") else 0)
+    close(found, output)
+    close(h, h_n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_stands_for_itself(kind: str) -> None:
+    """Copies, pickles and state_dicts; and what becomes of the module changes nothing."""
+    module, x = made(kind), torch.randn(4, 2, D)
+    frozen = module.frozen()
+    expected = frozen(x)[0]
+    other = KINDS[kind](D, N).frozen()
+    assert not torch.equal(other(x)[0], expected)
+    other.load_state_dict(frozen.state_dict())
+    for one in (other, copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen)), frozen.frozen()):
+        assert torch.equal(one(x)[0], expected)
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    assert torch.equal(frozen(x)[0], expected)
+    assert frozen.double()(x.double())[0].dtype == torch.float64
+    assert type(frozen).__name__ in repr(nn.Sequential(frozen))
+
+
+def test_low_ranks_stay_factored() -> None:
+    assert set(FactorizedRNN(3, 8, rank=4).frozen().state_dict()) == {"u_l0", "s_l0", "v_l0", "weight_ih_l0", "bias_l0"}
+    assert set(FactorizedRNN(3, 8, rank=5).frozen().state_dict()) == {"weight_hh_l0", "weight_ih_l0", "bias_l0"}
+
+
+def test_dropout_is_off() -> None:
+    module, x = RNN(D, N, num_layers=2, dropout=0.9).train(), torch.randn(3, 2, D)
+    torch.testing.assert_close(module.frozen()(x), module.eval()(x))
+    gru = GRU(D, N, num_layers=2, dropout=0.9).train()
+    torch.testing.assert_close(gru.frozen().train()(x), gru.eval()(x))
+
+
+def test_bad_input() -> None:
+    frozen = RNN(D, N, bidirectional=True).frozen()
+    for call, message in (
+        (lambda: frozen.step(torch.zeros(1, D)), "step serves one direction"),
+        (lambda: RNN(D, N).frozen().step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, D\]"),
+        (lambda: RNN(D, N).frozen().step([0.0]), "x must be a Tensor, got list"),
+        (lambda: RNN(D, N).frozen().step(torch.zeros(1, D), torch.zeros(1, 2, N)), "hx has shape"),
+        (lambda: RNN(D, N).frozen().step(torch.tensor([D])), r"\[0, .*= 3\)|\[0, 3\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+    broken = NonNormalRNN(D, N)
+    broken.gamma_l0.data[0] = float("nan")
+    with pytest.raises(Exception, match="gamma_l0 holds 1 NaN"):
+        broken.frozen()
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+def test_no_product_of_matrices_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on parameters alone has been computed: a step is one native call per layer."""
+    from orthokern.cpu import _call
+
+    frozen, calls = made("non-normal", num_layers=2).frozen(), []
+    call = _call.call
+    monkeypatch.setattr("orthokern.cpu._scan.call", lambda name, *a: calls.append(name) or call(name, *a))
+
+    def refuse(*_: Any) -> Tensor:
+        raise AssertionError
+
+    for name in ("matmul", "mm", "addmm", "matrix_exp"):
+        monkeypatch.setattr(torch, name, refuse)
+    frozen.step(torch.randn(1, D))
+    assert calls == ["dense_scan_fwd"] * 2

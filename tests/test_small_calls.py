@@ -1,0 +1,293 @@
+"""The short way of calls of a few steps has the results of the full path, in every bit, and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from orthokern import cpu, functional
+from orthokern.cpu import _call
+from orthokern.errors import InputError
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _quick
+from orthokern.ops import _alone
+
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+
+D, N = 3, 6
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "rnn": RNN,
+    "factorized": FactorizedRNN,
+    "composed": lambda *args, **options: FactorizedRNN(*args, apply="composed", **options),
+    "low rank": lambda *args, **options: FactorizedRNN(*args, rank=2, **options),
+    "exponential": ExpRNN,
+    "non-normal": NonNormalRNN,
+    "gru": lambda *args, **options: GRU(*args, bias=True, **options),
+}
+
+
+def made(kind: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    module = KINDS[kind](D, N, **options)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return module
+
+
+def results(module: nn.Module, *inputs: Any) -> list[Tensor]:
+    """Output and h_n without gradients, with gradients, and the gradients."""
+    with torch.no_grad():
+        found = [*module(*inputs)]
+    output, h_n = module(*inputs)
+    loss = output.square().sum() + h_n.sin().sum()
+    wanted = [t for t in (*module.parameters(), *inputs) if t is not None and t.requires_grad]
+    return [*found, output.detach(), h_n.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True)]
+
+
+def the_full_path(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_quick, "forward", lambda *_: None)
+    patch.setattr(_alone, "_KNOWN", False)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "batch_first": True}, {"learned_h0": True, "dtype": torch.float64}]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_the_full_path(
+    kind: str, options: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, dtype = made(kind, **options), options.get("dtype", torch.float32)
+    layers = options.get("num_layers", 1)
+    calls = []
+    for steps in (1, 5):
+        shape = (batch, steps) if options.get("batch_first") else (steps, batch)
+        x = torch.randn(*shape, D, dtype=dtype, requires_grad=True)
+        h = torch.randn(layers, batch, N, dtype=dtype, requires_grad=True)
+        calls += [(x, h), (x, None), (torch.randint(D, shape), h)]
+    taken = []
+    quick = _quick.forward
+    monkeypatch.setattr(_quick, "forward", lambda *a: taken.append(quick(*a)) or taken[-1])
+    found = [results(module, *call) for call in calls]
+    assert len(taken) == 2 * len(calls) and all(result is not None for result in taken)
+    the_full_path(monkeypatch)
+    for call, some in zip(calls, found, strict=True):
+        for one, other in zip(some, results(module, *call), strict=True):
+            if one is None or other is None:
+                assert one is other
+            else:
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+                assert one.stride() == other.stride()
+
+
+BAD: list[tuple[Any, ...]] = [
+    (torch.zeros(1, 1, D + 1), None),
+    (torch.zeros(1, 1, D, dtype=torch.float64), None),
+    (torch.zeros(1, 1, D, dtype=torch.bfloat16), None),
+    (torch.zeros(0, 1, D), None),
+    (torch.zeros(1, 0, D), None),
+    (torch.zeros(1, D, 1, 1), None),
+    (torch.zeros(1, 1, D, device="meta"), None),
+    (torch.zeros(1, 1, D).to_sparse(), None),
+    (torch.full((1, 1), D), None),
+    (torch.full((1, 1), -1), None),
+    (torch.zeros(1, 1, D), torch.zeros(1, 1, N + 1)),
+    (torch.zeros(1, 1, D), torch.zeros(1, N)),
+    (torch.zeros(1, 1, D), torch.zeros(1, 1, N, dtype=torch.float64)),
+    (torch.zeros(1, 1, D), torch.zeros(1, 1, N).to_sparse()),
+    (torch.zeros(1, 1, D), "zeros"),
+    ([0.0], None),
+]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", ["rnn", "low rank", "non-normal", "gru"])
+def test_the_errors_of_the_full_path(kind: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = made(kind)
+
+    def messages() -> list[str]:
+        found = []
+        for call in BAD:
+            with torch.set_grad_enabled(grad), pytest.raises(InputError) as caught:
+                module(*call)
+            found.append(str(caught.value))
+        return found
+
+    found = messages()
+    the_full_path(monkeypatch)
+    assert found == messages()
+
+
+def test_bad_parameters_and_settings_are_told_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 1, D)
+    messages: list[list[str]] = []
+    for full in (False, True):
+        if full:
+            the_full_path(monkeypatch)
+        messages.append([])
+        for name, value in (("weight_hh_l0", torch.zeros(N, N + 1)), ("weight_hh_l0", torch.zeros(N, N).double())):
+            module = made("rnn")
+            module.get_parameter(name).data = value
+            with torch.no_grad(), pytest.raises(InputError) as caught:
+                module(x)
+            messages[-1].append(str(caught.value))
+        module = made("rnn", backend="triton")
+        with torch.no_grad(), pytest.raises(Exception, match="triton") as unavailable:
+            module(x)
+        messages[-1].append(str(unavailable.value))
+    assert messages[0] == messages[1]
+
+
+class Names(TorchDispatchMode):
+    """Keeps the names of the ops that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_whoever_listens_sees_the_op(grad: bool) -> None:
+    """Modes, the profiler and fake tensors."""
+    module, x = made("low rank"), torch.randn(1, 1, D)
+    with torch.set_grad_enabled(grad):
+        expected = module(x)[0]
+        with Names() as seen:
+            torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=0)
+        assert "orthokern.factored_scan_fwd.default" in seen.names
+        with torch.profiler.profile() as profiler:
+            module(x)
+        assert any("orthokern::factored_scan_fwd" in event.key for event in profiler.key_averages())
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            assert type(module(torch.randn(1, 1, D))[0]) is torch._subclasses.FakeTensor
+
+
+@pytest.mark.parametrize("kind", ["exponential", "non-normal"])
+def test_a_remembered_matrix_follows_every_change(kind: str) -> None:
+    """Also one that no version counter shows."""
+    module, x = made(kind), torch.randn(2, 1, D)
+    other = made(kind)
+
+    def holds() -> None:
+        other.load_state_dict(module.state_dict())
+        expected = other(x)[0].detach()  # with gradients nothing is remembered
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=0)
+
+    holds()
+    for name in [name for name, _ in module.named_parameters()] + ["base_l0"]:
+        tensor = getattr(module, name)
+        tensor.data[-1] += 0.125 if name != "base_l0" else 0
+        if name == "base_l0":
+            tensor.data.copy_(tensor.data.flip(0))
+        holds()
+    module.double()
+    with torch.no_grad():
+        assert module(x.double())[0].dtype == torch.float64
+
+
+def test_a_remembered_matrix_is_no_part_of_the_module() -> None:
+    module = made("exponential")
+    keys = set(module.__dict__)
+    with torch.no_grad():
+        module(torch.randn(1, 1, D))
+    assert set(module.__dict__) == keys and not any("remember" in key for key in module.state_dict())
+
+
+def isas() -> list[str]:
+    return list(_call._C.isas()) if cpu.AVAILABLE else []
+
+
+@pytest.fixture(params=isas())
+def isa(request: pytest.FixtureRequest) -> Any:
+    before = _call._C.isa()
+    assert _call._C.select_isa(request.param)
+    yield request.param
+    assert _call._C.select_isa(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 5, 16, 34, 70])
+def test_weights_read_in_place_give_the_bits_of_packed_ones(isa: str, n: int, dtype: torch.dtype) -> None:
+    """A call of up to four steps reads them in place, a call of more packs them."""
+    torch.manual_seed(n)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype)
+
+    steps, batch, features = 3, 6, 5
+    k = (n + 1) // 2
+    u, s, v = random(n, k), random(k), random(n, k)
+    h0, weight, bias = random(batch, n), random(n, features), random(n)
+    inputs = [
+        (random(steps, batch, features), weight, bias),
+        (random(steps, batch, features), weight, None),
+        (torch.randint(features, (steps, batch)), weight, bias),
+        (random(steps, batch, n), None, None),
+    ]
+    for activation in ("tanh", "modrelu", "prelu", "relu" if n % 2 else "oplu"):
+        act_param = {"modrelu": random(n), "prelu": random(1)}.get(activation)
+        for x, w_in, b in inputs:
+            for scan in (
+                lambda *a, **o: functional.dense_scan(a[0], u @ (v * s).mT / n, *a[1:], **o),
+                lambda *a, **o: functional.factored_scan(a[0], u / n, s, v, *a[1:], **o),
+            ):
+                options = {
+                    "weight": w_in,
+                    "bias": b,
+                    "activation": activation,
+                    "act_param": act_param,
+                    "backend": "cpu",
+                }
+                whole = scan(x, h0, **options)
+                for row in range(batch):
+                    alone = scan(x[:, row : row + 1], h0[row : row + 1], **options)
+                    torch.testing.assert_close(alone[:, 0], whole[:, row], rtol=0, atol=0)
+    for variant in ("kanai", "torch"):
+        for b in (None, random(3 * n)):
+            x, w = random(steps, batch, 3 * n), random(3 * n, n) / n
+            whole = functional.gru_scan(x, w, h0, bias=b, variant=variant, backend="cpu")
+            for row in range(batch):
+                alone = functional.gru_scan(
+                    x[:, row : row + 1], w, h0[row : row + 1], bias=b, variant=variant, backend="cpu"
+                )
+                torch.testing.assert_close(alone[:, 0], whole[:, row], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rank", [None, 200])
+@pytest.mark.parametrize("ids", [False, True])
+def test_threads_that_share_a_product_change_no_bit(isa: str, rank: int | None, ids: bool) -> None:
+    """One sequence with weights of more than 256 KiB; and more threads than there are processors."""
+    n, features = 330, 7
+    torch.manual_seed(0)
+    h0, weight, bias, slope = torch.randn(2, n), torch.randn(n, features), torch.randn(n), torch.randn(n)
+    maps = (
+        [torch.randn(n, n) / n] if rank is None else [torch.randn(n, rank), torch.rand(rank), torch.randn(n, rank) / n]
+    )
+    scan = functional.dense_scan if rank is None else functional.factored_scan
+    threads = torch.get_num_threads()
+    try:
+        for batch, steps in ((1, 9), (2, 5), (1, 1)):
+            x = torch.randint(features, (steps, batch)) if ids else torch.randn(steps, batch, features)
+            found = []
+            for count in (1, 2, 3, 5):
+                torch.set_num_threads(count)
+                found.append(
+                    scan(
+                        x, *maps, h0[:batch], weight=weight, bias=bias, activation="modrelu", act_param=slope,
+                        backend="cpu",
+                    )
+                )  # fmt: skip
+            for other in found[1:]:
+                torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
