@@ -9,7 +9,7 @@ Letters: B batch, T time, N hidden_size, D input_size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def common_dtype(module: Recurrent) -> torch.dtype | None:
     return dtype
 
 
-def forward(module: Recurrent, input: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def forward(module: Recurrent, input: Any, hx: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run."""
     if type(input) is not Tensor or not quiet() or module.bidirectional:
         return None

@@ -194,16 +194,17 @@ def _backward(
     of_saved = grad_gates is not None or grad_pre is not None
     if grad_hs is None and not of_saved:
         return ()
-    *tensors, lengths, resets, reset_state = saved
+    hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
     if of_saved or _route.recording():
         if resets is not None:
             raise refusal("gru_scan with resets", "backend='reference'")
-        taken = _second_gru.Taken(ctx.variant, *tensors, lengths)
+        taken = _second_gru.Taken(ctx.variant, hs, gates, pre, w, h0, bias, lengths)
         grads = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
         return (*grads, *(None,) * 5)
     *grads, grad_reset_state, _ = _bwd(
-        grad_hs, *tensors, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets, reset_state
+        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets,
+        reset_state,
     )
     wanted = resets is not None and needs[8]
     return (*map(given, grads, needs[:4]), *(None,) * 4, given(grad_reset_state, wanted))
