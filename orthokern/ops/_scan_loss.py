@@ -227,7 +227,8 @@ class _Chunks:
 def _is_kept_whole(T: int, step: int, device: torch.device, backend: str | None) -> bool:
     """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Plain reference code is
     differentiated twice, so it does."""
-    return T * step <= kept_states(device) or dispatch.plain_reference(backend)
+    transformed = torch._C._are_functorch_transforms_active()  # torch.func has no rule for the chunks
+    return T * step <= kept_states(device) or transformed or dispatch.plain_reference(backend)
 
 
 def _chunk_steps(step: int) -> int:
