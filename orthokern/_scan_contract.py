@@ -40,6 +40,7 @@ class ScanInputs(NamedTuple):
     weight: Tensor | None = None  # [N, D]
     bias: Tensor | None = None  # [N]
     act_param: Tensor | None = None  # [1] or [N]
+    reset_state: Tensor | None = None  # [B, N], the state that resets start from; None: zeros
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -52,6 +53,7 @@ class ScanOptions:
     algorithm: str = "auto"
     lengths: Tensor | None = None  # int64 [B]
     message_clip: float = 0.0
+    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
 
     @property
     def keeps_pre(self) -> bool:
@@ -71,9 +73,10 @@ class ScanGradients(NamedTuple):
     """Results of a backward; None for what does not apply or is not needed."""
 
     x: Tensor | None
-    m: Tensor | None  # M = dL/dW = sum_t delta_t h_{t-1}^T [N, N]
+    m: Tensor | None  # M = dL/dW = sum_t delta_t h_{t-1}^T [N, N], at a reset with reset_state in place of h_{t-1}
     h0: Tensor  # [B, N]
     weight: Tensor | None
     bias: Tensor | None
     act_param: Tensor | None
+    reset_state: Tensor | None  # [B, N]
     norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t

@@ -80,6 +80,8 @@ def factored_scan(
     algorithm: str = "auto",
     lengths: Tensor | None = None,
     message_clip: float = 0,  # not 0.0, of which torch.compile(dynamic=True) makes a symbol
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> Tensor:
     """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is never formed.
 
@@ -106,13 +108,19 @@ def factored_scan(
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
             Vorontsov et al. 2017 as their released code has it. 0 does not clip.
+        resets: bool [T, B], on the device of x. Where it is true, the step starts from reset_state in place of the
+            state before: a sequence of the batch may hold several episodes or documents, one after the other, and no
+            state or gradient passes from one to the next. True at t = 0 replaces h0. No effect on padding.
+        reset_state: [B, N], the state that resets start from; None: h0 if that is given, else zeros. Its gradient is
+            the sum over the resets (added to that of h0, where it is h0). Give zeros where h0 was carried over from an
+            earlier part of the sequences.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
-        Differentiable in x, u, s, v, h0, weight, bias, act_param.
+        Differentiable in x, u, s, v, h0, weight, bias, act_param, reset_state.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
         BackendUnavailable: the backend asked for cannot serve.
 
     Example::
@@ -122,19 +130,21 @@ def factored_scan(
         torch.Size([100, 4, 8])
     """
     N = _check_factors(u, s, v)
+    given = h0
     x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
     check.scan_lengths(lengths, x)
+    reset_state = check.scan_resets(resets, reset_state, x, given, N, "u", u)
     check.scan_clip(message_clip)
-    check.scan_choices(precision, algorithm, activation, message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip, resets)
     if algorithm == "modal":
         return _scan_loss.modal_states(
             x, (u, s, v), h0, weight, bias, act_param,
-            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip,
+            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip, resets=resets,
         )  # fmt: skip
     return ops.factored_scan.factored_scan(
         x, u, s, v, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
-        algorithm=algorithm, lengths=lengths, message_clip=message_clip,
+        algorithm=algorithm, lengths=lengths, message_clip=message_clip, resets=resets, reset_state=reset_state,
     )  # fmt: skip
 
 
@@ -169,6 +179,8 @@ def dense_scan(
     algorithm: str = "auto",
     lengths: Tensor | None = None,
     message_clip: float = 0,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> Tensor:
     """h_t = phi(W h_{t-1} + e_t) over a sequence.
 
@@ -177,14 +189,14 @@ def dense_scan(
     Args:
         w: [N, N], applied to column vectors as torch's weight_hh. Its dtype is the one of all floating tensors.
         x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm, lengths,
-            message_clip: as in ``factored_scan``.
+            message_clip, resets, reset_state: as in ``factored_scan``.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
-        Differentiable in x, w, h0, weight, bias, act_param.
+        Differentiable in x, w, h0, weight, bias, act_param, reset_state.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths or message_clip.
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
         BackendUnavailable: the backend asked for cannot serve.
 
     Example::
@@ -197,19 +209,21 @@ def dense_scan(
     if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     check.is_float("w", w)
+    given = h0
     x, h0 = check.scan_inputs(x, w.shape[0], h0, weight, bias, activation, act_param, checkpoint_every, "w", w)
     check.scan_lengths(lengths, x)
+    reset_state = check.scan_resets(resets, reset_state, x, given, w.shape[0], "w", w)
     check.scan_clip(message_clip)
-    check.scan_choices(precision, algorithm, activation, message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip, resets)
     if algorithm == "modal":
         return _scan_loss.modal_states(
             x, (w,), h0, weight, bias, act_param,
-            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip,
+            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip, resets=resets,
         )  # fmt: skip
     return ops.dense_scan.dense_scan(
         x, w, h0, weight, bias, act_param,
         activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
-        algorithm=algorithm, lengths=lengths, message_clip=message_clip,
+        algorithm=algorithm, lengths=lengths, message_clip=message_clip, resets=resets, reset_state=reset_state,
     )  # fmt: skip
 
 
@@ -500,6 +514,8 @@ def scan_cross_entropy(
     lengths: Tensor | None = None,
     message_clip: float = 0,
     basis: Tensor | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> ScanLoss:
     """Cross-entropy of a linear readout of a recurrence's states, in nats, which never makes the states of all steps.
 
@@ -510,8 +526,8 @@ def scan_cross_entropy(
     of states] in ``_scan_loss.py``.
 
     Args:
-        x, h0, weight, bias, activation, act_param, precision, lengths, message_clip: as in ``factored_scan``; token
-            ids may also be uint8 or int16.
+        x, h0, weight, bias, activation, act_param, precision, lengths, message_clip, resets, reset_state: as in
+            ``factored_scan``; token ids may also be uint8 or int16. With resets the recurrence runs step by step.
         matrix: w [N, N], or the tuple (u [N, K], s [K], v [N, K]).
         readout: [C, N]; readout_bias: [C] or None.
         target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).
@@ -548,12 +564,14 @@ def scan_cross_entropy(
             raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
         check.is_float("matrix", like)
         N = like.shape[0]
+    given = h0
     x, h0 = check.scan_inputs(
         x, N, h0, weight, bias, activation, act_param, 0, name, like, small_ids=True
     )  # fmt: skip
     check.scan_lengths(lengths, x)
+    reset_state = check.scan_resets(resets, reset_state, x, given, N, name, like)
     check.scan_clip(message_clip)
-    check.scan_choices(precision, algorithm, activation, message_clip)
+    check.scan_choices(precision, algorithm, activation, message_clip, resets)
     check.is_tensor("readout", readout)
     if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:
         raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")
@@ -576,7 +594,7 @@ def scan_cross_entropy(
         *_scan_loss.scan_loss(
             x, tuple(factors), h0, weight, bias, act_param, readout, readout_bias, target,
             activation=activation, reduction=reduction, backend=backend, precision=precision, algorithm=algorithm,
-            lengths=lengths, message_clip=message_clip, start=basis,
+            lengths=lengths, message_clip=message_clip, start=basis, resets=resets, reset_state=reset_state,
         )
     )  # fmt: skip
 

@@ -114,7 +114,8 @@ class ScanProblem:
     def grad_names(self) -> tuple[str, ...]:
         """The names of what the backward returns."""
         matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
-        return tuple(f"grad_{name}" for name in ("x", *matrices, "h0", "weight", "bias", "act_param", "norm"))
+        names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "norm")
+        return tuple(f"grad_{name}" for name in names)
 
     def map(self, change: object) -> ScanProblem:
         """A copy with every floating tensor changed by a function of a tensor."""
@@ -276,18 +277,21 @@ def run_scan(
     algorithm: str = "auto",
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
     options = (problem.activation, checkpoint_every)
-    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, precision, algorithm, lengths, message_clip)
+    more = (precision, algorithm, lengths, message_clip, resets, reset_state)
+    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, *more)
     x, *others = problem.inputs()
     x_needed = problem.weight is not None or checkpoint_every > 0
     states = ckpt if checkpoint_every else hs
     grads = bwd(
         problem.grad_hs, states, pre, x if x_needed else None, *others, *options, need_x, need_params,
-        bwd_backend or backend, precision, algorithm, lengths, message_clip,
+        bwd_backend or backend, *more,
     )  # fmt: skip
     return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
 

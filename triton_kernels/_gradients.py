@@ -50,7 +50,7 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
 
 def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """hs, ckpt and pre; see :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
-    x, h0, weight, bias, act_param = inputs
+    x, h0, weight, bias, act_param, _ = inputs
     assert x is not None
     T, (B, N), every = x.shape[0], h0.shape, options.checkpoint_every
     precision = TRITON_PRECISION[options.precision]
@@ -188,7 +188,7 @@ def run_backward(
     need_params: bool = True,
 ) -> ScanGradients:
     """The adjoint scan of Note [Factored scan backward] and the sums over its result."""
-    x, h0, weight, bias, act_param = inputs
+    x, h0, weight, bias, act_param, _ = inputs
     activation, checkpoint_every, lengths = options.activation, options.checkpoint_every, options.lengths
     map_, transposed = as_rows(map_), as_rows(map_, transposed=True)
     T, B, N = grad_hs.shape
@@ -260,4 +260,4 @@ def run_backward(
     if by_row is not None and act_param is not None:
         grad_act_param = by_row.sum(0) if act_param.numel() > 1 else by_row.sum().view(1)
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
-    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, square.sum(1).sqrt())
+    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, None, square.sum(1).sqrt())

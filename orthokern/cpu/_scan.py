@@ -9,7 +9,16 @@ from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions
 from orthokern.cpu._call import call, new
 
 # ScanGradients, as ScanArgs names them
-_RESULTS = ("grad_x", "grad_map", "grad_h0", "grad_weight", "grad_bias", "grad_act_param", "grad_norm")
+_RESULTS = (
+    "grad_x",
+    "grad_map",
+    "grad_h0",
+    "grad_weight",
+    "grad_bias",
+    "grad_act_param",
+    "grad_reset_state",
+    "grad_norm",
+)
 
 
 def _arguments(
@@ -38,6 +47,7 @@ def _arguments(
         "tokens": x if tokens else None,
         "lengths": options.lengths,
     }
+    del tensors["reset_state"]  # SUPPORT: no resets
     return sizes, tensors
 
 
@@ -80,9 +90,11 @@ def scan_bwd(
         weight=like(inputs.weight, need_params),
         bias=like(inputs.bias, need_params),
         act_param=like(inputs.act_param, need_params),
+        reset_state=None,
         norm=new(*replicas, T, dtype=dtype),
     )
     saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
     results = dict(zip(_RESULTS, grads, strict=True))
+    del results["grad_reset_state"]
     call(f"{map_.op}_bwd", dtype, {**sizes, "message_clip": options.message_clip}, {**tensors, **saved, **results})
     return grads

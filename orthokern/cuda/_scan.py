@@ -228,7 +228,7 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where
     single steps are launched."""
     map_, inputs, options = _ready(map_, inputs, options)
-    x, h0, weight, bias, act_param = inputs
+    x, h0, weight, bias, act_param, _ = inputs
     assert x is not None
     steps, (B, N), checkpoint_every = x.shape[0], h0.shape, options.checkpoint_every
     e, table = _input_of(x, weight, bias)
@@ -386,7 +386,7 @@ def scan_bwd(
 ) -> ScanGradients:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
     map_, inputs, options = _ready(map_, inputs, options)
-    x, h0, weight, bias, act_param = inputs
+    x, h0, weight, bias, act_param, _ = inputs
     saved: list[Any] = [
         native.ready(tensor, torch.float32, h0.device, name)
         for name, tensor in (("grad_hs", grad_hs), ("states", states), ("pre", pre))
@@ -449,6 +449,6 @@ def scan_bwd(
     if need_x and weight is None:
         grad_x = delta
     if sums is None:
-        return ScanGradients(grad_x, None, grad_h0, None, None, None, grad_norm)
+        return ScanGradients(grad_x, None, grad_h0, None, None, None, None, grad_norm)
     grad_act_param = None if running is None else _parameter_gradient(running, act_param)
-    return ScanGradients(grad_x, sums.m, grad_h0, sums.grad_weight, sums.grad_bias, grad_act_param, grad_norm)
+    return ScanGradients(grad_x, sums.m, grad_h0, sums.grad_weight, sums.grad_bias, grad_act_param, None, grad_norm)

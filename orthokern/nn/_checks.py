@@ -24,6 +24,7 @@ __all__ = [
     "check_input",
     "check_loaded_orthogonal",
     "check_packed",
+    "check_resets",
     "finite",
     "flag",
     "new_parameter",
@@ -227,6 +228,20 @@ def check_packed(packed: PackedSequence) -> None:
             raise InputError(
                 "unsorted_indices of the input do not undo its sorted_indices; accepted: the inverse order"
             )
+
+
+def check_resets(resets: Any, shape: tuple[int, ...], letters: str, device: torch.device, ways: int) -> None:
+    """Refuses resets that are not bool of this shape, [T, B] in the layout of the input, and those of a module with two
+    directions."""
+    if not isinstance(resets, Tensor):
+        raise InputError(f"resets must be a Tensor or None, got {type(resets).__name__}")
+    if ways > 1:
+        raise InputError("resets are given to a bidirectional module; accepted: bidirectional=False")
+    if resets.dtype != torch.bool or tuple(resets.shape) != shape or resets.device != device:
+        raise InputError(
+            f"resets is {resets.dtype} {tuple(resets.shape)} on {resets.device}; accepted: torch.bool {shape} "
+            f"([{letters}]) on {device}, like the input"
+        )
 
 
 def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:

@@ -42,6 +42,7 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
+from orthokern.nn._layouts import Cuts
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._register import untraced
 
@@ -155,10 +156,16 @@ class _Exponential(Recurrent):
         return "dense_scan", {"N": self.hidden_size}
 
     def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+        self,
+        x: Tensor,
+        h0: Tensor | None,
+        lengths: Tensor | None,
+        suffix: str,
+        matrix: tuple[Tensor, ...],
+        cuts: Cuts | None = None,
     ) -> Tensor:
         bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
-        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
+        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:

@@ -6,15 +6,31 @@ Letters: B sequences, T time steps, N hidden_size, D input features, P rows of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Dense", "Layout", "Packed", "Scan"]
+__all__ = ["Cuts", "Dense", "Layout", "Packed", "Scan"]
 
 # (x [T,B,D] or ids [T,B], h0 [B,N] or None, lengths [B] or None) -> states [T,B,N]
 Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
+
+
+class Cuts(NamedTuple):
+    """Where sequences begin anew."""
+
+    resets: Tensor  # bool [T, B]
+    reset_state: Tensor | None  # [recurrences, B, N], or [B, N] for one; None: the initial state
+
+    def of(self, index: int) -> Cuts:
+        """Those of one recurrence."""
+        return Cuts(self.resets, None if self.reset_state is None else self.reset_state[index])
+
+    def rows(self, order: Tensor) -> Cuts:
+        """Those of the sequences in another order."""
+        state = None if self.reset_state is None else self.reset_state.index_select(1, order)
+        return Cuts(self.resets.index_select(1, order), state)
 
 
 class Layout(Protocol):

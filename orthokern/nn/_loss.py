@@ -20,6 +20,7 @@ from orthokern.errors import InputError
 from orthokern.ops import _modal, _scan_loss
 
 if TYPE_CHECKING:
+    from orthokern.nn._layouts import Cuts
     from orthokern.nn._recurrent import Recurrent
 
 KEY = "modal_basis_"
@@ -46,11 +47,12 @@ def loss(
     lengths: Tensor | None,
     reduction: str,
     algorithm: str,
+    cuts: Cuts | None = None,
 ) -> functional.ScanLoss:
     """What the last layer, whose inputs are ``data`` [T, B, ...], makes of the loss; ``module.loss`` has the rest."""
     weight, bias = weights_of(readout, module.hidden_size)
     matrix, added = module._factors(suffix)
-    options = module._scan_options(suffix, lengths)
+    options = module._scan_options(suffix, lengths, cuts)
     del options["checkpoint_every"]
     found = functional.scan_cross_entropy(
         data, matrix, weight, target, h0,

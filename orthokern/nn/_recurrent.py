@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -24,6 +24,7 @@ from orthokern.nn._checks import (
     check_held,
     check_input,
     check_packed,
+    check_resets,
     finite,
     flag,
     new_parameter,
@@ -31,7 +32,7 @@ from orthokern.nn._checks import (
     positive_int,
     share,
 )
-from orthokern.nn._layouts import Dense, Layout, Packed
+from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
 
 __all__ = ["NONLINEARITIES", "Recurrent", "widened"]
@@ -184,7 +185,13 @@ class Recurrent(nn.Module):
     # -- forward
 
     def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+        self,
+        x: Tensor,
+        h0: Tensor | None,
+        lengths: Tensor | None,
+        suffix: str,
+        matrix: tuple[Tensor, ...],
+        cuts: Cuts | None = None,
     ) -> Tensor:
         raise NotImplementedError
 
@@ -209,7 +216,7 @@ class Recurrent(nn.Module):
         chosen = dispatch.choose(op, self.backend, device=weight.device, dtype=weight.dtype, features=features, **sizes)
         return dispatch.has_feature(op, chosen, "lengths")
 
-    def _scan_options(self, suffix: str, lengths: Tensor | None) -> dict[str, Any]:
+    def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Cuts | None = None) -> dict[str, Any]:
         """What both scans take besides matrices and bias."""
         return {
             "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
@@ -221,16 +228,36 @@ class Recurrent(nn.Module):
             "checkpoint_every": 0 if _is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
+            **({} if cuts is None else cuts._asdict()),
         }
 
     @overload
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        input: Tensor,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
     @overload
-    def forward(self, input: PackedSequence, hx: Tensor | None = None) -> tuple[PackedSequence, Tensor]: ...
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[PackedSequence, Tensor]: ...
 
     def forward(
-        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Run all layers over a batch of sequences.
 
@@ -243,6 +270,12 @@ class Recurrent(nn.Module):
             hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
                 for one sequence; never batch_first. None: the learned states if the module has them, else zeros.
                 Learned states are not used if hx is given.
+            resets: bool [T,B] ([B,T] if batch_first; [T] for one sequence), or None. Where it is true, the step starts
+                every layer from its reset state in place of its state before, as at the beginning of a new episode or
+                document; no gradient passes from there to the steps before. For a PackedSequence it is that of the
+                padded batch, in the order in which the sequences were packed. Not for a bidirectional module.
+            reset_state: the states that resets start from, of the shape of hx; None: the initial states, which are hx,
+                or learned states, or zeros. Give zeros where hx was carried over from an earlier part of the sequences.
 
         Returns:
             (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
@@ -251,14 +284,24 @@ class Recurrent(nn.Module):
 
         Raises:
             InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
+
+        Example::
+
+            >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # where a new episode begins
+            >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
         """
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
             with torch.autocast(device, enabled=False):
-                return self.forward(widened(input, weight.dtype), widened(hx, weight.dtype))
+                return self.forward(
+                    widened(input, weight.dtype),
+                    widened(hx, weight.dtype),
+                    resets=resets,
+                    reset_state=widened(reset_state, weight.dtype),
+                )
         if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
+            return self._forward_packed(input, hx, resets, reset_state)
         tokens = self._check_input(input)
         batched = input.dim() == (2 if tokens else 3)
         if batched:
@@ -272,12 +315,42 @@ class Recurrent(nn.Module):
         if hx is not None:
             self._check_hx(hx, data.shape[1] if batched else None, input.device)
             hx = hx if batched else hx.unsqueeze(1)
-        output, h_n = self._run(data, hx, Dense(data.shape[1]))
+        cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
+        output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
         if not batched:
             return output.squeeze(1), h_n.squeeze(1)
         return (output.transpose(0, 1) if self.batch_first else output), h_n
 
-    def _forward_packed(self, input: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
+    def _cuts(
+        self,
+        resets: Tensor | None,
+        reset_state: Tensor | None,
+        shape: Sequence[int],
+        device: torch.device,
+        batched: bool,
+    ) -> Cuts | None:
+        """resets and reset_state of a call of shape (T, B), checked and with a batch."""
+        (T, B), ways = shape, 2 if self.bidirectional else 1
+        if resets is None:
+            if reset_state is not None:
+                raise InputError("reset_state is given without resets; accepted: with resets only")
+            return None
+        if not batched:
+            check_resets(resets, (T,), "T", device, ways)
+        elif self.batch_first:
+            check_resets(resets, (B, T), "B, T", device, ways)
+        else:
+            check_resets(resets, (T, B), "T, B", device, ways)
+        if reset_state is not None:
+            self._check_hx(reset_state, B if batched else None, device, "reset_state")
+            reset_state = reset_state if batched else reset_state.unsqueeze(1)
+        if not batched:
+            return Cuts(resets.unsqueeze(1), reset_state)
+        return Cuts(resets.mT if self.batch_first else resets, reset_state)
+
+    def _forward_packed(
+        self, input: PackedSequence, hx: Tensor | None, resets: Tensor | None, reset_state: Tensor | None
+    ) -> tuple[PackedSequence, Tensor]:
         self._check_input(input.data, packed=True)
         check_packed(input)
         layout = Packed(input.batch_sizes, input.data.device, self._serves_lengths())
@@ -285,7 +358,14 @@ class Recurrent(nn.Module):
             self._check_hx(hx, layout.batch, input.data.device)
             if input.sorted_indices is not None:  # the caller's order -> order by falling length
                 hx = hx.index_select(1, input.sorted_indices)
-        output, h_n = self._run(input.data, hx, layout)
+        cuts = self._cuts(resets, reset_state, (layout.steps, layout.batch), input.data.device, True)
+        if cuts is not None and layout.overflow:
+            raise InputError(
+                f"resets of a PackedSequence need a backend that takes lengths; accepted for {self.backend!r}: a Tensor"
+            )
+        if cuts is not None and input.sorted_indices is not None:
+            cuts = cuts.rows(input.sorted_indices)
+        output, h_n = self._run(input.data, hx, layout, cuts)
         if input.unsorted_indices is not None:
             h_n = h_n.index_select(1, input.unsorted_indices)
         return PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices), h_n
@@ -300,6 +380,8 @@ class Recurrent(nn.Module):
         lengths: Tensor | None = None,
         reduction: str = "mean",
         algorithm: str = "auto",
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Cross-entropy of a linear readout of the last layer's states, which are never made for all steps::
 
@@ -318,6 +400,7 @@ class Recurrent(nn.Module):
             lengths: int64 [B] in [1, T], the steps that each sequence has; None: all. Later steps do not count.
             reduction: "mean" over the steps that count, or "sum".
             algorithm: of the last layer: "auto", "modal", "sequential" or "chunked".
+            resets, reset_state: as in forward; with resets the last layer runs step by step.
 
         Returns:
             (loss, hits): the loss, 0-dim, in nats; int64 [T], at how many sequences the largest logit of a step is that
@@ -338,6 +421,8 @@ class Recurrent(nn.Module):
                     lengths=lengths,
                     reduction=reduction,
                     algorithm=algorithm,
+                    resets=resets,
+                    reset_state=widened(reset_state, weight.dtype),
                 )
         if self.bidirectional:
             raise InputError(
@@ -355,15 +440,17 @@ class Recurrent(nn.Module):
         if hx is not None:
             self._check_hx(hx, data.shape[1] if batched else None, input.device)
             hx = hx if batched else hx.unsqueeze(1)
+        cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
         layout = Dense(data.shape[1])
         self._begin()
         if self.num_layers > 1:
             if tokens and data.dtype not in (torch.int64, torch.int32):
                 data = data.to(torch.int64)
-            data = self._layers(data, hx, layout, self.num_layers - 1)[0]
+            data = self._layers(data, hx, layout, self.num_layers - 1, cuts)[0]
         suffix = self._suffix(-1, False)
         h0 = self._initial_state(suffix, hx, self.num_layers - 1, layout)
-        found = _loss.loss(self, data, h0, suffix, readout, target, lengths, reduction, algorithm)
+        cuts = None if cuts is None else cuts.of(self.num_layers - 1)
+        found = _loss.loss(self, data, h0, suffix, readout, target, lengths, reduction, algorithm, cuts)
         return found.loss, found.hits
 
     def explain_loss(
@@ -400,12 +487,14 @@ class Recurrent(nn.Module):
             return hx[index]
         return self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size) if self.learned_h0 else None
 
-    def _run(self, data: Tensor, hx: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _run(self, data: Tensor, hx: Tensor | None, layout: Layout, cuts: Cuts | None = None) -> tuple[Tensor, Tensor]:
         self._begin()
-        data, last = self._layers(data, hx, layout, self.num_layers)
+        data, last = self._layers(data, hx, layout, self.num_layers, cuts)
         return data, torch.stack(last)
 
-    def _layers(self, data: Tensor, hx: Tensor | None, layout: Layout, count: int) -> tuple[Tensor, list[Tensor]]:
+    def _layers(
+        self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Cuts | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """The first `count` layers: what the next one is fed with, and the last states."""
         last: list[Tensor] = []
         ways = (False, True) if self.bidirectional else (False,)
@@ -415,6 +504,7 @@ class Recurrent(nn.Module):
                 suffix = self._suffix(layer, reverse)
                 h0 = self._initial_state(suffix, hx, len(last), layout)
                 matrix = self._matrix(suffix)
+                own = None if cuts is None else cuts.of(len(last))
 
                 def scan(
                     x: Tensor,
@@ -422,8 +512,9 @@ class Recurrent(nn.Module):
                     lengths: Tensor | None,
                     suffix: str = suffix,
                     matrix: tuple[Tensor, ...] = matrix,
+                    own: Cuts | None = own,
                 ) -> Tensor:
-                    return self._scan(x, h, lengths, suffix, matrix)
+                    return self._scan(x, h, lengths, suffix, matrix, own)
 
                 output, end = layout.run(scan, data, h0, reverse)
                 outputs.append(output)
@@ -454,20 +545,22 @@ class Recurrent(nn.Module):
             input, weight, self.input_size, batch_first=self.batch_first, packed=packed, small_ids=small_ids
         )
 
-    def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device) -> None:
+    def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device, name: str = "hx") -> None:
         if not isinstance(hx, Tensor):
-            raise InputError(f"hx must be a Tensor or None, got {type(hx).__name__}")
+            raise InputError(f"{name} must be a Tensor or None, got {type(hx).__name__}")
         if hx.layout is not torch.strided or hx.is_nested:
             kind = "nested" if hx.is_nested else str(hx.layout).removeprefix("torch.")
-            raise InputError(f"hx is a {kind} tensor; accepted: a strided (dense) one")
+            raise InputError(f"{name} is a {kind} tensor; accepted: a strided (dense) one")
         rows = self.num_layers * (2 if self.bidirectional else 1)
         shape = (rows, self.hidden_size) if batch is None else (rows, batch, self.hidden_size)
         if tuple(hx.shape) != shape:
             letters = "layers * directions, N" if batch is None else "layers * directions, B, N"
-            raise InputError(f"hx has shape {tuple(hx.shape)}; accepted: {shape} ({letters})")
+            raise InputError(f"{name} has shape {tuple(hx.shape)}; accepted: {shape} ({letters})")
         weight = self._tensor("weight_ih_l0")
         if hx.dtype != weight.dtype or hx.device != device:
-            raise InputError(f"hx is {hx.dtype} on {hx.device}; accepted: {weight.dtype} on {device}, like the input")
+            raise InputError(
+                f"{name} is {hx.dtype} on {hx.device}; accepted: {weight.dtype} on {device}, like the input"
+            )
 
     _half_ok = True
 

@@ -15,6 +15,7 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype
+from orthokern.nn._layouts import Cuts
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -206,8 +207,16 @@ class GRU(Recurrent):
         return "gru_scan", {"N": self.hidden_size}
 
     def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+        self,
+        x: Tensor,
+        h0: Tensor | None,
+        lengths: Tensor | None,
+        suffix: str,
+        matrix: tuple[Tensor, ...],
+        cuts: Cuts | None = None,
     ) -> Tensor:
+        if cuts is not None:
+            raise InputError("resets are given to a GRU, which takes none; accepted: None")
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
         if x.is_floating_point():

@@ -15,6 +15,7 @@ from orthokern import functional
 from orthokern import init as init_
 from orthokern.errors import unknown_name
 from orthokern.nn._checks import check_device, parameter_dtype
+from orthokern.nn._layouts import Cuts
 from orthokern.nn._recurrent import NONLINEARITIES, Recurrent
 from orthokern.nn.factorized import FactorizedRNN  # modules pickled before it had its own file name it here
 
@@ -173,10 +174,16 @@ class RNN(Recurrent):
         return "dense_scan", {"N": self.hidden_size}
 
     def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...]
+        self,
+        x: Tensor,
+        h0: Tensor | None,
+        lengths: Tensor | None,
+        suffix: str,
+        matrix: tuple[Tensor, ...],
+        cuts: Cuts | None = None,
     ) -> Tensor:
         bias = matrix[1] if self.bias else None
-        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths))
+        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
     def extra_repr(self) -> str:
         return self._repr_common() + ("" if self.init is None else f", init={self.init!r}")

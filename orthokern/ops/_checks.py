@@ -116,6 +116,31 @@ def scan_lengths(lengths: object, x: Tensor) -> None:
     same_device("lengths", tensor, "x", x)
 
 
+def scan_resets(
+    resets: object, reset_state: object, x: Tensor, h0: Tensor | None, N: int, like_name: str, like: Tensor
+) -> Tensor | None:
+    """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] only with it.
+
+    Returns:
+        The state that resets start from: reset_state, else h0 as the caller gave it, which may be None (zeros).
+    """
+    if resets is None:
+        if reset_state is not None:
+            raise InputError(f"reset_state is {describe(reset_state)} without resets: accepted with resets only")
+        return None
+    tensor = is_tensor("resets", resets)
+    if tensor.dtype != torch.bool:
+        raise InputError(f"resets has dtype {dtype_name(tensor.dtype)}: accepted is bool")
+    has_shape("resets", tensor, tuple(x.shape[:2]), "[T, B]")
+    same_device("resets", tensor, "x", x)
+    if reset_state is None:
+        return h0
+    state = is_tensor("reset_state", reset_state)
+    has_shape("reset_state", state, (x.shape[1], N), "[B, N]")
+    same_kind("reset_state", state, like_name, like)
+    return state
+
+
 def scan_clip(message_clip: object) -> None:
     """message_clip must be a finite number, 0 or more."""
     number = isinstance(message_clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(message_clip, bool)
@@ -125,7 +150,9 @@ def scan_clip(message_clip: object) -> None:
         )
 
 
-def scan_choices(precision: object, algorithm: object, activation: str, message_clip: float) -> None:
+def scan_choices(
+    precision: object, algorithm: object, activation: str, message_clip: float, resets: object = None
+) -> None:
     """precision and algorithm must be known names, and chunks of time need a recurrence that is linear both ways."""
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
@@ -139,6 +166,11 @@ def scan_choices(precision: object, algorithm: object, activation: str, message_
         raise InputError(
             f"algorithm is 'chunked' with message_clip {message_clip}: gradients of chunks of time can only be joined "
             "without clipping (accepted is 'sequential' or 'auto')"
+        )
+    if algorithm == "chunked" and resets is not None:
+        raise InputError(
+            "algorithm is 'chunked' with resets: chunks of time can only be joined without them (accepted is "
+            "'sequential' or 'auto')"
         )
 
 

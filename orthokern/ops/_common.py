@@ -16,13 +16,13 @@ NO_CUDA = Support(missing="no CUDA kernel in this release")
 
 
 # Optional arguments of the scans that a backend may lack, see Support.features.
-SCAN_FEATURES = ("lengths", "message_clip")
+SCAN_FEATURES = ("lengths", "message_clip", "resets")
 
 
-def scan_features(lengths: Tensor | None, message_clip: float) -> tuple[str, ...]:
+def scan_features(lengths: Tensor | None, message_clip: float, resets: Tensor | None = None) -> tuple[str, ...]:
     """Those of SCAN_FEATURES that a call uses."""
-    used: tuple[str, ...] = () if lengths is None else ("lengths",)
-    return (*used, "message_clip") if message_clip > 0 else used
+    used = (lengths is not None, message_clip > 0, resets is not None)
+    return tuple(feature for feature, is_used in zip(SCAN_FEATURES, used, strict=True) if is_used)
 
 
 def values(tensor: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Call:
         ids: the inputs are token ids.
         backward: gradients will be asked for.
         dtype, device: of the floating tensors.
-        activation, message_clip, backend, lengths: as in the call.
+        activation, message_clip, backend, lengths, resets: as in the call; of the last two, whether it has them.
         started: there is an earlier basis to begin at.
     """
 
@@ -93,6 +93,7 @@ class Call:
     backend: str | None
     lengths: bool
     started: bool
+    resets: bool = False
 
 
 def why_never(call: Call) -> str | None:
@@ -101,6 +102,8 @@ def why_never(call: Call) -> str | None:
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
     if call.message_clip > 0:
         return f"message_clip is {call.message_clip:g}, and clipped gradients do not keep to the modes"
+    if call.resets:
+        return "resets replace states between steps, so the recurrence runs step by step"
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the stream is being captured in a graph, and the host has to look at the modes of every call"
     op = OPS[call.kind]

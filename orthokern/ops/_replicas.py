@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,10 @@ from orthokern.errors import InputError
 
 # Where R is in a tensor, and how many dimensions the tensor has without it. x: features or states; token ids have one
 # dimension less.
-_FRONT = {"first": 2, "scale": 1, "second": 2, "h0": 2, "weight": 2, "bias": 1, "act_param": 1, "lengths": 1}
+_FRONT = {
+    **dict.fromkeys(("first", "second", "h0", "weight", "reset_state"), 2),
+    **dict.fromkeys(("scale", "bias", "act_param", "lengths"), 1),
+}
 
 
 def count(second: Tensor) -> int | None:
@@ -70,7 +72,12 @@ def given_to_all(op: str, map_: Map, inputs: ScanInputs, options: ScanOptions) -
     map_ = Map(**{name: everywhere(name, tensor, R, op) for name, tensor in map_._asdict().items()})  # type: ignore[arg-type]
     rest = {name: everywhere(name, t, R, op) for name, t in inputs._asdict().items() if name != "x"}
     inputs = ScanInputs(x=inputs.x, **rest)  # type: ignore[arg-type]
-    options = dataclasses.replace(options, lengths=everywhere("lengths", options.lengths, R, op))
+    resets = options.resets
+    if resets is not None and resets.ndim == 2:  # [T, B]
+        resets = resets.unsqueeze(1).expand(-1, R, -1)
+    if resets is not None and resets.shape[1] != R:
+        raise InputError(f"{op}: resets has shape {list(resets.shape)} for R = {R} replicas: accepted is [T, R, B]")
+    options = dataclasses.replace(options, lengths=everywhere("lengths", options.lengths, R, op), resets=resets)
     check_equal(op, map_, inputs, R)
     return map_, inputs, options
 
@@ -84,10 +91,12 @@ def _models(
         if x is not None and not is_shared(x):
             x = x[:, r].contiguous()
         one = ScanInputs(x, *(None if t is None else t[r] for t in inputs[1:]))  # type: ignore[arg-type]
-        lengths = None if options.lengths is None else options.lengths[r]
-        yield (
-            r, Map._make(None if t is None else t[r] for t in map_), one, dataclasses.replace(options, lengths=lengths),
-        )  # fmt: skip
+        own = dataclasses.replace(
+            options,
+            lengths=None if options.lengths is None else options.lengths[r],
+            resets=None if options.resets is None else options.resets[:, r].contiguous(),
+        )
+        yield r, Map._make(None if t is None else t[r] for t in map_), one, own
 
 
 def _stacked(results: list[Tensor | None], dim: int) -> Tensor | None:
@@ -124,9 +133,9 @@ def backward_one_by_one(
     return ScanGradients(_stacked(gradients[0], 1), *(_stacked(g, 0) for g in gradients[1:]))  # type: ignore[arg-type]
 
 
-def summed(gradients: tuple[Any, ...], dimensions: list[int]) -> tuple[Any, ...]:
+def summed(gradients: list[Tensor | None], dimensions: list[int]) -> list[Tensor | None]:
     """The gradients of what had so many dimensions: over the replicas, where those shared it. That of x is first."""
-    return tuple(
-        grad if grad is None or grad.ndim <= ndim or grad.numel() == 0 else grad.sum(1 if index == 0 else 0)
+    return [
+        grad if grad is None or grad.ndim <= ndim else grad.sum(1 if index == 0 else 0)
         for index, (grad, ndim) in enumerate(zip(gradients, dimensions, strict=True))
-    )
+    ]

@@ -39,13 +39,15 @@ class Scan:
     algorithm: str
     message_clip: float
 
-    def __call__(self, tensors: list[Tensor | None], lengths: Tensor | None) -> Tensor:
-        """hs [T, B, N]; tensors: x, h0, weight, bias, act_param, then the matrix."""
-        x, h0, weight, bias, act_param, *matrix = tensors
+    def __call__(self, tensors: list[Tensor | None], lengths: Tensor | None, resets: Tensor | None) -> Tensor:
+        """hs [T, B, N]; tensors: x, h0, weight, bias, act_param, reset_state, then the matrix."""
+        x, h0, weight, bias, act_param, reset_state, *matrix = tensors
         assert x is not None and h0 is not None and matrix[0] is not None
         if not x.is_floating_point():
             x = x.to(torch.int64)
-        options: dict[str, Any] = {**dataclasses.asdict(self), "lengths": lengths}
+        options: dict[str, Any] = {
+            **dataclasses.asdict(self), "lengths": lengths, "resets": resets, "reset_state": reset_state
+        }  # fmt: skip
         if len(matrix) == 1:
             return dense_scan.dense_scan(x, matrix[0], h0, weight, bias, act_param, **options)
         u, s, v = matrix
@@ -90,9 +92,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scan: Scan, steps: int, scale: float, target: Tensor, lengths: Tensor | None, *tensors: Tensor | None
+        ctx: Any,
+        scan: Scan,
+        steps: int,
+        scale: float,
+        target: Tensor,
+        lengths: Tensor | None,
+        resets: Tensor | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        run = _Chunks(scan, steps, scale, target, lengths, list(tensors))
+        run = _Chunks(scan, steps, scale, target, lengths, resets, list(tensors))
         loss, hits = run.backward() if any(ctx.needs_input_grad) else run.forward()
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
@@ -109,19 +118,27 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = [None if grad is None or grad_loss is None else grad * grad_loss for grad in ctx.saved_tensors]
         if ctx.op and grad_loss is not None:
             _taps.record(ctx.op, ctx.norms * grad_loss.abs())
-        return (None,) * 5 + tuple(g if wanted else None for g, wanted in zip(grads, ctx.wanted, strict=True))
+        return (None,) * 6 + tuple(g if wanted else None for g, wanted in zip(grads, ctx.wanted, strict=True))
 
 
 class _Chunks:
     """One call of ``_ChunkedLoss``.
 
-    tensors: x, h0, readout, readout_bias, weight, bias, act_param, then the matrix.
+    tensors: x, h0, readout, readout_bias, weight, bias, act_param, reset_state, then the matrix.
     """
 
     def __init__(
-        self, scan: Scan, steps: int, scale: float, target: Tensor, lengths: Tensor | None, tensors: list[Tensor | None]
+        self,
+        scan: Scan,
+        steps: int,
+        scale: float,
+        target: Tensor,
+        lengths: Tensor | None,
+        resets: Tensor | None,
+        tensors: list[Tensor | None],
     ) -> None:
         self.scan, self.scale, self.target, self.lengths, self.tensors = scan, scale, target, lengths, tensors
+        self.resets = resets
         x, h0 = tensors[:2]
         assert x is not None and h0 is not None
         self.x, self.h0 = x, h0
@@ -148,6 +165,14 @@ class _Chunks:
     def _empty(self, start: int) -> bool:
         return self.lengths is not None and not bool((self.lengths > start).any())
 
+    def _states(self, start: int, stop: int, x: Tensor, h: Tensor, rest: list[Tensor | None]) -> Tensor:
+        """hs of the sequences that have steps in a chunk; x, h: those of these sequences; rest: tensors[4:]."""
+        index, lengths = self._alive(start, stop)
+        weight, bias, act_param, state, *matrix = rest
+        resets = None if self.resets is None else self.resets[start:stop, index]
+        state = None if state is None else state[index]
+        return self.scan([x, h, weight, bias, act_param, state, *matrix], lengths, resets)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         """(loss, hits) alone."""
         h, total = self.h0, torch.zeros((), dtype=torch.float64, device=self.h0.device)
@@ -159,7 +184,7 @@ class _Chunks:
                     break
                 index, lengths = self._alive(start, stop)
                 with _taps.set_aside() as taken:
-                    hs = self.scan([self.x[start:stop, index], h[index], *rest], lengths)
+                    hs = self._states(start, stop, self.x[start:stop, index], h[index], rest)
                 self._take_norms(taken, start, stop)
                 loss, hits = _readout(hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend)
                 total += loss.double()
@@ -187,7 +212,7 @@ class _Chunks:
                 h = h[index].detach().requires_grad_()
                 readout, bias, *rest = leaves
                 assert readout is not None
-                hs = self.scan([piece, h, *rest], lengths)
+                hs = self._states(start, stop, piece, h, rest)
                 loss, hits = _readout(hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend)
                 asked = [h, *([piece] if grad_x is not None else [])]
                 asked += [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
@@ -218,7 +243,7 @@ class _Chunks:
             if not self._empty(start):
                 index, lengths = self._alive(start, stop)
                 with _taps.set_aside():
-                    hs = self.scan([self.x[start:stop, index], h[index], *rest], lengths)
+                    hs = self._states(start, stop, self.x[start:stop, index], h[index], rest)
                 h = h.index_copy(0, index, hs[-1]) if lengths is not None else hs[-1].clone()
             entering.append(h)
         return entering
@@ -253,6 +278,7 @@ def _sequential(
     target: Tensor,
     reduction: str,
     lengths: Tensor | None,
+    resets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, hits); tensors as in ``_Chunks``."""
     x, h0, readout, readout_bias, *rest = tensors
@@ -263,12 +289,12 @@ def _sequential(
         scale = 1.0 / (target.numel() if lengths is None else int(lengths.sum()))
     step = h0.numel() * h0.element_size()
     if _is_kept_whole(len(x), step, h0.device, scan.backend):
-        hs = scan([x, h0, *rest], lengths)
+        hs = scan([x, h0, *rest], lengths, resets)
         if lengths is None:  # with the reduction of the readout itself: its bits
             return _readout(hs, readout, readout_bias, target, None, scan.backend, reduction)
         loss, hits = _readout(hs, readout, readout_bias, target, lengths, scan.backend)
         return loss * scale, hits
-    loss, hits = _ChunkedLoss.apply(scan, _chunk_steps(step), scale, target, lengths, *tensors)
+    loss, hits = _ChunkedLoss.apply(scan, _chunk_steps(step), scale, target, lengths, resets, *tensors)
     return loss, hits
 
 
@@ -297,6 +323,7 @@ def _call(
     message_clip: float,
     backend: str | None,
     lengths: Tensor | None,
+    resets: Tensor | None,
     start: Tensor | None = None,
 ) -> Call:
     x, h0 = tensors[:2]
@@ -306,7 +333,7 @@ def _call(
         ids=not x.is_floating_point(),
         backward=torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors),
         dtype=h0.dtype, device=h0.device, activation=activation, message_clip=message_clip, backend=backend,
-        lengths=lengths is not None, started=start is not None,
+        lengths=lengths is not None, started=start is not None, resets=resets is not None,
     )  # fmt: skip
 
 
@@ -348,13 +375,15 @@ def modal_states(
     backend: str | None,
     lengths: Tensor | None,
     message_clip: float,
+    resets: Tensor | None,
 ) -> Tensor:
     """hs [T, B, N] of a scan with algorithm="modal"; arguments as those of ``factored_scan``.
 
     Raises:
         InputError: modes cannot serve.
     """
-    call = _call("states", [x, h0, weight, bias, *matrix], matrix, 0, activation, message_clip, backend, lengths)
+    tensors = [x, h0, weight, bias, *matrix]
+    call = _call("states", tensors, matrix, 0, activation, message_clip, backend, lengths, resets)
     modes, _ = _modal.choose(matrix, call, None, "modal")
     assert modes is not None
     hs = _modal.modal_states(x, h0, weight, bias, modes, backend=backend, lengths=lengths)
@@ -387,10 +416,12 @@ def scan_loss(
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
     start: Tensor | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> Result:
     """See ``orthokern.functional.scan_cross_entropy``. Inputs are taken as checked."""
-    tensors = [x, h0, readout, readout_bias, weight, bias, act_param, *matrix]
-    call = _call("loss", tensors, matrix, len(readout), activation, message_clip, backend, lengths, start)
+    tensors = [x, h0, readout, readout_bias, weight, bias, act_param, reset_state, *matrix]
+    call = _call("loss", tensors, matrix, len(readout), activation, message_clip, backend, lengths, resets, start)
     modes, why = _modal.choose(matrix, call, start, algorithm, defer=_is_asynchronous(h0.device))
     while modes is not None:
         loss, hits = _modal.modal_loss(
@@ -401,4 +432,4 @@ def scan_loss(
             return Result(loss, hits, modes.basis.right, "")
         modes, why = _modal.choose(matrix, call, None, algorithm)  # the start was no good
     scan = Scan(activation, backend, precision, "auto" if algorithm == "auto" else algorithm, message_clip)
-    return Result(*_sequential(scan, tensors, target, reduction, lengths), None, why)
+    return Result(*_sequential(scan, tensors, target, reduction, lengths, resets), None, why)

@@ -28,18 +28,24 @@ from orthokern.ops._common import (
 from orthokern.ops._register import custom_op
 
 _GPU: dict[str, Any] = {
-    "devices": ("cuda",), "algorithms": ("sequential", "chunked"), "features": SCAN_FEATURES, "capability": (8, 0)
+    "devices": ("cuda",), "algorithms": ("sequential", "chunked"), "features": ("lengths", "message_clip"),
+    "capability": (8, 0),
 }  # fmt: skip
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=(*SCAN_FEATURES, "replicas")),
+    "cpu": Support(
+        devices=("cpu",), dtypes=(torch.float64, torch.float32), features=("lengths", "message_clip", "replicas")
+    ),
     "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }
 
 # Arguments of both schemas, behind x and the factors. The backward has need_x and need_params between the two parts.
 _HEAD = "Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, str activation, int checkpoint_every=0"
-_TAIL = 'str? backend=None, str precision="ieee", str algorithm="auto", Tensor? lengths=None, float message_clip=0.0'
+_TAIL = (
+    'str? backend=None, str precision="ieee", str algorithm="auto", Tensor? lengths=None, float message_clip=0.0, '
+    "Tensor? resets=None, Tensor? reset_state=None"
+)
 
 
 class ScanOp:
@@ -47,8 +53,8 @@ class ScanOp:
 
     The forward returns (hs, ckpt, pre). The backward takes (grad_hs, states, pre, x, ...), where states is hs, or ckpt
     with checkpoints, and x may be None where it is not read (no weight, no checkpoints). It returns (grad_x, a gradient
-    for each factor, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm [T]). What does not apply or is not
-    needed is an empty tensor. Both take R models at once, see ``_replicas``.
+    for each factor, grad_h0, grad_weight, grad_bias, grad_act_param, grad_reset_state, grad_norm [T]). What does not
+    apply or is not needed is an empty tensor. Both take R models at once, see ``_replicas``.
 
     Args:
         name: the stem of the ops and of the leaves' modules.
@@ -73,15 +79,15 @@ class ScanOp:
         backward = custom_op(
             f"{name}_bwd",
             f"(Tensor grad_hs, Tensor states, Tensor pre, Tensor? x, {tensors}, {_HEAD}, bool need_x=True, "
-            f"bool need_params=True, {_TAIL}) -> ({', '.join(['Tensor'] * (len(factors) + 6))})",
+            f"bool need_params=True, {_TAIL}) -> ({', '.join(['Tensor'] * (len(factors) + 7))})",
         )
         fwd, bwd = forward(self._forward), backward(self._backward)
         fwd.register_fake(self._forward_fake)
         bwd.register_fake(self._backward_fake)
         fwd.register_autograd(self._derivative, setup_context=self._setup_context)
         bwd.register_autograd(no_second_derivative(name))
-        fwd.register_vmap(_vmap.scan_forward(fwd.overload, self.count, fwd.indices("x")))
-        bwd.register_vmap(_vmap.scan_backward(bwd.overload, self.count, bwd.indices("x")))
+        fwd.register_vmap(_vmap.scan_forward(fwd.overload, self.count, fwd.indices("x", "resets")))
+        bwd.register_vmap(_vmap.scan_backward(bwd.overload, self.count, bwd.indices("x", "resets")))
         self.fwd = getattr(torch.ops.orthokern, f"{name}_fwd")
         self.bwd = getattr(torch.ops.orthokern, f"{name}_bwd")
 
@@ -104,11 +110,12 @@ class ScanOp:
 
     def _read(self, x: Tensor | None, *rest: Any) -> tuple[str | None, Map, ScanInputs, ScanOptions]:
         """The backend, and the arguments of the leaf, from x, the factors and the arguments of _HEAD and _TAIL."""
-        factors, (h0, weight, bias, act_param, activation, every, backend, precision, algorithm, lengths, clip) = (
-            rest[: self.count], rest[self.count :]
-        )  # fmt: skip
-        options = ScanOptions(activation, every, precision, algorithm, lengths, clip)
-        return backend, self.map_of(*factors), ScanInputs(x, h0, weight, bias, act_param), options
+        factors, (
+            h0, weight, bias, act_param, activation, every, backend, precision, algorithm, lengths, clip, resets, state
+        ) = (rest[: self.count], rest[self.count :])  # fmt: skip
+        options = ScanOptions(activation, every, precision, algorithm, lengths, clip, resets)
+        inputs = ScanInputs(x, h0, weight, bias, act_param, None if resets is None else state)
+        return backend, self.map_of(*factors), inputs, options
 
     def _leaf(self, T: int, *arguments: Any) -> tuple[Any, Map, ScanInputs, ScanOptions]:
         """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
@@ -116,13 +123,13 @@ class ScanOp:
         second, lengths = map_.second, options.lengths
         leaf = dispatch.resolve(
             self.name, backend, device=second.device, dtype=second.dtype, algorithm=options.algorithm,
-            features=scan_features(lengths, options.message_clip),
+            features=scan_features(lengths, options.message_clip, options.resets),
             **dict(zip(self.facts, second.shape[-2:], strict=False)),
         )  # fmt: skip
         map_, inputs, options = _replicas.given_to_all(self.name, map_, inputs, options)
         check_lengths(options.lengths, T)
         check_tokens(inputs.x, inputs.weight, options.lengths)
-        options.lengths = contiguous(options.lengths)
+        options.lengths, options.resets = contiguous(options.lengths), contiguous(options.resets)
         return leaf, Map._make(contiguous(t) for t in map_), ScanInputs._make(contiguous(t) for t in inputs), options
 
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -169,6 +176,7 @@ class ScanOp:
 
     def _backward_fake(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         (x, *tensors), need_x, need_params = self._without_needs(rest)
+        resets, reset_state = tensors[-2:]
         factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count : self.count + 4]
         new, dtype, replicas = h0.new_empty, h0.dtype, grad_hs.shape[1:-2]
 
@@ -183,37 +191,46 @@ class ScanOp:
         )
         return (
             grad_x, *[like(factor, factor.ndim - len(replicas)) for factor in factors],
-            like(h0, 2, True), like(weight, 2), like(bias, 1), like(act_param, 1), norm,
+            like(h0, 2, True), like(weight, 2), like(bias, 1), like(act_param, 1),
+            like(reset_state, 2, resets is not None), norm,
         )  # fmt: skip
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         tensors = self.count + 5  # x, the factors, h0, weight, bias, act_param
-        (x, *parameters), (activation, every, *choices, lengths, ctx.message_clip) = inputs[:tensors], inputs[tensors:]
+        x, *parameters = inputs[:tensors]
+        activation, every, *choices, lengths, ctx.message_clip, resets, reset_state = inputs[tensors:]
         hs, ckpt, pre = output
         ctx.mark_non_differentiable(ckpt, pre)
         ctx.set_materialize_grads(False)
         ctx.head, ctx.choices = (activation, every), choices
         # replicas may share some of the tensors
         replicas = parameters[0].ndim == 3
-        ctx.dimensions = [0 if t is None else t.ndim for t in (x, *parameters)] if replicas else None
+        given_ = (x, *parameters, reset_state)
+        ctx.dimensions = [0 if t is None else t.ndim for t in given_] if replicas else None
         # a precomputed input term is only read again to recompute states, and may be as large as all of them
         x_needed = parameters[-3] is not None or every > 0  # the weight
-        ctx.save_for_backward(ckpt if every else hs, pre, x if x_needed else None, *parameters, lengths)
+        ctx.save_for_backward(
+            ckpt if every else hs, pre, x if x_needed else None, *parameters, lengths, resets, reset_state
+        )
 
     def _derivative(
         self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None
     ) -> tuple[Any, ...]:
         if grad_hs is None:
             return ()
-        *tensors, lengths = saved
+        *tensors, lengths, resets, reset_state = saved
         needs = ctx.needs_input_grad[: self.count + 5]
         h0 = self.count + 1
         grads = self.bwd(
             grad_hs, *tensors, *ctx.head, needs[0], any(needs[1:h0]) or any(needs[h0 + 1 :]), *ctx.choices, lengths,
-            ctx.message_clip,
+            ctx.message_clip, resets, reset_state,
         )  # fmt: skip
-        grads = tuple(given(grad, needed) for grad, needed in zip(grads, needs, strict=False))
-        return grads if ctx.dimensions is None else _replicas.summed(grads, ctx.dimensions)
+        found = [given(grad, needed) for grad, needed in zip(grads, needs, strict=False)]
+        wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
+        found.append(given(grads[-2], wanted))
+        if ctx.dimensions is not None:
+            found = _replicas.summed(found, ctx.dimensions)
+        return (*found[:-1], *(None,) * 8, found[-1])  # of the options, and of reset_state
 
 
 def _filled(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:

@@ -47,6 +47,8 @@ def factored_scan(
     algorithm: str = "auto",
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> Tensor:
     """A factored recurrent layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -54,7 +56,7 @@ def factored_scan(
         e_t = x_t                        without weight
             = weight x_t + bias          for features; for token ids x_t is one-hot, and never materialised
         a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T;    W = U diag(s) V^T is never formed.
-        With lengths, a_t = h_t = 0 for t > lengths[b].
+        With lengths, a_t = h_t = 0 for t > lengths[b]. With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [Factored scan backward] in ``orthokern/reference/factored_scan.py``.
 
     Args:
@@ -80,6 +82,7 @@ def factored_scan(
         message_clip: c > 0 clips delta_t, the gradient of a_t, to [-c, c] element by element in every step of the
             backward, before anything else is computed from it; 0 does not clip. See Note [Message clip] in
             ``orthokern/reference/_scan.py``.
+        resets: bool [T, B]: before the step the state becomes reset_state [B, N] (zeros for None). Note [Resets] there.
         Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
 
     Returns:
@@ -88,8 +91,8 @@ def factored_scan(
     Saved:
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
         x; pre [T, B, N], the a_t, for activations that need their input, without checkpoints; x if weight is given; all
-        parameters, h0 and lengths; all zero on padding, but for the ckpt that enters right at a sequence's end. The
-        backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
+        parameters, h0, lengths, resets and reset_state; all zero on padding, but for the ckpt that enters right at a
+        sequence's end. The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
         Forward 4 T B N K flops (+ 2 T B N D for features), backward scan the same, gradients of u, s, v
@@ -103,5 +106,5 @@ def factored_scan(
     """
     return _OP(
         backend, x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
-        lengths, message_clip,
+        lengths, message_clip, resets, reset_state,
     )  # fmt: skip

@@ -11,6 +11,14 @@ Note [Message clip]
     the same scan with an identity at every a_t whose backward clips. The gradient of the activation's own parameter
     comes from ghat_t, which has not passed that place. (The "gradient clipping" of Vorontsov et al. 2017, section 4,
     in their released code.)
+
+Note [Resets]
+    Where resets[t, b] is true, step t of sequence b starts from r = reset_state[b] in place of h_{t-1}:
+
+        a_t = W r + e_t,    ghat_{t-1} = g_{t-1}  (h_{t-1} has no other way to the loss),    dL/dr += W^T delta_t
+
+    The sum of dL/dr is over all resets of the sequence. M = dL/dW takes delta_t r^T for such a step. A reset at t = 0
+    replaces h0, whose gradient is then zero. Resets on padding have no effect: delta_t = 0 there.
 """
 
 from __future__ import annotations
@@ -67,6 +75,13 @@ class ClippedMessage(torch.autograd.Function):
         return gradient.clamp(-ctx.c, ctx.c), None
 
 
+def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
+    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true: Note [Resets]."""
+    if resets is None:
+        return h
+    return torch.where(resets.unsqueeze(-1), torch.zeros_like(h) if reset_state is None else reset_state, h)
+
+
 def product(map_: Map, rows: Tensor) -> Tensor:
     """W applied to every row of rows [B, N]."""
     if map_.first is None or map_.scale is None:
@@ -89,7 +104,7 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
 
 def run_steps(map_: Map, inputs: ScanInputs, options: ScanOptions, alive: Tensor | None) -> ScanStates:
     """h_t = phi(W h_{t-1} + e_t), e of ``input_term``, from h0; alive: bool [T, B] or None, see ``running``."""
-    x, h, weight, bias, act_param = inputs
+    x, h, weight, bias, act_param, reset_state = inputs
     activation, checkpoint_every, message_clip = options.activation, options.checkpoint_every, options.message_clip
     assert x is not None
     e = input_term(without_padding(x, alive), weight, bias)
@@ -99,7 +114,8 @@ def run_steps(map_: Map, inputs: ScanInputs, options: ScanOptions, alive: Tensor
         if checkpoint_every and t % checkpoint_every == 0:
             entering.append(h)
         here = None if alive is None else alive[t]
-        a = without_padding(product(map_, h) + e_t, here)
+        start = h if options.resets is None else started(h, options.resets[t], reset_state)
+        a = without_padding(product(map_, start) + e_t, here)
         if message_clip > 0:
             a = ClippedMessage.apply(a, message_clip)
         h = without_padding(activation_fwd(a, act_param, activation=activation), here)
@@ -135,7 +151,8 @@ def scan_bwd(
     need_params: bool = True,
 ) -> ScanGradients:
     """The adjoint recurrence of Note [Factored scan backward], for any W."""
-    x, h0, weight, bias, act_param = inputs
+    x, h0, weight, bias, act_param, reset_state = inputs
+    resets = options.resets
     activation, checkpoint_every, message_clip = options.activation, options.checkpoint_every, options.message_clip
     T, B, N = grad_hs.shape
     alive = running(T, options.lengths)
@@ -148,22 +165,26 @@ def scan_bwd(
     grad_x_segments: list[Tensor] = []
     norms: list[Tensor] = []
     carry = torch.zeros_like(h0)  # W^T delta_{t+1}
+    grad_reset_state = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
 
     for start, stop in segments_backward(T, checkpoint_every):
+        cut = None if resets is None else resets[start:stop]
         if checkpoint_every:
             assert x is not None
             entering = states[start // checkpoint_every]
-            again = ScanInputs(x[start:stop], entering, weight, bias, act_param)
+            again = ScanInputs(x[start:stop], entering, weight, bias, act_param, reset_state)
             here = None if alive is None else alive[start:stop]
-            hs, _, pre_segment = run_steps(map_, again, ScanOptions(activation), here)
+            hs, _, pre_segment = run_steps(map_, again, ScanOptions(activation, resets=cut), here)
         else:
             entering, hs, pre_segment = h0, states, pre
         pre_rows = (None,) * (stop - start) if pre_segment is None else pre_segment.unbind(0)
 
         deltas: list[Tensor] = []
-        for g_t, h_t, a_t in zip(
-            reversed(grad_hs[start:stop].unbind(0)), reversed(hs.unbind(0)), reversed(pre_rows), strict=True
-        ):
+        cut_rows = (None,) * (stop - start) if cut is None else cut.unbind(0)
+        for g_t, h_t, a_t, cut_t in zip(
+            reversed(grad_hs[start:stop].unbind(0)), reversed(hs.unbind(0)), reversed(pre_rows), reversed(cut_rows),
+            strict=True,
+        ):  # fmt: skip
             ghat = g_t + carry
             norms.append(norm_over_batch(ghat))
             delta, elementwise = chain(ghat, h_t, a_t, act_param, activation=activation)
@@ -173,11 +194,16 @@ def scan_bwd(
             if message_clip > 0:
                 delta = delta.clamp(-message_clip, message_clip)
             carry = transposed_product(map_, delta)
+            if cut_t is not None:
+                kept = started(carry, cut_t, None)
+                if grad_reset_state is not None:
+                    grad_reset_state = grad_reset_state + started(carry, ~cut_t, None)
+                carry = kept
             deltas.append(delta)
         delta_segment = torch.stack(deltas[::-1])
 
         if need_params:
-            before = torch.cat([entering.unsqueeze(0), hs[:-1]])  # h_{t-1}
+            before = started(torch.cat([entering.unsqueeze(0), hs[:-1]]), cut, reset_state)  # h_{t-1}
             before = without_padding(before, None if alive is None else alive[start:stop])
             m = m + delta_segment.flatten(0, 1).mT @ before.flatten(0, 1)
             if weight is not None and grad_weight is not None:
@@ -193,7 +219,9 @@ def scan_bwd(
 
     grad_x = torch.cat(grad_x_segments[::-1]) if grad_x_segments else None
     norm = torch.stack(norms[::-1])
-    return ScanGradients(grad_x, m if need_params else None, carry, grad_weight, grad_bias, grad_act_param, norm)
+    return ScanGradients(
+        grad_x, m if need_params else None, carry, grad_weight, grad_bias, grad_act_param, grad_reset_state, norm
+    )
 
 
 def weight_gradient(delta: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def forward_of(op: str) -> Any:
     def forward(x: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
         *matrices, h0, weight, bias, act_param = others
         map_ = Map(*reversed(matrices)) if op == "factored_scan" else Map(None, None, *matrices)
-        inputs = ScanInputs(x, h0, weight, bias, act_param)
+        inputs = ScanInputs(x, h0, weight, bias, act_param, options.pop("reset_state", None))
         found = getattr(leaf, f"{op}_fwd")(map_, inputs, ScanOptions(**options))
         return tuple(h0.new_empty(0) if result is None else result for result in found)
 
@@ -56,14 +56,17 @@ def by_hand(
     checkpoint_every: int,
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
     **needs: bool,
 ) -> tuple[Tensor, ...]:
+    cut = {"lengths": lengths, "resets": resets, "reset_state": reset_state}
     hs, ckpt, pre = forward_of(problem.op)(
-        *problem.inputs(), activation=problem.activation, checkpoint_every=checkpoint_every, lengths=lengths
+        *problem.inputs(), activation=problem.activation, checkpoint_every=checkpoint_every, **cut
     )
     return backward_of(problem.op)(
         problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), activation=problem.activation,
-        checkpoint_every=checkpoint_every, lengths=lengths, message_clip=message_clip, **needs,
+        checkpoint_every=checkpoint_every, message_clip=message_clip, **cut, **needs,
     )  # fmt: skip
 
 
@@ -120,7 +123,7 @@ def test_lengths_and_clip_are_those_of_single_sequences(op: str, activation: str
             torch.testing.assert_close(ours, hs.detach(), rtol=1e-12, atol=1e-13)
             assert not ours[padding].any() and (not pre.numel() or not pre[padding].any())
             grads = by_hand(poisoned, every, lengths, message_clip)
-            for name, grad, want in zip(names, grads, [*expected, norms.sqrt()], strict=True):
+            for name, grad, want in zip(names, grads, [*expected, None, norms.sqrt()], strict=True):
                 if want is None:
                     assert grad.numel() == 0, name
                 else:
@@ -210,12 +213,14 @@ def test_checkpoints_change_nothing(op: str, activation: str, checkpoint_every: 
 def test_what_is_not_needed_is_empty(op: str) -> None:
     problem = scan_problem(op, B=2, T=3, N=4, activation="prelu", inputs="features")
     names = problem.grad_names()
-    full = dict(zip(names, by_hand(problem, 0), strict=True))
-    without_x = dict(zip(names, by_hand(problem, 0, need_x=False), strict=True))
-    without_params = dict(zip(names, by_hand(problem, 0, need_params=False), strict=True))
+    resets, state = torch.rand(3, 2) < 0.5, torch.randn(2, 4, dtype=torch.float64)
+    cut = {"resets": resets, "reset_state": state}
+    full = dict(zip(names, by_hand(problem, 0, **cut), strict=True))
+    without_x = dict(zip(names, by_hand(problem, 0, **cut, need_x=False), strict=True))
+    without_params = dict(zip(names, by_hand(problem, 0, **cut, need_params=False), strict=True))
     for name in names:
         assert (without_x[name].numel() == 0) == (name == "grad_x")
-        kept = name in ("grad_x", "grad_h0", "grad_norm")
+        kept = name in ("grad_x", "grad_h0", "grad_reset_state", "grad_norm")
         assert (without_params[name].numel() == 0) == (not kept)
         if kept:
             torch.testing.assert_close(without_params[name], full[name], rtol=0, atol=0)

@@ -253,3 +253,46 @@ def test_compiled_as_one_graph() -> None:
     assert torch.equal(hs, expected)
     (wanted,) = torch.autograd.grad(expected.square().sum(), w)
     torch.testing.assert_close(torch.autograd.grad(hs.square().sum(), w)[0], wanted)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_resets_of_each_model_or_of_all(shared: bool) -> None:
+    of_all = problems("factored_scan", "features")
+    x, u, s, v, h0, weight, bias, _ = stacked(of_all)
+    generator = torch.Generator().manual_seed(0)
+    resets = torch.rand(*(() if shared else (R,)), T, B, generator=generator) < 0.4
+    lengths = some_lengths(B, T, "any")
+    state = torch.randn(*h0.shape[1 if shared else 0 :], dtype=h0.dtype, generator=generator)  # type: ignore[union-attr]
+
+    def loss(x: Tensor, u: Tensor, h0: Tensor, state: Tensor, resets: Tensor, *others: Tensor) -> Tensor:
+        s, v, weight, bias = others
+        hs = functional.factored_scan(
+            x,
+            u,
+            s,
+            v,
+            h0,
+            weight=weight,
+            bias=bias,
+            resets=resets,
+            reset_state=state,
+            lengths=lengths,
+        )
+        return (hs.square() * torch.arange(1, T + 1).view(-1, 1, 1)).sum()
+
+    given = (x, u, h0, state, resets, s, v, weight, bias)
+    places = (0, 0, 0, None if shared else 0, None if shared else 0, 0, 0, 0, 0)
+    alone = [
+        grad(loss, (0, 1, 2, 3))(*(t if p is None else t[r] for t, p in zip(given, places, strict=True)))  # type: ignore[index]
+        for r in range(R)
+    ]
+    found = vmap(grad(loss, (0, 1, 2, 3)), places)(*given)
+    for one, wanted in zip(found, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(wanted))
+
+    def total(*inputs: Tensor) -> Tensor:
+        return vmap(loss, places)(*inputs).sum()
+
+    for index, one in enumerate(grad(total, (0, 1, 2, 3))(*given)):
+        wanted = torch.stack([gradients[index] for gradients in alone])
+        torch.testing.assert_close(one, wanted.sum(0) if places[index] is None else wanted)

@@ -1,0 +1,193 @@
+"""Resets of factored_scan and dense_scan: a step that starts from reset_state in place of the state before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    SCANS,
+    ClipGradient,
+    ScanProblem,
+    assert_same_bits,
+    call_functional,
+    compiled,
+    leaf_tensors,
+    run_scan,
+    scan_problem,
+    served,
+    some_lengths,
+    with_poisoned_padding,
+)
+from torch import Tensor
+
+from orthokern import functional
+from orthokern.errors import InputError
+from orthokern.ops.activations import NAMES
+from orthokern.reference.activations import activation_fwd
+
+SERVED = served("factored_scan")[:1]
+
+
+def some_resets(T: int, B: int, share: float = 0.3, seed: int = 0) -> Tensor:
+    """bool [T, B]."""
+    return torch.rand(T, B, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def state_for(problem: ScanProblem, seed: int = 1) -> Tensor:
+    """A state that resets start from, [B, N]."""
+    return torch.randn(problem.h0.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def cut_by_hand(
+    problem: ScanProblem, inputs: list[Tensor | None], state: Tensor, resets: Tensor, lengths: Tensor, clip: float
+) -> Tensor:
+    """hs [T, B, N] in plain torch: every sequence on its own, cut at its resets into scans of their own."""
+    x, *matrices, h0, weight, bias, act_param = inputs
+    assert x is not None and h0 is not None
+    w = matrices[0] if problem.op == "dense_scan" else matrices[0] @ torch.diag(matrices[1]) @ matrices[2].mT
+    rows = []
+    for b, length in enumerate(lengths.tolist()):
+        states: list[Tensor] = []
+        borders = [t for t in range(length) if resets[t, b]]
+        for start, stop in zip([0, *borders], [*borders, length], strict=True):
+            h = state[b : b + 1] if start in borders else h0[b : b + 1]
+            for t in range(start, stop):
+                e = x[t, b] if weight is None else weight @ x[t, b] if x.is_floating_point() else weight[:, x[t, b]]
+                a = h @ w.mT + (e if bias is None else e + bias)
+                a = ClipGradient.apply(a, clip) if clip else a
+                h = activation_fwd(a, act_param, activation=problem.activation)
+                states.append(h)
+        rows.append(torch.cat([*states, h0.new_zeros(len(x) - length, h0.shape[1])]))
+    return torch.stack(rows, 1)
+
+
+def check_against_cuts(
+    problem: ScanProblem, backend: str, resets: Tensor, lengths: Tensor, clip: float = 0.0, every: int = 0
+) -> None:
+    """States and every gradient of a float64 problem against ``cut_by_hand``: of the op, with its own backward, and
+    with backend="reference" of plain torch code too."""
+    inputs, state = leaf_tensors(problem), state_for(problem).requires_grad_()
+    hs = cut_by_hand(problem, inputs, state, resets, lengths, clip)
+    wanted = [t for t in (*inputs, state) if t is not None and t.requires_grad]
+    expected = torch.autograd.grad(hs, wanted, problem.grad_hs, allow_unused=True)
+    poisoned = with_poisoned_padding(problem, lengths)
+
+    def op(inputs: list[Tensor | None], own: Tensor) -> Tensor:
+        fwd, more = getattr(torch.ops.orthokern, f"{problem.op}_fwd"), (lengths, clip, resets, own)
+        found: Tensor = fwd(*inputs, problem.activation, every, backend, "ieee", "auto", *more)[0]
+        return found
+
+    def plain(inputs: list[Tensor | None], own: Tensor) -> Tensor:
+        more = {"lengths": lengths, "message_clip": clip, "resets": resets, "reset_state": own}
+        return call_functional(poisoned, inputs, backend="reference", **more)
+
+    for run in (op, plain) if backend == "reference" else (op,):
+        again, own = leaf_tensors(poisoned), state.detach().clone().requires_grad_()
+        ours = run(again, own)
+        torch.testing.assert_close(ours, hs, rtol=1e-12, atol=1e-13)
+        leaves = [t for t in (*again, own) if t is not None and t.requires_grad]
+        found = torch.autograd.grad(ours, leaves, poisoned.grad_hs, allow_unused=True)
+        for leaf, grad, want in zip(leaves, found, expected, strict=True):
+            torch.testing.assert_close(grad, torch.zeros_like(leaf) if want is None else want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("backend", SERVED)
+def test_resets_are_cuts(op: str, activation: str, backend: str) -> None:
+    T, B = 9, 5
+    for i, kind in enumerate(("dense", "features", "tokens")):
+        problem = scan_problem(op, B=B, T=T, N=6, D=4, activation=activation, inputs=kind, gap=0.0)
+        resets = some_resets(T, B, seed=i)
+        resets[0, 1], resets[:, 2], resets[:, 3] = True, True, False
+        lengths = some_lengths(B, T, ("full", "any", "falling")[i])
+        for every, clip in ((0, 0.0), (4, 0.3), (1, 0.0)):
+            check_against_cuts(problem, backend, resets, lengths, clip, every)
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_gradcheck_with_resets(op: str) -> None:
+    """Finite differences know nothing of the derivation; the hand-derived backward runs on the op's path."""
+    resets = some_resets(5, 2, 0.4)
+    assert resets.any() and not resets.all()
+    problem = scan_problem(op, B=2, T=5, N=4, D=3, activation="prelu", inputs="features", gap=1e-2)
+
+    def run(own: Tensor, *inputs: Tensor) -> Tensor:
+        return call_functional(problem, list(inputs), resets=resets, reset_state=own, checkpoint_every=2)
+
+    assert torch.autograd.gradcheck(run, (state_for(problem).requires_grad_(), *leaf_tensors(problem)))
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
+    problem = scan_problem(op, B=3, T=6, N=5)
+    resets = some_resets(6, 3)
+    x, *matrices, h0, _, _, _ = problem.inputs()
+    scan = getattr(functional, op)
+    one, other = h0.clone().requires_grad_(), h0.clone().requires_grad_()
+    scan(x, *matrices, one, resets=resets).backward(problem.grad_hs)
+    apart, both = h0.clone().requires_grad_(), scan(x, *matrices, other, resets=resets, reset_state=other)
+    both.backward(problem.grad_hs)
+    scan(x, *matrices, h0, resets=resets, reset_state=apart).backward(problem.grad_hs)
+    torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    assert apart.grad is not None and apart.grad.abs().max() > 0 and not torch.equal(one.grad, apart.grad)
+    zeros = torch.zeros_like(h0)
+    assert torch.equal(scan(x, *matrices, resets=resets), scan(x, *matrices, zeros, resets=resets, reset_state=zeros))
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("backend", SERVED)
+def test_without_a_true_one_resets_change_no_bit(op: str, backend: str) -> None:
+    dtype = torch.float32
+    problem = scan_problem(op, B=5, T=12, N=19, activation="tanh", inputs="dense").to(dtype)
+    resets, state = torch.zeros(12, 5, dtype=torch.bool), state_for(problem).to(dtype)
+    for every in (0, 5):
+        plain = run_scan(problem, backend, checkpoint_every=every, algorithm="sequential")
+        cut = run_scan(
+            problem, backend, checkpoint_every=every, algorithm="sequential", resets=resets, reset_state=state
+        )
+        assert_same_bits(plain, cut, skip=("grad_reset_state",))
+        assert not cut["grad_reset_state"].any()
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_bad_resets_are_one_line(op: str) -> None:
+    problem = scan_problem(op, B=3, T=4, N=5)
+    inputs = leaf_tensors(problem)
+    good = torch.zeros(4, 3, dtype=torch.bool)
+    cases = [
+        ({"resets": good.int()}, "resets has dtype int32: accepted is bool"),
+        ({"resets": good.mT}, r"resets has shape \[3, 4\]: accepted is \[T, B\] = \[4, 3\]"),
+        ({"resets": [True]}, "resets must be a torch.Tensor, got list"),
+        ({"reset_state": problem.h0}, "reset_state is shape .* without resets: accepted with resets only"),
+        ({"resets": good, "reset_state": problem.h0[:1]}, r"reset_state has shape \[1, 5\]: accepted is \[B, N\]"),
+        ({"resets": good, "reset_state": problem.h0.float()}, "reset_state has dtype float32: accepted is the dtype"),
+        ({"resets": good, "algorithm": "chunked"}, "algorithm is 'chunked' with resets"),
+        ({"resets": good, "algorithm": "modal"}, "algorithm is 'modal': resets replace states between steps"),
+    ]
+    problem.activation = "identity"
+    for options, message in cases:
+        with pytest.raises(InputError, match=message):
+            call_functional(problem, inputs, **options)
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_opcheck_and_compile_with_resets(op: str) -> None:
+    problem = scan_problem(op, B=3, T=5, N=4, D=6, activation="tanh", inputs="features")
+    fwd, bwd = (getattr(torch.ops.orthokern, f"{op}_{way}").default for way in ("fwd", "bwd"))
+    more = {"resets": some_resets(5, 3), "reset_state": state_for(problem).requires_grad_()}
+    torch.library.opcheck(fwd, (*leaf_tensors(problem), "tanh", 0), more)
+    hs, _, pre = fwd(*problem.inputs(), "tanh", 0, **more)
+    kept = {name: tensor.detach() for name, tensor in more.items()}
+    torch.library.opcheck(bwd, (problem.grad_hs, hs.detach(), pre, *problem.inputs(), "tanh", 0), kept)
+
+    def run(function: Any) -> list[Tensor]:
+        inputs, own = leaf_tensors(problem), state_for(problem).requires_grad_()
+        out = function(problem, inputs, resets=more["resets"], reset_state=own)
+        leaves = [t for t in (*inputs, own) if t is not None and t.requires_grad]
+        return [out.detach(), *torch.autograd.grad(out, leaves, problem.grad_hs)]
+
+    for a, e in zip(run(compiled(call_functional)), run(call_functional), strict=True):
+        assert torch.equal(a, e)
