@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orthokern import dispatch, functional
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
-from orthokern.reference._scan import input_term
+from orthokern.reference._scan import input_term, started
 from orthokern.reference.activations import activation_fwd
 
 SCANS = ("factored_scan", "dense_scan")
@@ -95,6 +95,8 @@ class ScanProblem:
     bias: Tensor | None
     act_param: Tensor | None
     grad_hs: Tensor
+    resets: Tensor | None = None
+    reset_state: Tensor | None = None
 
     def inputs(self) -> tuple[Tensor | None, ...]:
         """The positional arguments of the forward."""
@@ -103,8 +105,8 @@ class ScanProblem:
     def leaf_arguments(self, **options: Any) -> tuple[Map, ScanInputs, ScanOptions]:
         """What a leaf takes; options: fields of ScanOptions."""
         map_ = Map(*reversed(self.matrices)) if self.op == "factored_scan" else Map(None, None, *self.matrices)
-        inputs = ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param)
-        return map_, inputs, ScanOptions(self.activation, **options)
+        inputs = ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param, self.reset_state)
+        return map_, inputs, ScanOptions(self.activation, resets=self.resets, **options)
 
     def input_names(self) -> tuple[str, ...]:
         """Their names."""
@@ -165,7 +167,9 @@ def distance_to_kink(problem: ScanProblem) -> float:
     if name in ("identity", "tanh", "softsign"):
         return float("inf")
     h, nearest = problem.h0, float("inf")
-    for e in input_term(problem.x, problem.weight, problem.bias).unbind(0):
+    for t, e in enumerate(input_term(problem.x, problem.weight, problem.bias).unbind(0)):
+        if problem.resets is not None:
+            h = started(h, problem.resets[t], problem.reset_state)
         if problem.op == "factored_scan":
             u, s, v = problem.matrices
             a = ((h @ v) * s) @ u.mT + e
@@ -277,14 +281,12 @@ def run_scan(
     algorithm: str = "auto",
     lengths: Tensor | None = None,
     message_clip: float = 0.0,
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
     options = (problem.activation, checkpoint_every)
-    more = (precision, algorithm, lengths, message_clip, resets, reset_state)
+    more = (precision, algorithm, lengths, message_clip, problem.resets, problem.reset_state)
     hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, *more)
     x, *others = problem.inputs()
     x_needed = problem.weight is not None or checkpoint_every > 0
@@ -294,6 +296,20 @@ def run_scan(
         bwd_backend or backend, *more,
     )  # fmt: skip
     return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+
+
+def with_resets(problem: ScanProblem, share: float = 0.3, *, state: bool = True, gap: float = 1e-5) -> ScanProblem:
+    """A copy whose steps reset at random, one sequence at its first step; without ``state`` to zeros."""
+    T, B = problem.grad_hs.shape[:2]
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        resets = torch.rand(T, B, generator=generator) < share
+        resets[0, B // 2] = True
+        like = torch.randn(problem.h0.shape, dtype=problem.h0.dtype, generator=generator)
+        copy = dataclasses.replace(problem, resets=resets, reset_state=like if state else None)
+        if distance_to_kink(copy) > gap:
+            return copy
+    raise AssertionError("no resets without units on a kink: make the problem smaller")
 
 
 def some_lengths(B: int, T: int, order: str, seed: int = 0) -> Tensor:

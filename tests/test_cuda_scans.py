@@ -6,6 +6,7 @@ choose the path where the size would choose another one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -27,6 +28,7 @@ from helpers import (
     scan_problem,
     some_lengths,
     with_poisoned_padding,
+    with_resets,
 )
 from torch import Tensor
 
@@ -121,6 +123,27 @@ def test_parity_of_every_path(op: str, activation: str, path: str, override: Any
             **rank,
         )
     )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("op", OPS)
+def test_parity_with_resets(op: str, path: str, override: Any) -> None:
+    """Every path, with lengths and without, and the same bits with checkpoints."""
+    override(path)
+    for index, activation in enumerate(("tanh", "prelu")):
+        problem = scan_problem(op, B=5, T=9, N=33, activation=activation, inputs=KINDS[list(PATHS).index(path) % 3])
+        problem, lengths = with_resets(problem, state=index == 0), some_lengths(5, 9, "any") if index else None
+        found = check(problem, lengths=lengths)
+        again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=4)
+        assert_same_bits(found, again, skip=("ckpt", "pre"))
+
+
+def test_resets_are_for_sequential_scans() -> None:
+    identity = with_resets(scan_problem("dense_scan", B=3, T=300, N=8, activation="identity"))
+    options = ScanOptions("identity", resets=identity.resets)
+    assert _scan.chunk_length(dataclasses.replace(options, resets=None), 300, 3, 8) > 0
+    assert _scan.chunk_length(options, 300, 3, 8) == 0
+    check(identity)
 
 
 @pytest.mark.parametrize("activation", NAMES)
@@ -743,7 +766,7 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
         "backward": 0,
         "overrides": {"path": RESIDENT},
     }
-    sizes |= {"precision": 0, "activation": 0, "act_param_stride": 0, "tokens": 0}
+    sizes |= {"precision": 0, "activation": 0, "act_param_stride": 0, "tokens": 0, "cut": 0}
     with pytest.raises(RuntimeError, match="does not serve this size"):
         harness.factored_scan_plan({**sizes, "device": 1})
     assert harness.current_device() == 0  # after an error too

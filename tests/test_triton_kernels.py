@@ -134,10 +134,11 @@ def scan_arguments(
     activation: str,
     tokens: bool,
     ragged: bool = False,
+    cuts: bool = False,
 ) -> tuple[dict[str, Any], Any]:
     """Arguments of a kernel as ``_scan.launch_forward`` and ``launch_backward`` give them, and the plan.
 
-    ragged: with lengths and, backward, a message clip.
+    ragged: with lengths and, backward, a message clip. cuts: with resets.
     """
     from orthokern.triton_kernels import _scan
 
@@ -150,6 +151,7 @@ def scan_arguments(
         "ACTIVATION": activation, "PARAM": "N" if has_param else "none", "WAY": plan.way, "PRECISION": precision,
         "BLOCK_B": plan.block_b, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
         "p_lengths": torch.int64 if ragged else None, "LENGTHS": ragged,
+        "p_cut": torch.uint8 if cuts else None, "p_restart": dtype if cuts else None, "CUTS": cuts,
     }  # fmt: skip
     if direction == "fwd":
         arguments |= {

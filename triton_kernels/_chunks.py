@@ -42,6 +42,8 @@ def wants_chunks(options: ScanOptions, T: int, B: int, device: torch.device, fac
     """Whether to scan in chunks. "auto" decides from shapes and the number of SMs."""
     if options.activation != "identity" or options.message_clip > 0 or options.algorithm == "sequential":
         return False
+    if options.resets is not None:
+        return False
     if options.algorithm == "chunked":
         return True
     if T < CHUNK_MIN_T:

@@ -50,7 +50,7 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
 
 def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """hs, ckpt and pre; see :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
-    x, h0, weight, bias, act_param, _ = inputs
+    x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
     T, (B, N), every = x.shape[0], h0.shape, options.checkpoint_every
     precision = TRITON_PRECISION[options.precision]
@@ -64,13 +64,30 @@ def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOp
     else:
         if options.keeps_pre:
             pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
+        cut, restart = cuts_of(options, inputs)
+        start = started(h0, None if options.resets is None else options.resets[0], reset_state)
         launch_forward(
-            kernels.fwd, map_, source, table, h0, act_param, T=T, B=B, chunk=T, activation=options.activation,
-            precision=precision, hs=hs, pre=pre, lengths=options.lengths,
+            kernels.fwd, map_, source, table, start, act_param, T=T, B=B, chunk=T, activation=options.activation,
+            precision=precision, hs=hs, pre=pre, lengths=options.lengths, cut=cut, restart=restart,
         )  # fmt: skip
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
     ckpt = torch.cat([h0.unsqueeze(0), hs[every - 1 : T - 1 : every]]) if every else None
     return ScanStates(hs, ckpt, pre)
+
+
+def cuts_of(options: ScanOptions, inputs: ScanInputs) -> tuple[Tensor | None, Tensor | None]:
+    """(cut bool [T, B], restart [B, N]) of ``launch_forward``: the step before each one that resets."""
+    if options.resets is None:
+        return None, None
+    restart = torch.zeros_like(inputs.h0) if inputs.reset_state is None else inputs.reset_state
+    return torch.cat([options.resets[1:], torch.zeros_like(options.resets[:1])]), restart
+
+
+def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
+    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true."""
+    if resets is None:
+        return h
+    return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
 
 
 def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
@@ -90,6 +107,13 @@ def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
     if not values.is_floating_point():
         return torch.where(here, values, -1)
     return torch.where(here.unsqueeze(-1), values, 0.0)
+
+
+def product(map_: Map, rows: Tensor) -> Tensor:
+    """A map of ``as_rows`` applied to rows [B, N]."""
+    if map_.first is None or map_.scale is None:
+        return rows @ map_.second.mT
+    return ((rows @ map_.first.mT) * map_.scale) @ map_.second.mT
 
 
 class States:
@@ -188,12 +212,15 @@ def run_backward(
     need_params: bool = True,
 ) -> ScanGradients:
     """The adjoint scan of Note [Factored scan backward] and the sums over its result."""
-    x, h0, weight, bias, act_param, _ = inputs
+    x, h0, weight, bias, act_param, reset_state = inputs
     activation, checkpoint_every, lengths = options.activation, options.checkpoint_every, options.lengths
     map_, transposed = as_rows(map_), as_rows(map_, transposed=True)
     T, B, N = grad_hs.shape
     precision = TRITON_PRECISION[options.precision]
     chunked = wants_chunks(options, T, B, h0.device, map_.first is not None)
+    resets = options.resets
+    cut, restart = cuts_of(options, inputs)
+    cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
     alive = None if lengths is None else torch.arange(T, device=lengths.device).unsqueeze(1) < lengths  # [T, B]
 
     def run(start: int, stop: int, h: Tensor, hs: Tensor, pre: Tensor | None) -> None:
@@ -204,6 +231,9 @@ def run_backward(
             forward_in_chunks(kernels.chunk_fwd, map_, *inputs, h, T=stop, **options)
             return
         size = {"T": stop - start, "B": B, "chunk": stop - start, "first": start}
+        if cut is not None and resets is not None:
+            h = started(h, resets[start], reset_state)
+            options |= {"cut": cut[start:stop], "restart": restart}
         launch_forward(kernels.fwd, map_, *inputs, h, act_param, activation=activation, pre=pre, **size, **options)
 
     features = x is not None and x.is_floating_point() and weight is not None
@@ -230,7 +260,7 @@ def run_backward(
     elif not checkpoint_every:
         launch_backward(
             kernels.bwd, transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,
-            left=left, square=square, **scan,
+            left=left, square=square, cut=resets, **scan,
         )  # fmt: skip
 
     steps = max(1, BLOCK_ROWS // B)
@@ -242,10 +272,16 @@ def run_backward(
         if one_block:
             launch_backward(
                 kernels.bwd, transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
-                chunk=high - low, delta=delta, left=left, square=square[low:high], first=low, **scan,
+                chunk=high - low, delta=delta, left=left, square=square[low:high], first=low,
+                cut=None if resets is None else resets[low:high], **scan,
             )  # fmt: skip
             carry, left = left, carry
+        if cut_sum is not None and resets is not None:
+            cut_sum += started(delta, ~resets[low:high], None).sum(0)
         if sums:
+            if resets is not None:
+                before = started(before, resets[low], reset_state)
+                between = started(between, resets[low + 1 : high], reset_state)
             sums.add_states(delta, without_padding(before, alive, low), without_padding(between, alive, low + 1))
             if weight is not None and x is not None:
                 sums.add_input(delta, without_padding(x[low:high], alive, low))
@@ -259,5 +295,8 @@ def run_backward(
     grad_act_param = None
     if by_row is not None and act_param is not None:
         grad_act_param = by_row.sum(0) if act_param.numel() > 1 else by_row.sum().view(1)
+    grad_reset_state = None if cut_sum is None else product(transposed, cut_sum)
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
-    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, None, square.sum(1).sqrt())
+    return ScanGradients(
+        grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_reset_state, square.sum(1).sqrt()
+    )

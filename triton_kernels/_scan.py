@@ -106,6 +106,8 @@ def forward(
     p_pre,  # [T, B, N], or None
     p_last,  # [R, N], or None: the state after the last step of each row; zeros where its sequence has ended
     p_lengths,  # int64 [B], or None
+    p_cut,  # uint8 [T, B], or None: the steps after which the state becomes that of p_restart
+    p_restart,  # [B, N], or None
     T,
     B,
     R,
@@ -122,6 +124,7 @@ def forward(
     STORE_PRE: tl.constexpr,
     STORE_LAST: tl.constexpr,
     LENGTHS: tl.constexpr,
+    CUTS: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -142,6 +145,9 @@ def forward(
     b_param = parameter(p_param, o_n, m_n, PARAM)
     b_h = tl.load(p_h0 + o_row.to(tl.int64)[:, None] * N + o_n[None, :], mask=m_rn, other=0.0)
 
+    if CUTS:
+        b_restart = tl.load(p_restart + (o_row % B)[:, None] * N + o_n[None, :], mask=m_rn, other=0.0)
+
     # ids are loaded two steps ahead, rows of the input one step ahead, which hides both latencies
     m_t = m_row & (o_start < o_end)
     b_ids = o_r
@@ -156,6 +162,8 @@ def forward(
         b_next = load_input(p_x, p_table, b_ids, o_r + B, m_next, D, N, TOKENS, BLOCK_N)
         if TOKENS:
             b_ids = load_ids(p_x, o_r + 2 * B, m_row & (o_start + (t + 2) < o_end))
+        if CUTS:
+            b_cut = tl.load(p_cut + o_r, mask=m_row & (o_start + t < o_last), other=0)
         b_a = product(
             b_h, b_first, b_scale, b_second, p_first, p_scale, p_second, N, K, FACTORED, WAY, PRECISION, BLOCK_N,
             BLOCK_K,
@@ -171,6 +179,8 @@ def forward(
             tl.store(p_hs + o, b_h, mask=m_now)
         if STORE_PRE:
             tl.store(p_pre + o, b_a, mask=m_now)
+        if CUTS:
+            b_h = tl.where((b_cut != 0)[:, None], b_restart, b_h)
         o_r += B
         b_e = b_next
     if LENGTHS:
@@ -231,6 +241,7 @@ def backward(
     p_sum,  # [R, N], or None: the gradient of the parameter by row and unit; updated
     p_lengths,  # int64 [B], or None
     p_clip,  # [1], or None: the bound of |delta|
+    p_cut,  # uint8 [T, B], or None: the steps that no carry leaves
     T,
     B,
     R,
@@ -247,6 +258,7 @@ def backward(
     FROM_PRE: tl.constexpr,
     LENGTHS: tl.constexpr,
     CLIP: tl.constexpr,
+    CUTS: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -291,6 +303,8 @@ def backward(
         b_g_before, b_h_before, b_a_before = load_step(p_grad, p_hs, p_pre, o_before, m_before, FROM_HS, FROM_PRE)
 
         m_now = m_row & (o_start + t < o_last)
+        if CUTS:
+            b_cut = tl.load(p_cut + o_r, mask=m_now, other=0)
         b_ghat = b_g + b_carry
         if LENGTHS:
             m_live = (o_start + t < o_end)[:, None]
@@ -307,6 +321,8 @@ def backward(
             b_delta, b_first, b_scale, b_second, p_first, p_scale, p_second, N, K, FACTORED, WAY, PRECISION, BLOCK_N,
             BLOCK_K,
         )  # fmt: skip
+        if CUTS:
+            b_carry = tl.where((b_cut != 0)[:, None], 0.0, b_carry)
         o_r -= B
         b_g = b_g_before
         if FROM_HS:
@@ -407,19 +423,24 @@ def launch_forward(
     last: Tensor | None = None,
     lengths: Tensor | None = None,
     first: int = 0,
+    cut: Tensor | None = None,
+    restart: Tensor | None = None,
 ) -> None:
     """Run ``forward`` from h0 [R, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
 
     lengths: int64 [B] or None, of sequences whose step ``first`` is the first one here.
+    cut: bool [T, B] and restart [B, N], or None for both.
     """
     (R, N), K = h0.shape, map_.second.shape[1]
     way = plan(N, K, R, factored=map_.first is not None, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
         kernel[(triton.cdiv(R, way.block_b),)](
-            x, table, *[t for t in map_ if t is not None], h0, act_param, hs, pre, last, lengths, T, B, R, chunk, first,
+            x, table, *[t for t in map_ if t is not None], h0, act_param, hs, pre, last, lengths,
+            None if cut is None else cut.view(torch.uint8), restart, T, B, R, chunk, first,
             0 if table is None else table.shape[0], N=N, K=K, TOKENS=table is not None, ACTIVATION=activation,
             PARAM=parameter_kind(act_param), STORE_HS=hs is not None, STORE_PRE=pre is not None,
-            STORE_LAST=last is not None, LENGTHS=lengths is not None, WAY=way.way, PRECISION=precision,
+            STORE_LAST=last is not None, LENGTHS=lengths is not None, CUTS=cut is not None, WAY=way.way,
+            PRECISION=precision,
             BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -446,8 +467,10 @@ def launch_backward(
     lengths: Tensor | None = None,
     first: int = 0,
     clip: Tensor | None = None,
+    cut: Tensor | None = None,
 ) -> None:
-    """Run ``backward`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or None."""
+    """Run ``backward`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or None;
+    cut: bool [T, B] or None."""
     (R, N), K = carry.shape, map_.second.shape[1]
     way = plan(N, K, R, factored=map_.first is not None, dtype=carry.dtype, precision=precision)
     reads = ACTIVATIONS[activation].reads
@@ -455,10 +478,9 @@ def launch_backward(
     with torch.cuda.device_of(carry):
         kernel[(triton.cdiv(R, way.block_b),)](
             grad_hs, hs if from_hs else None, pre if from_pre else None, *[t for t in map_ if t is not None], carry,
-            act_param, delta, left, square, by_row, lengths, clip, T, B, R, chunk, first, N=N, K=K,
-            ACTIVATION=activation,
-            PARAM=parameter_kind(act_param), STORE_DELTA=delta is not None, STORE_SUM=by_row is not None,
-            FROM_HS=from_hs, FROM_PRE=from_pre, LENGTHS=lengths is not None, CLIP=clip is not None, WAY=way.way,
-            PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k,
-            num_warps=way.num_warps, enable_fp_fusion=True,
+            act_param, delta, left, square, by_row, lengths, clip, None if cut is None else cut.view(torch.uint8), T, B,
+            R, chunk, first, N=N, K=K, ACTIVATION=activation, PARAM=parameter_kind(act_param), STORE_DELTA=delta is not
+            None, STORE_SUM=by_row is not None, FROM_HS=from_hs, FROM_PRE=from_pre, LENGTHS=lengths is not None,
+            CLIP=clip is not None, CUTS=cut is not None, WAY=way.way, PRECISION=precision, BLOCK_B=way.block_b,
+            BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip

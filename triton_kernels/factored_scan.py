@@ -33,6 +33,8 @@ def factored_scan_fwd_kernel(
     p_pre,  # [T, B, N], or None
     p_last,  # [R, N], or None
     p_lengths,  # int64 [B], or None
+    p_cut,  # uint8 [T, B], or None
+    p_restart,  # [B, N], or None
     T,
     B,
     R,
@@ -48,6 +50,7 @@ def factored_scan_fwd_kernel(
     STORE_PRE: tl.constexpr,
     STORE_LAST: tl.constexpr,
     LENGTHS: tl.constexpr,
+    CUTS: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -55,9 +58,9 @@ def factored_scan_fwd_kernel(
     BLOCK_K: tl.constexpr,
 ):
     forward(
-        p_x, p_table, p_first, p_scale, p_second, p_h0, p_param, p_hs, p_pre, p_last, p_lengths, T, B, R, CHUNK, FIRST,
-        D, N, K, True, TOKENS, ACTIVATION, PARAM, STORE_HS, STORE_PRE, STORE_LAST, LENGTHS, WAY, PRECISION, BLOCK_B,
-        BLOCK_N, BLOCK_K,
+        p_x, p_table, p_first, p_scale, p_second, p_h0, p_param, p_hs, p_pre, p_last, p_lengths, p_cut, p_restart, T, B,
+        R, CHUNK, FIRST, D, N, K, True, TOKENS, ACTIVATION, PARAM, STORE_HS, STORE_PRE, STORE_LAST, LENGTHS, CUTS, WAY,
+        PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -77,6 +80,7 @@ def factored_scan_bwd_kernel(
     p_sum,  # [R, N], or None
     p_lengths,  # int64 [B], or None
     p_clip,  # [1], or None
+    p_cut,  # uint8 [T, B], or None
     T,
     B,
     R,
@@ -92,6 +96,7 @@ def factored_scan_bwd_kernel(
     FROM_PRE: tl.constexpr,
     LENGTHS: tl.constexpr,
     CLIP: tl.constexpr,
+    CUTS: tl.constexpr,
     WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -100,8 +105,8 @@ def factored_scan_bwd_kernel(
 ):
     backward(
         p_grad, p_hs, p_pre, p_first, p_scale, p_second, p_carry, p_param, p_delta, p_left, p_square, p_sum, p_lengths,
-        p_clip, T, B, R, CHUNK, FIRST, N, K, True, ACTIVATION, PARAM, STORE_DELTA, STORE_SUM, FROM_HS, FROM_PRE,
-        LENGTHS, CLIP, WAY, PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
+        p_clip, p_cut, T, B, R, CHUNK, FIRST, N, K, True, ACTIVATION, PARAM, STORE_DELTA, STORE_SUM, FROM_HS, FROM_PRE,
+        LENGTHS, CLIP, CUTS, WAY, PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 

@@ -26,17 +26,19 @@ struct ScanArgs {
   int64_t checkpoint_every;  // 0: every state is kept
   double message_clip;       // backward: bound of |delta_t|, 0: none
   const int64_t* lengths;    // [B] in [1, T], steps of each sequence; null: T for all
+  const uint8_t* resets;     // [T, B], 0 or 1: whether the step starts from reset_state; null: none does
 
-  const void* x;           // [T, B, N] if weight is null, else [T, B, D]; null with tokens
-  const int64_t* tokens;   // [T, B] in [0, D), or null
-  const void* first;       // [N, K], V; null for dense_scan
-  const void* scale;       // [K], s; null for dense_scan
-  const void* second;      // [N, K], U; W [N, N] for dense_scan
-  const void* h0;          // [B, N]
-  const void* weight;      // [N, D] or null
-  const void* bias;        // [N] or null
-  const void* act_param;   // [act_param_size] or null
-  int64_t act_param_size;  // 1 or N
+  const void* x;            // [T, B, N] if weight is null, else [T, B, D]; null with tokens
+  const int64_t* tokens;    // [T, B] in [0, D), or null
+  const void* first;        // [N, K], V; null for dense_scan
+  const void* scale;        // [K], s; null for dense_scan
+  const void* second;       // [N, K], U; W [N, N] for dense_scan
+  const void* h0;           // [B, N]
+  const void* reset_state;  // [B, N]; null: zeros
+  const void* weight;       // [N, D] or null
+  const void* bias;         // [N] or null
+  const void* act_param;    // [act_param_size] or null
+  int64_t act_param_size;   // 1 or N
 
   // forward results
   void* hs;    // [T, B, N]
@@ -51,18 +53,19 @@ struct ScanArgs {
   void* grad_x;    // like x, or null
   void* grad_map;  // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
   void* grad_h0;   // [B, N]
-  void* grad_weight;     // [N, D] or null
-  void* grad_bias;       // [N] or null
-  void* grad_act_param;  // [act_param_size] or null
-  void* grad_norm;       // [T]: |dL/dh_t| over batch and units
+  void* grad_reset_state;  // [B, N] or null
+  void* grad_weight;       // [N, D] or null
+  void* grad_bias;         // [N] or null
+  void* grad_act_param;    // [act_param_size] or null
+  void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
   // Set by the kernel: rows from one step of the states, and of x, to the next. R B, or B.
   int64_t step_rows, x_step_rows;
 
   template <class Visit>
   void common(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, K, D, R, shared_x, dtype, activation, threads, checkpoint_every, lengths, x,
-                     tokens, first, scale, second, h0, weight, bias, act_param, act_param_size);
+    ORTHOKERN_FIELDS(visit, B, T, N, K, D, R, shared_x, dtype, activation, threads, checkpoint_every, lengths, resets,
+                     x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
   }
   template <class Visit>
   void forward(Visit& visit) {
@@ -72,8 +75,8 @@ struct ScanArgs {
   template <class Visit>
   void backward(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_weight, grad_bias,
-                     grad_act_param, grad_norm);
+    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_reset_state,
+                     grad_weight, grad_bias, grad_act_param, grad_norm);
   }
 };
 

@@ -143,7 +143,9 @@ ScanArgs replica(const ScanArgs& all, int64_t r) {
   advance(one.weight, size * N * D);
   advance(one.bias, size * N);
   advance(one.act_param, size * all.act_param_size);
+  advance(one.resets, r * B);
   advance(one.h0, size * B * N);
+  advance(one.reset_state, size * B * N);
   advance(one.hs, size * B * N);
   advance(one.ckpt, size * B * N);
   advance(one.pre, size * B * N);
@@ -151,6 +153,7 @@ ScanArgs replica(const ScanArgs& all, int64_t r) {
   advance(one.states, size * B * N);
   advance(one.saved_pre, size * B * N);
   advance(one.grad_h0, size * B * N);
+  advance(one.grad_reset_state, size * B * N);
   advance(one.grad_x, size * B * inputs);
   advance(one.grad_map, size * N * N);
   advance(one.grad_weight, size * N * D);

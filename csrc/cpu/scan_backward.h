@@ -35,14 +35,15 @@ struct ScanSums {
 template <class T>
 struct BackwardStep {
   int64_t t;
-  int rows;            // R_t
-  int unmasked;        // the first rows that need no test of their length
-  const T* grad_h;     // g_t
-  const T* pre;        // a_t, or null
-  const T* h;          // h_t, blocked
-  T* delta;            // delta_t, blocked
-  T* grad_x;           // where delta_t goes as rows, or null
-  const int64_t* ids;  // of the tokens whose gradients are wanted, or null
+  int rows;               // R_t
+  int unmasked;           // the first rows that need no test of their length
+  const T* grad_h;        // g_t
+  const T* pre;           // a_t, or null
+  const T* h;             // h_t, blocked
+  T* delta;               // delta_t, blocked
+  T* grad_x;              // where delta_t goes as rows, or null
+  const int64_t* ids;     // of the tokens whose gradients are wanted, or null
+  const uint8_t* resets;  // flags of the rows at step t + 1, or null if none resets
 };
 
 template <class T, class A>
@@ -108,6 +109,7 @@ struct BackwardRows {
   }
 
   T* grad_x() const { return static_cast<T*>(args.grad_x); }
+  T* grad_reset_state() const { return static_cast<T*>(args.grad_reset_state) + row0 * N; }
   ptrdiff_t place(int64_t t) const { return static_cast<ptrdiff_t>(rows.place[t]) * L; }
   // map^T(delta_{t+1}), blocked.
   T* message() const { return rows.next; }
@@ -131,13 +133,17 @@ struct BackwardRows {
 
   void run() {
     const int64_t last = rows.longest - 1;
+    if (args.grad_reset_state) memset(grad_reset_state(), 0, static_cast<size_t>(R) * N * sizeof(T));
     for (int64_t t = last; t >= 0; t--) {
       if (t == last || rows.place[t + 1] == 0) used = rows.place[t] + rows.active[t];
       if (every && (t == last || (t + 1) % every == 0)) recompute_segment(t);
       read_ending(t);
       V<T> square = V<T>{};
-      compute_delta(step_at(t), &square);
+      const BackwardStep<T> step = step_at(t);
+      compute_delta(step, &square);
       sums->norm[t] += sum_lanes<T>(square);
+      if (params && step.resets && rows.place[t + 1] != 0)  // h_t of these rows is no longer needed there
+        rows.put_reset_state(step.resets, t + 1, inputs + place(t + 1), ring_block);
       if (dx_out) write_feature_gradient(t);
       rows.read_rows(state_rows(t - 1, t), N, rows.active[t], plan.N, inputs + place(t), ring_block);
       if (params) add_gradients(t);
@@ -145,6 +151,7 @@ struct BackwardRows {
     Transfers<T> during_first, during_last;
     if (delta_out && plan.stream) stream_delta(&during_last, 0);
     multiply_back(0, &during_first, &during_last, [](int, int) {});
+    if (const uint8_t* flags = rows.resets_at(0)) take_messages(flags, 0, 0, blocks);
     rows.write_rows(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
     if (delta_out || dx_out)
       for (int64_t t = 0; t < args.T; t++) rows.clear_rest(t, rows.active[t], grad_x(), delta_out ? plan.N : plan.D);
@@ -182,6 +189,7 @@ struct BackwardRows {
     step.delta = delta + place(t);
     step.grad_x = delta_out && !plan.stream ? grad_x() + here : nullptr;
     step.ids = args.tokens && params ? args.tokens + t * args.x_step_rows + row0 : nullptr;
+    step.resets = t < rows.longest - 1 ? rows.resets_at(t + 1) : nullptr;
     return step;
   }
 
@@ -224,6 +232,22 @@ struct BackwardRows {
                       blocks);
   }
 
+  // The messages of the rows that reset at step t do not go on to step t - 1, but to the gradient of reset_state.
+  void take_messages(const uint8_t* flags, int64_t t, int first, int last) const {
+    for (int r = 0; r < rows.active[t]; r++) {
+      if (!rows.resets(flags, r, t)) continue;
+      for (int b = first; b < last && b < blocks; b++) {
+        T* from = message() + b * rows.block + r * L;
+        const int count = rows.lanes(b);
+        if (args.grad_reset_state) {
+          T* to = grad_reset_state() + r * N + b * L;
+          store_part(to, load_part(to, count) + load(from), count);
+        }
+        store(from, V<T>{});
+      }
+    }
+  }
+
   static ORTHOKERN_INLINE V<T> clip(V<T> d, V<T> bound) {  // a NaN stays a NaN
     d = d > bound ? bound : d;
     return d < -bound ? -bound : d;
@@ -231,6 +255,7 @@ struct BackwardRows {
 
   // delta_t for blocks [first, last), of which the message is ready.
   void finish_blocks(const BackwardStep<T>& step, int first, int last, V<T>* square) {
+    if (step.resets) take_messages(step.resets, step.t + 1, first, last);
     for (int b = first; b < last && b < blocks; b++) {
       V<T> param_grad = V<T>{};
       const int r = rows.lanes(b) == L ? finish_unmasked_rows(step, b, square, &param_grad) : 0;
@@ -319,8 +344,15 @@ struct BackwardRows {
     T* here = inputs + place(t);
     if (plan.X) rows.read_features(t, here + blocks * ring_block, ring_block);
     if (!rows.gapless(t)) rows.clear_ended(t, here, ring_block, blocks + x_blocks);  // may hold NaN or infinities
-    if (rows.place[t] == 0)
+    if (rows.place[t] == 0) {
+      const uint8_t* flags = rows.resets_at(t);
+      if (flags) rows.put_reset_state(flags, t, here, ring_block);
       outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
+      if (flags)  // the step before reads h_{t-1} there
+        for (int r = 0; r < rows.active[t]; r++)
+          if (rows.resets(flags, r, t))
+            rows.read_rows(state_rows(t - 1, t) + r * N, N, 1, plan.N, here + r * L, ring_block);
+    }
     if (token_steps && t % token_steps == 0) add_table_part();
   }
   // Token gradients are summed over token_steps steps before they are added to the total: a sum of sums has a smaller

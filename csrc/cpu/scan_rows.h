@@ -16,6 +16,7 @@ struct ScanRows {
   Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
   Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
   int longest;                   // steps of the longest row
+  Scratch<T> streamed;           // [R][N]: h_{t-1} of the rows that reset at step t, where states are streamed
   Scratch<int> length;           // [R]
   Scratch<int> active;           // [T + 1] R_t: one more than the last row that runs at step t, 0 after the longest
   Scratch<int> running;          // [T + 1] how many run; fewer than R_t where a row in between has ended
@@ -28,7 +29,8 @@ struct ScanRows {
     // The product writes whole panels: room for two blocks.
     const size_t n = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
     return state.allocate(n) && next.allocate(n) && z.allocate(static_cast<size_t>(round_up(plan.K, 2 * L)) * R) &&
-           x.allocate(static_cast<size_t>(round_up(plan.X, L)) * R) && e_rows.allocate(R) && count_steps();
+           x.allocate(static_cast<size_t>(round_up(plan.X, L)) * R) && e_rows.allocate(R) && count_steps() &&
+           (!args.resets || !plan.stream || streamed.allocate(static_cast<size_t>(R) * plan.N));
   }
   bool count_steps() {
     if (!length.allocate(R) || !active.allocate(args.T + 1) || !running.allocate(args.T + 1)) return false;
@@ -61,6 +63,25 @@ struct ScanRows {
   }
   bool ended(int r, int64_t t) const { return length[r] <= t; }
   bool gapless(int64_t t) const { return running[t] == active[t]; }
+  // The flags of the rows at step t, if any of the first R_t resets there; else null.
+  const uint8_t* resets_at(int64_t t) const {
+    if (!args.resets) return nullptr;
+    const uint8_t* flags = args.resets + t * args.step_rows + row0;
+    return memchr(flags, 1, active[t]) ? flags : nullptr;
+  }
+  bool resets(const uint8_t* flags, int r, int64_t t) const { return flags[r] && !ended(r, t); }
+  // reset_state of the rows that reset at step t, into a blocked matrix.
+  void put_reset_state(const uint8_t* flags, int64_t t, T* rows, ptrdiff_t rows_block) const {
+    const T* from = static_cast<const T*>(args.reset_state) + row0 * static_cast<ptrdiff_t>(plan.N);
+    for (int r = 0; r < active[t]; r++) {
+      if (!resets(flags, r, t)) continue;
+      if (args.reset_state) {
+        read_rows(from + r * static_cast<ptrdiff_t>(plan.N), plan.N, 1, plan.N, rows + r * L, rows_block);
+      } else {
+        for (int b = 0; b < plan.blocks(); b++) store(rows + b * rows_block + r * L, V<T>{});
+      }
+    }
+  }
   // Sets rows that ended before step t, among the first R_t, to zero: in a blocked matrix, and in a row-major one.
   void clear_ended(int64_t t, T* rows, ptrdiff_t rows_block, int count) const {
     for (int r = 0; r < active[t]; r++)
@@ -121,6 +142,16 @@ struct ScanRows {
   template <class A>
   void step(int64_t t, T* h_out, T* pre_out, bool stream) {
     const int N = plan.N, R_t = active[t];
+    // Before the product, rows that reset are overwritten. With `stream` their h_{t-1} is still to be written, which
+    // is done behind the product, whose transfers write what the state has.
+    const uint8_t* const flags = resets_at(t);
+    const bool behind = flags && h_out && stream && t > 0;
+    if (flags) {
+      if (behind)
+        for (int r = 0; r < R_t; r++)
+          if (resets(flags, r, t)) write_rows(state + r * L, block, 1, N, streamed + static_cast<ptrdiff_t>(r) * N, N);
+      put_reset_state(flags, t, state, block);
+    }
     Transfers<T> during_first, during_last;  // the factored map's first product, and the last product
     const bool has_e = read_input(t, &during_last);
     if (h_out && stream && t > 0) {
@@ -142,6 +173,13 @@ struct ScanRows {
     segments[1] = {x, block, plan.X};
     multiply<T>(segments, plan.X ? 2 : 1, plan.second, R_t, out, block, &during_last,
                 [&](int first, int last) { activate_blocks<A>(first, last, R_t, has_e, out, h_out, pre_out, stream); });
+    if (behind) {
+      stream_fence();  // ordinary stores must not be overtaken by the streaming ones to the same place
+      T* h_before = h_out - static_cast<ptrdiff_t>(args.step_rows) * N;
+      for (int r = 0; r < R_t; r++)
+        if (resets(flags, r, t))
+          memcpy(h_before + static_cast<ptrdiff_t>(r) * N, streamed + static_cast<ptrdiff_t>(r) * N, N * sizeof(T));
+    }
     if (!gapless(t)) {
       clear_ended(t, out, block, plan.blocks());
       if (!stream) clear_ended(t, h_out);

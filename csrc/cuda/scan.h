@@ -14,6 +14,10 @@
 // virtual sequences that run side by side, q = c * B + b for rows b from step c * chunk on, each from a state of its
 // own. Without chunks, chunk = T and Q = B.
 //
+// With cut, the state that a step leaves is replaced before the next product, by restart: forward by the state of a
+// sequence that begins anew, backward by zeros, since nothing passes from there to the steps before. What a step writes
+// is not changed. Without chunks.
+//
 // With lengths, a sequence has the steps before its length: forward it ends early, backward it begins late, and its
 // states are zero on padding. The host does not check the values of lengths: one below 0 or above T counts as 0 or T.
 #pragma once
@@ -84,6 +88,8 @@ struct ScanArgs {
   const float* second;     // [N, K], U; W [N, N] for dense_scan
   const float* act_param;  // [1] or [N] or null
   const int64_t* lengths;  // [B], counted from the beginning of time, or null: T for all
+  const uint8_t* cut;      // [T, B], 0 or 1, or null
+  const float* restart;    // [B, N], or null: zeros
 
   float* out;  // [T, B, N] states, zeros on padding, or null
   float* pre;  // forward: [T, B, N] the a, zeros on padding, or null
@@ -100,13 +106,13 @@ struct ScanArgs {
 
   template <class Visit>
   void planned(Visit& visit) {  // what plan_scan reads
-    ORTHOKERN_FIELDS(visit, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride, tokens);
+    ORTHOKERN_FIELDS(visit, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride, tokens, cut);
   }
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
-    ORTHOKERN_FIELDS(visit, D, time, clip, x, table, gate, start, first, scale, second, act_param, lengths, out, pre,
-                     end, sums, norms, packed1, packed2, work);
+    ORTHOKERN_FIELDS(visit, D, time, clip, x, table, gate, start, first, scale, second, act_param, lengths, restart,
+                     out, pre, end, sums, norms, packed1, packed2, work);
   }
 };
 

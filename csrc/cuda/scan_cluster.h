@@ -360,7 +360,15 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
         }
         v[j] = rows[j] < N && live_step ? after : 0.f;  // beyond the last unit stays zero, whatever lies around it
       }
-      send(v, to, columns1, begin2, end2, state_barrier(i));
+      if (a.cut) {
+        float passed[kHeld];
+#pragma unroll
+        for (int j = 0; j < kHeld; j++)
+          passed[j] = unit[j] && live_step ? state_to_pass(a, q0 + g, rows[j], where.first + i * stride, v[j]) : v[j];
+        send(passed, to, columns1, begin2, end2, state_barrier(i));
+      } else {
+        send(v, to, columns1, begin2, end2, state_barrier(i));
+      }
 #pragma unroll
       for (int j = 0; j < kHeld; j++) {
         if (!unit[j]) continue;

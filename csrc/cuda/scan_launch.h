@@ -38,7 +38,7 @@ void with_value(int value, F f) {
 
 // Call f with the ResidentTraits of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the
 // registers, and 8 with 20 do. Above 64 units there are kernels for one activation and one kind of inputs, which have
-// fewer branches in a step. They store no `pre`.
+// fewer branches in a step. They store no `pre`, and know no `cut`.
 template <bool kFactored, bool kBackward, int C, class F>
 void with_resident_traits(int group, const ScanArgs& a, F f) {
   constexpr int kWarps = kFactored && C > 8 ? 8 : C, kIdentity = act::Identity::number, kTanh = act::Tanh::number;
@@ -48,7 +48,7 @@ void with_resident_traits(int group, const ScanArgs& a, F f) {
     if (group == 1) f(ResidentTraits<kFactored, kBackward, kWarps, C, false, kActivation, kInputs>());
     else f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kActivation, kInputs>());
   };
-  const bool known = !a.pre && (a.activation == kIdentity || a.activation == kTanh);
+  const bool known = !a.pre && !a.cut && (a.activation == kIdentity || a.activation == kTanh);
   if constexpr (C >= 8) {
     if (known) {
       with_value<kIdentity, kTanh>(a.activation, [&](auto activation) {

@@ -49,6 +49,7 @@ struct ResidentTraits {
   // Token ids are fetched another kAhead + 1 steps ahead of the rows that they select.
   static constexpr int kIdRing = 4 * kAhead;
   static constexpr bool kAny = activation == kAnyActivation;
+  static constexpr bool kCuts = kAny;  // ScanArgs::cut: a kernel for one activation has no room for it
   static __device__ __forceinline__ bool tokens(const ScanArgs& a) {
     return !backward && (inputs == kAnyInputs ? a.tokens != nullptr : inputs == kTokens);
   }
@@ -480,7 +481,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           if (kGates && live && (!Traits::kAny || a.gate)) gate = self.gates[place];
         });
         const float before = sum + input, after = self.end_step(before, gate);
-        if (live) to[g * kPadded + self.row] = after;  // before a sequence begins its state is zero and stays so
+        // before a sequence begins its state is zero and stays so
+        if (live)
+          to[g * kPadded + self.row] =
+              Traits::kCuts ? state_to_pass(a, self.q0() + g, self.row, steps.first - self.row + self.moved, after)
+                            : after;
         result = {g, place, after, before, gate, steps, id};
       } while ((g0 += kSequences) < group);
       __syncthreads();

@@ -179,6 +179,13 @@ __device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t ro
   return a.tokens + row_offset / a.N;
 }
 
+// What the next product reads of unit n of sequence b after a step whose first element lies at `row_offset`.
+__device__ __forceinline__ float state_to_pass(const ScanArgs& a, int64_t b, int64_t n, int64_t row_offset,
+                                               float after) {
+  if (!a.cut || !a.cut[row_offset / a.N]) return after;
+  return a.restart ? a.restart[b * a.N + n] : 0.f;
+}
+
 __device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t n) {
   return a.act_param ? a.act_param[n * a.act_param_stride] : 0.f;
 }

@@ -63,6 +63,7 @@ def empty_cache() -> None:
 # Of the tensors that a kernel is given, those whose dtype is not that of the call.
 _OWN_DTYPE = {
     **dict.fromkeys(("tokens", "lengths", "target", "definite", "hits", "pairs"), torch.int64),
+    "resets": torch.bool,
     **dict.fromkeys(("lr", "distance", "image", "v_rows", "re", "im"), torch.float64),
     **dict.fromkeys(("grad_re", "grad_im", "grad_pairs"), torch.float64),
     **dict.fromkeys(("ids", "target_ids"), torch.uint8),  # any integer dtype: its bytes

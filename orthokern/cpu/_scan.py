@@ -46,8 +46,8 @@ def _arguments(
         "x": None if tokens else x,
         "tokens": x if tokens else None,
         "lengths": options.lengths,
+        "resets": options.resets,
     }
-    del tensors["reset_state"]  # SUPPORT: no resets
     return sizes, tensors
 
 
@@ -90,11 +90,10 @@ def scan_bwd(
         weight=like(inputs.weight, need_params),
         bias=like(inputs.bias, need_params),
         act_param=like(inputs.act_param, need_params),
-        reset_state=None,
+        reset_state=like(inputs.reset_state, options.resets is not None),
         norm=new(*replicas, T, dtype=dtype),
     )
     saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
     results = dict(zip(_RESULTS, grads, strict=True))
-    del results["grad_reset_state"]
     call(f"{map_.op}_bwd", dtype, {**sizes, "message_clip": options.message_clip}, {**tensors, **saved, **results})
     return grads

@@ -41,6 +41,7 @@ class Scan:
         B: rows of the batch.
         tokens: whether the inputs are token ids.
         chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
+        restart: [B, N], what a cut puts in place of a state; None: zeros. Cuts where the options have resets.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Scan:
         tokens: bool = False,
         chunk: int | None = None,
         sequences: int | None = None,
+        restart: Tensor | None = None,
     ) -> None:
         N = map_.second.shape[0]
         self.map, self.device, self.chunk = map_, map_.second.device, chunk
-        self.tensors = {**map_._asdict(), "act_param": act_param, "lengths": options.lengths}
+        self.tensors = {**map_._asdict(), "act_param": act_param, "lengths": options.lengths, "restart": restart}
+        self.cut = None if options.resets is None else _cuts(options.resets, backward)
         self.clip = options.message_clip if backward and options.message_clip > 0 else math.inf
         self.sizes = {
             "B": B,
@@ -70,7 +73,7 @@ class Scan:
             "backward": int(backward),
         }
         # which inputs there are decides how much shared memory a sequence takes
-        asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens)}
+        asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens), "cut": int(self.cut is not None)}
         self.plan = native.plan(f"{map_.op}_plan", self.device, asked)
         for name in ("packed1", "packed2", "work"):
             self.tensors[name] = map_.second.new_empty(self.plan[name]) if self.plan[name] else None
@@ -119,8 +122,24 @@ class Scan:
         tensors = {
             **self.tensors, "x": x, "tokens": tokens, "table": table, "gate": gate, "start": start, "out": out,
             "pre": pre, "end": end, "sums": sums, "norms": norms,
+            "cut": None if self.cut is None else self.cut[time : time + steps],
         }  # fmt: skip
         native.call(self.map.op, self.device, sizes, tensors)
+
+
+def _cuts(resets: Tensor, backward: bool) -> Tensor:
+    """ScanArgs::cut, bool [T, B]: the steps after which a state is replaced. Backward that of a step that resets, whose
+    message goes no further; forward that of the step before it."""
+    if backward:
+        return resets
+    return torch.cat([resets[1:], torch.zeros_like(resets[:1])])
+
+
+def _started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
+    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true."""
+    if resets is None:
+        return h
+    return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
 
 
 def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -137,12 +156,15 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
 
 
 def chunk_length(options: ScanOptions, steps: int, B: int, N: int) -> int:
-    """Steps of a chunk, from sizes alone; 0 for the sequential scan, which a clip needs: chunks add up linear maps.
+    """Steps of a chunk, from sizes alone; 0 for the sequential scan, which a clip and resets need: chunks add up linear
+    maps.
 
     Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and short enough
     to leave many chunks.
     """
     if options.activation != "identity" or options.message_clip > 0 or options.algorithm == "sequential" or steps < 2:
+        return 0
+    if options.resets is not None:
         return 0
     if options.algorithm == "auto" and (steps < _CHUNKED_STEPS or B > _CHUNKED_BATCH or N > 128):
         return 0
@@ -220,7 +242,11 @@ def _ready(map_: Map, inputs: ScanInputs, options: ScanOptions) -> tuple[Map, Sc
     return (
         Map(*[ready(tensor, name) for tensor, name in zip(map_, names, strict=True)]),
         ScanInputs(*[ready(tensor, name) for name, tensor in inputs._asdict().items()]),
-        dataclasses.replace(options, lengths=native.ready(options.lengths, torch.int64, device, "lengths")),
+        dataclasses.replace(
+            options,
+            lengths=native.ready(options.lengths, torch.int64, device, "lengths"),
+            resets=native.ready(options.resets, torch.bool, device, "resets"),
+        ),
     )
 
 
@@ -228,7 +254,7 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where
     single steps are launched."""
     map_, inputs, options = _ready(map_, inputs, options)
-    x, h0, weight, bias, act_param, _ = inputs
+    x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
     steps, (B, N), checkpoint_every = x.shape[0], h0.shape, options.checkpoint_every
     e, table = _input_of(x, weight, bias)
@@ -239,8 +265,9 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     if chunk:
         _chunked(map_, options, chunk, terms, h0, hs, backward=False, table=table)
     else:
-        scan = Scan(map_, options, act_param, backward=False, B=B, tokens=table is not None)
-        scan.run(steps, **terms, table=table, start=h0, out=hs, pre=pre)
+        scan = Scan(map_, options, act_param, backward=False, B=B, tokens=table is not None, restart=reset_state)
+        start = h0 if options.resets is None else _started(h0, options.resets[0], reset_state)
+        scan.run(steps, **terms, table=table, start=start, out=hs, pre=pre)
     ckpt = None
     if checkpoint_every:
         ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : steps - 1 : checkpoint_every]])
@@ -262,7 +289,10 @@ class _Recomputed:
         self.inputs, self.ckpt, self.every, self.x = inputs, ckpt, options.checkpoint_every, inputs.x
         tokens = inputs.weight is not None and not inputs.x.is_floating_point()
         self.table = _input_of(inputs.x, inputs.weight, inputs.bias)[1] if tokens else None
-        self.scan = Scan(map_, options, inputs.act_param, backward=False, B=B, tokens=tokens)
+        self.scan = Scan(
+            map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state
+        )
+        self.resets = options.resets
         self.before = ckpt.new_empty(min(self.every + window, steps) + 1, B, N)
         self.pre = ckpt.new_empty(self.every, B, N) if ACTIVATIONS[options.activation].needs_input else None
 
@@ -279,8 +309,11 @@ class _Recomputed:
             term = {"x": _input_of(part, self.inputs.weight, self.inputs.bias)[0]}
         else:
             term = {"tokens": part}
+        first = self.before[0]
+        if self.resets is not None:
+            first = _started(first, self.resets[start], self.inputs.reset_state)
         # the last row may be that of a waiting step: the same state, the same bits
-        self.scan.run(length, **term, table=self.table, start=self.before[0], out=segment, pre=pre, time=start)
+        self.scan.run(length, **term, table=self.table, start=first, out=segment, pre=pre, time=start)
         return segment, pre
 
 
@@ -333,11 +366,20 @@ class _Products:
         grad_x: [T, B, D], filled if there is a weight.
         window: steps of a window.
         steps: T. Attribute ``high``: the products have the steps from here on.
+        resets, cut_sum: bool [T, B], and [B, N], to which delta of the steps that reset is added; or None.
     """
 
     def __init__(
-        self, sums: Sums | None, weight: Tensor | None, grad_x: Tensor | None, window: int, steps: int
+        self,
+        sums: Sums | None,
+        weight: Tensor | None,
+        grad_x: Tensor | None,
+        window: int,
+        steps: int,
+        resets: Tensor | None = None,
+        cut_sum: Tensor | None = None,
     ) -> None:
+        self.resets, self.cut_sum = resets, cut_sum
         self.sums, self.weight, self.grad_x, self.window, self.high = sums, weight, grad_x, window, steps
 
     def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
@@ -353,6 +395,8 @@ class _Products:
                 break
             end = min(begin + self.window, self.high)
             rows = delta[begin - low : end - low]
+            if self.resets is not None and self.cut_sum is not None:
+                self.cut_sum += _started(rows, ~self.resets[begin:end], None).sum(0)
             if self.sums is not None and begin > 0:
                 self.sums.add(
                     begin, rows, states[begin - 1 : end - 1] if before is None else before[begin - start : end - start]
@@ -386,7 +430,7 @@ def scan_bwd(
 ) -> ScanGradients:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
     map_, inputs, options = _ready(map_, inputs, options)
-    x, h0, weight, bias, act_param, _ = inputs
+    x, h0, weight, bias, act_param, reset_state = inputs
     saved: list[Any] = [
         native.ready(tensor, torch.float32, h0.device, name)
         for name, tensor in (("grad_hs", grad_hs), ("states", states), ("pre", pre))
@@ -402,14 +446,16 @@ def scan_bwd(
     window = window_steps(B, N)
     every = options.checkpoint_every or max(steps, 1)
     alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
-    sums = Sums(N, h0, x, weight, bias, alive) if need_params else None
+    resets = options.resets
+    sums = Sums(N, h0, x, weight, bias, alive, resets, reset_state) if need_params else None
+    cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
     keep_delta = not options.checkpoint_every or (need_x and weight is None)
     grad_x = torch.empty_like(x) if need_x and weight is not None and x is not None and x.is_floating_point() else None
     scan = Scan(map_, options, act_param, backward=True, B=B)
     again = _Recomputed(map_, inputs, options, states, steps, window) if options.checkpoint_every else None
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
-    products, beside = _Products(sums, weight, grad_x, window, steps), None
+    products, beside = _Products(sums, weight, grad_x, window, steps, resets, cut_sum), None
     if again is None and not chunk and (sums is not None or grad_x is not None) and scan.leaves_room(window):
         every, beside = window, _Beside(h0.device)  # the products of a window while the next one is scanned
 
@@ -438,6 +484,8 @@ def scan_bwd(
             )  # fmt: skip
         # the kernel of the next segment may write where this row lies
         carry = place[0] if keep_delta else place[0].clone()
+        if resets is not None:
+            carry = _started(carry, resets[start], None)
         with ieee_products(), beside or nullcontext():
             products.add(start, low, delta, None if again is None else again.before, states, h0)
     if beside is not None:
@@ -445,10 +493,13 @@ def scan_bwd(
 
     with ieee_products():
         grad_h0 = torch.zeros_like(h0) if carry is None else _transposed_product(map_, carry)
+        grad_reset_state = None if cut_sum is None else _transposed_product(map_, cut_sum)
     grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1) if chunk else norms.sum(1).sqrt()
     if need_x and weight is None:
         grad_x = delta
     if sums is None:
-        return ScanGradients(grad_x, None, grad_h0, None, None, None, None, grad_norm)
+        return ScanGradients(grad_x, None, grad_h0, None, None, None, grad_reset_state, grad_norm)
     grad_act_param = None if running is None else _parameter_gradient(running, act_param)
-    return ScanGradients(grad_x, sums.m, grad_h0, sums.grad_weight, sums.grad_bias, grad_act_param, None, grad_norm)
+    return ScanGradients(
+        grad_x, sums.m, grad_h0, sums.grad_weight, sums.grad_bias, grad_act_param, grad_reset_state, grad_norm
+    )

@@ -29,6 +29,7 @@ class Sums:
     """The gradients that are sums over time of products with delta_t, taken window by window.
 
     alive: bool [T, B], or None for no padding. There delta is 0, which times an infinity or a NaN would be NaN.
+    resets: bool [T, B], or None: the steps that began from reset_state [B, N], or from zeros for None.
     """
 
     def __init__(
@@ -39,9 +40,12 @@ class Sums:
         weight: Tensor | None,
         bias: Tensor | None,
         alive: Tensor | None,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
     ) -> None:
         self.m = like.new_zeros(N, N)
         self.x, self.weight, self.alive = x, weight, alive
+        self.resets, self.reset_state = resets, reset_state
         self.features = weight is not None and x is not None and x.is_floating_point()
         self.grad_weight = None if weight is None else torch.zeros_like(weight)
         self.grad_bias = None if bias is None else torch.zeros_like(bias)
@@ -53,6 +57,9 @@ class Sums:
         # the same alignment wherever the rows lie, which the choice of a product may depend on
         if delta[0].numel() % 4:
             delta, before = delta.clone(), before.clone()
+        if self.resets is not None:
+            state = before.new_zeros(()) if self.reset_state is None else self.reset_state
+            before = torch.where(self.resets[start : start + steps].unsqueeze(-1), state, before)
         if alive is not None:
             before = torch.where(alive, before, 0.0)
         rows = delta.flatten(0, 1)

@@ -28,14 +28,12 @@ from orthokern.ops._common import (
 from orthokern.ops._register import custom_op
 
 _GPU: dict[str, Any] = {
-    "devices": ("cuda",), "algorithms": ("sequential", "chunked"), "features": ("lengths", "message_clip"),
+    "devices": ("cuda",), "algorithms": ("sequential", "chunked"), "features": SCAN_FEATURES,
     "capability": (8, 0),
 }  # fmt: skip
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
-    "cpu": Support(
-        devices=("cpu",), dtypes=(torch.float64, torch.float32), features=("lengths", "message_clip", "replicas")
-    ),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=(*SCAN_FEATURES, "replicas")),
     "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }

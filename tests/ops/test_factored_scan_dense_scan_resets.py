@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import (
     ScanProblem,
     assert_same_bits,
     call_functional,
+    check_scan,
     compiled,
     leaf_tensors,
     run_scan,
@@ -19,6 +21,7 @@ from helpers import (
     served,
     some_lengths,
     with_poisoned_padding,
+    with_resets,
 )
 from torch import Tensor
 
@@ -27,7 +30,7 @@ from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES
 from orthokern.reference.activations import activation_fwd
 
-SERVED = served("factored_scan")[:1]
+SERVED = served("factored_scan")
 
 
 def some_resets(T: int, B: int, share: float = 0.3, seed: int = 0) -> Tensor:
@@ -143,13 +146,24 @@ def test_without_a_true_one_resets_change_no_bit(op: str, backend: str) -> None:
     dtype = torch.float32
     problem = scan_problem(op, B=5, T=12, N=19, activation="tanh", inputs="dense").to(dtype)
     resets, state = torch.zeros(12, 5, dtype=torch.bool), state_for(problem).to(dtype)
+    with_none = dataclasses.replace(problem, resets=resets, reset_state=state)
     for every in (0, 5):
         plain = run_scan(problem, backend, checkpoint_every=every, algorithm="sequential")
-        cut = run_scan(
-            problem, backend, checkpoint_every=every, algorithm="sequential", resets=resets, reset_state=state
-        )
+        cut = run_scan(with_none, backend, checkpoint_every=every, algorithm="sequential")
         assert_same_bits(plain, cut, skip=("grad_reset_state",))
         assert not cut["grad_reset_state"].any()
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("backend", SERVED[1:])
+def test_parity_with_resets(op: str, backend: str) -> None:
+    """Odd sizes, states that are streamed (they take more than 8 MiB, N of whole vectors), lengths, checkpoints."""
+    sizes = [(5, 9, 33, 0), (130, 7, 20, 3), (64, 260, 128, 0), (64, 260, 128, 17), (1, 40, 1, 8)]
+    for i, (B, T, N, every) in enumerate(sizes):
+        problem = scan_problem(op, B=B, T=T, N=N, activation=("tanh", "prelu")[i % 2], inputs="dense", gap=-1.0)
+        problem = with_resets(problem, 0.1, state=i % 2 == 0, gap=-1.0)
+        lengths = some_lengths(B, T, "any") if i % 3 == 1 else None
+        check_scan(problem, torch.float64, backend, checkpoint_every=every, lengths=lengths)
 
 
 @pytest.mark.parametrize("op", SCANS)
