@@ -184,6 +184,7 @@ SUBJECTS = {
     "oinit": "Learned orthogonality of B matrices",
     "overhead": "One step of one sequence, which is mostly overhead",
     "parametrize": "Constrained weights of torch layers",
+    "replicas": "Several models at once, 10 sequences each",
     "resets": "Sequences that reset, forward and backward",
     "skew_exp": "Exponential of a skew matrix, with its gradient",
     "gpu scan": "GPU, scans",

@@ -138,6 +138,12 @@ def leaf(op: str, backend: str) -> Any:
     return importlib.import_module(f"{_LEAVES[backend]}.{op}")
 
 
+def backend_of(leaf: Any) -> str:
+    """The name of the backend that a leaf, a result of ``resolve``, belongs to."""
+    package = str(leaf.__name__).rsplit(".", 1)[0]
+    return next(name for name, folder in _LEAVES.items() if folder == package)
+
+
 def no_device() -> str | None:
     """Why torch has no CUDA device to work on, in one line, or None where there is one."""
     if torch.cuda.is_available():

@@ -21,6 +21,7 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
 from orthokern.ops import _scan_loss
 from orthokern.ops._checks import PRECISIONS
+from orthokern.ops._common import values
 from orthokern.ops.activations import NAMES as ACTIVATIONS
 
 __all__ = [
@@ -339,7 +340,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
     if not torch.compiler.is_compiling():
         # what lies on a GPU is not looked at: that would wait for the device
-        finite = (lr.is_cuda or bool(lr.isfinite().all())) if isinstance(lr, Tensor) else abs(lr) < float("inf")
+        finite = (lr.is_cuda or bool(values(lr).isfinite().all())) if isinstance(lr, Tensor) else abs(lr) < float("inf")
         if not finite:
             raise InputError(f"lr is {lr}: accepted are finite numbers")
         if dispatch.requested(backend) == "reference":  # the op checks its own

@@ -12,8 +12,14 @@ namespace orthokern {
 enum Dtype { kFloat32 = 0, kFloat64 = 1 };
 
 // factored_scan, W = second diag(scale) first^T, and dense_scan, W = second alone and K == 0; forward and backward.
+//
+// Replicas are R models of equal sizes in one call. Every tensor then has R in front of the dimensions below, behind T
+// in those that have T in front: second [R, N, K], lengths [R, B], hs [T, R, B, N]. grad_norm is [R, T]. With shared_x
+// alone x and tokens have no R, and all models read the same ones; grad_x still has it.
 struct ScanArgs {
   int64_t B, T, N, K, D;
+  int64_t R;     // 1 or more
+  int shared_x;  // 1: x and tokens have no R
   int dtype;
   int activation;  // a number of common/activations.h
   int threads;
@@ -53,10 +59,13 @@ struct ScanArgs {
   void* grad_act_param;    // [act_param_size] or null
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
+  // Set by the kernel: rows from one step of the states, and of x, to the next. R B, or B.
+  int64_t step_rows, x_step_rows;
+
   template <class Visit>
   void common(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, checkpoint_every, lengths, resets, x, tokens,
-                     first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
+    ORTHOKERN_FIELDS(visit, B, T, N, K, D, R, shared_x, dtype, activation, threads, checkpoint_every, lengths, resets,
+                     x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
   }
   template <class Visit>
   void forward(Visit& visit) {

@@ -57,16 +57,16 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   for (int64_t t = 0; t < args.T; t++) {
     if (ckpt && t % every == 0) {
       const int kept = t > 0 ? rows.active[t - 1] : R;
-      rows.write_rows(rows.state, rows.block, kept, N, ckpt + ((t / every) * plan.B + row0) * N, N);
+      rows.write_rows(rows.state, rows.block, kept, N, ckpt + ((t / every) * args.step_rows + row0) * N, N);
       rows.clear_rest(t / every, kept, ckpt, N);
     }
-    const int64_t at = (t * plan.B + row0) * N;
+    const int64_t at = (t * args.step_rows + row0) * N;
     if (t < rows.longest) rows.template step<A>(t, hs + at, pre ? pre + at : nullptr, plan.stream);
     rows.clear_rest(t, rows.active[t], hs, N);
     if (pre) rows.clear_rest(t, rows.active[t], pre, N);
   }
   if (plan.stream) {
-    rows.write_last(hs + ((rows.longest - 1) * plan.B + row0) * N);
+    rows.write_last(hs + ((rows.longest - 1) * args.step_rows + row0) * N);
     stream_fence();
   }
   return true;
@@ -92,7 +92,7 @@ void scan_task(void* context, int task) {
 }
 
 template <class T>
-bool scan_forward(const ScanArgs& args) {
+bool forward_replica(const ScanArgs& args) {
   if (direct_serves(args)) return scan_direct<T>(args);
   ScanCall<T> call;
   call.sums = nullptr;
@@ -104,7 +104,7 @@ bool scan_forward(const ScanArgs& args) {
 }
 
 template <class T>
-bool scan_backward(const ScanArgs& args) {
+bool backward_replica(const ScanArgs& args) {
   ScanCall<T> call;
   call.backward = true;
   call.failed = false;
@@ -121,6 +121,88 @@ bool scan_backward(const ScanArgs& args) {
   }
   for (int i = 0; i < plan.threads; i++) call.sums[i].~ScanSums<T>();
   return ok && !call.failed;
+}
+
+template <class P>
+void advance(P*& pointer, int64_t bytes) {
+  if (pointer) pointer = reinterpret_cast<P*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
+}
+
+// The arguments of replica r alone.
+template <class T>
+ScanArgs replica(const ScanArgs& all, int64_t r) {
+  ScanArgs one = all;
+  const int64_t B = all.B, N = all.N, D = all.D, size = r * static_cast<int64_t>(sizeof(T));
+  const int64_t inputs = all.weight ? D : N, columns = all.K ? all.K : N;
+  one.step_rows = all.R * B;
+  one.x_step_rows = all.shared_x ? B : one.step_rows;
+  if (!all.shared_x) {
+    advance(one.x, size * B * inputs);
+    advance(one.tokens, r * B * static_cast<int64_t>(sizeof(int64_t)));
+  }
+  advance(one.lengths, r * B * static_cast<int64_t>(sizeof(int64_t)));
+  advance(one.first, size * N * columns);
+  advance(one.scale, size * columns);
+  advance(one.second, size * N * columns);
+  advance(one.weight, size * N * D);
+  advance(one.bias, size * N);
+  advance(one.act_param, size * all.act_param_size);
+  advance(one.resets, r * B);
+  advance(one.h0, size * B * N);
+  advance(one.reset_state, size * B * N);
+  advance(one.hs, size * B * N);
+  advance(one.ckpt, size * B * N);
+  advance(one.pre, size * B * N);
+  advance(one.grad_hs, size * B * N);
+  advance(one.states, size * B * N);
+  advance(one.saved_pre, size * B * N);
+  advance(one.grad_h0, size * B * N);
+  advance(one.grad_reset_state, size * B * N);
+  advance(one.grad_x, size * B * inputs);
+  advance(one.grad_map, size * N * N);
+  advance(one.grad_weight, size * N * D);
+  advance(one.grad_bias, size * N);
+  advance(one.grad_act_param, size * all.act_param_size);
+  advance(one.grad_norm, size * all.T);
+  return one;
+}
+
+// Whole replicas, one per thread at a time.
+struct ReplicasCall {
+  const ScanArgs* args;
+  int64_t whole;  // replicas [0, whole), a multiple of the number of threads
+  bool (*run)(const ScanArgs& args);
+  ScanArgs (*select)(const ScanArgs& all, int64_t r);
+  bool failed;
+};
+
+inline void replicas_task(void* context, int task) {
+  ReplicasCall& call = *static_cast<ReplicasCall*>(context);
+  for (int64_t r = task; r < call.whole; r += call.args->threads) {
+    ScanArgs one = call.select(*call.args, r);
+    one.threads = 1;
+    if (!call.run(one)) call.failed = true;
+  }
+}
+
+// As many replicas as the threads can share out evenly run on one thread each: then threads never wait for each other
+// within a replica. The rest, fewer than the threads, run one after the other, each with its rows on all threads.
+template <class T>
+bool run_replicas(const ScanArgs& args, bool (*run)(const ScanArgs& args)) {
+  ReplicasCall call{&args, args.R - args.R % args.threads, run, replica<T>, false};
+  if (call.whole) parallel_run(args.threads, replicas_task, &call);
+  for (int64_t r = call.whole; r < args.R; r++)
+    if (!run(replica<T>(args, r))) call.failed = true;
+  return !call.failed;
+}
+
+template <class T>
+bool scan_forward(const ScanArgs& args) {
+  return run_replicas<T>(args, forward_replica<T>);
+}
+template <class T>
+bool scan_backward(const ScanArgs& args) {
+  return run_replicas<T>(args, backward_replica<T>);
 }
 
 // Compiled once, in factored_scan.cpp, for both ops.

@@ -26,16 +26,18 @@ def _arguments(
 ) -> tuple[dict[str, int], dict[str, Tensor | None]]:
     """Sizes and tensors that forward and backward take: fields of ScanArgs in ``csrc/cpu/ops.h``."""
     x, weight, act_param = inputs.x, inputs.weight, inputs.act_param
-    B, N = inputs.h0.shape
+    *replicas, B, N = inputs.h0.shape
     tokens = x is not None and not x.is_floating_point()
     sizes = {
         "B": B,
         "T": steps,
         "N": N,
-        "K": 0 if map_.first is None else map_.first.shape[1],
-        "D": 0 if weight is None else weight.shape[1],
+        "K": 0 if map_.first is None else map_.first.shape[-1],
+        "D": 0 if weight is None else weight.shape[-1],
+        "R": replicas[0] if replicas else 1,
+        "shared_x": int(bool(replicas) and x is not None and x.ndim == (2 if tokens else 3)),
         "activation": ACTIVATIONS[options.activation].number,
-        "act_param_size": 0 if act_param is None else act_param.numel(),
+        "act_param_size": 0 if act_param is None else act_param.shape[-1],
         "checkpoint_every": options.checkpoint_every,
     }
     tensors = {
@@ -52,12 +54,12 @@ def _arguments(
 def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
     assert inputs.x is not None
-    T, (B, N), dtype, every = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype, options.checkpoint_every
+    T, rows, dtype, every = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype, options.checkpoint_every
     sizes, tensors = _arguments(map_, inputs, options, T)
     states = ScanStates(
-        hs=new(T, B, N, dtype=dtype),
-        ckpt=new(-(-T // every), B, N, dtype=dtype) if every else None,
-        pre=new(T, B, N, dtype=dtype) if options.keeps_pre else None,
+        hs=new(T, *rows, dtype=dtype),
+        ckpt=new(-(-T // every), *rows, dtype=dtype) if every else None,
+        pre=new(T, *rows, dtype=dtype) if options.keeps_pre else None,
     )
     call(f"{map_.op}_fwd", dtype, sizes, {**tensors, **states._asdict()})
     return states
@@ -75,21 +77,21 @@ def scan_bwd(
     need_params: bool = True,
 ) -> ScanGradients:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
-    T, (B, N), dtype = grad_hs.shape[0], inputs.h0.shape, inputs.h0.dtype
+    T, (*replicas, B, N), dtype = grad_hs.shape[0], inputs.h0.shape, inputs.h0.dtype
     sizes, tensors = _arguments(map_, inputs, options, T)
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
         return new(*tensor.shape, dtype=dtype) if tensor is not None and wanted else None
 
     grads = ScanGradients(
-        x=like(grad_hs if inputs.x is None else inputs.x, need_x and tensors["tokens"] is None),
-        m=new(N, N, dtype=dtype) if need_params else None,
-        h0=new(B, N, dtype=dtype),
+        x=new(T, *replicas, B, sizes["D"] or N, dtype=dtype) if need_x and tensors["tokens"] is None else None,
+        m=new(*replicas, N, N, dtype=dtype) if need_params else None,
+        h0=new(*replicas, B, N, dtype=dtype),
         weight=like(inputs.weight, need_params),
         bias=like(inputs.bias, need_params),
         act_param=like(inputs.act_param, need_params),
         reset_state=like(inputs.reset_state, options.resets is not None),
-        norm=new(T, dtype=dtype),
+        norm=new(*replicas, T, dtype=dtype),
     )
     saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
     results = dict(zip(_RESULTS, grads, strict=True))

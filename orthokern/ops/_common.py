@@ -26,12 +26,20 @@ def scan_features(lengths: Tensor | None, message_clip: float, resets: Tensor | 
     return tuple(feature for feature, is_used in zip(SCAN_FEATURES, used, strict=True) if is_used)
 
 
+def values(tensor: Tensor) -> Tensor:
+    """The tensor whose numbers may be looked at: under torch.func those of all models at once."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
     """Raise InputError unless every one of ``ids`` (int64, any shape) is in [0, size).
 
     The CPU kernels index with these numbers unchecked, so this runs before every one of them, compiled graphs included.
     """
-    low, high = ids.aminmax()
+    low, high = values(ids).aminmax()
     least, most = int(low), int(high)
     if least < 0 or most >= size:
         worst = least if least < 0 else most
@@ -45,7 +53,7 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
     """
     if lengths is None or lengths.is_cuda:
         return
-    low, high = lengths.aminmax()
+    low, high = values(lengths).aminmax()
     least, most = int(low), int(high)
     if least < 1 or most > T:
         raise InputError(f"lengths holds {least if least < 1 else most}: lengths must be in [1, T] = [1, {T}]")
@@ -53,13 +61,17 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
 
 def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None) -> None:
     """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D]; padding may hold anything.
+    With replicas, ids are [T, R, B] or [T, B], and lengths [R, B].
 
     Not on a GPU: the answer would have to travel to the host. The kernels there turn a wrong id into NaN.
     """
     if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
         if lengths is not None:
-            x = x.masked_fill(torch.arange(x.shape[0]).unsqueeze(1) >= lengths, 0)
-        check_range("x", x, weight.shape[1], "token ids")
+            ended = torch.arange(x.shape[0]).view(-1, *(1,) * lengths.ndim) >= lengths
+            if x.ndim < ended.ndim:  # ids that replicas share
+                ended = ended.all(1)
+            x = x.masked_fill(ended, 0)
+        check_range("x", x, weight.shape[-1], "token ids")
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -238,6 +238,8 @@ def choose(
         return None, f"algorithm is {algorithm!r}"
     asked = algorithm == "modal"
     why = why_never(call)
+    if why is None and torch._C._are_functorch_transforms_active():
+        why = "torch.func transforms the call, and the host has to look at the modes of one W"
     if why is None and not asked:
         why = why_not_now(call)
     if why is None:

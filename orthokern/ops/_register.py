@@ -20,9 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 
 from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError
+from orthokern.ops import _vmap
 from orthokern.ops._alone import alone
 
 NAMESPACE = "orthokern"
@@ -64,6 +66,13 @@ class CustomOp:
         self.derivative: Any = None  # the autograd.Function, where there is one
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.kernel), "CompositeExplicitAutograd")
+        self._vmap_rule = _vmap.one_by_one(self.overload)
+
+        def batched(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+            defaults = self.defaults[len(given) :]
+            return self._vmap_rule(info, (*in_dims, *(None,) * len(defaults)), *given, *defaults)
+
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", batched, lib=_LIBRARY)
 
     def __call__(self, *given: Any) -> Any:
         """The op, past torch's dispatcher where nothing listens there (``orthokern/ops/_alone.py``)."""
@@ -101,6 +110,14 @@ class CustomOp:
 
         return call
 
+    def indices(self, *names: str) -> tuple[int, ...]:
+        """The places of arguments in the schema; those that it does not have are left out."""
+        return tuple(i for i, argument in enumerate(self.overload._schema.arguments) if argument.name in names)
+
+    def register_vmap(self, rule: Function) -> None:
+        """Enter what torch.func.vmap does with the op, in place of one call per model: see ``orthokern.ops._vmap``."""
+        self._vmap_rule = rule
+
     def register_fake(self, fake: Function) -> Function:
         """Enter the function that gives empty results of the right shapes, dtypes and strides. A decorator."""
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._guarded(fake), lib=_LIBRARY)
@@ -127,7 +144,8 @@ class CustomOp:
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             saved = ctx.saved_tensors  # out here: to unpack them, torch.utils.checkpoint runs and records a forward
-            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            transforms = torch._C._are_functorch_transforms_active()
+            if torch.is_grad_enabled() or transforms or torch.compiler.is_compiling():
                 found = backward(ctx, saved, *grads)
             else:  # without create_graph nothing is recorded: straight to the kernels of the ops in there
                 with torch._C._AutoDispatchBelowAutograd():
@@ -137,16 +155,17 @@ class CustomOp:
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
         derivative: Any = type(self.name, (torch.autograd.Function,), members)
         self.derivative = derivative
+        apply_at_one_level = super(torch.autograd.Function, derivative).apply  # type: ignore[misc]
 
         def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
             inputs = (*given, *self.defaults[len(given) :])
             keys = keys & torch._C._after_autograd_keyset
             if torch.is_grad_enabled():
-                if torch._C._are_functorch_transforms_active():  # torch's refusal of a Function would not name the op
-                    raise RuntimeError(
-                        f"orthokern::{self.name} has no rule for torch.func.grad, vjp, jacrev, jvp and hessian: call "
-                        "the function of orthokern.functional, or pass backend='reference', which supports them"
-                    )
+                if torch._C._are_functorch_transforms_active():
+                    # Function.apply would go through all transforms at once. Here torch.func.grad is the outermost one
+                    # that is left: the dispatcher calls this kernel again for each transform below it.
+                    with enable_single_level_autograd_function():
+                        return apply_at_one_level(*inputs, keys)
                 return derivative.apply(*inputs, keys)
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys, *inputs)

@@ -251,7 +251,8 @@ class _Chunks:
 def _is_kept_whole(T: int, step: int, device: torch.device, backend: str | None) -> bool:
     """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Plain reference code is
     differentiated twice, so it does, and so do forward mode and torch.func."""
-    return T * step <= kept_states(device) or _route.plain(backend)
+    transformed = torch._C._are_functorch_transforms_active()  # torch.func has no rule for the chunks
+    return T * step <= kept_states(device) or transformed or _route.plain(backend)
 
 
 def _chunk_steps(step: int) -> int:

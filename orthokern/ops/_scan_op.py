@@ -5,6 +5,7 @@ The schema is flat. Below it, leaves take and return the types of ``orthokern/_s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.dispatch import Support
-from orthokern.ops import _route, _second, _taps
+from orthokern.ops import _replicas, _route, _second, _taps, _vmap
 from orthokern.ops._common import (
     SCAN_FEATURES,
     check_lengths,
@@ -34,7 +35,7 @@ _GPU: dict[str, Any] = {
 }  # fmt: skip
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=SCAN_FEATURES),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=(*SCAN_FEATURES, "replicas")),
     "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }
@@ -56,7 +57,7 @@ class ScanOp:
     The forward returns (hs, ckpt, pre). The backward takes (grad_hs, states, pre, x, ...), where states is hs, or ckpt
     with checkpoints, and x may be None where it is not read (no weight, no checkpoints). It returns (grad_x, a gradient
     for each factor, grad_h0, grad_weight, grad_bias, grad_act_param, grad_reset_state, grad_norm [T]). What does not
-    apply or is not needed is an empty tensor.
+    apply or is not needed is an empty tensor. Both take R models at once, see ``_replicas``.
 
     Args:
         name: the stem of the ops and of the leaves' modules.
@@ -91,11 +92,13 @@ class ScanOp:
         bwd.register_fake(self._backward_fake)
         fwd.register_autograd(self._derivative, setup_context=self._setup_context)
         bwd.register_autograd(no_second_derivative(name))
+        fwd.register_vmap(_vmap.scan_forward(fwd.overload, self.count, fwd.indices("x", "resets")))
+        bwd.register_vmap(_vmap.scan_backward(bwd.overload, self.count, bwd.indices("x", "resets")))
         self.fwd, self.bwd = fwd, bwd
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
         """hs of the forward op's arguments, all of them; ``backend`` is one of them."""
-        route = _route.route(backend)
+        route = _route.route(backend, grad_rule=True)
         if route == "op":
             hs: Tensor = self.fwd(*arguments)[0]
             return hs
@@ -157,23 +160,30 @@ class ScanOp:
         leaf = dispatch.resolve(
             self.name, backend, device=second.device, dtype=second.dtype, algorithm=options.algorithm,
             features=scan_features(lengths, options.message_clip, options.resets),
-            **dict(zip(self.facts, second.shape, strict=False)),
+            **dict(zip(self.facts, second.shape[-2:], strict=False)),
         )  # fmt: skip
-        check_lengths(lengths, T)
-        check_tokens(inputs.x, inputs.weight, lengths)
-        options.lengths, options.resets = contiguous(lengths), contiguous(options.resets)
+        map_, inputs, options = _replicas.given_to_all(self.name, map_, inputs, options)
+        check_lengths(options.lengths, T)
+        check_tokens(inputs.x, inputs.weight, options.lengths)
+        options.lengths, options.resets = contiguous(options.lengths), contiguous(options.resets)
         return leaf, Map._make(contiguous(t) for t in map_), ScanInputs._make(contiguous(t) for t in inputs), options
 
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        leaf, *arguments = self._leaf(x.shape[0], x, *rest)
-        found = getattr(leaf, f"{self.name}_fwd")(*arguments)
+        leaf, map_, inputs, options = self._leaf(x.shape[0], x, *rest)
+        function = getattr(leaf, f"{self.name}_fwd")
+        if self._one_by_one(leaf, map_):
+            function = functools.partial(_replicas.forward_one_by_one, function)
+        found = function(map_, inputs, options)
         _taps.record_states(self.name, found.hs)
         return filled(found, found.hs)
 
     def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         arguments, need_x, need_params = self._without_needs(rest)
         leaf, map_, inputs, options = self._leaf(grad_hs.shape[0], *arguments)
-        found = getattr(leaf, f"{self.name}_bwd")(
+        function = getattr(leaf, f"{self.name}_bwd")
+        if self._one_by_one(leaf, map_):
+            function = functools.partial(_replicas.backward_one_by_one, function)
+        found = function(
             map_, inputs, options, grad_hs.contiguous(), states.contiguous(),
             pre.contiguous() if options.keeps_pre else None, need_x=need_x, need_params=need_params,
         )  # fmt: skip
@@ -183,6 +193,10 @@ class ScanOp:
         grads = (None,) * self.count if m is None else self.gradients(m, map_)
         return filled((grad_x, *grads, *others), found.h0)
 
+    def _one_by_one(self, leaf: Any, map_: Map) -> bool:
+        """Whether this is a call for replicas that the leaf serves for one model at a time."""
+        return map_.second.ndim == 3 and not dispatch.has_feature(self.name, dispatch.backend_of(leaf), "replicas")
+
     def _without_needs(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
         """The arguments from x on that the forward has too, and need_x and need_params."""
         behind = self.count + 7  # x, the factors, _HEAD
@@ -190,26 +204,31 @@ class ScanOp:
 
     def _forward_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         _, map_, inputs, options = self._read(*arguments)
-        (B, N), T, every = inputs.h0.shape, arguments[0].shape[0], options.checkpoint_every
+        (B, N), T, every = inputs.h0.shape[-2:], arguments[0].shape[0], options.checkpoint_every
+        rows = (*map_.second.shape[:-2], B, N)  # R in front for replicas
         new = map_.second.new_empty
-        ckpt = new((T + every - 1) // every, B, N) if every else new(0)
-        return new(T, B, N), ckpt, new(T, B, N) if options.keeps_pre else new(0)
+        ckpt = new((T + every - 1) // every, *rows) if every else new(0)
+        return new(T, *rows), ckpt, new(T, *rows) if options.keeps_pre else new(0)
 
     def _backward_fake(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         (x, *tensors), need_x, need_params = self._without_needs(rest)
         resets, reset_state = tensors[-2:]
         factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count : self.count + 4]
-        new, dtype = h0.new_empty, h0.dtype
+        new, dtype, replicas = h0.new_empty, h0.dtype, grad_hs.shape[1:-2]
 
-        def like(tensor: Tensor | None, wanted: bool = need_params) -> Tensor:
+        def like(tensor: Tensor | None, ndim: int, wanted: bool = need_params) -> Tensor:
             # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
-            return new(tensor.shape) if tensor is not None and wanted else new(0)
+            return new(*replicas, *tensor.shape[-ndim:]) if tensor is not None and wanted else new(0)
 
-        features = x if x is not None and x.is_floating_point() else None
-        norm = new(grad_hs.shape[0], dtype=torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+        features = grad_hs if weight is None else x if x is not None and x.is_floating_point() else None
+        grad_x = new(*grad_hs.shape[:-1], features.shape[-1]) if features is not None and need_x else new(0)
+        norm = new(
+            *replicas, grad_hs.shape[0], dtype=torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        )
         return (
-            like(grad_hs if weight is None else features, need_x), *[like(factor) for factor in factors],
-            like(h0, True), like(weight), like(bias), like(act_param), like(reset_state, resets is not None), norm,
+            grad_x, *[like(factor, factor.ndim - len(replicas)) for factor in factors],
+            like(h0, 2, True), like(weight, 2), like(bias, 1), like(act_param, 1),
+            like(reset_state, 2, resets is not None), norm,
         )  # fmt: skip
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -223,6 +242,10 @@ class ScanOp:
             ctx.mark_non_differentiable(ckpt, pre)
         ctx.set_materialize_grads(False)
         ctx.head, ctx.choices = (activation, every), choices
+        # replicas may share some of the tensors
+        replicas = parameters[0].ndim == 3
+        given_ = (x, *parameters, reset_state)
+        ctx.dimensions = [0 if t is None else t.ndim for t in given_] if replicas else None
         # a precomputed input term is only read again to recompute states, and may be as large as all of them
         x_needed = parameters[-3] is not None or every > 0  # the weight
         ctx.save_for_backward(
@@ -237,7 +260,7 @@ class ScanOp:
         *tensors, lengths, resets, reset_state = saved
         needs = ctx.needs_input_grad[: self.count + 5]
         wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
-        if grad_pre is not None or _route.recording():
+        if grad_pre is not None or _route.recording(saved):
             *found, last = self._differentiable(ctx, saved, grad_hs, grad_pre, (*needs, wanted))
             return (*found, *(None,) * 8, last)
         h0 = self.count + 1
@@ -246,7 +269,10 @@ class ScanOp:
             ctx.message_clip, resets, reset_state,
         )  # fmt: skip
         found = [given(grad, needed) for grad, needed in zip(grads, needs, strict=False)]
-        return (*found, *(None,) * 8, given(grads[-2], wanted))  # of the options, and of reset_state
+        found.append(given(grads[-2], wanted))
+        if ctx.dimensions is not None:
+            found = _replicas.summed(found, ctx.dimensions)
+        return (*found[:-1], *(None,) * 8, found[-1])  # of the options, and of reset_state
 
     def _differentiable(
         self,

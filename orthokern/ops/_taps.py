@@ -78,11 +78,12 @@ def set_aside() -> Iterator[tap]:
 
 
 def record(op: str, grad_norm: Tensor) -> None:
-    """Hand the norms [T] of one backward to every open tap."""
+    """Hand the norms [T] of one backward to every open tap; of replicas [R, T], the norms of each model."""
     for sink in SINKS:
         # a copy: under torch.compile the buffer of an unused output may be given to something else
-        sink.grad_norms.append(grad_norm.detach().clone())
-        sink.ops.append(op)
+        for norm in grad_norm.detach().reshape(-1, grad_norm.shape[-1]).clone().unbind(0):
+            sink.grad_norms.append(norm)
+            sink.ops.append(op)
 
 
 def profile_steps(length: int, points: int = 64) -> list[int]:
@@ -105,11 +106,15 @@ def profile_steps(length: int, points: int = 64) -> list[int]:
 
 
 def record_states(op: str, hs: Tensor) -> None:
-    """Hand the norms of the states hs [T, B, N] of one forward to every open tap; without one, do nothing."""
+    """Hand the norms of the states hs [T, B, N] of one forward to every open tap; without one, do nothing. Of replicas
+    [T, R, B, N], those of each model."""
     if torch.compiler.is_compiling() or not SINKS:
         return
+    if torch._C._functorch.is_functorch_wrapped_tensor(hs):  # plain torch code under vmap has no numbers
+        return
     dtype = torch.float32 if hs.dtype in (torch.float16, torch.bfloat16) else hs.dtype
-    record_state_norms(op, torch.linalg.vector_norm(hs.detach(), dim=(1, 2), dtype=dtype))
+    for states in hs.detach().unbind(1) if hs.ndim == 4 else (hs.detach(),):
+        record_state_norms(op, torch.linalg.vector_norm(states, dim=(1, 2), dtype=dtype))
 
 
 def record_state_norms(op: str, norms: Tensor) -> None:

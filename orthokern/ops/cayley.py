@@ -12,7 +12,8 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops._common import contiguous
+from orthokern.ops import _vmap
+from orthokern.ops._common import contiguous, values
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -100,6 +101,7 @@ def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str
 def check_finite(argument: str, tensor: Tensor) -> None:
     """Raise InputError if tensor [..., N, K] holds a NaN or an infinity. One pass, no mask is stored."""
     # the sum is NaN or infinite if any element is; the other way round it may overflow, so look closer only then
+    tensor = values(tensor)
     if not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
         bad = int(tensor.numel() - tensor.isfinite().sum())
         raise InputError(
@@ -129,3 +131,4 @@ def _refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor) -> Any:
 
 
 _cayley.register_autograd(_refuse)
+_cayley.register_vmap(_vmap.cayley(_cayley.overload))

@@ -22,7 +22,8 @@ def _gradients(m: Tensor, map_: Map) -> tuple[Tensor, ...]:
     assert v is not None and s is not None
     with ieee_products():
         m_v, mt_u = m @ v, m.mT @ u  # [N, K]
-    return m_v * s, (u * m_v).sum(0), mt_u * s
+    each = s.unsqueeze(-2)
+    return m_v * each, (u * m_v).sum(-2), mt_u * each
 
 
 _OP = ScanOp("factored_scan", ("u", "s", "v"), lambda u, s, v: Map(first=v, scale=s, second=u), _gradients, ("N", "K"))

@@ -203,7 +203,18 @@ def _backward(
         grads = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
         return (*grads, *(None,) * 5)
     *grads, grad_reset_state, _ = _bwd(
-        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets,
+        grad_hs,
+        hs,
+        gates,
+        pre,
+        w,
+        h0,
+        bias,
+        ctx.variant,
+        needs[1] or needs[3],
+        ctx.backend,
+        lengths,
+        resets,
         reset_state,
     )
     wanted = resets is not None and needs[8]

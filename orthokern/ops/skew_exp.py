@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
 from orthokern.dispatch import Support
-from orthokern.ops import _route
+from orthokern.ops import _route, _vmap
 from orthokern.ops._common import contiguous, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -143,3 +143,6 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("skew_exp"))
+# powers and terms are [3, ..., N, N]
+_fwd.register_vmap(_vmap.batched(_fwd.overload, (0,), (0, 1, 1, 0, 0, 0)))
+_bwd.register_vmap(_vmap.batched(_bwd.overload, (0, 0, 1, 1, 0, 0, 0), (0,)))

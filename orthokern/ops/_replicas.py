@@ -1,0 +1,141 @@
+"""Replicas: one call of a scan for R models of equal sizes.
+
+``second`` [R, N, K] of the map makes it such a call. Every other tensor either has R too, in front (x, states and their
+gradients behind T: [T, R, B, N]), or lacks it and is shared by all models. Results have R in the same places, the
+gradients of what is shared included; grad_norm is [R, T].
+
+A leaf is given every tensor with R but x. One whose row in SUPPORT names the feature "replicas" serves the call at
+once; for the others ``one_by_one`` calls the leaf for each model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern.errors import InputError
+
+# Where R is in a tensor, and how many dimensions the tensor has without it. x: features or states; token ids have one
+# dimension less.
+_FRONT = {
+    **dict.fromkeys(("first", "second", "h0", "weight", "reset_state"), 2),
+    **dict.fromkeys(("scale", "bias", "act_param", "lengths"), 1),
+}
+
+
+def count(second: Tensor) -> int | None:
+    """R, or None for a call of one model. second: [R, N, K] or [N, K]."""
+    return int(second.shape[0]) if second.ndim == 3 else None
+
+
+def is_shared(x: Tensor) -> bool:
+    """Whether x of a call for replicas has no R: [T, B, D], or token ids [T, B]."""
+    return x.ndim == (3 if x.is_floating_point() else 2)
+
+
+def everywhere(name: str, tensor: Tensor | None, R: int, op: str) -> Tensor | None:
+    """The tensor with R in front; what is shared is expanded, without a copy."""
+    if tensor is None:
+        return None
+    dimensions = _FRONT[name]
+    if tensor.ndim == dimensions:
+        return tensor.expand(R, *tensor.shape)
+    if tensor.ndim != dimensions + 1 or tensor.shape[0] != R:
+        raise InputError(
+            f"{op}: {name} has shape {list(tensor.shape)} in a call for R = {R} replicas: accepted is R in front of "
+            f"the {dimensions} dimensions of one model, or these alone, shared by all"
+        )
+    return tensor
+
+
+def check_equal(op: str, map_: Map, inputs: ScanInputs, R: int) -> None:
+    """Refuse replicas whose x has another R, or whose tensors do not fit together."""
+    x, B = inputs.x, inputs.h0.shape[-2]
+    if x is not None and not is_shared(x) and (x.ndim != (4 if x.is_floating_point() else 3) or x.shape[1] != R):
+        raise InputError(f"{op}: x has shape {list(x.shape)} for R = {R} replicas: accepted is [T, R, B, ...]")
+    if x is not None and x.shape[1 if is_shared(x) else 2] != B:
+        raise InputError(f"{op}: x has shape {list(x.shape)}, h0 {list(inputs.h0.shape)}: accepted is the same B")
+    N = map_.second.shape[-2]
+    if inputs.h0.shape[-1] != N:
+        raise InputError(f"{op}: h0 has shape {list(inputs.h0.shape)} for N = {N}: accepted is [R, B, N]")
+
+
+def given_to_all(op: str, map_: Map, inputs: ScanInputs, options: ScanOptions) -> tuple[Map, ScanInputs, ScanOptions]:
+    """The arguments of a leaf with R in every tensor but x, checked; those of one model as they are."""
+    R = count(map_.second)
+    if R is None:
+        return map_, inputs, options
+    map_ = Map(**{name: everywhere(name, tensor, R, op) for name, tensor in map_._asdict().items()})  # type: ignore[arg-type]
+    rest = {name: everywhere(name, t, R, op) for name, t in inputs._asdict().items() if name != "x"}
+    inputs = ScanInputs(x=inputs.x, **rest)  # type: ignore[arg-type]
+    resets = options.resets
+    if resets is not None and resets.ndim == 2:  # [T, B]
+        resets = resets.unsqueeze(1).expand(-1, R, -1)
+    if resets is not None and resets.shape[1] != R:
+        raise InputError(f"{op}: resets has shape {list(resets.shape)} for R = {R} replicas: accepted is [T, R, B]")
+    options = dataclasses.replace(options, lengths=everywhere("lengths", options.lengths, R, op), resets=resets)
+    check_equal(op, map_, inputs, R)
+    return map_, inputs, options
+
+
+def _models(
+    map_: Map, inputs: ScanInputs, options: ScanOptions, R: int
+) -> Iterable[tuple[int, Map, ScanInputs, ScanOptions]]:
+    """The arguments of each model alone."""
+    for r in range(R):
+        x = inputs.x
+        if x is not None and not is_shared(x):
+            x = x[:, r].contiguous()
+        one = ScanInputs(x, *(None if t is None else t[r] for t in inputs[1:]))  # type: ignore[arg-type]
+        own = dataclasses.replace(
+            options,
+            lengths=None if options.lengths is None else options.lengths[r],
+            resets=None if options.resets is None else options.resets[:, r].contiguous(),
+        )
+        yield r, Map._make(None if t is None else t[r] for t in map_), one, own
+
+
+def _stacked(results: list[Tensor | None], dim: int) -> Tensor | None:
+    return None if results[0] is None else torch.stack(results, dim)  # type: ignore[arg-type]
+
+
+def forward_one_by_one(
+    function: Callable[..., ScanStates], map_: Map, inputs: ScanInputs, options: ScanOptions
+) -> ScanStates:
+    """The forward of a leaf, model by model."""
+    found = [function(*one) for _, *one in _models(map_, inputs, options, map_.second.shape[0])]
+    return ScanStates(*(_stacked(list(of_all), 1) for of_all in zip(*found, strict=True)))  # type: ignore[arg-type]
+
+
+def backward_one_by_one(
+    function: Callable[..., ScanGradients],
+    map_: Map,
+    inputs: ScanInputs,
+    options: ScanOptions,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor | None,
+    **needs: bool,
+) -> ScanGradients:
+    """The backward of a leaf, model by model."""
+    found = [
+        function(
+            *one, grad_hs[:, r].contiguous(), states[:, r].contiguous(),
+            None if pre is None else pre[:, r].contiguous(), **needs,
+        )
+        for r, *one in _models(map_, inputs, options, map_.second.shape[0])
+    ]  # fmt: skip
+    gradients = [list(of_all) for of_all in zip(*found, strict=True)]
+    return ScanGradients(_stacked(gradients[0], 1), *(_stacked(g, 0) for g in gradients[1:]))  # type: ignore[arg-type]
+
+
+def summed(gradients: list[Tensor | None], dimensions: list[int]) -> list[Tensor | None]:
+    """The gradients of what had so many dimensions: over the replicas, where those shared it. That of x is first."""
+    return [
+        grad if grad is None or grad.ndim <= ndim else grad.sum(1 if index == 0 else 0)
+        for index, (grad, ndim) in enumerate(zip(gradients, dimensions, strict=True))
+    ]
