@@ -15,7 +15,7 @@ MODULES = """
     data.random_permutation data.temporal_order data.words diagnostics.fisher diagnostics.gradients
     diagnostics.runs diagnostics.spectrum diagnostics.stability explain functional init nn.activations nn.exprnn
     nn.factorized nn.gru nn.linear_cross_entropy nn.nonnormal nn.rnn optim.geodesic optim.groups
-    optim.projection parametrize penalties training.checkpoint training.distributed training.progress
+    optim.projection parametrize penalties training.checkpoint training.distributed training.loop training.progress
     training.rundir training.signals
 """.split()
 
