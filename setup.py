@@ -220,7 +220,7 @@ class NinjaBuild(build_ext):
         shutil.copy(folder / "_C.so", target)
 
     def write_build_info(self, path: Path, toolchain: Toolchain, cuda: Cuda) -> None:
-        """What the module tells of its own build: a JSON object, as a C string literal."""
+        """The description of the build in the module: a JSON object, as a C string literal."""
         info = {
             "version": self.distribution.get_version(),
             "compiler": toolchain.name,
@@ -266,7 +266,7 @@ class NinjaBuild(build_ext):
         if cuda.nvcc:
             host = [f"-ccbin={toolchain.command[0]}"] if len(toolchain.command) == 1 else []
             rules["nvcc"] = [cuda.nvcc, *host, "-MMD"]
-            # nvcc knows where its static runtime lies. The driver is looked for only at the first CUDA call.
+            # nvcc finds its static runtime. The driver is loaded at the first CUDA call only.
             link = [cuda.nvcc, *host, "-shared", "-cudart=static"]
             link += [f"-Xcompiler={word}" for word in [*libraries, *own_link]]
             libraries = []

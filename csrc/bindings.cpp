@@ -1,8 +1,8 @@
 // orthokern._C: the bindings of the native kernels.
 //
-// Every function takes addresses as integers and sizes, and no torch type: one build serves every torch version. The
-// only caller is orthokern/cpu/_call.py, which has checked dtype, contiguity and device. The GIL is released while a
-// kernel runs.
+// Every function takes addresses as integers and sizes, and no torch type: one build works with every torch version.
+// The only caller is orthokern/cpu/_call.py, which has checked dtype, contiguity and device. The GIL is released while
+// a kernel runs.
 #include <pybind11/pybind11.h>
 
 #include <new>

@@ -355,6 +355,13 @@ class Needs:
         setting: name of the other setting.
         values: accepted values of it; (): any value except `nothing`.
         nothing: the value with which the other setting has no effect itself.
+
+    Example::
+
+        >>> from types import SimpleNamespace
+        >>> of_sgd = Needs("optimizer", ("sgd",))
+        >>> of_sgd.met(SimpleNamespace(optimizer="adam")), of_sgd.text()
+        (False, '--optimizer sgd')
     """
 
     setting: str

@@ -1,4 +1,4 @@
-"""The errors a user can meet, and the one wording they share.
+"""The exceptions for errors of the user, and their common format.
 
 Command lines catch exactly these, print ``error: <line>`` to stderr and exit with status 2. Everything else is a bug
 and keeps its traceback.
@@ -11,23 +11,23 @@ from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """A user's mistake. One line that names the argument, the value given, and what is accepted."""
+    """Bad input. The message is one line with the argument, the given value, and what is accepted."""
 
 
 class OutOfRange(InputError):
-    """A parameter has left the range of what is computed from it. In training that is a divergence."""
+    """A parameter is outside of the range for which its function can be computed. In training this is a divergence."""
 
 
 class BackendUnavailable(RuntimeError):
-    """The backend asked for cannot serve. One line that lists every backend with its reason."""
+    """The requested backend cannot run the call. The message is one line with the reason of every backend."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is truncated, foreign, or does not match the run that wants to resume from it."""
+    """A checkpoint is truncated, has another format, or does not match the run to resume."""
 
 
 def nearest(name: object, choices: Iterable[str]) -> str | None:
-    """Return the choice most like ``name`` (case ignored), or None when nothing comes near."""
+    """Return the choice most similar to ``name`` (ignoring case), or None if no choice is similar."""
     by_lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.5)
     return by_lower[found[0]] if found else None

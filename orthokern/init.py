@@ -4,10 +4,10 @@ Conventions. Matrices act on columns, h_t = W h_{t-1}. "Block (0, s; -s, 0)" is 
 matrix A = [[0, s], [-s, 0]], whose exponential is the rotation [[cos s, sin s], [-sin s, cos s]]. Angles are in
 radians.
 
-Numbers are drawn on the CPU in float64 and then rounded to the dtype and moved to the device of the tensor, so one
-seed gives one matrix everywhere, and a float32 basis is orthonormal to the last bit that float32 holds.
-`generator=None` uses torch's global CPU generator; a generator that is given must live on the CPU. Tensors on the
-meta device are left alone.
+Numbers are drawn on the CPU in float64, then rounded to the dtype and copied to the device of the tensor. A seed
+therefore gives the same matrix on every device, and a float32 basis is orthonormal up to float32 rounding.
+`generator=None` uses torch's global CPU generator; a given generator must be on the CPU. Tensors on the meta device are
+not changed.
 Longer than 600 lines: a third of them are docstrings.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def _check_writable(t: Tensor, name: str, argument: str) -> None:
-    """Refuses what cannot be filled: a tensor that is not strided, or several elements of which lie in one place."""
+    """Rejects a tensor that cannot be filled: one that is not strided, or whose elements share memory."""
     if t.layout is not torch.strided:
         kind = str(t.layout).removeprefix("torch.")
         raise InputError(f"{name}: {argument} is a {kind} tensor; accepted: a strided (dense) one")
@@ -80,7 +80,7 @@ def _haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     if shape[-2] < shape[-1]:
         return _haar((*shape[:-2], shape[-1], shape[-2]), generator).mT
     q, r = torch.linalg.qr(_normal(shape, generator))
-    # the QR algorithm, not chance, fixes the signs of R's diagonal: without this factor Q is not Haar (Mezzadri 2007)
+    # QR fixes the signs of the diagonal of R: without this factor the distribution of Q is not Haar (Mezzadri 2007)
     diagonal = torch.diagonal(r, dim1=-2, dim2=-1)
     return q * torch.where(diagonal < 0, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
 
@@ -100,9 +100,9 @@ def _rotations(angle: Tensor, n: int) -> Tensor:
 def haar_orthogonal_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Fill t with Haar-distributed (uniform) orthogonal matrices.
 
-    QR of a standard normal matrix with the signs of R's diagonal moved into Q, which makes the law of Q the Haar
-    measure: both components of O(N), det = +1 and det = -1, are equally likely (Mezzadri 2007, "How to generate random
-    matrices from the classical compact groups").
+    QR of a standard normal matrix, with the signs of the diagonal of R moved into Q. The distribution of Q is then the
+    Haar measure: det = +1 and det = -1 are equally likely (Mezzadri 2007, "How to generate random matrices from the
+    classical compact groups").
 
     Args:
         t: [..., N, K] float. K <= N gives orthonormal columns (uniform on the Stiefel manifold), K > N orthonormal
@@ -128,7 +128,7 @@ def henaff_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
     2016).
 
     W is a block rotation by independent angles s, computed in closed form. An odd N ends in a 1 (a zero block of
-    side one). Some released code draws s from U(-pi, 0): the eigenvalue pairs exp(+-is) have the same law.
+    side one). Some released code draws s from U(-pi, 0): the eigenvalue pairs exp(+-is) have the same distribution.
 
     Args:
         t: [..., N, N] float.
@@ -156,8 +156,8 @@ def cayley_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
     Willmott and Ye 2018).
 
     s = -sqrt((1 - cos u) / (1 + cos u)), and this Cayley map turns it into a rotation by exactly u: every block
-    rotates by an angle in (0, pi/2), so W has eigenvalues exp(+-iu) and none near -1. Code that puts the same s
-    through the exponential gets the angle tan(u/2) in (0, 1) instead (expRNN does). An odd N ends in a 1.
+    rotates by an angle in (0, pi/2), so W has eigenvalues exp(+-iu) and none near -1. With the same s in the
+    exponential, as in expRNN, the angle is tan(u/2) in (0, 1). An odd N ends in a 1.
 
     Args:
         t: [..., N, N] float.
@@ -254,10 +254,10 @@ def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float 
     """Fill t [..., N, K] with matrices that start at random and are then made orthogonal by `learned_orthogonal_`
     (Manchev and Spratling, "OINIT", section II-A).
 
-    They start Glorot-uniform (their section III-A), or from N(0, std) (their sections III-B and III-C). The descent is
-    run in float64 and as far as rounding lets it, beyond the paper's 1e-6 by some twenty steps, so that the result is
-    as orthonormal as its dtype can be. Raises InputError for a tensor that is not a floating point [..., N, K], for a
-    std that is not finite or not above 0, and where the descent does not end: t is then as it was.
+    The initial values are Glorot-uniform (their section III-A), or from N(0, std) (their sections III-B and III-C). The
+    descent runs in float64 until rounding stops it, about twenty steps beyond the 1e-6 of the paper, so that the result
+    is orthonormal up to the rounding of its dtype. Raises InputError for a tensor that is not a floating point
+    [..., N, K], for a std that is not finite or not above 0, and if the descent does not converge; t is then unchanged.
 
     Example::
 
@@ -282,14 +282,14 @@ def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float 
 
 @dataclass(frozen=True)
 class LearnedOrthogonality:
-    """What `learned_orthogonal_` did to matrices W [..., n, m]; every tensor is of shape [...], on W's device.
+    """The result of `learned_orthogonal_` for matrices W [..., n, m]; every tensor has the shape [...], on W's device.
 
     Attributes:
-        steps: int64, the steps taken.
-        error: W's dtype, ||W W^T - I||_F^2 (of the smaller Gram matrix) of W as it is now.
-        converged: bool, error is below the tolerance.
-        diverged: bool, a step left the region from which there is a way back; W is then what it was before.
-        scale: W's dtype, what the guard multiplied W by before the first step; 1 where there was no need.
+        steps: int64, number of steps.
+        error: dtype of W, ||W W^T - I||_F^2 (of the smaller Gram matrix) of the result.
+        converged: bool, whether the error is below the tolerance.
+        diverged: bool, whether a step left the region of convergence; W is then unchanged.
+        scale: dtype of W, the factor by which the guard scaled W before the first step; 1 if it was not needed.
     """
 
     steps: Tensor
@@ -314,19 +314,20 @@ def learned_orthogonal_(
             otherwise.
         lr: the rate, above 0 and below 0.25 (from there on an orthogonal matrix repels).
         tol: a matrix is done when ||W W^T - I||_F^2 is below it.
-        max_steps: a matrix that is not done after so many steps is left as it is then.
-        guard: scale a matrix down first if it may lie outside the region from which the descent converges. False is the
-            published rule, which diverges there.
+        max_steps: largest number of steps per matrix.
+        guard: first scale down a matrix that may be outside of the region from which the descent converges. False is
+            the published rule, which may diverge.
 
     Returns:
-        steps, error, and what became of every matrix. No matrix is ever left with an entry that is not finite.
+        A `LearnedOrthogonality` with the steps, error and convergence of every matrix. All entries stay finite.
 
     Raises:
-        InputError: W is no float32 or float64 [..., n, m] or has an entry that is not finite; a matrix is zero (which
-            stays zero); lr, tol or max_steps out of their ranges; tol within reach of rounding.
+        InputError: W is not a float32 or float64 [..., n, m] or has an entry that is not finite; a matrix is zero (and
+            would stay zero); lr, tol or max_steps is out of range; or tol is below rounding.
 
-    Cost: 4 n m min(n, m) flops a step and matrix. Matrices that are done make room for others, so a batch takes the sum
-    of its steps, not the number of its slowest. One synchronisation with the device per step.
+    Cost: 4 n m min(n, m) flops per step and matrix. A finished matrix is replaced by another one of the batch, so the
+    cost of a batch is proportional to the sum of all steps, not to those of the slowest matrix. One synchronisation
+    with the device per step.
 
     Note [Convergence of learned orthogonality]
         With c = 4 lr and W = U S V^T a step leaves U and V alone and maps every singular value
@@ -402,14 +403,14 @@ def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
 
 
 def _slots(w: Tensor) -> int:
-    """How many of the matrices w [count, k, l] to work on at once: what stays in the cache of a core, and on a GPU what
-    fills it."""
+    """The number of matrices w [count, k, l] to process at a time: as many as fit into the cache of a core or, on a
+    GPU, as many as occupy it."""
     numbers = 2**18 if w.device.type == "cpu" else 2**25
     return max(1, min(w.shape[0], numbers // (w.shape[1] * w.shape[2])))
 
 
 def _guard(w: Tensor, c: float, scale: Tensor) -> None:
-    """Writes to scale [count] what brings w [count, k, l], k <= l, into the region of convergence."""
+    """Writes the factors [count] that scale w [count, k, l], k <= l, into the region of convergence to `scale`."""
     slots = _slots(w)
     for start in range(0, len(w), slots):
         part = w[start : start + slots]
@@ -429,8 +430,8 @@ def _guard(w: Tensor, c: float, scale: Tensor) -> None:
 def _descend(w: Tensor, c: float, tol: float, max_steps: int, result: LearnedOrthogonality) -> None:
     """Descends from w [count, k, l], k <= l, to orthonormal rows, in place, and fills the result's tensors [count].
 
-    The slots of a pool hold the matrices that are being worked on. What is done leaves its slot to the next in line; at
-    the end of the line the pool shrinks.
+    A pool of slots holds the matrices in progress. The slot of a finished matrix is given to the next one; when there
+    are no more, the pool shrinks.
     """
     count, k, _ = w.shape
     lost = k * (2.0 / c) ** 2  # an error above it certifies divergence
@@ -475,7 +476,7 @@ def _descend(w: Tensor, c: float, tol: float, max_steps: int, result: LearnedOrt
 
 
 def _restore_errors(w: Tensor, result: LearnedOrthogonality) -> None:
-    """The errors of matrices that diverged, w [count, k, l] being what it was: in float64, which overflows later."""
+    """The errors of diverged matrices, for their unchanged w [count, k, l], in float64 to avoid overflow."""
     for index in result.diverged.nonzero().flatten().tolist():
         x = w[index].double()
         gram = x @ x.mT

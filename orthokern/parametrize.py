@@ -2,9 +2,9 @@
 
     parametrize.register_parametrization(layer, "weight", Exponential(layer.weight))
 
-Each takes the tensor that it is to constrain, for its shape, dtype and device. `right_inverse` takes any matrix to the
-nearest one of the kind (for SchurForm see there) and gives parameters for it, so a layer keeps what it can of its
-weight, and ``layer.weight = w`` works. That runs in float64, once; only `forward` is on the training path.
+Each class takes the tensor to constrain, for its shape, dtype and device. `right_inverse` computes the parameters of
+the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its weight as far as
+possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
 
 Raises InputError, one line: for a weight of another kind; when a state is loaded whose base is not orthogonal or whose
 signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not finite or too large.
@@ -26,7 +26,7 @@ from orthokern.nn.nonnormal import MASKS, schur_product, triangular_mask
 
 __all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurForm"]
 
-INSIDE = 1e-3  # a spectrum is taken this share of the margin inside of its ends, where its parameter is finite
+INSIDE = 1e-3  # distance of a spectrum from the ends of its range, relative to the margin: keeps its parameter finite
 DEFECTIVE = 1e-6  # what may stand above Theta's blocks, relative to |W|_F
 
 # Eigenvectors whose smallest singular value is below this are dependent: rounding to float32 or float64 splits those of
@@ -72,7 +72,7 @@ def _polar(w: Tensor) -> Tensor:
 class _Trivialized(nn.Module):
     """W = B f(A) with A = L - L^T from the strictly lower triangle L of the parameter [N,N], f(0) = I.
 
-    B is a buffer, an orthogonal matrix of either determinant, which W keeps.
+    B is a buffer, an orthogonal matrix; det W = det B.
     """
 
     base: Tensor

@@ -137,10 +137,10 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
             dL/dU = dL/dW V S = 4 U S V^T (V S^2 V^T - I) V S = U D,   D = 4 S^2 (S^2 - I) diagonal,
             dL/dV = (dL/dW)^T U S = V D,
         normal to the manifold: the direction of the Cayley step is A = G U^T - U G^T = U D U^T - U D U^T = 0. It must
-        be, since a rotation of U or of V leaves the eigenvalues of W^T W where they are. Only s feels the penalty, so
-        the gradients for U and V are left out, for the reasons in Note [Weight decay of the composite].
-        A matrix. W^T W and W W^T have the same eigenvalues but for |n - m| zeros, so the smaller of the two serves: for
-        n < m, ||W^T W - I_m||^2 = ||W W^T - I_n||^2 + m - n.
+        be, since a rotation of U or of V does not change the eigenvalues of W^T W. The penalty affects s only, so the
+        gradients for U and V are left out, for the reasons in Note [Weight decay of the composite].
+        A matrix. W^T W and W W^T have the same eigenvalues except for |n - m| zeros, so the smaller of the two is used:
+        for n < m, ||W^T W - I_m||^2 = ||W W^T - I_n||^2 + m - n.
 
     Example::
 
@@ -211,7 +211,7 @@ class OrthogonalPenalty:
         """The penalty, a 0-dim tensor with gradients; the sum over all matrices in `parts`.
 
         Args:
-            parts: modules, and matrices [n, m], which count whatever `on` says.
+            parts: modules, and matrices [n, m], which are used regardless of `on`.
 
         Raises:
             InputError: a module without such a layer, or a tensor that is no floating matrix.
@@ -433,12 +433,12 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
             dL/dU = 2 U S (V^T V) S,   dL/dV = 2 V S (U^T U) S,   dL/ds_i = 2 s_i (U^T U)_ii (V^T V)_ii  (+ cross
             terms),
         and at orthonormal U, V: dL/dU = 2 U S^2, dL/dV = 2 V S^2, dL/ds = 2 s.
-        The first two are not zero, but they are normal to the manifold, where stretching U is no allowed motion: the
-        direction of the Cayley step vanishes,
+        The first two are not zero, but they are normal to the manifold, so that the direction of the Cayley step
+        vanishes,
             A = G U^T - U G^T = 2 U S^2 U^T - 2 U S^2 U^T = 0.
-        Only s feels the decay, so the gradients for U and V are left out. What they would change: the norm by which
-        GeodesicSGD clips, which they would inflate by a force that moves nothing; and an optimizer that lets U and V
-        leave the manifold, for which sum s^2 is no longer ||W||_F^2, and which should penalise recurrent_matrix().
+        The decay affects s only, so the gradients for U and V are left out. With them, the gradient norm that
+        GeodesicSGD clips would increase without any effect on the step. An optimizer for which U and V leave the
+        manifold should penalise recurrent_matrix() instead, since sum s^2 is then not ||W||_F^2.
     """
     values = [(s * s).sum() for module in rnn.modules() if isinstance(module, HasSpectra) for s in module.spectra()]
     return _total(values, rnn, "factorized recurrence; accepted: a FactorizedRNN")

@@ -642,7 +642,7 @@ def test_the_table_needs_no_matplotlib_and_a_picture_says_that_it_does(
     assert command.main([folder, "--figure", "none"]) == 0
     assert "| copy |" in capsys.readouterr().out
     assert command.main([folder]) == 2
-    assert capsys.readouterr().err.startswith("error: matplotlib is not installed") and not list(
+    assert capsys.readouterr().err.startswith("error: drawing needs matplotlib, which is not installed") and not list(
         tmp_path.glob("**/*.png")
     )
 

@@ -12,11 +12,11 @@ import orthokern
 
 MODULES = """
     commandline compare.measure conversion data.adding data.copy data.mnist data.ptb data.ptb_stream
-    data.random_permutation data.temporal_order data.words diagnostics.fisher diagnostics.gradients
-    diagnostics.runs diagnostics.spectrum diagnostics.stability explain functional init nn.activations nn.exprnn
-    nn.factorized nn.gru nn.linear_cross_entropy nn.nonnormal nn.rnn optim.geodesic optim.groups
-    optim.projection parametrize penalties training.checkpoint training.distributed training.progress
-    training.rundir training.signals
+    data.random_permutation data.temporal_order data.words diagnostics.comparison diagnostics.fisher
+    diagnostics.gradients diagnostics.plots._figures diagnostics.runs diagnostics.spectrum diagnostics.stability
+    explain functional init nn.activations nn.exprnn nn.factorized nn.gru nn.linear_cross_entropy nn.nonnormal
+    nn.rnn optim.geodesic optim.groups optim.projection parametrize penalties training.checkpoint
+    training.distributed training.iteration training.loop training.progress training.rundir training.signals
 """.split()
 
 

@@ -88,6 +88,13 @@ class Sentences:
     Attributes:
         tokens: [total] uint8, all sentences concatenated, ids of ALPHABET.
         offsets: [n + 1] int64; sentence i is tokens[offsets[i] : offsets[i + 1]].
+
+    Example::
+
+        >>> sentences = Sentences(torch.tensor([3, 4, 5, 6, 7], dtype=torch.uint8), torch.tensor([0, 2, 5]))
+        >>> batch = sentences.batch(torch.tensor([0, 1]))
+        >>> batch.lengths.tolist(), batch.inputs.tolist()
+        ([2, 1], [5, 3, 6])
     """
 
     tokens: Tensor

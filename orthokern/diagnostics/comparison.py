@@ -48,6 +48,13 @@ def differing_settings(runs: Sequence[RunRecord], *, technical: bool = True) -> 
 
     Returns:
         Names in the order of the first run that has them. A setting that is missing in some run counts as different.
+
+    Example::
+
+        >>> from pathlib import Path
+        >>> runs = [RunRecord(Path(str(m)), {}, {"T": 100, "margin": m}, "copy", []) for m in (0.1, 1.0)]
+        >>> differing_settings(runs)
+        ['margin']
     """
     names = dict.fromkeys(name for run in runs for name in run.settings)
     ordered = [name for name in names if name not in _TECHNICAL] + [name for name in _TECHNICAL if name in names]
@@ -74,6 +81,13 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
 
     Raises:
         InputError: a name that is a setting of no run.
+
+    Example::
+
+        >>> from pathlib import Path
+        >>> runs = [RunRecord(Path(str(m)), {}, {"T": 100, "margin": m}, "copy", []) for m in (0.1, 1.0)]
+        >>> labels(runs)
+        ['margin 0.1', 'margin 1']
     """
     if names is not None:
         check_settings("legend", runs, names)

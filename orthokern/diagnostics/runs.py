@@ -179,6 +179,11 @@ def read_metrics(path: Path) -> list[Record]:
 
     Raises:
         InputError: the file cannot be read.
+
+    Example::
+
+        >>> read_metrics(Path("no such file"))
+        []
     """
     records: list[Record] = []
     try:

@@ -114,7 +114,7 @@ class DigitsTask(Task):
         goal = self.settings.goal
         return goal is not None and 100.0 * evaluation["accuracy"] >= goal
 
-    # ---- what is told
+    # ---- reports
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"

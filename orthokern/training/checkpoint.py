@@ -117,6 +117,12 @@ def load_checkpoint(path: Path, limit: int = CHECKPOINT_LIMIT) -> dict[str, Any]
     Raises:
         CheckpointError: the file is missing, too large, truncated, damaged, not a checkpoint of orthokern, or of a
             newer version.
+
+    Example::
+
+        >>> load_checkpoint(Path("no such file"))
+        Traceback (most recent call last):
+        orthokern.errors.CheckpointError: no checkpoint at no such file
     """
     try:
         file, size = open_regular(path, limit)

@@ -107,7 +107,13 @@ class Shard:
 
 def current_shard() -> Shard:
     """The rank of this process and the number of processes: from the process group, else from the variables of
-    torchrun, else 0 and 1."""
+    torchrun, else 0 and 1.
+
+    Example::
+
+        >>> current_shard()  # without torchrun
+        Shard(rank=0, world=1)
+    """
     if dist.is_available() and dist.is_initialized():
         return Shard(dist.get_rank(), dist.get_world_size())
     return Shard(_environment("RANK", 0), _environment("WORLD_SIZE", 1))

@@ -33,6 +33,11 @@ class LoopSettings:
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
         profile: number of iterations to time by stage; None for no profile.
+
+    Example::
+
+        >>> LoopSettings(iterations=1000, accumulate=4).checkpoint_every
+        50
     """
 
     iterations: int

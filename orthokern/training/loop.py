@@ -93,9 +93,37 @@ def train(
 
     Example::
 
-        run = RunFolder.create(Path("runs/first"), task.name, {"seed": 0}, {})
-        outcome = train(task, run, LoopSettings(iterations=100))
-        print(outcome.message)
+        >>> import io, pathlib, tempfile
+        >>> class Regression(Task):
+        ...     name = "regression"
+        ...     device = torch.device("cpu")
+        ...     time_steps = 1
+        ...
+        ...     def __init__(self):
+        ...         self.model = torch.nn.Linear(3, 1)
+        ...         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        ...
+        ...     def next_batch(self):
+        ...         return torch.randn(20, 3)
+        ...
+        ...     def loss(self, batch):
+        ...         return (self.module(batch) - batch.sum(1, keepdim=True)).square().mean(), {}
+        ...
+        ...     def wants_evaluation(self, iteration, metrics):
+        ...         return False
+        ...
+        ...     def evaluate(self, iteration):
+        ...         return {"loss": self.loss(self.next_batch())[0].item()}
+        ...
+        ...     def score(self, evaluation):
+        ...         return -evaluation["loss"]
+        ...
+        ...     def summary(self, reached, iteration, seconds, evaluation):
+        ...         return f"{iteration} iterations, error below 0.01: {evaluation['loss'] < 0.01}"
+        >>> run = RunFolder.create(pathlib.Path(tempfile.mkdtemp()) / "first", "regression", {"seed": 0}, {})
+        >>> outcome = train(Regression(), run, LoopSettings(iterations=100), progress=Progress(100, io.StringIO()))
+        >>> outcome.exit_code, outcome.message
+        (0, '100 iterations, error below 0.01: True')
     """
     shard = distributed.joined()
     if progress is None:

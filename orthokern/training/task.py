@@ -32,7 +32,7 @@ class Task(ABC):
     the losses over the ranks must be the loss of the joint batch. If sequences have weights (e.g. their lengths),
     divide by the total weight of the joint batch and multiply by the number of ranks.
 
-    Example: docs/tutorials/own_training_loop.py has a complete training loop, orthokern/tasks/adding.py a task.
+    Example: see `orthokern.training.train`; orthokern/tasks/adding.py is a complete task with a command line.
     """
 
     name: str

@@ -94,6 +94,12 @@ def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -
 
     Returns:
         Both unchanged if P is no more than `points`; else both [points].
+
+    Example::
+
+        >>> at, values = thin_curve(np.arange(4.0), np.array([1.0, 3.0, 5.0, 7.0]), points=2)
+        >>> at.tolist(), values.tolist()
+        ([0.5, 2.5], [2.0, 6.0])
     """
     if len(at) <= points:
         return at, values

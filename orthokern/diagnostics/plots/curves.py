@@ -191,6 +191,11 @@ def compare_curves(
     Raises:
         ImportError: matplotlib is not installed.
         InputError: no run has such a setting; or x is "epoch" and the length of an epoch is unknown for a run.
+
+    Example::
+
+        runs = [load_run(path) for path in Path("runs").iterdir()]
+        save(compare_curves(runs, "accuracy", panel="T", legend=["margin"]), Path("accuracy.png"))
     """
     x = _common_abscissa(runs, x)
     if panel is not None:
