@@ -184,6 +184,7 @@ SUBJECTS = {
     "oinit": "Learned orthogonality of B matrices",
     "overhead": "One step of one sequence, which is mostly overhead",
     "parametrize": "Constrained weights of torch layers",
+    "resets": "Sequences that reset, forward and backward",
     "skew_exp": "Exponential of a skew matrix, with its gradient",
     "gpu scan": "GPU, scans",
     "gpu steps": "GPU, scans by single steps",
@@ -199,6 +200,7 @@ MEASURES = {
     "times as long": "time of the other implementation divided by ours",
     "share of an iteration": "share of a training iteration",
     "time ratio": "ratio of times",
+    "time with resets over that without": "time with `resets` divided by the time without",
     "time of the rectangle over that with lengths": "time of the padded batch divided by the time with `lengths`",
 }
 

@@ -111,6 +111,7 @@ def _explain_loss(
     try:
         name, why = functional.explain_scan_cross_entropy(
             (u, u.new_ones(K), v), T, B, C, lengths="lengths" in features, activation=activation, message_clip=clip,
+            resets="resets" in features,
             backend=backend, algorithm=algorithm,
         )  # fmt: skip
     except InputError as error:
@@ -168,7 +169,7 @@ def _parser() -> Parser:
     parser.add_argument("--backend", help="what it asks for (auto)")
     parser.add_argument("--algorithm", help="what it asks for (auto)")
     parser.add_argument("--activation", help=f"of {LOSS} (identity)")
-    parser.add_argument("--features", type=_names, help="optional arguments that it uses: lengths,message_clip")
+    parser.add_argument("--features", type=_names, help="optional arguments that it uses: lengths,message_clip,resets")
     return parser
 
 

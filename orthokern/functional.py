@@ -619,6 +619,7 @@ def explain_scan_cross_entropy(
     backend: str | None = None,
     algorithm: str = "auto",
     basis: Tensor | None = None,
+    resets: bool = False,
 ) -> tuple[str, str]:
     """Which algorithm ``scan_cross_entropy`` takes for a training step with this matrix, and why.
 
@@ -626,7 +627,7 @@ def explain_scan_cross_entropy(
         matrix, activation, message_clip, backend, algorithm, basis: as there.
         T, B, classes: sizes of the call.
         ids: the inputs are token ids.
-        lengths: the call has lengths.
+        lengths, resets: the call has lengths; resets.
 
     Returns:
         ("modal", the condition of the eigenvectors), or (the algorithm that it takes instead, why not modes).
@@ -643,7 +644,7 @@ def explain_scan_cross_entropy(
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     _, modes, why = _scan_loss.choose_for(
         factors, T, B, classes, ids=ids, lengths=lengths, activation=activation, message_clip=message_clip,
-        backend=backend, algorithm=algorithm, start=basis,
+        backend=backend, algorithm=algorithm, start=basis, resets=resets,
     )  # fmt: skip
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"

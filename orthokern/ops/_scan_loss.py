@@ -349,13 +349,14 @@ def choose_for(
     backend: str | None,
     algorithm: str,
     start: Tensor | None,
+    resets: bool = False,
 ) -> tuple[Call, _modal.Modes | None, str]:
     """(the call, its modes or None, why not) of a training step with ``scan_loss``; see ``_modal.choose``."""
     like = matrix[0]
     call = Call(
         kind="loss", T=T, B=B, N=like.shape[0], K=matrix[-1].shape[1], C=C, ids=ids, backward=True,
         dtype=like.dtype, device=like.device, activation=activation, message_clip=message_clip, backend=backend,
-        lengths=lengths, started=start is not None,
+        lengths=lengths, started=start is not None, resets=resets,
     )  # fmt: skip
     with torch.no_grad():
         return call, *_modal.choose(matrix, call, start, algorithm)
