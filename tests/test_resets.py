@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from orthokern import functional
 from orthokern.errors import InputError
-from orthokern.nn import RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN
+from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.ops import _scan_loss
 
-KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN]
+KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU]
 
 
 def some_resets(T: int, B: int, seed: int = 0) -> Tensor:
@@ -250,7 +250,8 @@ def as_gru(rnn: RNN) -> nn.GRU:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_episodes_are_those_of_torchrl() -> None:
+@pytest.mark.parametrize("kind", ["rnn", "gru"])
+def test_episodes_are_those_of_torchrl(kind: str) -> None:
     """TorchRL's own GRUModule on the same weights, in both modes, with gradients."""
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule
@@ -258,9 +259,12 @@ def test_episodes_are_those_of_torchrl() -> None:
 
     torch.manual_seed(0)
     B, T, N = 4, 12, 6
-    rnn = RNN(3, N)
+    rnn = RNN(3, N) if kind == "rnn" else GRU(3, N, bias=True, variant="torch")
+    gru = as_gru(rnn) if isinstance(rnn, RNN) else nn.GRU(3, N, batch_first=True)
+    if kind == "gru":
+        gru.load_state_dict(rnn.state_dict())
     keys = (["value", "recurrent_state", "is_init"], ["out", ("next", "recurrent_state")])
-    theirs = GRUModule(gru=as_gru(rnn), in_keys=keys[0], out_keys=keys[1])
+    theirs = GRUModule(gru=gru, in_keys=keys[0], out_keys=keys[1])
     ours = TensorDictModule(EpisodeRNN(rnn), in_keys=keys[0], out_keys=keys[1])
     is_init = some_resets(T, B).mT.unsqueeze(-1)
     # as InitTracker and TensorDictPrimer leave it: zeros where an episode begins
