@@ -573,9 +573,7 @@ def scan_cross_entropy(
         check.is_float("matrix", like)
         N = like.shape[0]
     given = h0
-    x, h0 = check.scan_inputs(
-        x, N, h0, weight, bias, activation, act_param, 0, name, like, small_ids=True
-    )  # fmt: skip
+    x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, 0, name, like, small_ids=True)
     check.scan_lengths(lengths, x)
     reset_state = check.scan_resets(resets, reset_state, x, given, N, name, like)
     check.scan_clip(message_clip)

@@ -358,9 +358,10 @@ class GruProblem:
         return cls(variant, x, w, h0, b if bias else None, g)
 
     def map(self, fn: Any) -> GruProblem:
-        """A copy with every tensor but resets changed by a function of a tensor."""
+        """A copy with every tensor changed by a function of a tensor; resets stay bool."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return GruProblem(**{k: fn(v) if isinstance(v, Tensor) and k != "resets" else v for k, v in values.items()})
+        values = {k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return GruProblem(**{**values, "resets": None if self.resets is None else values["resets"].bool()})
 
     def with_resets(self, share: float = 0.3, *, state: bool = True, seed: int = 0) -> GruProblem:
         """A copy with resets at this share of the steps, to a random state or to zeros."""

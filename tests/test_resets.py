@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from orthokern import functional
 from orthokern.errors import InputError
-from orthokern.nn import RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN
+from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.ops import _scan_loss
 
-KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN]
+KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU]
 
 
 def some_resets(T: int, B: int, seed: int = 0) -> Tensor:
@@ -235,7 +235,7 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
         EpisodeRNN(RNN(3, 5, bidirectional=True))
 
 
-def as_gru(rnn: RNN) -> nn.GRU:
+def as_gru(rnn: Any) -> nn.GRU:
     """The same recurrence as a GRU whose update gate is 0 and whose reset gate is 1, exactly."""
     N = rnn.hidden_size
     gru = nn.GRU(rnn.input_size, N, batch_first=True)
@@ -244,13 +244,14 @@ def as_gru(rnn: RNN) -> nn.GRU:
             parameter.zero_()
         gru.weight_ih_l0[2 * N :], gru.weight_hh_l0[2 * N :] = rnn.weight_ih_l0, rnn.recurrent_matrix()
         gru.bias_ih_l0[:N], gru.bias_ih_l0[N : 2 * N] = 1e4, -1e4
-        gru.bias_ih_l0[2 * N :] = rnn.bias_ih_l0 + rnn.bias_hh_l0
+        gru.bias_ih_l0[2 * N :] = rnn.bias_ih_l0 + rnn.bias_hh_l0 if isinstance(rnn, RNN) else rnn.bias_l0
     return gru
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_episodes_are_those_of_torchrl() -> None:
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN, GRU])
+def test_episodes_are_those_of_torchrl(kind: Any) -> None:
     """TorchRL's own GRUModule on the same weights, in both modes, with gradients."""
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule
@@ -258,9 +259,12 @@ def test_episodes_are_those_of_torchrl() -> None:
 
     torch.manual_seed(0)
     B, T, N = 4, 12, 6
-    rnn = RNN(3, N)
+    rnn = GRU(3, N, bias=True, variant="torch") if kind is GRU else kind(3, N)
+    gru = as_gru(rnn) if kind is not GRU else nn.GRU(3, N, batch_first=True)
+    if kind is GRU:
+        gru.load_state_dict(rnn.state_dict())
     keys = (["value", "recurrent_state", "is_init"], ["out", ("next", "recurrent_state")])
-    theirs = GRUModule(gru=as_gru(rnn), in_keys=keys[0], out_keys=keys[1])
+    theirs = GRUModule(gru=gru, in_keys=keys[0], out_keys=keys[1])
     ours = TensorDictModule(EpisodeRNN(rnn), in_keys=keys[0], out_keys=keys[1])
     is_init = some_resets(T, B).mT.unsqueeze(-1)
     # as InitTracker and TensorDictPrimer leave it: zeros where an episode begins

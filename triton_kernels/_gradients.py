@@ -272,22 +272,21 @@ def run_backward(
     steps = max(1, BLOCK_ROWS // B)
     for low in reversed(range(0, T, steps)):
         high = min(low + steps, T)
+        here = None if resets is None else resets[low:high]
         if sums or one_block:
             hs_block, pre_block, before, between = source.get(low, high)
         delta = delta_all[low:high] if delta_all is not None else h0.new_empty(high - low, B, N)
         if one_block:
             launch_backward(
                 kernels.bwd, transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
-                chunk=high - low, delta=delta, left=left, square=square[low:high], first=low,
-                cut=None if resets is None else resets[low:high], **scan,
+                chunk=high - low, delta=delta, left=left, square=square[low:high], first=low, cut=here, **scan,
             )  # fmt: skip
             carry, left = left, carry
-        if cut_sum is not None and resets is not None:
-            cut_sum += started(delta, ~resets[low:high], None).sum(0)
+        if cut_sum is not None and here is not None:
+            cut_sum += started(delta, ~here, None).sum(0)
         if sums:
-            if resets is not None:
-                before = started(before, resets[low], reset_state)
-                between = started(between, resets[low + 1 : high], reset_state)
+            if here is not None:
+                before, between = started(before, here[0], reset_state), started(between, here[1:], reset_state)
             sums.add_states(delta, without_padding(before, alive, low), without_padding(between, alive, low + 1))
             if weight is not None and x is not None:
                 sums.add_input(delta, without_padding(x[low:high], alive, low))
@@ -301,8 +300,8 @@ def run_backward(
     grad_act_param = None
     if by_row is not None and act_param is not None:
         grad_act_param = by_row.sum(0) if act_param.numel() > 1 else by_row.sum().view(1)
-    grad_reset_state = None if cut_sum is None else product(transposed, cut_sum)
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
     return ScanGradients(
-        grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_reset_state, square.sum(1).sqrt()
-    )
+        grad_x, m, left, grad_weight, grad_bias, grad_act_param,
+        None if cut_sum is None else product(transposed, cut_sum), square.sum(1).sqrt(),
+    )  # fmt: skip

@@ -131,7 +131,10 @@ def forward(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """h_t = phi(product(h_{t-1}) + e_t) for the rows of this program."""
+    """h_t = phi(product(h_{t-1}) + e_t) for the rows of this program.
+
+    Longer than 100 lines: a line for every argument.
+    """
     o_row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     m_row = o_row < R
     o_start = (o_row // B) * CHUNK  # the first step of each row
@@ -267,7 +270,8 @@ def backward(
 ):
     """ghat_t = g_t + carry, delta_t = phi'(a_t) ghat_t, carry = product(delta_t), from the last step of each row on.
 
-    With CLIP, delta_t is clipped before it is used, see Note [Message clip] of the reference.
+    With CLIP, delta_t is clipped before it is used, see Note [Message clip] of the reference. Longer than 100 lines: a
+    line for every argument.
     """
     o_row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     m_row = o_row < R

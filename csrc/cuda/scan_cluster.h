@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
         float passed[kHeld];
 #pragma unroll
         for (int j = 0; j < kHeld; j++)
-          passed[j] = unit[j] && live_step ? state_to_pass(a, q0 + g, rows[j], where.first + i * stride, v[j]) : v[j];
+          passed[j] = unit[j] && live_step ? state_to_pass<kBackward>(a, q0 + g, rows[j], range.begin + i, v[j]) : v[j];
         send(passed, to, columns1, begin2, end2, state_barrier(i));
       } else {
         send(v, to, columns1, begin2, end2, state_barrier(i));

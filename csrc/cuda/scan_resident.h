@@ -484,7 +484,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         // before a sequence begins its state is zero and stays so
         if (live)
           to[g * kPadded + self.row] =
-              Traits::kCuts ? state_to_pass(a, self.q0() + g, self.row, steps.first - self.row + self.moved, after)
+              Traits::kCuts ? state_to_pass<Traits::kBackward>(a, self.q0() + g, self.row, self.range.begin + i, after)
                             : after;
         result = {g, place, after, before, gate, steps, id};
       } while ((g0 += kSequences) < group);

@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kStepThreads)
         after = activate(a.activation, before[m], before[1 - m], m == 1, parameter);
         if (a.pre) a.pre[offset + row + m] = before[m];
       }
-      p.to[q * p.rows + row + m] = state_to_pass(a, q, row + m, offset, after);
+      p.to[q * p.rows + row + m] = state_to_pass<kBackward>(a, q, row + m, i, after);
       if (a.out) a.out[offset + row + m] = after;
       if (a.end && i + 1 == a.chunk) a.end[q * p.rows + row + m] = after;
     }

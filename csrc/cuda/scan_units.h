@@ -179,10 +179,10 @@ __device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t ro
   return a.tokens + row_offset / a.N;
 }
 
-// What the next product reads of unit n of sequence b after a step whose first element lies at `row_offset`.
-__device__ __forceinline__ float state_to_pass(const ScanArgs& a, int64_t b, int64_t n, int64_t row_offset,
-                                               float after) {
-  if (!a.cut || !a.cut[row_offset / a.N]) return after;
+// What the next product reads of unit n of sequence b after step i. There are no chunks: a sequence is a row.
+template <bool kBackward>
+__device__ __forceinline__ float state_to_pass(const ScanArgs& a, int64_t b, int64_t n, int64_t i, float after) {
+  if (!a.cut || !a.cut[(kBackward ? a.T - 1 - i : i) * a.B + b]) return after;
   return a.restart ? a.restart[b * a.N + n] : 0.f;
 }
 

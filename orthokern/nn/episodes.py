@@ -27,7 +27,7 @@ class EpisodeRNN(nn.Module):
     recurrent_state.
 
     Args:
-        rnn: a module of one direction, whose forward takes ``resets`` and ``reset_state``, as RNN, FactorizedRNN,
+        rnn: a module of one direction, whose forward takes ``resets`` and ``reset_state``, as RNN, FactorizedRNN, GRU,
             ExpRNN and NonNormalRNN; batch_first or not.
         recurrent: True: value is sequences; False: single steps; None: as ``torchrl.modules.set_recurrent_mode`` says,
             and where that says nothing, sequences if value has three dimensions or more.

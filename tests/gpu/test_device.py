@@ -492,6 +492,7 @@ def test_gru_parity(variant: str, size: tuple[int, int, int], dtype: torch.dtype
     problem = GruProblem.random(variant, T, B, N, bias=B != 50)
     check_gru(problem, dtype, backend)
     check_gru(problem, dtype, backend, some_lengths(B, T, "any"))
+    check_gru(problem.with_resets(state=B != 50), dtype, backend, some_lengths(B, T, "any"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -13,7 +13,7 @@ import test_cayley
 import test_factored_scan_dense_scan as scans
 import test_linear_cross_entropy
 import torch
-from helpers import DTYPES, SCANS, check_scan, scan_cases, scan_problem
+from helpers import DTYPES, SCANS, check_scan, scan_cases, scan_problem, with_resets
 
 from orthokern import dispatch
 from orthokern._scan_contract import ScanGradients
@@ -67,7 +67,7 @@ def test_harness_accepts_the_reference_of_the_other_ops(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("field", ScanGradients._fields)
 def test_harness_rejects_a_wrong_gradient(op: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One element of one gradient, wrong by a hundredth of a percent of the largest."""
-    problem = scan_problem(op, B=3, T=5, N=9, activation="prelu", inputs="features")
+    problem = with_resets(scan_problem(op, B=3, T=5, N=9, activation="prelu", inputs="features"))
     true_bwd = getattr(dispatch.leaf(op, "reference"), f"{op}_bwd")
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
