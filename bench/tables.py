@@ -184,6 +184,7 @@ SUBJECTS = {
     "oinit": "Learned orthogonality of B matrices",
     "overhead": "One step of one sequence, which is mostly overhead",
     "parametrize": "Constrained weights of torch layers",
+    "second": "Second derivatives and forward mode",
     "skew_exp": "Exponential of a skew matrix, with its gradient",
     "gpu scan": "GPU, scans",
     "gpu steps": "GPU, scans by single steps",

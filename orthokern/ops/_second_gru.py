@@ -289,15 +289,16 @@ def gradients(
         d_m = d_n @ w_n
         return plus(k * d_m, extra_r), d_z, d_n, d_m
 
-    def sent(ghat: Tensor) -> Tensor:
-        """What the states before get."""
-        d_r, d_z, d_n, d_m = parts(ghat)
+    def sent(ghat: Tensor, d_r: Tensor, d_z: Tensor, _: Tensor, d_m: Tensor) -> Tensor:
+        """What the states before get, from the first of these steps on."""
+        steps = slice(len(ghat))
         if taken.torch_variant:
-            return taken.z * ghat + torch.cat([d_r, d_z, d_m], -1) @ w
-        return taken.z * ghat + torch.cat([d_r, d_z], -1) @ w[: 2 * g.shape[-1]] + r * d_m
+            return taken.z[steps] * ghat + torch.cat([d_r, d_z, d_m], -1) @ w
+        return taken.z[steps] * ghat + torch.cat([d_r, d_z], -1) @ w[: 2 * g.shape[-1]] + r[steps] * d_m
 
     if grad_gates is not None or grad_pre is not None:
-        g = g + neighbours(sent(torch.zeros_like(g)), None, before=False)
+        zero = torch.zeros_like(g)
+        g = g + neighbours(sent(zero, *parts(zero)), None, before=False)
     ghat = LinearGru.apply(taken.variant, False, g, w, *coefficients)
     d_r, d_z, d_n, d_m = parts(ghat)
     rows = torch.cat([d_r, d_z, d_m if taken.torch_variant else d_n], -1).flatten(0, 1)
@@ -307,7 +308,7 @@ def gradients(
         with_n = before if taken.torch_variant else (r * taken.before).flatten(0, 1)
         found[1] = torch.cat([rows[:, :split].mT @ before, rows[:, split:].mT @ with_n])
     if needs[2]:
-        found[2] = sent(ghat)[0]
+        found[2] = sent(*(part[:1] for part in (ghat, d_r, d_z, d_n, d_m)))[0]
     if needs[3] and taken.bias is not None:
         found[3] = rows.sum(0)
     return tuple(found)
