@@ -19,7 +19,7 @@ SIZES = [{"N": 128, "T": 120, "B": 50}, {"N": 500, "T": 120, "B": 50}]
 QUICK = [{"N": 24, "T": 5, "B": 3}]
 BAR = 4.0
 
-# Relative RMS of float32 against the reference in float64: two backwards of rounding. Measured: 2e-6.
+# Relative RMS of float32 against the reference in float64. Measured: 2e-6 (factorized, N = 500).
 TOLERANCE = 5e-5
 MODULES = {
     "factorized": FactorizedRNN,

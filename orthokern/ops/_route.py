@@ -40,3 +40,8 @@ def recording() -> bool:
     Not while torch.compile traces it, which has no second derivative.
     """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def last() -> bool:
+    """Whether nothing will derive a backward again, nor run it for many at once: it may work in place."""
+    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()

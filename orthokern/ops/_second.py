@@ -52,7 +52,7 @@ from torch import Tensor
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Map
-from orthokern.ops import _taps
+from orthokern.ops import _route, _taps
 from orthokern.reference._scan import product, running, started, transposed_product, weight_gradient, without_padding
 from orthokern.reference.activations import chain, sum_to_param
 
@@ -311,9 +311,9 @@ class LinearScan(torch.autograd.Function):
         curvature = _curvature(source, activation) if needs[4] else None
         by_parameter = needs[6] and _slope_has_parameter(activation)
         grad_r = grad_source = grad_param = None
-        if curvature is not None and not needs[3] and r is None and not torch.is_grad_enabled():
-            # kap and ghat are there without a product: gam = J c kap, and out = J ghat where c = 1. The rounding of J is
-            # that of 1, so the error is one of eps / J; but all that follows takes J times this gradient.
+        if curvature is not None and not needs[3] and r is None and _route.last():
+            # kap and ghat are there without a product: gam = J c kap, and out = J ghat where c = 1. J is rounded as 1
+            # is, which makes an error of eps / J here; but all that follows takes J times this gradient.
             slope = _slope(torch.ones_like(g), source, None, activation)
             ratio = curvature.div_(slope.square_()).masked_fill_(slope == 0, 0.0)
             grad_source = ratio.mul_(gam).mul_(out)
