@@ -186,6 +186,7 @@ SUBJECTS = {
     "parametrize": "Constrained weights of torch layers",
     "replicas": "Several models at once, 10 sequences each",
     "resets": "Sequences that reset, forward and backward",
+    "second": "Second derivatives and forward mode",
     "skew_exp": "Exponential of a skew matrix, with its gradient",
     "gpu scan": "GPU, scans",
     "gpu steps": "GPU, scans by single steps",

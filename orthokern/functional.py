@@ -3,7 +3,9 @@
 Letters: B batch, T time, N hidden, K rank of U and V, D input features or number of token ids, C classes.
 A wrong input raises ``InputError`` (one line: argument, value, what is accepted). ``backend`` is "reference", "cpu",
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
-explicit backend that cannot serve raises ``BackendUnavailable``. A second derivative needs ``backend="reference"``.
+explicit backend that cannot serve raises ``BackendUnavailable``.
+All functions but ``cayley`` and the modal losses have derivatives of any order, in reverse and forward mode and under
+torch.func. Those two raise a RuntimeError that names the argument with which they have them.
 Longer than 600 lines: most of them are the docstrings of the public functions.
 """
 

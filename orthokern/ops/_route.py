@@ -65,3 +65,8 @@ def _innermost(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def last() -> bool:
+    """Whether nothing will derive a backward again, nor run it for many at once: it may work in place."""
+    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()

@@ -52,7 +52,7 @@ from torch import Tensor
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Map
-from orthokern.ops import _taps
+from orthokern.ops import _route, _taps
 from orthokern.reference._scan import product, running, started, transposed_product, weight_gradient, without_padding
 from orthokern.reference.activations import chain, sum_to_param
 
@@ -298,7 +298,7 @@ class LinearScan(torch.autograd.Function):
         saved = ctx.saved_tensors
         if mu is None:
             return (None,) * (len(saved) + 1)
-        g, _, source, _, act_param, _, resets, *factors, out = saved
+        g, r, source, _, act_param, _, resets, *factors, out = saved
         needs, activation, forwards = ctx.needs_input_grad, ctx.plan.activation, ctx.forwards
         map_ = ctx.plan.map_of(*factors)
         alive, mask, neighbours = LinearScan._parts(ctx, saved)
@@ -311,7 +311,13 @@ class LinearScan(torch.autograd.Function):
         curvature = _curvature(source, activation) if needs[4] else None
         by_parameter = needs[6] and _slope_has_parameter(activation)
         grad_r = grad_source = grad_param = None
-        if needs[3] or curvature is not None or by_parameter:
+        if curvature is not None and not needs[3] and r is None and _route.last():
+            # kap and ghat are there without a product: gam = J c kap, and out = J ghat where c = 1. J is rounded as 1
+            # is, which makes an error of eps / J here; but all that follows takes J times this gradient.
+            slope = _slope(torch.ones_like(g), source, None, activation)
+            ratio = curvature.div_(slope.square_()).masked_fill_(slope == 0, 0.0)
+            grad_source = ratio.mul_(gam).mul_(out)
+        elif needs[3] or curvature is not None or by_parameter:
             kap = _times(mask, without_padding(mu + back(map_, _linked(gam, resets, before=not forwards)), alive))
             grad_r = kap if needs[3] else None
             if curvature is not None or by_parameter:

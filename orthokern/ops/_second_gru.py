@@ -68,8 +68,18 @@ def _applied_back(variant: str, ghat: Tensor, w: Tensor, coefficients: tuple[Ten
     return z * ghat + (cz * ghat) @ w_z + (k * d_m) @ w_r + r * d_m
 
 
-def _steps(variant: str, forwards: bool, g: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]) -> Tensor:
-    """out of LinearGru: ``_applied`` and ``_applied_back`` in few calls for each step."""
+def _steps(
+    variant: str,
+    forwards: bool,
+    g: Tensor,
+    w: Tensor,
+    coefficients: tuple[Tensor, ...],
+    products: tuple[Tensor, ...] | None = None,
+) -> Tensor:
+    """out of LinearGru: ``_applied`` and ``_applied_back`` in few calls for each step.
+
+    products, of a tangent: zeros [T, B, 3N] (2N, and [T, B, N], in "kanai") that take P (P_r and P_z, and y).
+    """
     z, cz, cn, k, r = coefficients
     T, B, N = g.shape
     torch_variant = variant == "torch"
@@ -82,11 +92,13 @@ def _steps(variant: str, forwards: bool, g: Tensor, w: Tensor, coefficients: tup
         if last is None:
             out[t] = g[t]
         elif forwards and torch_variant:
-            found = torch.addcmul(g[t], z[t], last)
-            torch.add(found, ((last @ w.mT).view(B, 3, N) * gates[t]).sum(1), out=out[t])
+            p = torch.mm(last, w.mT, out=None if products is None else products[0][t])
+            torch.add(torch.addcmul(g[t], z[t], last), (p.view(B, 3, N) * gates[t]).sum(1), out=out[t])
         elif forwards:
-            p_r, p_z = ((last @ w_rz.mT).view(B, 2, N) * gates[t]).unbind(1)
-            y = torch.addcmul(p_r, r[t], last) @ w_n.mT
+            p = torch.mm(last, w_rz.mT, out=None if products is None else products[0][t])
+            p_r, p_z = (p.view(B, 2, N) * gates[t]).unbind(1)
+            inner = torch.addcmul(p_r, r[t], last)
+            y = torch.mm(inner, w_n.mT, out=None if products is None else products[1][t])
             torch.addcmul(g[t] + p_z, z[t], last, out=out[t]).addcmul_(cn[t], y)
         elif torch_variant:
             d = (gates[t + 1] * last.unsqueeze(1)).view(B, 3 * N)
@@ -124,12 +136,20 @@ class LinearGru(torch.autograd.Function):
         if mu is None:
             return (None,) * 9
         _, w, *coefficients, out = ctx.saved_tensors
-        gam = LinearGru.apply(ctx.variant, not ctx.forwards, mu, w, *coefficients)
-        if not any(ctx.needs_input_grad[3:]):
+        arguments, pairing, products = (w, tuple(coefficients)), any(ctx.needs_input_grad[3:]), None
+        if (
+            pairing and not ctx.forwards and not torch.is_grad_enabled()
+        ):  # the last derivative: keep what the steps have
+            shapes = [3 * out.shape[-1]] if ctx.variant == "torch" else [2 * out.shape[-1], out.shape[-1]]
+            products = tuple(out.new_zeros(*out.shape[:2], width) for width in shapes)
+            gam = _steps(ctx.variant, True, mu, *arguments, products)
+        else:
+            gam = LinearGru.apply(ctx.variant, not ctx.forwards, mu, w, *coefficients)
+        if not pairing:
             return None, None, gam, *(None,) * 6
         v, ghat = (out, gam) if ctx.forwards else (gam, out)
         v = neighbours(v, None, before=True)
-        return None, None, gam, *_pairing_gradients(ctx.variant, v, ghat, w, tuple(coefficients))
+        return None, None, gam, *_pairing_gradients(ctx.variant, v, ghat, *arguments, products)
 
     @staticmethod
     @keeps_dtype
@@ -159,24 +179,32 @@ class LinearGru(torch.autograd.Function):
 
 
 def _pairing_gradients(
-    variant: str, v: Tensor, ghat: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]
+    variant: str,
+    v: Tensor,
+    ghat: Tensor,
+    w: Tensor,
+    coefficients: tuple[Tensor, ...],
+    products: tuple[Tensor, ...] | None,
 ) -> tuple[Tensor, ...]:
-    """Those of w and the coefficients of sum_t <A_t v_t, ghat_t>."""
+    """Those of w and the coefficients of sum_t <A_t v_t, ghat_t>; products of v as in ``_steps``, or None."""
     _, cz, cn, k, r = coefficients
-    w_r, w_z, w_n = w.chunk(3)
-    p_r, d = v @ w_r.mT, cn * ghat
+    w_n = w.chunk(3)[2]
+    N, d = v.shape[-1], cn * ghat
+    p = v @ (w if variant == "torch" else w[: 2 * N]).mT if products is None else products[0]
+    p_r, p_z = p[..., :N], p[..., N : 2 * N]
 
     def outer(left: Tensor, right: Tensor) -> Tensor:
         return left.flatten(0, 1).mT @ right.flatten(0, 1)
 
     if variant == "torch":
-        p_n, d_m = v @ w_n.mT, d
-        y, for_r, for_w_n = k * p_r + r * p_n, d * p_n, outer(r * d, v)
-    else:
-        inner, d_m = k * p_r + r * v, d @ w_n
-        y, for_r, for_w_n = inner @ w_n.mT, d_m * v, outer(d, inner)
-    grad_w = torch.cat([outer(k * d_m, v), outer(cz * ghat, v), for_w_n])
-    return grad_w, v * ghat, (v @ w_z.mT) * ghat, y * ghat, d_m * p_r, for_r
+        p_n = p[..., 2 * N :]
+        y = k * p_r + r * p_n
+        grad_w = outer(torch.cat([k * d, cz * ghat, r * d], -1), v)
+        return grad_w, v * ghat, p_z * ghat, y * ghat, d * p_r, d * p_n
+    inner, d_m = k * p_r + r * v, d @ w_n
+    y = inner @ w_n.mT if products is None else products[1]
+    grad_w = torch.cat([outer(torch.cat([k * d_m, cz * ghat], -1), v), outer(d, inner)])
+    return grad_w, v * ghat, p_z * ghat, y * ghat, d_m * p_r, d_m * v
 
 
 def _products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
@@ -289,15 +317,16 @@ def gradients(
         d_m = d_n @ w_n
         return plus(k * d_m, extra_r), d_z, d_n, d_m
 
-    def sent(ghat: Tensor) -> Tensor:
-        """What the states before get."""
-        d_r, d_z, d_n, d_m = parts(ghat)
+    def sent(ghat: Tensor, d_r: Tensor, d_z: Tensor, _: Tensor, d_m: Tensor) -> Tensor:
+        """What the states before get, from the first of these steps on."""
+        steps = slice(len(ghat))
         if taken.torch_variant:
-            return taken.z * ghat + torch.cat([d_r, d_z, d_m], -1) @ w
-        return taken.z * ghat + torch.cat([d_r, d_z], -1) @ w[: 2 * g.shape[-1]] + r * d_m
+            return taken.z[steps] * ghat + torch.cat([d_r, d_z, d_m], -1) @ w
+        return taken.z[steps] * ghat + torch.cat([d_r, d_z], -1) @ w[: 2 * g.shape[-1]] + r[steps] * d_m
 
     if grad_gates is not None or grad_pre is not None:
-        g = g + neighbours(sent(torch.zeros_like(g)), None, before=False)
+        zero = torch.zeros_like(g)
+        g = g + neighbours(sent(zero, *parts(zero)), None, before=False)
     ghat = LinearGru.apply(taken.variant, False, g, w, *coefficients)
     d_r, d_z, d_n, d_m = parts(ghat)
     rows = torch.cat([d_r, d_z, d_m if taken.torch_variant else d_n], -1).flatten(0, 1)
@@ -307,7 +336,7 @@ def gradients(
         with_n = before if taken.torch_variant else (r * taken.before).flatten(0, 1)
         found[1] = torch.cat([rows[:, :split].mT @ before, rows[:, split:].mT @ with_n])
     if needs[2]:
-        found[2] = sent(ghat)[0]
+        found[2] = sent(*(part[:1] for part in (ghat, d_r, d_z, d_n, d_m)))[0]
     if needs[3] and taken.bias is not None:
         found[3] = rows.sum(0)
     return tuple(found)

@@ -179,6 +179,17 @@ def test_padding_is_not_read(op: str) -> None:
     torch.testing.assert_close(tangent, torch.func.jvp(case, case.plain, directions)[1])
 
 
+@pytest.mark.parametrize("activation", ["tanh", "softsign"])
+def test_saturated_units(activation: str) -> None:
+    """A unit whose slope is 0 in its dtype, or nearly so, spoils nothing."""
+    case = scan_case("dense_scan", activation, "dense")
+    with torch.no_grad():
+        case.leaves[0][1:3, :, :2] = torch.tensor([12.0, -40.0], dtype=torch.float64)
+    exact, found = second_gradients(case, "reference"), second_gradients(case, None)
+    for actual, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_third_derivative() -> None:
     case = scan_case("factored_scan", "tanh", "dense")
     w = case.leaves[1]
@@ -257,6 +268,10 @@ def test_torch_func(make: Callable[[], Case]) -> None:
         found = torch.func.vmap(torch.func.grad(case.loss, every), dims)(*given)
         wanted = torch.func.vmap(torch.func.grad(case.reference_loss, every), dims)(*given)
         torch.testing.assert_close(found, wanted)
+
+    with torch.no_grad():  # outside; derivatives are taken inside all the same
+        found = torch.func.hessian(case.loss)(*case.plain)
+    torch.testing.assert_close(found, expected[0][0])
 
     def total(*leaves: Tensor) -> Tensor:
         return torch.func.vmap(case.loss)(*leaves).sum()
