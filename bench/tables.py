@@ -184,6 +184,7 @@ SUBJECTS = {
     "oinit": "Learned orthogonality of B matrices",
     "overhead": "One step of one sequence, which is mostly overhead",
     "parametrize": "Constrained weights of torch layers",
+    "small": "One sequence: one step, and many",
     "skew_exp": "Exponential of a skew matrix, with its gradient",
     "gpu scan": "GPU, scans",
     "gpu steps": "GPU, scans by single steps",
@@ -199,6 +200,8 @@ MEASURES = {
     "times as long": "time of the other implementation divided by ours",
     "share of an iteration": "share of a training iteration",
     "time ratio": "ratio of times",
+    "time over that of torch's module": "our time divided by that of torch's module",
+    "time of the packed batch over that of the rectangle": "time of the packed batch divided by that of the padded one",
     "time of the rectangle over that with lengths": "time of the padded batch divided by the time with `lengths`",
 }
 

@@ -71,11 +71,11 @@ class _SavedPrograms:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == self.module:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             importlib.import_module("orthokern.ops")
 
 
 if _SavedPrograms.module in sys.modules:
     importlib.import_module("orthokern.ops")
 else:
-    sys.meta_path.insert(0, _SavedPrograms())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _SavedPrograms())

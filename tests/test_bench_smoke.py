@@ -54,7 +54,7 @@ def test_a_quick_run_reports_every_table(results: Path) -> None:
     found = json.loads(text)
     tables = {row["table"] for row in found["rows"]}
     expected = {"scan", "loops", "modules", "table5", "copy", "memory", "accuracy", "scaling", "activations", "readout"}
-    expected |= {"modal", "modal_forward", "diagnostics", "oinit", "skew_exp", "parametrize", "overhead"}
+    expected |= {"modal", "modal_forward", "diagnostics", "oinit", "skew_exp", "parametrize", "overhead", "small", "lengths"}
     assert expected <= tables
     assert all(row["reached"] is None and row["bar"] is None for row in found["rows"]), "tiny sizes have no bars"
     assert set(found["conditions"]) >= {"machine", "versions", "commit", "threads", "source"}

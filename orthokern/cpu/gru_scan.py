@@ -19,7 +19,7 @@ def gru_scan_fwd(
     pre = None if variant == "kanai" else new(T, B, N, dtype=dtype)
     inputs = {"x": x, "w": w, "h0": h0, "bias": bias, "lengths": lengths}
     call("gru_scan_fwd", dtype, sizes, {**inputs, "hs": hs, "gates": gates, "pre": pre})
-    return hs, gates, hs.new_empty(0) if pre is None else pre
+    return hs, gates, torch.empty(0, dtype=dtype) if pre is None else pre
 
 
 def gru_scan_bwd(

@@ -158,7 +158,8 @@ class FrozenRNN(_Frozen):
         options = self._scan_options(suffix, lengths, *more)
         if len(matrix) == 1:
             return functional.dense_scan(x, matrix[0], h0, bias=bias, **options)
-        return functional.factored_scan(x, *matrix, h0, bias=bias, **options)
+        u, s, v = matrix
+        return functional.factored_scan(x, u, s, v, h0, bias=bias, **options)
 
 
 class FrozenGRU(_Frozen, GRU):

@@ -60,7 +60,9 @@ class ScanOp:
         facts: sizes that SUPPORT tables may limit, from the first factor.
     """
 
-    public: Callable[..., Tensor]  # the function of the op's module, with the options by name
+    # the function of the op's module, with the options by name; for calls outside autocast, whose backward keeps the
+    # dtype by itself: it is one node, whose kernels do
+    public: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -218,4 +220,6 @@ class ScanOp:
 
 def _filled(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """The results with an empty tensor in place of each None: a result of an op is a tensor."""
-    return tuple(like.new_empty(0) if result is None else result for result in results)
+    # torch.empty, not new_empty, which below autograd costs many times as much
+    dtype, device = like.dtype, like.device
+    return tuple(torch.empty(0, dtype=dtype, device=device) if result is None else result for result in results)
