@@ -187,6 +187,7 @@ SUBJECTS = {
     "replicas": "Several models at once, 10 sequences each",
     "resets": "Sequences that reset, forward and backward",
     "second": "Second derivatives and forward mode",
+    "small": "One sequence: one step, and many",
     "skew_exp": "Exponential of a skew matrix, with its gradient",
     "gpu scan": "GPU, scans",
     "gpu steps": "GPU, scans by single steps",
@@ -203,6 +204,8 @@ MEASURES = {
     "share of an iteration": "share of a training iteration",
     "time ratio": "ratio of times",
     "time with resets over that without": "time with `resets` divided by the time without",
+    "time over that of torch's module": "our time divided by that of torch's module",
+    "time of the packed batch over that of the rectangle": "time of the packed batch divided by that of the padded one",
     "time of the rectangle over that with lengths": "time of the padded batch divided by the time with `lengths`",
 }
 

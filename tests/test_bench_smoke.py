@@ -55,6 +55,7 @@ def test_a_quick_run_reports_every_table(results: Path) -> None:
     tables = {row["table"] for row in found["rows"]}
     expected = {"scan", "loops", "modules", "table5", "copy", "memory", "accuracy", "scaling", "activations", "readout"}
     expected |= {"modal", "modal_forward", "diagnostics", "oinit", "second", "skew_exp", "parametrize", "overhead"}
+    expected |= {"small", "lengths"}
     assert expected <= tables
     assert all(row["reached"] is None and row["bar"] is None for row in found["rows"]), "tiny sizes have no bars"
     assert set(found["conditions"]) >= {"machine", "versions", "commit", "threads", "source"}

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orthokern import cpu, functional
 from orthokern.cpu import _call
 from orthokern.errors import InputError
-from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _quick
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _layouts, _quick
 from orthokern.ops import _alone
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
@@ -291,3 +291,21 @@ def test_threads_that_share_a_product_change_no_bit(isa: str, rank: int | None, 
                 torch.testing.assert_close(other, found[0], rtol=0, atol=0)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [5, 3, 1], [2, 5, 3]])
+def test_packed_rows_and_their_derivatives(lengths: list[int], bidirectional: bool) -> None:
+    """Against each sequence alone; batches of one length are not copied; the copy of rows has both derivatives."""
+    module = made("rnn", dtype=torch.float64, bidirectional=bidirectional)
+    sequences = [torch.randn(n, D, dtype=torch.float64) for n in lengths]
+    packed = nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
+    parameters = list(module.parameters())
+    output, h_n = module(packed)
+    found = torch.autograd.grad(output.data.square().sum() + h_n.sum(), parameters)
+    alone = [module(one) for one in sequences]
+    loss = sum(y.square().sum() + h.sum() for y, h in alone)
+    torch.testing.assert_close(found, torch.autograd.grad(loss, parameters))
+    rows, place = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.tensor([4, 0, 3])
+    assert torch.autograd.gradcheck(lambda rows: _layouts._rows(rows, place), rows)
+    assert torch.autograd.gradgradcheck(lambda rows: _layouts._rows(rows, place).square(), rows)

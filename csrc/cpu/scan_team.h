@@ -6,18 +6,31 @@
 // which keeps that part of the weights in its cache, and then any part that no thread has taken. So a phase ends even
 // if some threads have not started, and nobody waits for a thread that does not run. An element of a result is the
 // same chain of multiply-adds whoever computes it.
+//
+// A thread that is preempted within its part delays the others until the scheduler returns to it, and where other
+// processes use the cores that may happen in every step. So the first thread that waits much longer than its own part
+// took computes the rest alone, and the others leave.
 #pragma once
 
 #include <sched.h>
+#include <time.h>
 
 #include "cpu/scan_rows.h"
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
-constexpr int64_t kTeamBytes = 256 << 10;  // of one product's weights, from which sharing them pays
-constexpr int kTeamMost = 64;              // threads
-constexpr int kTeamSpins = 2000;           // looks at the counter before the processor is given to another thread
+constexpr int64_t kTeamBytes = 256 << 10;   // of one product's weights, from which sharing them pays
+constexpr int kTeamMost = 64;               // threads
+constexpr int kTeamSpins = 2000;            // looks at the counter before the processor is given to another thread
+constexpr int64_t kTeamPatience = 8;        // times as long as its own part that a thread waits, and at least
+constexpr int64_t kTeamLeastWait = 500000;  // ns
+
+inline int64_t team_clock() {  // ns
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
 
 template <class T>
 struct Team {
@@ -30,16 +43,31 @@ struct Team {
   };
   Counter taken[kTeamMost];  // the next phase in which a part is to be taken
   Counter done;              // parts computed, of all phases
+  int alone;                 // the thread that computes the rest alone, counted from 1; 0 while there is none
 
   bool take(int part, int64_t phase) {
     int64_t expected = phase;
     return __atomic_compare_exchange_n(&taken[part].value, &expected, phase + 1, false, __ATOMIC_ACQ_REL,
                                        __ATOMIC_RELAXED);
   }
-  // Until all parts of the phases before this one are computed.
-  void wait(int64_t phase) {
-    for (int spins = 0; __atomic_load_n(&done.value, __ATOMIC_ACQUIRE) < phase * threads; spins++)
-      if (spins > kTeamSpins) sched_yield();
+  // Until all parts of the phases before this one are computed. `part_time`: of this thread's last part, in ns.
+  void wait(int64_t phase, int task, int64_t part_time) {
+    int64_t since = 0;
+    for (int spins = 0; __atomic_load_n(&done.value, __ATOMIC_ACQUIRE) < phase * threads; spins++) {
+      if (spins < kTeamSpins) continue;
+      if (!since) since = team_clock();
+      sched_yield();
+      const int64_t waited = team_clock() - since;
+      int nobody = 0;
+      if (waited > kTeamLeastWait && waited > kTeamPatience * part_time)
+        __atomic_compare_exchange_n(&alone, &nobody, task + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    }
+  }
+  // Whether another thread computes the rest. It has tried all parts of the phases that it has passed, so those that
+  // are not computed yet have been taken, and their threads leave only after them.
+  bool superfluous(int task) {
+    const int who = __atomic_load_n(&alone, __ATOMIC_RELAXED);
+    return who && who != task + 1;
   }
 };
 
@@ -91,12 +119,15 @@ void team_task(void* context, int task) {
   }
   const int64_t phases = team.plan->args->T * (team.plan->factored ? 2 : 1);
   visit_activation(team.plan->args->activation, [&](auto a) {
-    for (int64_t phase = 0; phase < phases; phase++) {
-      team.wait(phase);
+    int64_t part_time = 0;
+    for (int64_t phase = 0; phase < phases && !team.superfluous(task); phase++) {
+      team.wait(phase, task, part_time);
       for (int i = 0; i < team.threads; i++) {
         const int part = (task + i) % team.threads;
         if (!team.take(part, phase)) continue;
+        const int64_t start = team_clock();
         team_part<T, decltype(a)>(team, rows, phase, part);
+        part_time = team_clock() - start;
         __atomic_fetch_add(&team.done.value, 1, __ATOMIC_ACQ_REL);
       }
     }

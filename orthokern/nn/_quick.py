@@ -1,8 +1,8 @@
 """The short way through the forward of a recurrence: all its checks as a few comparisons.
 
-``Recurrent.forward`` tries it first. Plain CPU tensors in the ordinary layout go straight to the op of each
-layer. For anything else, wrong input included, the answer is None and the full path runs, which handles every case and
-every error. For one step of one sequence the checks of the full path take several times as long as the step.
+``Recurrent.forward`` tries it first. A call of plain CPU tensors in the ordinary layout goes straight to the op of
+each layer. For anything else, bad input included, the answer is None, and the full path runs, which handles every
+case and every error. For one step of one sequence the checks of the full path take several times as long as the step.
 
 Letters: B batch, T time, N hidden_size, D input_size.
 """
@@ -25,7 +25,8 @@ __all__ = ["forward"]
 
 
 def common_dtype(module: Recurrent) -> torch.dtype | None:
-    """The dtype of the parameters if all are plain CPU tensors of it and the kernels take it; else None."""
+    """The dtype of the parameters if all are plain CPU tensors of it and the kernels take it; else None. Their shapes
+    are checked where they are read."""
     shapes = module.__dict__.get("_shapes")
     if not shapes:
         return None
@@ -36,17 +37,17 @@ def common_dtype(module: Recurrent) -> torch.dtype | None:
     dtype = first.dtype
     if dtype is not torch.float32 and dtype is not torch.float64:
         return None
-    for name, shape in shapes.items():
+    for name in shapes:
         value = parameters.get(name)
         kind = type(value)
         if value is None or (kind is not nn.Parameter and kind is not Tensor):
             return None
-        if not (value.dtype is dtype and value.is_cpu and value.layout is torch.strided and value.shape == shape):
+        if value.dtype is not dtype or not value.is_cpu:
             return None
     return dtype
 
 
-def forward(module: Recurrent, input: Any, hx: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def forward(module: Recurrent, input: object, hx: object) -> tuple[Tensor, Tensor] | None:
     """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run."""
     if type(input) is not Tensor or not quiet() or module.bidirectional:
         return None

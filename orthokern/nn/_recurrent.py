@@ -155,12 +155,12 @@ class Recurrent(nn.Module):
             nn.init.zeros_(self._tensor(f"h0_{suffix}"))
 
     def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor | None = self._parameters.get(name)
+        tensor: Any = self._parameters.get(name)
         if tensor is None:  # a buffer, or what took the place of a parameter
             tensor = getattr(self, name)
-        assert tensor is not None
         check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
-        return tensor
+        checked: Tensor = tensor
+        return checked
 
     def _act_param(self, suffix: str) -> Tensor | None:
         parameter = ACTIVATIONS[self.nonlinearity].parameter

@@ -91,7 +91,9 @@ def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     """The results of a leaf with an empty tensor in place of each None: a result of an op is a tensor."""
-    return tuple(like.new_empty(0) if result is None else result for result in results)
+    # torch.empty, not new_empty, which below autograd costs many times as much
+    dtype, device = like.dtype, like.device
+    return tuple(torch.empty(0, dtype=dtype, device=device) if result is None else result for result in results)
 
 
 def refusal(op: str, way_out: str) -> RuntimeError:

@@ -67,7 +67,9 @@ class ScanOp:
         facts: sizes that SUPPORT tables may limit, from the first factor.
     """
 
-    public: Callable[..., Tensor]  # the function of the op's module, with the options by name
+    # the function of the op's module, with the options by name; for calls outside autocast, whose backward keeps the
+    # dtype by itself: it is one node, whose kernels do
+    public: Callable[..., Tensor]
 
     def __init__(
         self,

@@ -89,4 +89,4 @@ def dense_scan(
     )  # fmt: skip
 
 
-_OP.public = dense_scan
+_OP.public = dense_scan.__wrapped__  # type: ignore[attr-defined]

@@ -110,4 +110,4 @@ def factored_scan(
     )  # fmt: skip
 
 
-_OP.public = factored_scan
+_OP.public = factored_scan.__wrapped__  # type: ignore[attr-defined]
