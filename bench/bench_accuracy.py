@@ -19,9 +19,9 @@ SIZES = [{"N": 128, "T": T, "B": 10} for T in (10, 100, 1000, 10000)]
 QUICK = [{"N": 32, "T": T, "B": 3} for T in (10, 50)]
 RESULTS = ("states", "grad_x", "grad_u", "grad_s", "grad_v")
 
-# Wrong is wrong: above this, the results are of something else. Rounding reaches a hundredth of it.
+# Larger errors are bugs rather than rounding, which is at most a hundredth of this.
 TOLERANCE = 1e-3
-# Ours may be off by twice what eager torch is (tests/helpers.py holds every kernel to the same).
+# Our error may be twice that of eager torch (tests/helpers.py has the same limit for every kernel).
 BAR = 2.0
 
 
@@ -38,11 +38,11 @@ def eager(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h0: Tensor, activation: st
 @pytest.mark.parametrize("activation", ("identity", "tanh"))
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_error_by_T(benchmark: Any, bench: Bench, size: Size, activation: str) -> None:
-    """Ours and eager torch's distance from float64."""
+    """Errors of ours and of eager torch against float64."""
     N, T, B = size["N"], size["T"], size["B"]
     generator = torch.Generator().manual_seed(T)
     u, s, v = factors(N, generator)
-    s = 1 + (s - 1) / 50  # within 0.001 of 1: without activation, 5 % would grow or shrink a state out of all range
+    s = 1 + (s - 1) / 50  # within 0.001 of 1: without an activation, 5 % would make states overflow or vanish
     x, cotangent = (torch.randn(T, B, N, generator=generator) for _ in range(2))
     h0 = torch.randn(B, N, generator=generator)
     x = 0.1 * x
@@ -115,6 +115,13 @@ def test_error_of_a_loss(benchmark: Any, bench: Bench, size: Size, margin: float
         if not error < TOLERANCE:
             raise WrongResult(f"modal {name} is off by {error:.3g} (relative RMS), tolerated is {TOLERANCE:g}")
         bench.record(
-            "accuracy", f"modal, margin {margin:g}: {name}", size, "relative error", error,
-            bar=MODAL[0], goal=MODAL[1], better="lower", details={"sequential": beside},
-        )  # fmt: skip
+            "accuracy",
+            f"modal, margin {margin:g}: {name}",
+            size,
+            "relative error",
+            error,
+            bar=MODAL[0],
+            goal=MODAL[1],
+            better="lower",
+            details={"sequential": beside},
+        )

@@ -1,9 +1,8 @@
-"""The Cayley step of two N x N bases against other ways to take it: torch.linalg.solve, and an optimizer step of geoopt
-and of geotorch.
+"""The Cayley step of two N x N bases against torch.linalg.solve, and against an optimizer step of geoopt and geotorch.
 
-Two steps, because the kernel takes them by different routes (csrc/cpu/cayley.cpp, Note [Which series]): one as small as
-training's, where a single product after X does, and one that turns the bases by some degrees, where I + X is factored.
-The peers take as long for either. What counts as a peer's step:
+Two step sizes, because the kernel has different algorithms for them (csrc/cpu/cayley.cpp, Note [Which series]): a step
+as small as in training, where one product after X is enough, and a step that rotates the bases by some degrees, where I
++ X is factored. The other implementations take the same time for both. Their steps are:
 
 * torch: the reference's formula in float32, with baddbmm and one batched solve.
 * geoopt: one RiemannianSGD step on two ManifoldParameters of the canonical Stiefel manifold.
@@ -28,14 +27,14 @@ from orthokern.reference.cayley import cayley as reference
 SIZES = [{"N": N, "B": 2} for N in (64, 128, 256, 512, 1000)]
 QUICK = [{"N": 33, "B": 2}]
 
-# |lr G| in the Frobenius norm, as a multiple of sqrt(N): 1e-6 is a clipped gradient's at the copy task's rate; 0.05
-# turns the bases by 8 degrees in the worst direction.
+# |lr G| in the Frobenius norm, as a multiple of sqrt(N): 1e-6 is that of a clipped gradient at the rate of the copy
+# task; 0.05 rotates the bases by at most 8 degrees.
 STEPS = {"training's step": 1e-6, "large step": 0.05}
 
 # Relative RMS of float32 against float64. Measured: 3e-8, half a unit in the last place; the large step, 5e-8.
 TOLERANCE = 5e-7
-# Relative RMS of W^T W against I for the peers, which take a step of their own: that they stay orthogonal is all there
-# is to check.
+# Relative RMS of W^T W against I for the other implementations. Their steps are different, so only orthogonality is
+# checked.
 ORTHOGONAL = 1e-3
 BAR = 1.0  # faster than every one of them at every size
 
@@ -88,7 +87,7 @@ PEERS: dict[str, tuple[str | None, Callable[[Tensor, Tensor, float], Any]]] = {
 @pytest.mark.parametrize("peer", list(PEERS))
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_step(benchmark: Any, bench: Bench, size: Size, peer: str, step: str) -> None:
-    """The peer's step over functional.cayley, its checks for NaN included."""
+    """Time of the other implementation divided by that of functional.cayley, including its checks for NaN."""
     N, B = size["N"], size["B"]
     package, build = PEERS[peer]
     if package is not None:
@@ -113,7 +112,7 @@ def test_step(benchmark: Any, bench: Bench, size: Size, peer: str, step: str) ->
     rounds = bench.rounds(101 if N <= 128 else 31 if N <= 256 else 9)
     seconds = interleave(benchmark, calls, rounds=rounds, warmup=3)
     times = ratio(seconds["peer"], seconds["ours"])
-    # What any way needs at least: G M^T and A M. A factorisation on top counts nothing.
+    # The flops that every algorithm needs: G M^T and A M, without the factorisation.
     rate = 4e-9 * B * N**3 / median(seconds["ours"])
     benchmark.extra_info.update({"GFLOP/s": round(rate, 1), "times_as_long": round(times, 3), "peer": peer})
     bench.record(

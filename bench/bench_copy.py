@@ -1,5 +1,5 @@
-"""One iteration of the copy task at T = 10000, as `python -m orthokern.tasks.copy` runs it: what takes how long, and
-how much memory at the peak."""
+"""One iteration of the copy task at T = 10000, as `python -m orthokern.tasks.copy` runs it: the time of its parts, and
+the peak memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from orthokern.training.rundir import RunFolder
 
 SIZES = [{"N": 128, "T": 10000}]
 QUICK = [{"N": 32, "T": 20}]
-ITERATIONS = 12  # timed; the first one, which warms up, and the last one, which evaluates, are not
+ITERATIONS = 12  # timed iterations, without the first one (warm-up) and the last one (evaluation)
 ALGORITHMS = ("modal", "sequential")
-# Parts of an iteration that have a clock; what is left is "other".
+# Parts of an iteration that are timed; the rest is "other".
 PARTS = {
     "modal": ("recurrence, readout and loss", "eigenbasis", "gradient of W", "optimizer", "data"),
     "sequential": ("scan forward", "scan backward", "readout and loss", "optimizer", "data"),
@@ -47,7 +47,7 @@ TOLERANCE = 1e-4
 
 @contextmanager
 def clocked(owner: Any, name: str, add: Callable[[float], None]) -> Iterator[None]:
-    """Tell `add` the seconds of every call of owner.name while the block runs."""
+    """Pass the seconds of every call of owner.name to `add` while the block runs."""
     original = getattr(owner, name)
 
     @functools.wraps(original)  # with its attributes: learning rate schedulers look for theirs
@@ -66,7 +66,7 @@ def clocked(owner: Any, name: str, add: Callable[[float], None]) -> Iterator[Non
 
 
 def experiment(T: int, N: int, algorithm: str) -> copy_task.CopyExperiment:
-    """The task with its defaults but for the algorithm."""
+    """The task with its defaults, except for the algorithm."""
     torch.manual_seed(0)
     settings = {
         **copy_task.DEFAULTS,
@@ -97,9 +97,9 @@ def first_loss_error(T: int, N: int, algorithm: str) -> float:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_parts_of_an_iteration(benchmark: Any, bench: Bench, size: Size, algorithm: str, tmp_path: Path) -> None:
-    """Shares of the scan and of everything else, the training loop's own work (norms, records, progress) included.
+    """Fractions of time of the scan and of everything else, including the training loop (norms, records, progress).
 
-    No iteration but the first looks at gradients through time, which costs a second modal pass."""
+    Only the first iteration computes gradients through time, which costs a second modal pass."""
     T, N = size["T"], size["N"]
     error = first_loss_error(T, N, algorithm)
     task = experiment(T, N, algorithm)
@@ -156,9 +156,17 @@ def test_parts_of_an_iteration(benchmark: Any, bench: Bench, size: Size, algorit
     details = {"iterations_timed": len(total), "error": error, "tolerance": TOLERANCE}
     bar, goal = ITERATION[algorithm] if T == 10000 and N == 128 else (None, None)
     bench.record(
-        "copy", f"one iteration, {algorithm}", sizes, "time", 1e3 * whole,
-        unit="ms", bar=bar, goal=goal, better="lower", details=details,
-    )  # fmt: skip
+        "copy",
+        f"one iteration, {algorithm}",
+        sizes,
+        "time",
+        1e3 * whole,
+        unit="ms",
+        bar=bar,
+        goal=goal,
+        better="lower",
+        details=details,
+    )
     for part in (*parts, "other"):
         share = median([spent[part][i] / t for i, t in zip(timed, total, strict=True)])
         milliseconds = {"ms": round(1e3 * median([spent[part][i] for i in timed]), 3)}

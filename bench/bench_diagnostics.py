@@ -1,9 +1,9 @@
-"""What looking inside costs: an iteration of training with all diagnostics over the same iteration without, and from
-that the share that diagnosing every tenth iteration adds to a run.
+"""The cost of diagnostics: time of a training iteration with all diagnostics divided by that of an iteration without,
+and the time that diagnosing every tenth iteration adds to a run.
 
-Sequential MNIST's shape: 784 steps of one pixel, 128 units, tanh, batches of 50, ten classes at the last step; geodesic
-steps and RMSprop. A diagnosed iteration takes the norms of states and gradient at every step, thins them for a record,
-and has the numbers of the recurrent matrix.
+The size is that of sequential MNIST: 784 steps of one pixel, 128 units, tanh, batches of 50, ten classes at the last
+step; geodesic steps and RMSprop. A diagnosed iteration computes the norms of states and gradients at every step,
+reduces them for a record, and computes the statistics of the recurrent matrix.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def backward(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def diagnosed(model: Model, x: Tensor, labels: Tensor, eigenvalues: bool) -> dict[str, Any]:
-    """`backward`, and what a record of a diagnosed iteration holds."""
+    """`backward`, and the record of a diagnosed iteration."""
     with diagnostics.tap() as taken:
         backward(model, x, labels)
     return {
@@ -63,7 +63,7 @@ def diagnosed(model: Model, x: Tensor, labels: Tensor, eigenvalues: bool) -> dic
 
 
 def checked(model: Model, x: Tensor, labels: Tensor) -> float:
-    """The largest relative error of a record against what plain torch finds; gradients must be the same bits."""
+    """The largest relative error of a record against plain torch; gradients must be bitwise equal."""
     backward(model, x, labels)
     plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     record = diagnosed(model, x, labels, True)
@@ -90,7 +90,7 @@ def checked(model: Model, x: Tensor, labels: Tensor) -> float:
 @pytest.mark.parametrize("name", ["FactorizedRNN", "RNN"])
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_diagnosed_iteration(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
-    """A diagnosed iteration over a plain one."""
+    """Time of a diagnosed iteration divided by that of a plain one."""
     T, N = size["T"], size["N"]
     model = Model(FactorizedRNN(1, N, margin=0.1) if name == "FactorizedRNN" else RNN(1, N, init="orthogonal"))
     x, labels = torch.rand(T, BATCH, 1), torch.randint(0, CLASSES, (BATCH,))

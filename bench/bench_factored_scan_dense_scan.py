@@ -1,7 +1,8 @@
-"""The scans: their share of torch's matrix product, and the same loop written in eager and compiled torch.
+"""The scans: their rate as a share of the rate of torch's matrix product, and the same loop in eager and compiled
+torch.
 
-tanh, K = N, inputs and cotangents at every step (so that no adjoint fades into denormal numbers, which would slow the
-other side down). W is near an orthogonal matrix, s within 5 % of 1.
+tanh, K = N, inputs and cotangents at every step (so that adjoints do not become denormal numbers, which would slow down
+the other implementation). W is near an orthogonal matrix, with s within 5 % of 1.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Problem:
 
 
 def eager_factored(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h0: Tensor) -> Tensor:
-    """The recurrence as one writes it. unbind, not x[t]: indexing makes the backward quadratic in T."""
+    """The straightforward loop. It uses unbind instead of x[t], because indexing makes the backward quadratic in T."""
     h, states = h0, []
     for e in x.unbind(0):
         h = torch.tanh(((h @ v) * s) @ u.mT + e)
@@ -122,7 +123,7 @@ def problem(op: str, N: int, T: int) -> Problem:
 
 @pytest.fixture(autouse=True)
 def _one_problem_at_a_time(request: pytest.FixtureRequest) -> Any:
-    """The inputs of T = 10020 take a gigabyte: forget them after the case."""
+    """Free the inputs after the case: those of T = 10020 take a gigabyte."""
     yield
     problem.cache_clear()
 
@@ -130,7 +131,8 @@ def _one_problem_at_a_time(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
-    """Forward and backward each, with the buffers of the last round at hand, between runs of torch's product."""
+    """Times forward and backward separately, with the buffers of the previous round cached, alternating with torch's
+    product."""
     p = problem(op, **size)
     error = p.error
     N, T = p.size["N"], p.size["T"]
@@ -140,7 +142,7 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
         states.append(p.forward())
 
     def backward() -> tuple[Tensor, ...]:
-        # pop: the states are freed here, before the next round asks for memory of their size
+        # pop frees the states before the next round allocates memory of this size
         return torch.autograd.grad(states.pop(), p.inputs, p.cotangent)
 
     def product() -> None:
@@ -154,7 +156,7 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
     around = {"forward": ("before", "between"), "backward": ("between", "after")}
     for direction, sides in around.items():
         work = gflop(op, direction, p.size)
-        # their median, not their best: the scan runs once a round, and meets the neighbours' load as it comes
+        # their median, not their minimum: the scan runs once per round, with whatever load other processes cause
         beside = [
             median(times) for times in zip(*(seconds[f"{side} {i}"] for side in sides for i in (1, 2)), strict=True)
         ]
@@ -202,7 +204,7 @@ def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
 def test_compiled_step(benchmark: Any, bench: Bench, size: Size) -> None:
     """torch.compile of one step, called in a Python loop: a compiled loop of a hundred steps takes minutes to compile.
 
-    A quick run leaves it out: it needs a C++ compiler and half a minute.
+    It is left out of a quick run, because it needs a C++ compiler and half a minute.
     """
     p = problem("factored_scan", **size)
     error = p.error
@@ -218,7 +220,7 @@ def test_compiled_step(benchmark: Any, bench: Bench, size: Size) -> None:
 
     try:
         p.step(compiled_loop)
-    except Exception as failure:  # whatever the compiler of this machine says
+    except Exception as failure:  # any error of the compiler
         pytest.skip(f"torch.compile does not work here: {type(failure).__name__}")
     _compare(benchmark, bench, p, {"torch.compile of a step": compiled_loop}, error, {})
 
@@ -231,7 +233,8 @@ def _compare(
     error: float,
     bars: dict[str, float | None],
 ) -> None:
-    """Time loops beside ours, forward and backward, and record the ratios. They must agree with ours first."""
+    """Check that the loops agree with ours, time them in turns with ours, forward and backward, and record the
+    ratios."""
     ours = p.step(lambda *_: p.forward())
     for name, loop in loops.items():
         check(name, p.step(loop), ours, 2 * TOLERANCE)

@@ -1,9 +1,9 @@
 """The scans, the Cayley step and the copy task on a CUDA device: `pytest bench/bench_gpu.py --benchmark-only`.
 
-Also a table of errors by precision, and FlashRNN as a peer where it is installed.
+Also a table of errors by precision, and a comparison with FlashRNN if it is installed.
 
-Times are medians of CUDA events around whole calls through the public functions, after warm-up, with the results of the
-last call at hand. Peers run in turns with ours, in float32 without TF32. Skipped without a device.
+Times are medians of CUDA events around whole calls of the public functions, after warm-up, with cached memory of the
+previous call. Other implementations run in turns with ours, in float32 without TF32. Skipped without a device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TOLERANCE = 2e-5
 
 
 def tolerated(error_of_torch: float) -> float:
-    """How far float32 results may be from float64, where torch's own float32 products are so far from it.
+    """The tolerance of float32 results against float64, given the error of torch's float32 products.
 
     A linear recurrence keeps every rounding error: over 10 000 steps torch itself comes close to TOLERANCE.
     """
@@ -134,16 +134,24 @@ def test_factored_scan(benchmark: Any, bench: Bench, size: Size, activation: str
         bar, goal = bars if name == "step" else (None, None)
         measure = {"step": "forward and backward", "forward": "forward"}.get(name, f"forward and backward, {name}")
         bench.record(
-            "gpu scan", f"factored, {activation}", problem.size, measure, statistics.median(found), unit="ms",
-            bar=bar, goal=goal, better="lower", details={"error": error, "ms": spread(found)},
-        )  # fmt: skip
+            "gpu scan",
+            f"factored, {activation}",
+            problem.size,
+            measure,
+            statistics.median(found),
+            unit="ms",
+            bar=bar,
+            goal=goal,
+            better="lower",
+            details={"error": error, "ms": spread(found)},
+        )
 
 
 @pytest.mark.sizes([{"N": 128, "T": 2000}, {"N": 1200, "T": 2000}], quick=[{"N": 32, "T": 140}])
 def test_factored_scan_of_single_steps(
     benchmark: Any, bench: Bench, size: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path for any size, forward and backward: in CUDA graphs, kernel by kernel, and on tensor cores."""
+    """The steps path, forward and backward: in CUDA graphs, kernel by kernel, and on tensor cores."""
     problem = Problem("factored_scan", activation="tanh", **size)
     if not cuda.AVAILABLE:
         pytest.skip(cuda.REASON)
@@ -160,9 +168,15 @@ def test_factored_scan_of_single_steps(
     benchmark.pedantic(lambda: (step(), torch.cuda.synchronize()), rounds=2)
     for name, found in times.items():
         bench.record(
-            "gpu steps", f"factored, tanh, single steps {name}", problem.size, "forward and backward",
-            statistics.median(found), unit="ms", better="lower", details={"ms": spread(found)},
-        )  # fmt: skip
+            "gpu steps",
+            f"factored, tanh, single steps {name}",
+            problem.size,
+            "forward and backward",
+            statistics.median(found),
+            unit="ms",
+            better="lower",
+            details={"ms": spread(found)},
+        )
 
 
 @pytest.mark.sizes(LONG, quick=QUICK)
@@ -186,9 +200,15 @@ def test_dense_scan_against_cudnn(benchmark: Any, bench: Bench, size: Size) -> N
     bar, goal = CUDNN.get(size["N"], (None, None))
     ratio = statistics.median(times["torch"]) / statistics.median(times["ours"])
     bench.record(
-        "gpu cudnn", "torch.nn.RNN over RNN, tanh", {**size, "B": BATCH}, "time ratio", ratio, bar=bar, goal=goal,
+        "gpu cudnn",
+        "torch.nn.RNN over RNN, tanh",
+        {**size, "B": BATCH},
+        "time ratio",
+        ratio,
+        bar=bar,
+        goal=goal,
         details={"error_between": error, **{f"ms_{name}": spread(found) for name, found in times.items()}},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.sizes([{"N": N, "T": 1000} for N in (128, 512, 1024)], quick=[{"N": 32, "T": 20}])
@@ -228,12 +248,17 @@ def test_dense_scan_against_flashrnn(benchmark: Any, bench: Bench, size: Size, b
     benchmark.pedantic(lambda: (problem.step(), torch.cuda.synchronize()), rounds=2)
     ratio = statistics.median(times["theirs"]) / statistics.median(times["ours"])
     bench.record(
-        "gpu flashrnn", f"FlashRNN {backend} over dense_scan, tanh", problem.size, "time ratio", ratio,
+        "gpu flashrnn",
+        f"FlashRNN {backend} over dense_scan, tanh",
+        problem.size,
+        "time ratio",
+        ratio,
         details={
-            "error": error, "error_between": error_of_theirs,
+            "error": error,
+            "error_between": error_of_theirs,
             **{f"ms_{name}": spread(found) for name, found in times.items()},
         },
-    )  # fmt: skip
+    )
 
 
 # What a result of each precision may be off by at most: beyond that it is of something else. Of the lower ones, which
@@ -273,15 +298,20 @@ def test_error_by_precision(benchmark: Any, bench: Bench, size: Size, op: str, a
         limit = PRECISION_LIMITS[options.get("precision", "ieee")]
         errors = [check(f"{op}, {name}", [one], [other], limit) for one, other in zip(found, exact, strict=True)]
         bench.record(
-            "gpu accuracy", f"{op}, {activation}, {name}", {**size, "B": 5}, "relative RMS error of the states",
-            errors[0], better="lower", details={"largest_of_gradients": max(errors[1:])},
-        )  # fmt: skip
+            "gpu accuracy",
+            f"{op}, {activation}, {name}",
+            {**size, "B": 5},
+            "relative RMS error of the states",
+            errors[0],
+            better="lower",
+            details={"largest_of_gradients": max(errors[1:])},
+        )
     benchmark.pedantic(lambda: None, rounds=1)
 
 
 @pytest.mark.sizes([{"N": 128, "T": 1000}], quick=[{"N": 32, "T": 20}])
 def test_eager_loop(benchmark: Any, bench: Bench, size: Size) -> None:
-    """The recurrence as one writes it in torch, over ours."""
+    """Time of the straightforward loop in torch divided by ours."""
     problem = Problem("factored_scan", activation="tanh", **size)
 
     def eager() -> tuple[Tensor, ...]:
@@ -298,9 +328,15 @@ def test_eager_loop(benchmark: Any, bench: Bench, size: Size) -> None:
     bar, goal = EAGER.get(size["N"], (None, None))
     ratio = statistics.median(times["eager"]) / statistics.median(times["ours"])
     bench.record(
-        "gpu eager", "eager factored loop over ours", problem.size, "time ratio", ratio, bar=bar, goal=goal,
+        "gpu eager",
+        "eager factored loop over ours",
+        problem.size,
+        "time ratio",
+        ratio,
+        bar=bar,
+        goal=goal,
         details={"error": error, **{f"ms_{name}": spread(found) for name, found in times.items()}},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.sizes([{"N": 32}, {"N": 64}, {"N": 128}, {"N": 256}, {"N": 500}, {"N": 1000}], quick=[{"N": 16}])
@@ -323,9 +359,15 @@ def test_cayley(benchmark: Any, bench: Bench, size: Size) -> None:
     bar, goal = SOLVE.get(N, (None, None))
     ratio = statistics.median(times["solve"]) / statistics.median(times["ours"])
     bench.record(
-        "gpu cayley", "torch.linalg.solve over cayley", {"N": N, "count": 2}, "time ratio", ratio, bar=bar, goal=goal,
+        "gpu cayley",
+        "torch.linalg.solve over cayley",
+        {"N": N, "count": 2},
+        "time ratio",
+        ratio,
+        bar=bar,
+        goal=goal,
         details={"error": error, **{f"ms_{name}": spread(found) for name, found in times.items()}},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.sizes([{"N": n, "T": 100} for n in (128, 500, 1000)], quick=[{"N": 32, "T": 5}])
@@ -388,6 +430,14 @@ def test_copy(benchmark: Any, bench: Bench) -> None:
     benchmark.pedantic(lambda: None, rounds=1)  # the run above is timed as a whole, its start included
     bar, goal = COPY_SECONDS
     bench.record(
-        "gpu copy", "solved, wall time", {"N": 128, "T": T, "B": BATCH}, "seconds", seconds, unit="s", bar=bar,
-        goal=goal, better="lower", details={"records": len(metrics), "last": done.stdout.splitlines()[-1]},
-    )  # fmt: skip
+        "gpu copy",
+        "solved, wall time",
+        {"N": 128, "T": T, "B": BATCH},
+        "seconds",
+        seconds,
+        unit="s",
+        bar=bar,
+        goal=goal,
+        better="lower",
+        details={"records": len(metrics), "last": done.stdout.splitlines()[-1]},
+    )

@@ -48,9 +48,9 @@ def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> Non
     """The projection's share of a language model's training iteration, and a full SVD's, in a training whose W_hn
     stays at the bound: what rises above it in every step has to be found and taken out.
 
-    small: steps of norm 0.02 and a spectrum that is dense below the bound, so that a certificate serves several of
-    them. training: steps larger than the bound, as `word_lm` takes them, so that every step takes a new one. The cost
-    is a mean over steps, for they differ.
+    small: steps of norm 0.02 and a spectrum that is dense below the bound, so that a certificate is valid for several
+    steps. training: steps larger than the bound, as in `word_lm`, so that every step needs a new certificate. The cost
+    is a mean over steps, because steps differ.
     """
     N, T, B, C = size["N"], size["T"], size["B"], size["C"]
     embedding, rnn, readout = torch.nn.Embedding(C, N), GRU(N, N), torch.nn.Linear(N, C)

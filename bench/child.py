@@ -1,4 +1,4 @@
-"""What has to run in a process of its own, because it measures the process's memory. Prints one JSON object.
+"""Measurements that need their own process, because they measure the memory of the process. Prints one JSON object.
 
 python bench/child.py memory --op factored_scan --inputs tokens --activation tanh --T 10020 --N 128 --threads 2
 python bench/child.py copy --T 10000 --N 128 --threads 2
@@ -51,7 +51,7 @@ def peak() -> int:
 
 
 def start_again() -> int:
-    """Give back what waits, forget the peak so far if the system lets us, and return the resident size in bytes."""
+    """Free cached memory, reset the recorded peak if the system allows it, and return the resident size in bytes."""
     gc.collect()
     cpu.empty_cache()
     try:

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--quick",
         action="store_true",
-        help="tiny sizes and two rounds: shows that every case runs; its numbers mean nothing and are not written",
+        help="tiny sizes and two rounds, to check that every case runs; the numbers are meaningless and not written",
     )
     group.addoption(
         "--bench-results",
@@ -97,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         return
     write = terminalreporter.write_line
     folder = config.getoption("bench_results") or (None if bench.quick else RESULTS)
-    if config.getoption("benchmark_disable"):  # every case ran once, to see that it runs
+    if config.getoption("benchmark_disable"):  # every case ran once, as a check
         folder = None
     path = None
     if folder is not None:
@@ -115,7 +115,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         write("No number for these, their check or their run failed: " + ", ".join(failed), red=True)
     write("")
     if path is None:
-        write("a quick or disabled run: these numbers mean nothing, no results file written")
+        write("a quick or disabled run: these numbers are meaningless, no results file written")
     else:
         write(f"results: {_shown(path)}" + (f", plot: {_shown(plot)}" if plot else ""))
 

@@ -5,8 +5,8 @@
 
 Every measurement is a process of its own under a time limit, and so is the whole. Results go into
 ``bench/results/first-hour-<GPU>-<hash of the sources>``, a JSON file and a log for each measurement. A second call
-continues with what has no result yet; ``--again NAME`` repeats what begins with NAME. ``report.md`` there is written
-anew after every measurement.
+continues with the measurements without a result; ``--again NAME`` repeats those whose names begin with NAME.
+``report.md`` in this folder is rewritten after every measurement.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEASURED_STEPS, BAR_STEPS = 2000, 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """What a measurement has to reach (bar) and should reach (goal), and what the plans of the kernels assume."""
+    """The required (bar) and the desired (goal) value of a measurement, and the assumptions of the kernel planner."""
 
     bar: float | None
     goal: float | None
@@ -292,10 +292,11 @@ def report(folder: Path, chip: str, dry: bool, planned: Sequence[str]) -> str:
     waiting = [name for name in planned if name not in records]
     errors = [
         f"| {name[7:]} | {record['result']['value']:.1e} | "
-        + ", ".join(f"{key} {value:.1e}" for key, value in record["result"].get("errors", {}).items()) + " |"
+        + ", ".join(f"{key} {value:.1e}" for key, value in record["result"].get("errors", {}).items())
+        + " |"
         for name, record in records.items()
         if name.startswith("parity") and isinstance(record.get("result"), dict)
-    ]  # fmt: skip
+    ]
     versions = records.get("versions", {}).get("result") or {}
     lines = [
         f"# First hour on {chip}", "",

@@ -99,15 +99,20 @@ def versions(machine: Machine) -> dict[str, Any]:
     from orthokern import cuda
 
     found: dict[str, Any] = {
-        "orthokern": orthokern.__version__, "torch": torch.__version__, "torch_cuda": torch.version.cuda,
-        "python": platform.python_version(), "cuda_kernels": cuda.REASON or "available",
-    }  # fmt: skip
+        "orthokern": orthokern.__version__,
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "cuda_kernels": cuda.REASON or "available",
+    }
     if not machine.dry:
         properties = torch.cuda.get_device_properties(0)
         found |= {
-            "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count, "memory_gb": properties.total_memory / 1e9,
-        }  # fmt: skip
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gb": properties.total_memory / 1e9,
+        }
     return found
 
 

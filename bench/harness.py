@@ -1,4 +1,4 @@
-"""What all cases share: the machine's name, timing in turns, checks before numbers, and the rows of the results file.
+"""The common part of all cases: description of the machine, interleaved timing, checks of results, and results files.
 
 Letters as everywhere: B batch, T time, N hidden, D input features or token ids. Times are in seconds unless a name says
 ms or us; rates in GFLOP/s (1e9 floating point operations per second).
@@ -47,9 +47,9 @@ class Row:
         size: the letters' values, e.g. {"N": 128, "T": 1000, "B": 50}.
         measure: what the number is, e.g. "share of SGEMM".
         value, unit: the number; unit "" for a ratio, "%" for a share in percent.
-        bar, goal: what it has to reach, and what it should; None where nobody set one.
+        bar, goal: the required and the desired value; None if there is none.
         better: "higher" or "lower".
-        details: everything else worth keeping, with the unit in the key's name.
+        details: further values, with the unit in the name of the key.
     """
 
     table: str
@@ -64,7 +64,7 @@ class Row:
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """As the results file has it, with whether bar and goal are reached."""
+        """The row as an object of the results file, with whether bar and goal are reached."""
         row = dataclasses.asdict(self)
         row["reached"] = reached(self.value, self.bar, self.goal, self.better)
         row["measured_at"] = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -90,7 +90,7 @@ def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class Bench:
-    """What a case gets from the session: whether it is a quick run, and where rows go."""
+    """The interface of a case to the session: whether it is a quick run, and the list of rows."""
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
@@ -98,13 +98,13 @@ class Bench:
         self._sgemm: Sgemm | None = None
 
     def record(self, table: str, case: str, size: Size, measure: str, value: float, **more: Any) -> None:
-        """Add a row; `more` are the other attributes of Row. A quick run has no bars: its sizes are not theirs."""
+        """Add a row; `more` are the other attributes of Row. A quick run has other sizes and therefore no bars."""
         if self.quick:
             more = {key: None if key in ("bar", "goal") else given for key, given in more.items()}
         self.rows.append(Row(table, case, dict(size), measure, float(value), **more).as_json())
 
     def rounds(self, full: int) -> int:
-        """How often to repeat."""
+        """The number of rounds."""
         return min(full, 2) if self.quick else full
 
     @property
@@ -119,7 +119,7 @@ class Bench:
 
 
 class Benchmark(Protocol):
-    """The part of pytest-benchmark's fixture that is used here."""
+    """The part of the fixture of pytest-benchmark that is used here."""
 
     disabled: bool
     group: str | None
@@ -129,7 +129,7 @@ class Benchmark(Protocol):
 
 
 class Sgemm:
-    """torch's float32 matrix product of a size where it is at its best: the rate that a scan is compared with."""
+    """torch's float32 matrix product of a size with the highest rate, with which a scan is compared."""
 
     def __init__(self, size: int) -> None:
         self.a, self.b = torch.randn(size, size), torch.randn(size, size)
@@ -166,14 +166,15 @@ def interleave(
     warmup: int = 1,
     after: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[float]]:
-    """Time several calls in turns: one of each per round, so that a drifting clock meets all of them alike.
+    """Time several calls in turns, one of each per round, so that a drift of the clock rate affects all of them
+    equally.
 
     Args:
         benchmark: pytest-benchmark's fixture. It times the last of `calls`, with the others as its untimed set-up: its
             own tables and --benchmark-json show ours, which therefore comes last.
         calls: by name, in the order of a round.
-        rounds: how many.
-        warmup: rounds before, not kept: memory is mapped, weights are in the cache, compilers have run.
+        rounds: number of rounds.
+        warmup: number of earlier rounds, which are not counted: they map memory, fill caches and run compilers.
         after: further calls of a round, after the one that `benchmark` times.
 
     Returns:
@@ -225,7 +226,7 @@ def interleave(
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times longer theirs takes: the median of the rounds' ratios, each of two times taken side by side."""
+    """How many times longer theirs takes: the median over rounds of the ratio of the two times in a round."""
     return statistics.median(t / o for t, o in zip(theirs, ours, strict=True))
 
 
@@ -249,7 +250,7 @@ def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class WrongResult(AssertionError):
-    """A case computed something else than the reference: no number of it may be reported."""
+    """The results of a case differ from the reference, so that its times must not be reported."""
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -277,9 +278,9 @@ def check(what: str, actual: Iterable[Tensor], expected: Iterable[Tensor], toler
 
 
 def checked_sequences(size: Size) -> Tensor:
-    """Indices [b] of the sequences of a batch that a check looks at: all, or five of them where float64 takes too long.
+    """Indices [b] of the sequences of a batch that are checked: all, or five of them if float64 takes too long.
 
-    Sequences do not act on one another, so a cotangent that is zero for all others makes gradients of these five alone.
+    Sequences are independent, so that with a cotangent of zero for the others, the gradients are those of these five.
     """
     B = size.get("B", BATCH)
     if size["T"] * B * size["N"] <= 8_000_000 or B <= 5:
@@ -331,7 +332,7 @@ def child(*arguments: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's own name without trademark signs; the architecture where the system does not tell."""
+    """The name of the processor without trademark signs; the architecture if the name is unknown."""
     name, details = "", ""
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -369,7 +370,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def source_digest() -> str:
-    """A hash of everything that decides how fast the library is: rows of one results file share it."""
+    """A hash of all sources that affect the speed of the library. Rows in one results file have the same hash."""
     digest = hashlib.sha256()
     for folder, pattern in (("csrc", "**/*"), ("orthokern", "**/*.py"), ("triton_kernels", "**/*.py")):
         for path in sorted((ROOT / folder).glob(pattern)):
@@ -380,7 +381,7 @@ def source_digest() -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """What the numbers depend on. No host name, no path: the file is published."""
+    """The conditions of the measurement, without host names and paths, because the file is published."""
     native = cpu.build_info()
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {
@@ -409,15 +410,16 @@ def conditions() -> dict[str, Any]:
 
 
 def same_conditions(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether rows measured under both may stand in one file. Commits may differ if no source that counts does."""
+    """Whether rows measured under both conditions may be in one file. Commits may differ if these sources do not."""
     return all(one.get(key) == other.get(key) for key in ("machine", "versions", "source", "threads", "dtype"))
 
 
 def write_results(folder: Path, rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]], name: str) -> Path:
     """Write rows to `folder`/<yyyy-mm-dd>-<machine>.json and return the path.
 
-    A file of the same day, machine, versions and sources is completed: what was measured again is replaced, the rest
-    stays. A file of other conditions is left alone, and the new one gets a number.
+    If there is a file of the same day, machine, versions and sources, the rows are added to it, and replace earlier
+    rows of the same measurements. A file with other conditions is not changed, and the name of the new one gets a
+    number.
 
     Args:
         rows: of Bench.record.

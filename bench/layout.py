@@ -1,4 +1,4 @@
-"""How a table is laid out: its cells, numbers, sizes and limits. bench/tables.py fills tables from a results file."""
+"""Layout of tables: cells, numbers, sizes and limits. bench/tables.py fills tables from a results file."""
 
 from __future__ import annotations
 

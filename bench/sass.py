@@ -1,4 +1,4 @@
-"""What the hot loops of the CUDA kernels are in machine code, and an estimate of their clocks; no GPU is needed.
+"""The machine code of the hot loops of the CUDA kernels, and an estimate of their clocks. No GPU is needed.
 
 python bench/sass.py                              every kernel for sm_80, sm_90 and sm_100, as Markdown tables
 python bench/sass.py factored_scan --arch 90      one source file, one architecture
@@ -273,9 +273,10 @@ def hot_loops(function: Function) -> list[Loop]:
     products = [loop for loop in found if loop.count("fma") >= 32]
     products = [loop for loop in products if not any(other.contains(loop) for other in products)]
     return steps + [
-        loop for loop in products
+        loop
+        for loop in products
         if not any(loop.contains(step) or step.contains(loop) or step == loop for step in steps)
-    ]  # fmt: skip
+    ]
 
 
 def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:

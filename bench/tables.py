@@ -4,9 +4,9 @@ python bench/tables.py bench/results/FILE.json            rewrite the sections o
 python bench/tables.py --check                            exit with 1 if a page differs from the file that it names
 python bench/tables.py bench/results/FILE.json --print    print the tables and change nothing
 
-A section stands between <!-- bench:NAME --> and <!-- /bench:NAME -->; a page may hold any of SECTIONS. `support` comes
-from the operators' SUPPORT tables, all others from the file. Sections are not edited by hand, and no row is left out
-because its number is bad.
+A section is between <!-- bench:NAME --> and <!-- /bench:NAME -->; a page may have any of SECTIONS. `support` is
+generated from the SUPPORT tables of the operators, all others from the file. Sections are not edited by hand, and rows
+in which orthokern is slower are not left out.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ KNOWN = (
     "scan", "loops", "modal", "modal_forward", "modules", "copy", "memory", "activations", "readout", "diagnostics",
     "scaling", "accuracy", "table5",
 )  # fmt: skip
-# What a table without a layout of its own is about, and how its measures read. tests/test_bench_smoke.py asks for both.
+# Titles of the tables without a special layout, and texts of their measures. tests/test_bench_smoke.py requires both.
 SUBJECTS = {
     "cayley": "Cayley step of two N x N bases",
     "gru": "GRU and its spectral projection",
@@ -185,6 +185,7 @@ SUBJECTS = {
     "overhead": "One step of one sequence, which is mostly overhead",
     "parametrize": "Constrained weights of torch layers",
     "replicas": "Several models at once, 10 sequences each",
+    "resets": "Sequences that reset, forward and backward",
     "skew_exp": "Exponential of a skew matrix, with its gradient",
     "gpu scan": "GPU, scans",
     "gpu steps": "GPU, scans by single steps",
@@ -200,6 +201,7 @@ MEASURES = {
     "times as long": "time of the other implementation divided by ours",
     "share of an iteration": "share of a training iteration",
     "time ratio": "ratio of times",
+    "time with resets over that without": "time with `resets` divided by the time without",
     "time of the rectangle over that with lengths": "time of the padded batch divided by the time with `lengths`",
 }
 

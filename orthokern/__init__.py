@@ -1,8 +1,8 @@
 """orthokern: fast recurrent networks with soft and hard orthogonality constraints.
 
-Importing the package compiles nothing, touches no GPU, and works without the native module, Triton or CUDA: then the
-reference backend serves. ``orthokern.explain()`` (or ``python -m orthokern.explain``) says which backend serves what,
-and why another does not.
+Importing the package compiles nothing, does not initialise a GPU, and works without the native module, Triton or CUDA:
+then the reference backend is used. ``orthokern.explain()`` (or ``python -m orthokern.explain``) lists the available
+backends, and the reasons why others are missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LAZY = ("data", "diagnostics", "explain", "functional", "init", "nn", "optim", 
 
 
 def empty_cache() -> None:
-    """Give the memory back that waits for the next large result on the CPU (``csrc/buffer.h`` says why it is kept)."""
+    """Free the memory that is cached for the next large result on the CPU (``csrc/buffer.h`` explains the cache)."""
     from orthokern import cpu
 
     cpu.empty_cache()

@@ -1,8 +1,8 @@
-"""Autocast stops here: recurrences, Cayley steps and constraints on singular values keep the dtype of their tensors.
+"""Disables autocast: recurrences, Cayley steps and constraints on singular values keep the dtype of their tensors.
 
-Inside ``torch.autocast`` every matrix product of torch rounds its factors to 16 bits, also those that an op, its
-backward or an optimizer makes for itself. A recurrence over thousands of steps and a basis that has to stay orthogonal
-to rounding bear no such thing, and a kernel would read 16-bit results as the 32-bit ones that it asked for.
+Inside ``torch.autocast`` every matrix product of torch rounds its factors to 16 bits, also products inside an op, its
+backward or an optimizer. This is not accurate enough for a recurrence over thousands of steps, or for a basis that must
+be orthogonal up to rounding; and a kernel would read 16-bit results as 32-bit numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = ("cpu", "cuda")
 
 
 def is_on(kind: str) -> bool:
-    """Whether autocast is on for a type of device; torch raises for "meta", which knows none."""
+    """Whether autocast is enabled for a type of device; False for "meta", for which torch raises."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
@@ -75,7 +75,8 @@ def _turn_off(grads: Any) -> None:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Autocast off for all devices, for what works on several tensors; costs nothing worth naming where it is off."""
+    """Disables autocast for all devices, for functions of several tensors. The cost is negligible if it is disabled
+    already."""
     with contextlib.ExitStack() as stack:
         for kind in _KINDS:
             if torch.is_autocast_enabled(kind):

@@ -1,14 +1,14 @@
-"""Input files: the one way in which the project opens, bounds and decodes what it did not write itself.
+"""Input files: opening, size limits and decoding for all files that may come from elsewhere.
 
-Every function here refuses bad input with one line that names the file. A file is looked at before it is opened, so
-that a named pipe or a device is refused instead of waited for, and its size is bounded before it is read. Decoders run
-inside `decoding`, which turns any of their errors into that line. Sizes that a format's header promises are checked
-against a limit before memory is allocated for them.
+Every function rejects bad input with an error of one line that names the file. The type of a file is checked before it
+is opened, so that a named pipe or a device is rejected instead of blocking, and its size is checked before it is read.
+Decoders run inside `decoding`, which converts their errors to such a line. Sizes in a header are checked against a
+limit before memory is allocated.
 
-    FILE_LIMIT      1 GiB     a data file, and what it unpacks to
+    FILE_LIMIT      1 GiB     a data file, and its decompressed content
     RECORDS_LIMIT   4 GiB     metrics.jsonl, which is read line by line
     JSON_LIMIT      16 MiB    config.json, result.json, a line of metrics.jsonl; nested at most JSON_DEPTH deep
-    CHECKPOINT_LIMIT          1 TiB unless the caller knows how large it may be
+    CHECKPOINT_LIMIT          1 TiB unless the caller gives a smaller limit
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ _KINDS = {
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused a file, without its name."""
+    """The reason of a system error, without the name of the file."""
     return (error.strerror or type(error).__name__).lower()
 
 
 def size_text(size: int) -> str:
-    """A number of bytes as one reads it: "16 MiB"."""
+    """A number of bytes as text, e.g. "16 MiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
             return f"{size:.4g} {unit}"
@@ -100,7 +100,9 @@ def open_regular(path: Path, limit: int = FILE_LIMIT) -> tuple[BinaryIO, int]:
     """
     try:
         _check_kind(path, os.stat(path), limit)  # opening a named pipe would wait for its writer
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # another file may have its name by now
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # the name may refer to another file by now
     except (FileNotFoundError, InputError):
         raise
     except OSError as error:
@@ -134,7 +136,7 @@ def read_file(path: Path, limit: int = FILE_LIMIT) -> bytes:
     with file:
         try:
             content = file.read(size + 1)
-            if len(content) > size:  # it grew, or is of a file system that tells no sizes
+            if len(content) > size:  # the file has grown, or its file system does not report sizes
                 content += file.read(limit + 1 - len(content))
         except OSError as error:
             raise InputError(f"{path} cannot be read: {reason(error)}") from None
@@ -148,13 +150,13 @@ def read_file(path: Path, limit: int = FILE_LIMIT) -> bytes:
 
 @contextlib.contextmanager
 def decoding(path: Path, what: str, size: int, error_type: type[InputError] = InputError) -> Iterator[None]:
-    """Turns whatever a decoder raises into one line.
+    """Context manager: converts any error of a decoder to an error of one line.
 
     Args:
-        path: of the file.
-        what: is wrong with it then, as in "damaged or no .npz file".
-        size: bytes of the file, for the line.
-        error_type: of the error.
+        path: path of the file.
+        what: description of the problem, e.g. "damaged or no .npz file".
+        size: bytes of the file, for the message.
+        error_type: type of the new error.
 
     Raises:
         InputError: the decoder failed. An InputError from within the block stays as it is.
@@ -172,9 +174,9 @@ def decoding(path: Path, what: str, size: int, error_type: type[InputError] = In
 
 
 def inflate(content: bytes, limit: int, *, gzip: bool = False) -> bytes:
-    """What a zlib or gzip stream unpacks to, and no more than `limit` bytes of it: memory follows the limit, whatever
-    the stream holds. A gzip stream may have several members. Checksums are those of streams that end within the limit:
-    ask for one byte more than there should be.
+    """Decompresses at most `limit` bytes of a zlib or gzip stream, so that memory is bounded by the limit. A gzip
+    stream may have several members. The checksum is verified only if the stream ends within the limit: request one byte
+    more than expected.
 
     Args:
         content: the stream.
@@ -202,10 +204,10 @@ def inflate(content: bytes, limit: int, *, gzip: bool = False) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value that a JSON text stands for.
+    """Decodes a JSON text.
 
     Raises:
-        ValueError: it is no JSON, has more than JSON_LIMIT bytes, or is nested deeper than JSON_DEPTH.
+        ValueError: it is not JSON, has more than JSON_LIMIT bytes, or is nested deeper than JSON_DEPTH.
     """
     if len(content) > JSON_LIMIT:
         raise ValueError(f"more than {size_text(JSON_LIMIT)}")
@@ -245,8 +247,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """The lines of a file with their line ends, and the JSON objects that they hold: None where a line holds none. At
-    the first line of more than JSON_LIMIT bytes it ends with (a part of) that line and None.
+    """The lines of a file with their line ends, each with its JSON object, or None if it is not a JSON object.
+    Iteration ends at the first line of more than JSON_LIMIT bytes, with (a part of) that line and None.
 
     Raises:
         FileNotFoundError, InputError: as `open_regular`.
@@ -270,8 +272,8 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def number(value: Any) -> float | None:
-    """A value of a record or a result as a number: finite, of magnitude at most 1e100, so that what is computed from
-    it stays finite; None for everything else (text, null, true, lists, NaN, integers of hundreds of digits).
+    """A value of a record or a result as a number: finite and at most 1e100 in magnitude, so that computations with it
+    stay finite; None for everything else (text, null, true, lists, NaN, integers of hundreds of digits).
 
     Example:
         >>> number(3), number("3"), number(10**400), number(True)
@@ -291,13 +293,13 @@ def count(value: Any, minimum: int = 0) -> int | None:
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Makes a folder and those above it.
+    """Creates a folder and its parents.
 
     Returns:
-        The folders that did not exist before, the innermost first: what `remove_folders` takes.
+        The folders that did not exist before, the innermost first, for `remove_folders`.
 
     Raises:
-        OSError: it cannot be made; nothing is left of it.
+        OSError: it cannot be created; folders that were created before the error are removed.
     """
     made: list[Path] = []
     missing = [path, *path.parents]

@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it the states of one call may take."""
+"""The memory of a device, and the limit for the states of one call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 __all__ = ["KEPT_SHARE", "kept_states", "machine_memory"]
 
-# The states of a call are kept whole as long as they take at most this share of the device's memory. Their gradients
-# take as much again, and the model, the batch and other programs need some too. It depends on what the machine has, not
-# on what is free now: the same call does the same thing each time.
+# All states of a call are kept if they take at most this fraction of the memory of the device. Their gradients need the
+# same size again, and the model, the batch and other programs need memory too. The limit depends on the total memory,
+# not on the free memory, so that the same call always behaves in the same way.
 KEPT_SHARE = 1 / 16
 UNKNOWN = 2**31  # bytes; of a device that does not say
 
 
 def _number(file: Path) -> int | None:
-    """What a control group's file holds; None for "max", and where there is no such file."""
+    """The number in a file of a control group; None for "max", or if there is no such file."""
     try:
         return int(file.read_text("ascii"))
     except (OSError, ValueError):
@@ -26,7 +26,7 @@ def _number(file: Path) -> int | None:
 
 
 def _main_memory() -> tuple[int, int] | None:
-    """(main memory, swap) in bytes; None where the system does not say."""
+    """(main memory, swap) in bytes; None if unknown."""
     try:
         fields = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB$", Path("/proc/meminfo").read_text("ascii"), re.M))
         return 1024 * int(fields["MemTotal"]), 1024 * int(fields.get("SwapTotal", 0))
@@ -38,8 +38,8 @@ def _main_memory() -> tuple[int, int] | None:
 
 
 def machine_memory(device: str, *, swap: bool = True) -> int | None:
-    """Bytes of memory of a device, all programs together: of a GPU its own; of the CPU the main memory and, with
-    ``swap``, what can be swapped out, within the limit of a control group. None where the system does not tell."""
+    """The total memory of a device in bytes: for a GPU its device memory; for the CPU the main memory and, with
+    ``swap``, the swap space, within the limit of a control group. None if unknown."""
     place = torch.device(device)
     if place.type == "cuda":
         return int(torch.cuda.get_device_properties(place).total_memory)

@@ -1,36 +1,35 @@
-"""The modal ops on a GPU, around the kernels of a leaf: chunks of time that run at once, and spans of them in turn.
+"""The modal ops on a GPU, independent of the kernels: chunks of time that run in parallel, and spans of chunks in turn.
 
     lane     b M + m, mode m of sequence b; R = B M of them
     chunk    steps [c CHUNK, (c + 1) CHUNK) of all lanes
 
-    1  ends     every chunk from zero                         x -> end [chunks, 2, R]
-    2  join     a lane's chunks in turn                       state_{c+1} = lambda^CHUNK state_c + end_c
-    3  chunks   every chunk from its state                    x, state -> z
+    1  ends     every chunk from a zero state                 x -> end [chunks, 2, R]
+    2  join     the chunks of a lane in sequence              state_{c+1} = lambda^CHUNK state_c + end_c
+    3  chunks   every chunk from its initial state            x, state -> z
 
 Note [Modal chunks]
-    Eigenvalues, states, adjoints, powers and all sums are float64, also for float32 tensors; x is widened when it is
-    used, and z rounded when it is stored. lambda^CHUNK is made by squaring, CHUNK being a power of 2, so that it is
-    wrong by CHUNK roundings, as the product of the steps is. The adjoint goes the same way from the end, with the
-    conjugate of lambda. A lane's chunks wait for each other in 2 alone: 2 CHUNK + chunks steps in place of T, least
-    for CHUNK = sqrt(T / 2).
+    Eigenvalues, states, adjoints, powers and all sums are float64, also for float32 tensors; x is converted when it is
+    used, and z is rounded when it is stored. lambda^CHUNK is computed by repeated squaring (CHUNK is a power of 2),
+    with the error of CHUNK roundings, as in the product of the steps. The adjoint is computed in the same way from the
+    end, with the conjugate of lambda. Only stage 2 is sequential over chunks: 2 CHUNK + chunks sequential steps replace
+    T, with a minimum at CHUNK = sqrt(T / 2).
 
 Note [Sums over equal ids]
-    grad_table[d] is the sum of delta_t over the steps with id d. delta turns with its mode, and its sum over many steps
-    is far smaller than its terms: it is taken in float64. With few ids, each lane of each chunk has a sum for every id
-    in memory, [chunks, D, 2, R]. A run of steps with the same id is added up in registers first. With more ids than
-    half a chunk's steps delta itself is stored, in float64, for a span of steps at a time, and then summed by id. No
-    atomics: the same bits every time.
+    grad_table[d] is the sum of delta_t over the steps with id d. delta rotates with its mode, and its sum over many
+    steps is far smaller than its terms, so that it is computed in float64. With few ids, each lane of each chunk has a
+    sum for every id in memory, [chunks, D, 2, R]; consecutive steps with the same id are added in registers first. If
+    the number of ids exceeds half of the steps of a chunk, delta itself is stored in float64 for a span of steps at a
+    time, and then summed by id. There are no atomics: the same bits in every run.
 
 Note [Spans of the loss]
-    With a readout, the state before every chunk is found first. Then spans of whole chunks follow, the last one first:
-    z of its steps from those states, logits by a product, loss and d = dL/dlogits in their place, the readout's
-    gradient and g = d C by products, the adjoint from the span behind it. A span is as many chunks as SPAN_BYTES holds
-    z, g and logits of, so that memory does not grow with T but for the states between chunks. A span takes some 40
-    launches, which is why it is no smaller. Sums over spans are float64.
+    With a readout, the initial state of every chunk is computed first. Then spans of whole chunks are processed, the
+    last one first: z of the steps of the span from these states; logits by a product; loss and d = dL/dlogits, which
+    overwrites the logits; the gradient of the readout and g = d C by products; and the adjoint from the carry of the
+    next span. SPAN_BYTES limits z, g and logits of a span, so that memory does not grow with T except for the states
+    between chunks. A span takes about 40 launches, which sets its lower limit. Sums over spans are float64.
 
-Nothing is read of padding, and no function here asks a tensor for its values. An id outside the table makes its
-sequence NaN from there on and counts for no row; a target that is no class makes the loss NaN; a length out of range
-counts as 0 or T.
+Padding is never read, and there is no device synchronization. An id outside the table makes its sequence NaN from that
+step on and contributes to no row; a target outside [0, C) makes the loss NaN; a length out of range is clamped.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ import torch
 from torch import Tensor
 
 from orthokern._products import ieee_products
+from orthokern._scan_contract import ModalGradients, ModalInputs, ModalLoss, Readout
 
 MIN_CHUNK = 16
-# So many lanes fill the largest device; then time need not be cut.
+# This many lanes fill the largest device; then time is not divided into chunks.
 ENOUGH_LANES = 2**18
 DELTA_BYTES = 2**27  # of the adjoints that are stored for sums over equal ids
 SPAN_BYTES = 2**28
@@ -97,30 +97,24 @@ class Recurrence:
 
     Attributes:
         kernels: of the leaf.
-        x: [T, B, 2M], or ids [T, B] with a table; None where there are no ids and no forward.
-        re, im, z0, table, lengths: as in the ops.
+        inputs: as a leaf takes them.
         T, chunk: steps altogether, and of a chunk.
     """
 
     kernels: Kernels
-    x: Tensor | None
-    re: Tensor
-    im: Tensor
-    z0: Tensor
-    table: Tensor | None
-    lengths: Tensor | None
+    inputs: ModalInputs
     T: int
     chunk: int
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """Number of chunks."""
         return -(-self.T // self.chunk)
 
     @property
     def lanes(self) -> int:
         """R = B M."""
-        return self.z0.shape[0] * self.re.shape[0]
+        return self.inputs.z0.shape[0] * self.inputs.re.shape[0]
 
     def steps(self, first: int, last: int) -> slice:
         """The steps of chunks [first, last)."""
@@ -128,68 +122,66 @@ class Recurrence:
 
     def by_chunk(self, chunks: int) -> Tensor:
         """An empty float64 [chunks, 2, R]."""
-        return self.re.new_empty(chunks, 2, self.lanes)
+        return self.inputs.re.new_empty(chunks, 2, self.lanes)
 
     def by_lane(self, rows: Tensor) -> Tensor:
         """[B, 2M] as float64 [2, R]."""
-        return rows.double().view(-1, 2, self.re.shape[0]).transpose(0, 1).reshape(2, self.lanes)
+        return rows.double().view(-1, 2, self.inputs.re.shape[0]).transpose(0, 1).reshape(2, self.lanes)
 
     def by_row(self, lanes: Tensor) -> Tensor:
         """And back, float64."""
-        return lanes.view(2, -1, self.re.shape[0]).transpose(0, 1).reshape(-1, 2 * self.re.shape[0])
+        return lanes.view(2, -1, self.inputs.re.shape[0]).transpose(0, 1).reshape(-1, 2 * self.inputs.re.shape[0])
 
     def forward(self, first: int, last: int, state: Tensor | None, z: Tensor | None, end: Tensor | None) -> None:
         """Run chunks [first, last) from state, or zeros: into z, or into end."""
-        assert self.x is not None
+        x, re, im, z0, table, lengths, _ = self.inputs
+        assert x is not None
         steps = self.steps(first, last)
-        self.kernels.forward(
-            self.x[steps], self.re, self.im, self.table, state, z, end, self.lengths, self.z0.shape[0], self.chunk,
-            steps.start,
-        )  # fmt: skip
+        self.kernels.forward(x[steps], re, im, table, state, z, end, lengths, z0.shape[0], self.chunk, steps.start)
 
     def states(self) -> Tensor:
         """The state before every chunk, float64 [chunks, 2, R]."""
         end = self.by_chunk(self.chunks)
         if self.chunks > 1:  # what the last one ends with enters none
             self.forward(0, self.chunks - 1, None, None, end)
-        return self.kernels.join(self.re, self.im, self.by_lane(self.z0), end, self.chunk, False)
+        return self.kernels.join(self.inputs.re, self.inputs.im, self.by_lane(self.inputs.z0), end, self.chunk, False)
 
 
 class Adjoint:
     """The adjoint recurrence from the last chunk to the first, a span of chunks at a time, and its sums."""
 
-    def __init__(self, of: Recurrence, pairs: Tensor | None) -> None:
-        M, B = of.re.shape[0], of.z0.shape[0]
-        self.of, self.pairs = of, pairs
-        self.carry = of.re.new_zeros(2, of.lanes)  # the adjoint behind the next span
-        self.sums = of.re.new_zeros(2, M)
-        self.pair_sums = of.re.new_zeros(0 if pairs is None else pairs.shape[0], 2, 2)
-        self.table = None if of.table is None else of.re.new_zeros(of.table.shape)
-        self.few_ids = of.table is not None and 2 * of.table.shape[0] <= of.chunk
+    def __init__(self, of: Recurrence) -> None:
+        _, re, _, z0, table, _, pairs = of.inputs
+        M, B = re.shape[0], z0.shape[0]
+        self.of = of
+        self.carry = re.new_zeros(2, of.lanes)  # the adjoint behind the next span
+        self.sums = re.new_zeros(2, M)
+        self.pair_sums = re.new_zeros(0 if pairs is None else pairs.shape[0], 2, 2)
+        self.table = None if table is None else re.new_zeros(table.shape)
+        self.few_ids = table is not None and 2 * table.shape[0] <= of.chunk
         row_bytes = 16 * B * M
-        self.span = of.chunks if of.table is None or self.few_ids else max(1, DELTA_BYTES // (row_bytes * of.chunk))
+        self.span = of.chunks if table is None or self.few_ids else max(1, DELTA_BYTES // (row_bytes * of.chunk))
 
     def run(self, first: int, last: int, g: Tensor, z: Tensor, before: Tensor, grad_x: Tensor | None) -> None:
         """Chunks [first, last), which are next: g, z and grad_x are those of their steps, before [B, 2M] the state
         that the first of them begins with."""
         of, chunks, start = self.of, last - first, first * self.of.chunk
+        x, re, im, z0, rows, lengths, pairs = of.inputs
         end = of.by_chunk(chunks)
         nothing = (None,) * 3
         if chunks > 1:  # what the first one begins with enters none of these
             of.kernels.backward(
-                g[of.chunk :], *nothing, of.re, of.im, None, *nothing, end[1:], of.lengths, of.chunk, start + of.chunk
+                g[of.chunk :], *nothing, re, im, None, *nothing, end[1:], lengths, of.chunk, start + of.chunk
             )
-        carry = of.kernels.join(of.re, of.im, self.carry, end, of.chunk, True)
+        carry = of.kernels.join(re, im, self.carry, end, of.chunk, True)
         sums, table, delta, ids = torch.empty_like(end), None, grad_x, None
-        B, M = of.z0.shape[0], of.re.shape[0]
-        if of.table is not None and self.few_ids:
-            assert of.x is not None
-            table, ids = of.re.new_zeros(chunks, of.table.shape[0], 2, of.lanes), of.x[of.steps(first, last)]
-        elif of.table is not None:
-            delta = of.re.new_empty(g.shape)
-        of.kernels.backward(
-            g, z, before, ids, of.re, of.im, carry, delta, table, sums, end, of.lengths, of.chunk, start
-        )
+        B, M = z0.shape[0], re.shape[0]
+        if rows is not None and self.few_ids:
+            assert x is not None
+            table, ids = re.new_zeros(chunks, rows.shape[0], 2, of.lanes), x[of.steps(first, last)]
+        elif rows is not None:
+            delta = re.new_empty(g.shape)
+        of.kernels.backward(g, z, before, ids, re, im, carry, delta, table, sums, end, lengths, of.chunk, start)
         self.carry = end[0]
         self.sums += sums.sum(0).view(2, B, M).sum(1)
         if self.table is not None and table is not None:
@@ -197,69 +189,58 @@ class Adjoint:
         elif self.table is not None:
             assert delta is not None
             self.table += of.kernels.by_id(delta.view(-1, 2 * M), self.ids(first, last), self.table.shape[0])
-        if self.pairs is not None and len(self.pairs):
-            found = of.re.new_empty(chunks, 4, B, len(self.pairs))
-            of.kernels.pairs(g, z, before, self.pairs, of.re, of.im, carry, found, of.lengths, of.chunk, start)
+        if pairs is not None and len(pairs):
+            found = re.new_empty(chunks, 4, B, len(pairs))
+            of.kernels.pairs(g, z, before, pairs, re, im, carry, found, lengths, of.chunk, start)
             self.pair_sums += found.sum(0).sum(1).mT.reshape(-1, 2, 2)
 
     def ids(self, first: int, last: int) -> Tensor:
         """int64 [steps * B], -1 on padding."""
         of, steps = self.of, self.of.steps(first, last)
-        assert of.x is not None
-        ids = of.x[steps].long()
-        if of.lengths is not None:
+        assert of.inputs.x is not None
+        ids = of.inputs.x[steps].long()
+        if of.inputs.lengths is not None:
             t = torch.arange(steps.start, steps.stop, device=ids.device)
-            ids = torch.where(t[:, None] < of.lengths, ids, -1)
+            ids = torch.where(t[:, None] < of.inputs.lengths, ids, -1)
         return ids.flatten()
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(grad_re, grad_im, grad_z0, grad_table) of the ops, after the first chunk."""
-        re, im, dtype = self.of.re, self.of.im, self.of.z0.dtype
+    def gradients(self, grad_x: Tensor | None) -> ModalGradients:
+        """The gradients of the ops, after the first chunk."""
+        inputs, dtype = self.of.inputs, self.of.inputs.z0.dtype
         real, imag = self.of.by_row(self.carry).chunk(2, 1)
-        grad_z0 = torch.cat([re * real + im * imag, re * imag - im * real], 1).to(dtype)  # L^T delta of the first step
-        grad_table = self.of.z0.new_empty(0) if self.table is None else self.table.to(dtype)
-        return self.sums[0].clone(), self.sums[1].clone(), grad_z0, grad_table
+        grad_z0 = torch.cat([inputs.re * real + inputs.im * imag, inputs.re * imag - inputs.im * real], 1).to(dtype)
+        return ModalGradients(  # of z0: L^T delta of the first step
+            x=grad_x,
+            re=self.sums[0].clone(),
+            im=self.sums[1].clone(),
+            z0=grad_z0,
+            table=None if self.table is None else self.table.to(dtype),
+            pairs=None if inputs.pairs is None else self.pair_sums,
+        )
 
 
-def run_scan_fwd(
-    kernels: Kernels, x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, lengths: Tensor | None
-) -> Tensor:
+def run_scan_fwd(kernels: Kernels, inputs: ModalInputs) -> Tensor:
     """z [T, B, 2M] of ``orthokern.ops.modal_scan``."""
-    T, lanes = x.shape[0], z0.shape[0] * re.shape[0]
-    call = Recurrence(kernels, x, re, im, z0, table, lengths, T, chunk_length(T, lanes))
+    assert inputs.x is not None
+    T, z0 = inputs.x.shape[0], inputs.z0
+    call = Recurrence(kernels, inputs, T, chunk_length(T, z0.numel() // 2))
     z = z0.new_empty(T, *z0.shape)
     call.forward(0, call.chunks, call.states(), z, None)
     return z
 
 
-def run_scan_bwd(
-    kernels: Kernels,
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    pairs: Tensor | None,
-    need_x: bool,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs) of ``orthokern.ops.modal_scan``."""
-    T, lanes = grad_z.shape[0], z0.shape[0] * re.shape[0]
-    call = Recurrence(kernels, x, re, im, z0, table, lengths, T, chunk_length(T, lanes))
-    adjoint = Adjoint(call, pairs)
-    grad_x = torch.empty_like(grad_z) if table is None and need_x else None
+def run_scan_bwd(kernels: Kernels, inputs: ModalInputs, grad_z: Tensor, z: Tensor, need_x: bool) -> ModalGradients:
+    """The gradients of ``orthokern.ops.modal_scan``."""
+    T = grad_z.shape[0]
+    call = Recurrence(kernels, inputs, T, chunk_length(T, inputs.z0.numel() // 2))
+    adjoint = Adjoint(call)
+    grad_x = torch.empty_like(grad_z) if inputs.table is None and need_x else None
     for last in range(call.chunks, 0, -adjoint.span):
         first = max(0, last - adjoint.span)
         steps = call.steps(first, last)
-        before = z[steps.start - 1] if first else z0
+        before = z[steps.start - 1] if first else inputs.z0
         adjoint.run(first, last, grad_z[steps], z[steps], before, None if grad_x is None else grad_x[steps])
-    return (
-        z0.new_empty(0) if grad_x is None else grad_x,
-        *adjoint.gradients(),
-        re.new_empty(0) if pairs is None else adjoint.pair_sums,
-    )
+    return adjoint.gradients(grad_x)
 
 
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
@@ -276,35 +257,28 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
 def run_cross_entropy(
     kernels: Kernels,
     loss_of: Callable[..., tuple[Tensor, Tensor]],
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None,
-    reduction: str,
+    inputs: ModalInputs,
+    readout: Readout,
     need_grad: bool,
-    lengths: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """(loss, hits, the gradients) of ``orthokern.ops.modal_cross_entropy``. Note [Spans of the loss].
+) -> ModalLoss:
+    """The results of ``orthokern.ops.modal_cross_entropy``. Note [Spans of the loss].
 
     loss_of: (logits [steps * B, C], bias [C] or None, target [steps, B], scale float64 [1], lengths, first, grad):
         returns float64 parts of the sum of losses, and int32 [steps * B], whether the first largest logit is that of
         the target; with grad, logits become scale times (softmax - onehot), zeros on padding.
     """
-    (T, B), C, M, dtype = target.shape, readout.shape[0], re.shape[0], z0.dtype
+    weight, bias, target, reduction = readout
+    x, re, _, z0, table, lengths, _ = inputs
+    (T, B), C, M, dtype = target.shape, weight.shape[0], re.shape[0], z0.dtype
     steps, chunk = span_steps(B, M, C, dtype.itemsize), chunk_length(T, B * M)
-    call = Recurrence(kernels, x, re, im, z0, table, lengths, T, chunk if steps >= T else min(chunk, steps))
+    call = Recurrence(kernels, inputs, T, chunk if steps >= T else min(chunk, steps))
     span = max(1, steps // call.chunk)
     scale = re.new_ones(1)
     if reduction == "mean":
         scale = scale / T / B if lengths is None else scale / lengths.clamp(0, T).sum()
-    adjoint = Adjoint(call, pairs) if need_grad else None
-    grad_x = torch.empty_like(x) if table is None and need_grad else None
-    grad_readout, grad_bias = re.new_zeros(readout.shape), re.new_zeros(C)
+    adjoint = Adjoint(call) if need_grad else None
+    grad_x = torch.empty_like(x) if x is not None and table is None and need_grad else None
+    grad_weight, grad_bias = re.new_zeros(weight.shape), re.new_zeros(C)
     loss, hits = re.new_zeros(()), torch.empty(T, dtype=torch.int64, device=z0.device)
     states = call.states()
     for last in range(call.chunks, 0, -span):
@@ -313,26 +287,21 @@ def run_cross_entropy(
         z = z0.new_empty(here.stop - here.start, B, 2 * M)
         call.forward(first, last, states[first:last], z, None)
         rows = z.view(-1, 2 * M)
-        d = rows @ readout.mT
+        d = rows @ weight.mT
         parts, right = loss_of(d, bias, target[here], scale, lengths, here.start, need_grad)
         loss += parts.sum()
         hits[here] = right.view(-1, B).sum(1)
         if adjoint is None:
             continue
-        grad_readout += sum_of_products(d, rows)
+        grad_weight += sum_of_products(d, rows)
         grad_bias += d.sum(0, dtype=torch.float64)
         before = call.by_row(states[first]).to(dtype)
-        adjoint.run(first, last, (d @ readout).view_as(z), z, before, None if grad_x is None else grad_x[here])
-    empty, wide = z0.new_empty(0), re.new_empty(0)
-    loss = (loss * scale[0]).to(dtype)
+        adjoint.run(first, last, (d @ weight).view_as(z), z, before, None if grad_x is None else grad_x[here])
+    found = ModalLoss((loss * scale[0]).to(dtype), hits)
     if adjoint is None:
-        return loss, hits, empty, wide, wide, empty, empty, empty, empty, wide
-    return (
-        loss,
-        hits,
-        empty if grad_x is None else grad_x,
-        *adjoint.gradients(),
-        grad_readout.to(dtype),
-        empty if bias is None else grad_bias.to(dtype),
-        wide if pairs is None else adjoint.pair_sums,
+        return found
+    return found._replace(
+        inputs=adjoint.gradients(grad_x),
+        weight=grad_weight.to(dtype),
+        bias=None if bias is None else grad_bias.to(dtype),
     )

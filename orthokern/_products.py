@@ -1,4 +1,4 @@
-"""torch's matrix products in IEEE float32, for what uses them beside kernels of its own."""
+"""torch's matrix products in IEEE float32, for code that uses them together with the kernels of this package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _EXACT = ("ieee", "none")  # none: nothing was asked for
 
 @contextlib.contextmanager
 def ieee_products() -> Iterator[None]:
-    """Within it, or in a function that it decorates, float32 products are IEEE float32: on a GPU, which may be allowed
-    TF32, and on a CPU, where oneDNN rounds factors to bfloat16 at "medium" if the machine can.
+    """Context manager and decorator in which float32 products are IEEE float32: on a GPU, where TF32 may be allowed,
+    and on a CPU, where oneDNN rounds factors to bfloat16 at "medium" on some machines.
 
-    Whatever the process allows elsewhere (torch.backends, torch.set_float32_matmul_precision): float32 is IEEE float32
-    in this package, and a lower precision is asked for by ``precision=`` alone. The setting is the process's, so
-    products that another thread starts in the meantime are IEEE too; it is put back at the end.
+    float32 is IEEE float32 in this package, regardless of torch.backends and torch.set_float32_matmul_precision; a
+    lower precision is selected by ``precision=`` only. The setting is global to the process, so that concurrent
+    products of other threads are IEEE too. It is restored at the end.
     """
     backends: Any = torch.backends
     if hasattr(backends.cuda.matmul, "fp32_precision"):  # since torch 2.9

@@ -1,12 +1,22 @@
-"""What the leaves of ``factored_scan`` and ``dense_scan`` take and return, with the same names on every backend.
+"""What the leaves of the scans and of the losses take and return, with the same names on every backend.
 
-A leaf has two functions, named after the op:
+A leaf of ``factored_scan`` and ``dense_scan`` has two functions, named after the op:
 
     <op>_fwd(map_, inputs, options) -> ScanStates
     <op>_bwd(map_, inputs, options, grad_hs, states, pre, *, need_x=True, need_params=True) -> ScanGradients
 
+Those of the other ops:
+
+    gru_scan_fwd(inputs, options) -> GruStates
+    gru_scan_bwd(inputs, options, grad_hs, states, *, need_params=True) -> GruGradients
+    modal_scan_fwd(inputs) -> z
+    modal_scan_bwd(inputs, grad_z, z, *, need_x=True) -> ModalGradients
+    modal_cross_entropy_fwd(inputs, readout, *, need_grad=True) -> ModalLoss
+    linear_cross_entropy_fwd(hidden, readout, *, need_grad=True) -> LinearLoss
+
 All tensors are contiguous, but those of the reference may have any strides. B batch, T time, N hidden, K rank, D
-features or token ids. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the same names.
+features or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the
+same names.
 """
 
 from __future__ import annotations
@@ -80,3 +90,97 @@ class ScanGradients(NamedTuple):
     act_param: Tensor | None
     reset_state: Tensor | None  # [B, N]
     norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t
+
+
+class GruInputs(NamedTuple):
+    """The tensors of a GRU scan; see ``orthokern.ops.gru_scan``."""
+
+    x: Tensor | None  # [T, B, 3N]; a backward has None
+    w: Tensor  # [3N, N]
+    h0: Tensor  # [B, N]
+    bias: Tensor | None = None  # [3N]
+    reset_state: Tensor | None = None  # [B, N], the state that resets start from; None: zeros
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class GruOptions:
+    """What else a GRU scan depends on; see ``orthokern.ops.gru_scan``."""
+
+    variant: str
+    lengths: Tensor | None = None  # int64 [B]
+    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
+
+    @property
+    def kanai(self) -> bool:
+        """Whether the variant is "kanai", which saves no ``pre``."""
+        return self.variant == "kanai"
+
+
+class GruStates(NamedTuple):
+    """Results of a forward."""
+
+    hs: Tensor  # [T, B, N]
+    gates: Tensor  # [T, B, 3N]
+    pre: Tensor | None  # [T, B, N], or None in variant "kanai"
+
+
+class GruGradients(NamedTuple):
+    """Results of a backward; None for what does not apply or is not needed."""
+
+    x: Tensor  # [T, B, 3N]
+    w: Tensor | None
+    h0: Tensor
+    bias: Tensor | None
+    reset_state: Tensor | None  # [B, N]
+    norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t
+
+
+class ModalInputs(NamedTuple):
+    """The tensors of a recurrence in modal coordinates; see ``orthokern.ops.modal_scan``."""
+
+    x: Tensor | None  # [T, B, 2M], or token ids [T, B] with a table; a backward without a table has None
+    re: Tensor  # float64 [M]
+    im: Tensor  # float64 [M]
+    z0: Tensor  # [B, 2M]
+    table: Tensor | None = None  # [D, 2M]
+    lengths: Tensor | None = None  # int64 [B]
+    pairs: Tensor | None = None  # int64 [P, 2], modes whose sums M_jk are wanted; a forward reads none
+
+
+class ModalGradients(NamedTuple):
+    """Results of a backward; None for what does not apply or is not needed."""
+
+    x: Tensor | None
+    re: Tensor
+    im: Tensor
+    z0: Tensor
+    table: Tensor | None
+    pairs: Tensor | None  # float64 [P, 2, 2]
+
+
+class Readout(NamedTuple):
+    """A linear readout and what its cross-entropy is taken of."""
+
+    weight: Tensor  # [C, N], of modal coordinates [C, 2M]
+    bias: Tensor | None  # [C]
+    target: Tensor  # ids of classes, [R], of a sequence [T, B]
+    reduction: str = "mean"
+
+
+class ModalLoss(NamedTuple):
+    """Results of ``modal_cross_entropy``; the gradients are None without ``need_grad``."""
+
+    loss: Tensor  # 0-dim
+    hits: Tensor  # int64 [T]
+    inputs: ModalGradients | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class LinearLoss(NamedTuple):
+    """Results of ``linear_cross_entropy``; the gradients are None where they are not needed or do not apply."""
+
+    loss: Tensor  # 0-dim
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None

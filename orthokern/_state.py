@@ -1,7 +1,7 @@
-"""Checks of saved state: what was read from a file against the freshly built objects that are to load it.
+"""Checks of saved state: compares the content of a file with the state of the new objects that will load it.
 
-A state is made of dicts, lists, tuples, numbers, strings, None and tensors. The template is the state that the new
-object has now, so its names, types, shapes and dtypes need no list of their own:
+A state consists of dicts, lists, tuples, numbers, strings, None and tensors. The template is the current state of the
+new object, so that names, types, shapes and dtypes need not be listed separately:
 
     template            accepted
     tensor              a dense tensor on the CPU of its shape and dtype, without NaN if it has none
@@ -10,9 +10,9 @@ object has now, so its names, types, shapes and dtypes need no list of their own
     bool, str           bool; the same text
     int                 an integer of magnitude at most 2^53, not negative if the template is not
     float               a float, finite if the template is, not negative if the template is not
-    None                None; with `unset` also numbers, tensors, and lists of them: who loads it must check it
+    None                None; with `unset` also numbers, tensors, and lists of them: the caller must check it
 
-Errors are one InputError that names the place, what stands there and what is expected.
+An InputError has the place of the first difference, the value found and what is expected.
 """
 
 from __future__ import annotations

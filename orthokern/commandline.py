@@ -1,4 +1,4 @@
-"""What every command line of the project is made of: types for options, and a parser with one-line errors."""
+"""The common part of all command lines of the project: types of options, and a parser with one-line errors."""
 
 import argparse
 import contextlib
@@ -38,10 +38,10 @@ __all__ = [
 
 Settings = dict[str, Any]
 
-# Of a real option: far beyond any that makes sense, and so far below the largest float32 that a rate divided by a small
-# number, as optimizers do it, stays there too; torch refuses others with a RuntimeError.
+# The largest value of a real option: far above any reasonable value, and so far below the largest float32 that a rate
+# divided by a small number, as in optimizers, does not overflow. For larger values torch raises a RuntimeError.
 LARGEST = 1e30
-MAX_THREADS = 1024  # torch takes any number, and crashes where the system doesn't
+MAX_THREADS = 1024  # torch accepts any number, and crashes if the system does not
 
 
 EXIT_BAD_INPUT = 2
@@ -51,11 +51,16 @@ EXIT_INTERRUPTED = 130
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Writes text at once, to standard output unless `stream` is given.
+    """Writes text and flushes it, to standard output unless `stream` is given.
 
-    A character that the stream's encoding lacks is written as its escape. That nobody can read the text is no error: a
-    stream that was closed before the process began, a reader that has seen enough (`... | head`) or was stopped by the
-    same Ctrl-C (`... | tee`), a log on a full disk.
+    A character that the encoding of the stream does not have is written as its escape. Errors of the stream are
+    ignored: it may have been closed before the process started, its reader may have ended (`... | head`) or been
+    stopped by the same Ctrl-C (`... | tee`), or its disk may be full.
+
+    Example::
+
+        >>> write("two ")
+        two
     """
     stream = sys.stdout if stream is None else stream
     if stream is not None:
@@ -69,7 +74,10 @@ def write(text: str, stream: TextIO | None = None) -> None:
             continue
         try:
             each.flush()
-        except (OSError, ValueError):  # what is left in the buffer must not fail at the interpreter's end either
+        except (
+            OSError,
+            ValueError,
+        ):  # the rest of the buffer must not cause an error at the end of the interpreter either
             with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, each.fileno())
@@ -77,31 +85,48 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints lines as `write` does."""
+    """Prints lines with `write`.
+
+    Example::
+
+        >>> say("saved")
+        saved
+    """
     write(text + "\n", stream)
 
 
 def printable(text: str) -> str:
-    """The text with the escapes of what cannot be shown: control characters, and bytes of a file name that are no text
-    in the file system's encoding."""
+    """The text with escapes for control characters, and for bytes of a file name that are not text in the encoding of
+    the file system.
+
+    Example::
+
+        >>> print(printable("a\\tb"))
+        a\\tb
+    """
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-# Of an error line: the longest value that is shown whole (few paths are longer), and the longest line.
+# Limits of an error line: the longest value that is shown in full (few paths are longer), and the longest line.
 _LONGEST_VALUE, _LONGEST_LINE = 160, 2000
 
 
 def _cut(text: str, longest: int) -> str:
-    """Beginning and end of a text that is longer than that."""
+    """The text, or the beginning and the end of a text that is longer than `longest`."""
     return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 4 :]}"
 
 
 def one_line(text: str, arguments: Sequence[str] | None = None) -> str:
-    """An error as one line of bounded length, whatever the values that it repeats.
+    """Converts an error message to one line of limited length. Long values in it are shortened.
 
     Args:
-        text: of the error.
-        arguments: the command line that it may repeat; by default the process's.
+        text: the message.
+        arguments: the command line, whose values may be part of the message; by default that of the process.
+
+    Example::
+
+        >>> print(one_line("no such file: a\\nb", []))
+        no such file: a\\nb
     """
     for argument in sys.argv[1:] if arguments is None else arguments:
         value = argument.partition("=")[2] if argument.startswith("-") and "=" in argument else argument
@@ -116,15 +141,20 @@ def one_line(text: str, arguments: Sequence[str] | None = None) -> str:
 
 
 def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> int:
-    """The main function of a command: what a user can cause ends in one line on standard error.
+    """Runs the main function of a command. An error that a user can cause is printed as one line on standard error.
 
     Args:
         body: does the work and returns the exit code.
-        arguments: the command line, as `one_line` takes it.
+        arguments: the command line, as in `one_line`.
 
     Returns:
         The exit code of `body`; EXIT_BAD_INPUT for an InputError, a BackendUnavailable or an OSError;
         EXIT_INTERRUPTED for a KeyboardInterrupt.
+
+    Example::
+
+        >>> command(lambda: 0)
+        0
     """
     _open_streams()
     try:
@@ -142,8 +172,9 @@ def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> 
 
 
 def _open_streams() -> None:
-    """Opens the null device for each of the three standard streams that was closed when the process began (`>&-`):
-    without it the next file that is opened gets the stream's number, and with it what the stream is meant for."""
+    """Opens the null device for each of the three standard streams that was closed when the process started (`>&-`).
+    Otherwise the next file that is opened gets the descriptor of the stream, and the output of the stream goes to this
+    file."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -162,8 +193,14 @@ def _open_streams() -> None:
 
 
 def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
-    """An argparse type: an integer of at least `minimum`. The default of `maximum` is beyond any size or count, and
-    within what torch takes for one."""
+    """An argparse type: an integer in [`minimum`, `maximum`]. The default of `maximum` is above any size or count, and
+    is accepted by torch.
+
+    Example::
+
+        >>> integer(1)("12")
+        12
+    """
 
     def parse(text: str) -> int:
         try:
@@ -179,6 +216,23 @@ def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
     return parse
 
 
+def duration(text: str) -> float:
+    """An argparse type: a length of time such as "90s", "30m" or "2h", in seconds.
+
+    Example:
+        >>> duration("1.5h")
+        5400.0
+    """
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    try:
+        seconds = float(text[:-1]) * units[text[-1:]]
+    except (ValueError, KeyError):
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a length of time such as 90s, 30m or 2h")
+    return seconds
+
+
 def real(
     minimum: float = -math.inf,
     *,
@@ -187,8 +241,14 @@ def real(
     below: float = math.inf,
     none: bool = False,
 ) -> Callable[[str], float | None]:
-    """An argparse type: a number no larger than LARGEST in a range from `minimum` (with `exclusive`, above it) up to
-    `maximum` and less than `below`; with `none`, also the word none."""
+    """An argparse type: a finite number of magnitude at most LARGEST, at least `minimum` (with `exclusive`, above it),
+    at most `maximum` and below `below`. With `none`, the word none is accepted and gives None.
+
+    Example::
+
+        >>> real(0.0, none=True)("1e-3"), real(none=True)("none")
+        (0.001, None)
+    """
     at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
     accepted = (
         "a number"
@@ -216,7 +276,13 @@ def real(
 
 
 def one_of(argument: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """An argparse type: one of some names; an unknown one is told the nearest."""
+    """An argparse type: one of some names. The error for an unknown name suggests the most similar one.
+
+    Example::
+
+        >>> one_of("schedule", ("constant", "cosine"))("cosine")
+        'cosine'
+    """
     names = tuple(choices)
 
     def parse(text: str) -> str:
@@ -228,7 +294,13 @@ def one_of(argument: str, choices: Iterable[str]) -> Callable[[str], str]:
 
 
 def device(text: str) -> str:
-    """An argparse type: a torch device that this machine has."""
+    """An argparse type: a torch device that this machine has.
+
+    Example::
+
+        >>> device("cpu")
+        'cpu'
+    """
     try:
         chosen = torch.device(text)
     except RuntimeError:
@@ -243,7 +315,13 @@ def device(text: str) -> str:
 
 
 def file_name(text: str) -> str:
-    """An argparse type: a name that the file system can be asked for."""
+    """An argparse type: a valid file name. The file need not exist.
+
+    Example::
+
+        >>> file_name("runs/a")
+        'runs/a'
+    """
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -256,7 +334,13 @@ def file_name(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """An argparse type: `file_name`, as a Path."""
+    """An argparse type: `file_name`, as a Path.
+
+    Example::
+
+        >>> path("runs/a").name
+        'a'
+    """
     return Path(file_name(text))
 
 
@@ -265,12 +349,12 @@ def path(text: str) -> Path:
 
 @dataclass(frozen=True)
 class Needs:
-    """A condition on another setting, without which an option has no effect.
+    """A condition on another setting that must be met for an option to have an effect.
 
     Attributes:
-        setting: its name.
-        values: those of which it must have one; none: any but `nothing`.
-        nothing: the value that asks for nothing.
+        setting: name of the other setting.
+        values: accepted values of it; (): any value except `nothing`.
+        nothing: the value with which the other setting has no effect itself.
     """
 
     setting: str
@@ -286,21 +370,31 @@ class Needs:
         return "--" + self.setting.replace("_", "-")
 
     def text(self) -> str:
-        """What an error says of it."""
+        """The text of the condition in an error message."""
         if self.values == (None,):
             return f"runs without {self.option}"
         return f"{self.option} {' or '.join(map(str, self.values))}" if self.values else self.option
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are InputErrors of one line, and which knows what an unknown option may have
-    meant.
+    """An argument parser whose errors are InputErrors of one line. For an unknown option it suggests a similar one.
 
-    Options have no default: the settings that a run resumes and the presets come between what a user gave and the
-    defaults.
+    Options have no default in the parser, because the settings of a resumed run and of a preset take precedence over
+    the defaults.
 
     Attributes:
-        needs: name of an option -> the ways in which it has an effect; all conditions of one way must be met.
+        needs: name of an option -> alternatives, each a tuple of conditions. The option has an effect if all conditions
+            of one alternative are met.
+
+    Example::
+
+        >>> parser = Parser(prog="example", description="An example.")
+        >>> _ = parser.add_argument("--hidden", type=integer(1), help="hidden units")
+        >>> parser.parse(["--hidden", "8"])
+        {'hidden': 8}
+        >>> parser.parse(["--hiden", "8"])
+        Traceback (most recent call last):
+        orthokern.errors.InputError: unknown option --hiden: did you mean --hidden?
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -319,19 +413,19 @@ class Parser(argparse.ArgumentParser):
         write(message, file)
 
     def parse(self, arguments: list[str] | None) -> Settings:
-        """The options that were given, by name.
+        """The given options, by name.
 
         Raises:
-            InputError: an unknown option or a value that isn't accepted.
+            InputError: an unknown option, or a value that is not accepted.
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         for word in arguments:
             if word == "--":
                 break
             option, _, value = word.partition("=")
-            # argparse would drop the value, as what ends the options, and take the option for one without a value.
+            # argparse would drop the value, as the end of options, and treat the option as one without a value.
             if value == "--" and option in self._option_string_actions:
-                raise InputError(f"{option}: '--' is not a value that an option takes")
+                raise InputError(f"{option}: '--' is not accepted as the value of an option")
         known, unknown = self.parse_known_args(arguments)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
@@ -344,14 +438,14 @@ class Parser(argparse.ArgumentParser):
         return vars(known)
 
     def check_all_play(self, given: Mapping[str, Any], settings: object) -> None:
-        """Refuses an option that was given and has no effect. A preset may set options without effect.
+        """Rejects a given option that has no effect. A preset may set options without effect.
 
         Args:
-            given: as `parse` returned it.
+            given: the result of `parse`.
             settings: all settings, complete, as attributes.
 
         Raises:
-            InputError: names what the option belongs to.
+            InputError: an option has no effect. The message has the condition that is not met.
         """
         for action in self._actions:
             ways = self.needs.get(action.dest, ())
@@ -364,17 +458,17 @@ class Parser(argparse.ArgumentParser):
             raise InputError(f"{action.option_strings[0]}: for {wanted}; here {lacking.option} is {shown}")
 
     def check_recorded(self, settings: Mapping[str, Any]) -> None:
-        """Refuses settings, read from a file, that the command line would not have taken.
+        """Rejects settings from a file that the command line would not accept.
 
         Args:
-            settings: by name; those that are no option, and None, are passed over.
+            settings: settings by name. None, and names that are not options, are ignored.
 
         Raises:
-            InputError: names setting and value.
+            InputError: a value is not accepted. The message has the setting and the value.
         """
         for action in self._actions:
             value = settings.get(action.dest)
-            if value is None or action.type is device:  # the device may be another machine's
+            if value is None or action.type is device:  # the device may be one of another machine
                 continue
             if action.nargs == 0:
                 fine = isinstance(value, bool)

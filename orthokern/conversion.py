@@ -45,9 +45,9 @@ class Swapped:
     """One module that was replaced.
 
     Attributes:
-        name: its place, as named_modules has it; "" for the model itself.
-        was: what it was, e.g. "torch.nn.GRU(64, 128)".
-        now: what it is, e.g. "orthokern.nn.GRU(64, 128, bias=True, variant='torch')".
+        name: its name in named_modules; "" for the model itself.
+        was: the old module, e.g. "torch.nn.GRU(64, 128)".
+        now: the new module, e.g. "orthokern.nn.GRU(64, 128, bias=True, variant='torch')".
     """
 
     name: str
@@ -57,7 +57,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Kept:
-    """One recurrent module that was not replaced: its place, what it is, and the reason."""
+    """One recurrent module that was not replaced: its name, its type, and the reason."""
 
     name: str
     was: str
@@ -66,7 +66,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` replaced and what it left, in the order of named_modules. As text: one line for each module."""
+    """The modules that `convert` replaced and did not replace, in the order of named_modules. str() gives one line per
+    module."""
 
     swapped: tuple[Swapped, ...]
     kept: tuple[Kept, ...]
@@ -90,27 +91,27 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     Outputs and gradients are those of torch up to rounding, for both nonlinearities, layers, directions, layouts,
     biases, dropout and PackedSequence. The state_dict has the same names. The new modules hold the very parameters of
     the old ones (of their copies with ``inplace=False``): weights that are shared with other modules stay shared, and
-    with ``inplace=True`` an optimizer that was made before goes on to work. A module that is registered at several
-    places is replaced by one module at all of them. Attributes that the user set are carried over.
+    with ``inplace=True`` an existing optimizer stays valid. A module that is registered under several names is replaced
+    by one module under all of them. Attributes that the user set are carried over.
 
-    A recurrent module is left as it is where the new one could not do the same: torch.nn.LSTM and the cells,
-    subclasses, modules with hooks, parametrizations, a ``forward`` or submodules of their own, 16-bit parameters,
-    quantized and scripted modules. The report has the reason.
+    A recurrent module is not replaced if there is no equivalent module: torch.nn.LSTM and the cells, subclasses,
+    modules with hooks, parametrizations, a replaced ``forward`` or additional submodules, 16-bit parameters, quantized
+    and scripted modules. The report has the reason.
 
-    Two things differ: the new modules are no instances of torch.nn.RNN or GRU, and under torch.autocast they return
-    float32, since they keep their states in it.
+    There are two differences: the new modules are not instances of torch.nn.RNN or GRU, and under torch.autocast they
+    return float32, because their states are float32.
 
     Args:
         module: the model, on a CPU or a CUDA device, with float32 or float64 recurrent parameters.
         inplace: change the model itself; False changes a copy (copy.deepcopy). A model that is itself a torch.nn.RNN
             or GRU cannot be changed in place: the module returned is a new one with its parameters.
-        backend: of the new modules; see ``orthokern.functional``.
+        backend: backend of the new modules; see ``orthokern.functional``.
 
     Returns:
-        (module, report): the converted model, and what was replaced, kept and why (`Report`).
+        (module, report): the converted model, and a `Report` of the modules that were replaced and not replaced.
 
     Raises:
-        InputError: for an argument that is not accepted, or a model that cannot be copied.
+        InputError: an argument is not accepted, or the model cannot be copied.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Pick the backend that serves an op, and say why.
+"""Selects the backend of an op, and explains the selection.
 
 A backend is a leaf: a package with a module for every op that it serves (``orthokern/cpu/<op>.py``), whose functions
 have the names and signatures of the reference. The ops register their SUPPORT tables here (data: devices, dtypes,

@@ -1,8 +1,9 @@
-"""Which backend serves what on this machine, and why another does not: ``python -m orthokern.explain``.
+"""List the backends of this machine, and the reason why others are missing: ``python -m orthokern.explain``.
 
-With an op, which backend "auto" takes for one call of it, and why: ``python -m orthokern.explain --op factored_scan --N
-600 --dtype float32 --device cuda``. With ``--op scan_cross_entropy --N 128 --T 10000 --B 50 --C 9``, the algorithm of
-that function too. ``orthokern.explain()`` returns the same texts: the module itself can be called.
+With ``--op``, it says which backend "auto" selects for one call of that op, and why: ``python -m orthokern.explain --op
+factored_scan --N 600 --dtype float32 --device cuda``. With ``--op scan_cross_entropy --N 128 --T 10000 --B 50 --C 9``
+it also says which algorithm that function selects. ``orthokern.explain()`` returns the same text; the module is
+callable.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from orthokern.commandline import Parser, command, integer, say
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
 
-# Sizes of a call, of which a SUPPORT table may limit some: batch, time, hidden units, rank, features or ids, classes.
+# Sizes of a call: batch, time, hidden units, rank, features or ids, classes. A SUPPORT table may limit some of them.
 LETTERS = ("B", "T", "N", "K", "D", "C")
-LOSS = "scan_cross_entropy"  # the function, which chooses between ops
-OF_LOSS = ("N", "T", "B", "C")  # sizes that its choice depends on
-LARGEST = 2048  # N of the matrix that it is made for
+LOSS = "scan_cross_entropy"  # a function that selects one of several ops
+OF_LOSS = ("N", "T", "B", "C")  # sizes that its selection depends on
+LARGEST = 2048  # the largest N for which an example matrix is drawn
 
 
 def explain(
@@ -40,25 +41,30 @@ def explain(
     activation: str | None = None,
     **sizes: int,
 ) -> str:
-    """Say which backends serve what, or which one serves a call.
+    """Describe the backends of this machine, or the backend that runs one call.
 
     Args:
-        op: the stem of an op, e.g. "factored_scan"; "scan_cross_entropy" for the algorithm of that function; or None
-            for everything there is to say of this machine: versions, the native module and its instruction sets,
-            devices, op by backend, reasons. Then no other argument counts.
-        dtype: of the call's floating tensors, or its name.
-        device: of its tensors; None: a CUDA device where there is one, else the CPU.
-        backend: what the call asks for; None for the process's default.
-        algorithm: as in the call.
+        op: the name of an op, e.g. "factored_scan"; "scan_cross_entropy" for the algorithm of that function; or None
+            for a description of this machine: versions, the native module and its instruction sets, devices, the
+            backends of every op, and the reasons why others are missing. With None, all other arguments are ignored.
+        dtype: dtype of the floating-point tensors of the call, or its name.
+        device: device of the tensors; None: a CUDA device if there is one, else the CPU.
+        backend: the ``backend`` argument of the call; None for the default of the process.
+        algorithm: the ``algorithm`` argument of the call.
         features: optional arguments that the call uses, e.g. ("lengths", "message_clip").
-        activation: of "scan_cross_entropy", which needs N, T, B and C too; None: "identity".
-        sizes: by their letters, e.g. N=600, K=600. K = N unless given.
+        activation: the activation of "scan_cross_entropy", which also needs N, T, B and C; None: "identity".
+        sizes: sizes of the call by their letters, e.g. N=600, K=600. K = N by default.
 
     Returns:
-        The text, made with what the dispatcher itself chooses by.
+        The text. It comes from the same tables as the selection itself.
 
     Raises:
-        InputError: for an unknown op, backend, dtype, device or letter.
+        InputError: an op, backend, dtype, device or letter is unknown.
+
+    Example::
+
+        >>> print(explain("cayley", backend="reference", device="cpu", N=8).splitlines()[0])
+        cayley (float32 on cpu, N=8, K=8): backend 'reference' takes reference
     """
     assert ops.NAMES  # importing the ops registers their SUPPORT tables
     if op is not None:
@@ -73,7 +79,7 @@ def explain(
         if op == LOSS:
             return _explain_loss(place, _dtype(dtype), backend, algorithm, features, activation or "identity", sizes)
         if activation is not None:
-            raise InputError(f"activation is {activation!r}: only the op {LOSS} has one here")
+            raise InputError(f"activation is {activation!r}; accepted: no activation, except for {LOSS}")
         return dispatch.explain_call(
             op, backend, device=place, dtype=_dtype(dtype), algorithm=algorithm, features=features, **sizes
         )
@@ -90,8 +96,8 @@ def _explain_loss(
     activation: str,
     sizes: dict[str, int],
 ) -> str:
-    """The algorithm of ``functional.scan_cross_entropy`` for token ids and a random orthogonal matrix; and, as
-    ``dispatch.explain_call`` tells it, the backend of the op that it runs."""
+    """The algorithm of ``functional.scan_cross_entropy`` for token ids and a random orthogonal matrix, and the backend
+    of the op that it runs, as described by ``dispatch.explain_call``."""
     for letter in OF_LOSS:
         if not sizes.get(letter):
             raise InputError(f"{LOSS} needs the sizes {', '.join(OF_LOSS)}, each at least 1; {letter} is missing")
@@ -111,6 +117,7 @@ def _explain_loss(
     try:
         name, why = functional.explain_scan_cross_entropy(
             (u, u.new_ones(K), v), T, B, C, lengths="lengths" in features, activation=activation, message_clip=clip,
+            resets="resets" in features,
             backend=backend, algorithm=algorithm,
         )  # fmt: skip
     except InputError as error:
@@ -120,10 +127,15 @@ def _explain_loss(
     else:
         op, facts, why = "factored_scan", {"N": N, "K": K}, f"not modal: {why}"
     scan = dispatch.explain_call(
-        op, backend, device=device, dtype=dtype, algorithm="auto" if name == "modal" else name, features=features,
+        op,
+        backend,
+        device=device,
+        dtype=dtype,
+        algorithm="auto" if name == "modal" else name,
+        features=features,
         **facts,
-    )  # fmt: skip
-    note = "For random orthogonal U and V; a module tells of its own matrix by explain_loss."
+    )
+    note = "This holds for random orthogonal U and V. For the matrix of a module, call its explain_loss."
     return f"{call}: algorithm {algorithm!r} takes {name} ({why})\n{scan}\n{note}"
 
 
@@ -147,7 +159,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 class _CallableModule(types.ModuleType):
-    """`orthokern.explain` is this module once anything has imported it; calling it must work either way."""
+    """Makes this module callable: after it has been imported, `orthokern.explain` is the module."""
 
     def __call__(self, op: str | None = None, **call: Any) -> str:
         return explain(op, **call)
@@ -158,28 +170,28 @@ sys.modules[__name__].__class__ = _CallableModule
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.explain", description=__doc__.split("\n")[0])
-    parser.add_argument("--op", help=f"tell which backend serves a call of this op, or the algorithm of {LOSS}")
+    parser.add_argument("--op", help=f"print which backend runs a call of this op, or the algorithm of {LOSS}")
     for letter in LETTERS:
         parser.add_argument(
             f"--{letter}", type=integer(0), help=argparse.SUPPRESS if letter == "D" else "a size of the call"
         )
-    parser.add_argument("--dtype", help="of its tensors (float32)")
-    parser.add_argument("--device", help="of its tensors (cuda where there is one, else cpu)")
-    parser.add_argument("--backend", help="what it asks for (auto)")
-    parser.add_argument("--algorithm", help="what it asks for (auto)")
-    parser.add_argument("--activation", help=f"of {LOSS} (identity)")
-    parser.add_argument("--features", type=_names, help="optional arguments that it uses: lengths,message_clip")
+    parser.add_argument("--dtype", help="dtype of the tensors (default float32)")
+    parser.add_argument("--device", help="device of the tensors (default cuda if there is a device, else cpu)")
+    parser.add_argument("--backend", help="backend argument of the call (default auto)")
+    parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
+    parser.add_argument("--activation", help=f"activation of {LOSS} (default identity)")
+    parser.add_argument("--features", type=_names, help="optional arguments of the call: lengths,message_clip,resets")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the text; returns the exit status, 0, or 2 for an argument that means nothing."""
+    """Print the text. Returns the exit code: 0, or 2 for a bad argument."""
 
     def body() -> int:
         given = _parser().parse(argv)
         if given and "op" not in given:
             raise InputError(
-                f"--{next(iter(given))} tells of a call: give --op too, one of {', '.join((*ops.NAMES, LOSS))}"
+                f"--{next(iter(given))} describes a call: give --op too, one of {', '.join((*ops.NAMES, LOSS))}"
             )
         say(explain(given.pop("op", None), **given))
         return 0

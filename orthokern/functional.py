@@ -236,6 +236,8 @@ def gru_scan(
     variant: str = "kanai",
     backend: str | None = None,
     lengths: Tensor | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> Tensor:
     """A gated recurrent unit over a sequence; z = 1 keeps the state: h_t = z_t h_{t-1} + (1 - z_t) n_t.
 
@@ -250,12 +252,14 @@ def gru_scan(
             W_n h + b_n, as in torch.nn.GRU and cuDNN.
         backend: see the module's docstring.
         lengths: int64 [B] or None, the steps of each sequence, as in ``factored_scan``.
+        resets, reset_state: bool [T, B] and [B, N] or None, where a step starts from another state, as there.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps. Differentiable in x, w, h0 and bias.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps. Differentiable in x, w, h0, bias and
+        reset_state.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, variant or lengths.
+        InputError: wrong shapes, dtypes, devices, variant, lengths or resets.
         BackendUnavailable: the backend asked for cannot serve.
 
     Example::
@@ -273,6 +277,7 @@ def gru_scan(
         raise InputError(f"x has shape {list(x.shape)}: accepted is [T, B, 3N] with 3N = {3 * N}")
     check.same_kind("x", x, "w", w)
     check.at_least_one("x", x, "[T, B, 3N]")
+    given = h0
     if h0 is None:
         h0 = w.new_zeros(x.shape[1], N)
     else:
@@ -284,7 +289,10 @@ def gru_scan(
     if variant not in ops.gru_scan.VARIANTS:
         raise unknown_name("variant", variant, ops.gru_scan.VARIANTS)
     check.scan_lengths(lengths, x)
-    return ops.gru_scan.gru_scan(x, w, h0, bias, variant=variant, backend=backend, lengths=lengths)
+    reset_state = check.scan_resets(resets, reset_state, x, given, N, "w", w)
+    return ops.gru_scan.gru_scan(
+        x, w, h0, bias, variant=variant, backend=backend, lengths=lengths, resets=resets, reset_state=reset_state
+    )
 
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
@@ -612,6 +620,7 @@ def explain_scan_cross_entropy(
     backend: str | None = None,
     algorithm: str = "auto",
     basis: Tensor | None = None,
+    resets: bool = False,
 ) -> tuple[str, str]:
     """Which algorithm ``scan_cross_entropy`` takes for a training step with this matrix, and why.
 
@@ -619,7 +628,7 @@ def explain_scan_cross_entropy(
         matrix, activation, message_clip, backend, algorithm, basis: as there.
         T, B, classes: sizes of the call.
         ids: the inputs are token ids.
-        lengths: the call has lengths.
+        lengths, resets: the call has lengths; resets.
 
     Returns:
         ("modal", the condition of the eigenvectors), or (the algorithm that it takes instead, why not modes).
@@ -636,7 +645,7 @@ def explain_scan_cross_entropy(
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     _, modes, why = _scan_loss.choose_for(
         factors, T, B, classes, ids=ids, lengths=lengths, activation=activation, message_clip=message_clip,
-        backend=backend, algorithm=algorithm, start=basis,
+        backend=backend, algorithm=algorithm, start=basis, resets=resets,
     )  # fmt: skip
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"

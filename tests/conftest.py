@@ -1,4 +1,4 @@
-"""What every test stands on: fixed seeds, and memory that is poisoned until a kernel has written it."""
+"""Fixtures of all tests: fixed seeds, and memory that is poisoned with NaN until a kernel has written it."""
 
 from __future__ import annotations
 

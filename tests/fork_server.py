@@ -1,6 +1,5 @@
-"""Runs of the toy task in processes of their own, without the seconds that importing torch takes: one process imports,
-and forks for every run. It has started no threads, so that a fork is as good as a new process.
-"""
+"""Runs the toy task in separate processes without the seconds of importing torch: one process imports torch and forks
+for every run. It has started no threads, so that a fork is equivalent to a new process."""
 
 from __future__ import annotations
 

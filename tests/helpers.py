@@ -1,4 +1,4 @@
-"""What the correctness tests share: the comparison with the reference, random problems, and parameters of tests."""
+"""Helpers of the correctness tests: the comparison with the reference, random problems, and parameters of tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import dispatch, functional
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions
+from orthokern._scan_contract import GruInputs, GruOptions, Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term, started
 from orthokern.reference.activations import activation_fwd
@@ -341,8 +341,10 @@ class GruProblem:
     h0: Tensor
     bias: Tensor | None
     grad_hs: Tensor
+    resets: Tensor | None = None
+    reset_state: Tensor | None = None
 
-    NAMES = ("hs", "gates", "pre", "grad_x", "grad_w", "grad_h0", "grad_bias", "grad_norm")
+    NAMES = ("hs", "gates", "pre", "grad_x", "grad_w", "grad_h0", "grad_bias", "grad_reset_state", "grad_norm")
 
     @classmethod
     def random(cls, variant: str, T: int, B: int, N: int, *, bias: bool = True, seed: int = 0) -> GruProblem:
@@ -356,20 +358,41 @@ class GruProblem:
         return cls(variant, x, w, h0, b if bias else None, g)
 
     def map(self, fn: Any) -> GruProblem:
-        """A copy with every tensor changed by a function of a tensor."""
+        """A copy with every tensor but resets changed by a function of a tensor."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return GruProblem(**{k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+        return GruProblem(**{k: fn(v) if isinstance(v, Tensor) and k != "resets" else v for k, v in values.items()})
+
+    def with_resets(self, share: float = 0.3, *, state: bool = True, seed: int = 0) -> GruProblem:
+        """A copy with resets at this share of the steps, to a random state or to zeros."""
+        generator = torch.Generator().manual_seed(seed)
+        resets = torch.rand(self.x.shape[:2], generator=generator) < share
+        start = torch.randn(self.h0.shape, dtype=torch.float64, generator=generator).to(self.h0.dtype)
+        return dataclasses.replace(self, resets=resets, reset_state=start if state else None)
 
     def inputs(self) -> tuple[Tensor | None, ...]:
         """The positional arguments of the forward."""
         return (self.x, self.w, self.h0, self.bias)
 
+    def leaf_arguments(self, **options: Any) -> tuple[GruInputs, GruOptions]:
+        """What a leaf takes; options: fields of GruOptions."""
+        inputs = GruInputs(self.x, self.w, self.h0, self.bias, self.reset_state)
+        return inputs, GruOptions(self.variant, resets=self.resets, **options)
+
+    def run_leaves(self, fwd: Any, bwd: Any | None = None, *, need_params: bool = True, **options: Any) -> Any:
+        """Forward and backward of two leaves' modules, everything that comes out and is not None, by name."""
+        inputs, options_ = self.leaf_arguments(**options)
+        states = fwd.gru_scan_fwd(inputs, options_)
+        inputs = inputs._replace(x=None)
+        grads = (bwd or fwd).gru_scan_bwd(inputs, options_, self.grad_hs, states, need_params=need_params)
+        return {name: t for name, t in zip(self.NAMES, (*states, *grads), strict=True) if t is not None}
+
     def run(self, backend: str, bwd_backend: str | None = None, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
         """Forward and backward op, everything that comes out, by the names of NAMES."""
         namespace = torch.ops.orthokern
-        saved = namespace.gru_scan_fwd(*self.inputs(), self.variant, backend, lengths)
+        cuts = (lengths, self.resets, self.reset_state)
+        saved = namespace.gru_scan_fwd(*self.inputs(), self.variant, backend, *cuts)
         grads = namespace.gru_scan_bwd(
-            self.grad_hs, *saved, self.w, self.h0, self.bias, self.variant, True, bwd_backend or backend, lengths
+            self.grad_hs, *saved, self.w, self.h0, self.bias, self.variant, True, bwd_backend or backend, *cuts
         )
         return dict(zip(self.NAMES, (*saved, *grads), strict=True))
 

@@ -8,9 +8,20 @@ import torch
 from helpers import assert_matches_reference
 from torch import Tensor
 
+from orthokern._scan_contract import ModalInputs, Readout
+
 LOSS_NAMES = (
-    "loss", "hits", "grad_x", "grad_re", "grad_im", "grad_z0", "grad_table", "grad_readout", "grad_bias", "grad_pairs",
-)  # fmt: skip
+    "loss",
+    "hits",
+    "grad_x",
+    "grad_re",
+    "grad_im",
+    "grad_z0",
+    "grad_table",
+    "grad_readout",
+    "grad_bias",
+    "grad_pairs",
+)
 SCAN_NAMES = ("grad_x", "grad_re", "grad_im", "grad_z0", "grad_table", "grad_pairs")
 
 
@@ -57,6 +68,29 @@ class Problem:
         copy.target[padding] = -(10**9)
         copy.grad_z[padding] = float("nan")
         return copy
+
+    def leaf_inputs(self, lengths: Tensor | None = None) -> ModalInputs:
+        """What a leaf takes."""
+        return ModalInputs(self.x, self.re, self.im, self.z0, self.table, lengths, self.pairs)
+
+    def leaf_scan(self, leaf: Any, *, need_x: bool = True, lengths: Tensor | None = None) -> dict[str, Tensor]:
+        """States and gradients of a leaf's module, those that are not None, by name."""
+        inputs = self.leaf_inputs(lengths)
+        z = leaf.modal_scan_fwd(inputs)
+        grads = leaf.modal_scan_bwd(inputs, self.grad_z, z, need_x=need_x)
+        return {"z": z, **{f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}}
+
+    def leaf_loss(
+        self, leaf: Any, *, reduction: str = "mean", need_grad: bool = True, lengths: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What modal_cross_entropy_fwd of a leaf's module returns and is not None, by name."""
+        readout = Readout(self.readout, self.bias, self.target, reduction)
+        loss, hits, grads, *of_readout = leaf.modal_cross_entropy_fwd(
+            self.leaf_inputs(lengths), readout, need_grad=need_grad
+        )
+        found = {"loss": loss, "hits": hits, **dict(zip(("grad_readout", "grad_bias"), of_readout, strict=True))}
+        found |= {} if grads is None else {f"grad_{name}": t for name, t in grads._asdict().items()}
+        return {name: t for name, t in found.items() if t is not None}
 
     def loss(
         self, backend: str, *, reduction: str = "mean", need_grad: bool = True, lengths: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Calls that none of torch's own functions leads to: one line that names the argument, for every module and op."""
+"""Calls with wrong arguments, for every module and op: an error of one line that names the argument."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What every command owes its user, whatever the task: one line for bad input, no traceback, bounded lines, work that
-is done though nobody can read of it. The tables are made from the commands' own options."""
+"""Rules for the command lines of all tasks: one line for bad input, no traceback, lines of limited length, and runs
+whose output cannot be written. The cases are generated from the options of the commands."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ from orthokern.tasks import memory
 from orthokern.tasks.network import MODELS
 
 TASKS = (
-    "adding", "char_lm", "copy", "deep_mnist", "music", "pixel_mnist", "random_permutation", "temporal_order",
+    "adding",
+    "char_lm",
+    "copy",
+    "deep_mnist",
+    "music",
+    "pixel_mnist",
+    "random_permutation",
+    "temporal_order",
     "word_lm",
-)  # fmt: skip
+)
 COMMANDS = {name: f"orthokern.tasks.{name}" for name in TASKS} | {
     "compare": "orthokern.compare.__main__",
     "diagnostics": "orthokern.diagnostics.__main__",
@@ -140,9 +147,13 @@ def test_every_folder_is_an_option_of_names() -> None:
 @pytest.mark.parametrize("name, option", FOLDER_OPTIONS)
 @pytest.mark.parametrize("value", ["n" * 300, "n/" * 3000, "\udce9" * 300], ids=["name", "path", "bytes"])
 def test_names_beyond_the_file_systems_limit(
-    name: str, option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    option: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     small: list[object] = ["--hidden", 4, "--iterations", 1, "--T", 10, "--no-plots", "--seed", 1]
     if name in ("music", "word_lm", "char_lm", "pixel_mnist", "deep_mnist"):
@@ -182,8 +193,12 @@ def encoded(encoding: str) -> Callable[[], TextIO]:
 
 
 STREAMS: dict[str, Callable[[], TextIO | None]] = {
-    "none": lambda: None, "closed": closed, "full": full, "ascii": encoded("ascii"), "latin-1": encoded("latin-1"),
-}  # fmt: skip
+    "none": lambda: None,
+    "closed": closed,
+    "full": full,
+    "ascii": encoded("ascii"),
+    "latin-1": encoded("latin-1"),
+}
 PAIRS = list(itertools.product(STREAMS, STREAMS))
 
 
@@ -312,11 +327,13 @@ NETWORKS = [
     {"model": model, **more}
     for model in MODELS
     for more in (
-        {"nonlinearity": "tanh"}, {"nonlinearity": "prelu", "learned_h0": True}, {"nonlinearity": "modrelu", "rank": 3},
+        {"nonlinearity": "tanh"},
+        {"nonlinearity": "prelu", "learned_h0": True},
+        {"nonlinearity": "modrelu", "rank": 3},
         {"triangle": False},
     )
     if not ((model != "nnrnn" and "triangle" in more) or (model.endswith("lstm") and "learned_h0" in more))
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
@@ -374,9 +391,13 @@ def too_large() -> Iterator[tuple[str, list[str], str]]:
 
 @pytest.mark.parametrize("name, words, option", list(too_large()))
 def test_what_cannot_fit_is_refused_before_anything_is_made(
-    name: str, words: list[str], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    words: list[str],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     for maker in ("empty", "zeros", "randn", "rand"):
         monkeypatch.setattr(torch, maker, None)  # whatever is made is an error of another kind

@@ -1,4 +1,5 @@
-"""orthokern.convert: outputs, gradients, parameters and places stay what they were; the rest is left, with a reason."""
+"""orthokern.convert: outputs, gradients, parameters and names are unchanged; modules that cannot be converted are kept,
+with a reason."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ import orthokern
 from orthokern.conversion import Kept, convert
 from orthokern.errors import InputError
 
-KINDS: list[Any] = [nn.GRU, lambda *a, **k: nn.RNN(*a, nonlinearity="tanh", **k),
-                    lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)]  # fmt: skip
+KINDS: list[Any] = [
+    nn.GRU,
+    lambda *a, **k: nn.RNN(*a, nonlinearity="tanh", **k),
+    lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
+]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"num_layers": 3, "dropout": 0.4},
@@ -163,7 +167,8 @@ def with_buffer() -> nn.Module:
         (with_buffer, "not those of GRU: mask"),
         (lambda: parametrizations.orthogonal(nn.RNN(2, 3), "weight_hh_l0"), "parametrizations (weight_hh_l0)"),
         pytest.param(
-            lambda: weight_norm(nn.RNN(2, 3), "weight_hh_l0"), "it has forward pre-hooks",
+            lambda: weight_norm(nn.RNN(2, 3), "weight_hh_l0"),
+            "it has forward pre-hooks",
             marks=pytest.mark.filterwarnings("ignore"),
         ),
         (lambda: nn.GRU(2, 3, dtype=torch.bfloat16), "its weight_ih_l0 is torch.bfloat16"),
@@ -171,7 +176,7 @@ def with_buffer() -> nn.Module:
             lambda: torch.jit.script(nn.GRU(2, 3)), "it is scripted", marks=pytest.mark.filterwarnings("ignore")
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_kept(make: Any, reason: str) -> None:
     module = nn.ModuleDict({"part": make()})
     part = module["part"]

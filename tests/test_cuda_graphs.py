@@ -24,9 +24,14 @@ KINDS = ("factored_scan", "dense_scan", "kanai", "torch")
 BLOCK = 4  # steps of a graph here; a call of fewer than 4 of them makes none
 STEPS = 23  # those of 5 graphs, and some left over
 GRAPH_API = (
-    "cudaStreamIsCapturing", "cudaGraphCreate", "cudaGraphAddKernelNode", "cudaThreadExchangeStreamCaptureMode",
-    "cudaGraphInstantiateWithFlags", "cudaGraphExecKernelNodeSetParams", "cudaGraphLaunch",
-)  # fmt: skip
+    "cudaStreamIsCapturing",
+    "cudaGraphCreate",
+    "cudaGraphAddKernelNode",
+    "cudaThreadExchangeStreamCaptureMode",
+    "cudaGraphInstantiateWithFlags",
+    "cudaGraphExecKernelNodeSetParams",
+    "cudaGraphLaunch",
+)
 AT_ONCE, HELD, CAPTURED = range(3)  # how the harness carries out work
 
 
@@ -299,7 +304,7 @@ def test_graphs_can_be_turned_off(harness: Any, monkeypatch: pytest.MonkeyPatch)
         dense_scan.dense_scan_fwd(*scan.leaf_arguments())
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
         _call.overrides = {"path": 1}
-        gru_scan.gru_scan_fwd(*gru.inputs(), variant="torch")
+        gru_scan.gru_scan_fwd(*gru.leaf_arguments())
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
     monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", "off")
     with pytest.raises(InputError, match="ORTHOKERN_CUDA_GRAPHS is 'off'; accepted: 1 .* or 0"):

@@ -14,13 +14,12 @@ import pytest
 import torch
 from cuda_host import build
 from helpers import SHORT, some_lengths, strided
-from modal_problem import SCAN_NAMES, Problem, compare
+from modal_problem import Problem, compare
 from torch import Tensor
 
 from orthokern import _modal_chunks, dispatch, functional
 from orthokern.cuda import _call, modal_cross_entropy, modal_scan
 from orthokern.ops import _modal, _modal_basis, _scan_loss
-from orthokern.ops import modal_cross_entropy as ops_modal_cross_entropy
 from orthokern.ops import modal_scan as ops_modal_scan
 from orthokern.ops._modal_basis import Pending
 from orthokern.ops.modal_scan import ID_DTYPES
@@ -48,11 +47,15 @@ def check(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = None, *
     """Parity of everything that both ops give, with poison on the padding."""
     inexact = problem.to(dtype)
     exact, given = inexact.to(torch.float64), inexact if lengths is None else inexact.poisoned(lengths)
-    scans = [p.scan(backend, lengths=lengths) for p, backend in
-             ((given, "cuda"), (exact, "reference"), (inexact, "reference"))]  # fmt: skip
+    scans = [
+        p.scan(backend, lengths=lengths)
+        for p, backend in ((given, "cuda"), (exact, "reference"), (inexact, "reference"))
+    ]
     compare(*scans)
-    losses = [p.loss(backend, lengths=lengths, **options) for p, backend in
-              ((given, "cuda"), (exact, "reference"), (inexact, "reference"))]  # fmt: skip
+    losses = [
+        p.loss(backend, lengths=lengths, **options)
+        for p, backend in ((given, "cuda"), (exact, "reference"), (inexact, "reference"))
+    ]
     compare(*losses)
 
 
@@ -106,8 +109,9 @@ def test_every_dtype_of_ids(dtype: torch.dtype) -> None:
         problem = Problem(2, 6, 2, D=D)
         narrow = problem.map(lambda t: t if t.is_floating_point() else t.to(dtype))
         for expected, actual in (
-            (problem.scan("cuda"), narrow.scan("cuda")), (problem.loss("cuda"), narrow.loss("cuda"))
-        ):  # fmt: skip
+            (problem.scan("cuda"), narrow.scan("cuda")),
+            (problem.loss("cuda"), narrow.loss("cuda")),
+        ):
             assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
@@ -131,23 +135,16 @@ def test_equal_extreme_and_wrong_logits() -> None:
     problem.target[3, 1] = 70
     lengths = torch.tensor([4, 3])
     found, padded, poisoned = (
-        modal_cross_entropy.modal_cross_entropy_fwd(
-            p.x, p.re, p.im, p.z0, p.table, p.readout, p.bias, p.target, p.pairs, lengths=n
-        )
+        p.leaf_loss(modal_cross_entropy, lengths=n)
         for p, n in ((problem, None), (problem, lengths), (problem.poisoned(lengths), lengths))
     )
-    loss, grad_table, grad_readout = found[0], found[6], found[7]
-    assert loss.isnan() and grad_readout.isnan().all() and grad_table.isnan().any()
-    assert all(torch.equal(one, other) for one, other in zip(padded, poisoned, strict=True))
+    assert found["loss"].isnan() and found["grad_readout"].isnan().all() and found["grad_table"].isnan().any()
+    assert all(torch.equal(poisoned[name], tensor) for name, tensor in padded.items())
 
 
 def leaf(problem: Problem, lengths: Tensor | None = None) -> dict[str, Tensor]:
     """modal_scan of the leaf itself, behind the checks of the op, which a GPU's tensors do not get."""
-    z = modal_scan.modal_scan_fwd(problem.x, problem.re, problem.im, problem.z0, problem.table, lengths=lengths)
-    grads = modal_scan.modal_scan_bwd(
-        problem.grad_z, z, problem.x, problem.re, problem.im, problem.z0, problem.table, problem.pairs, lengths=lengths
-    )
-    return {"z": z, **dict(zip(SCAN_NAMES, grads, strict=True))}
+    return problem.leaf_scan(modal_scan, lengths=lengths)
 
 
 def test_a_wrong_id_or_length_touches_nothing_else() -> None:
@@ -220,8 +217,7 @@ def deferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     monkeypatch.setattr(dispatch, "choose", lambda op, *_, **__: "cuda" if op.startswith("modal") else "cpu")
     monkeypatch.setattr(_scan_loss, "_is_asynchronous", lambda device: True)
-    for module in (ops_modal_scan, ops_modal_cross_entropy):
-        monkeypatch.setattr(module, "check_pairs", lambda *_: None)
+    monkeypatch.setattr(ops_modal_scan, "check_pairs", lambda *_: None)
     true_call, true_get, true_solved = _call.call, Pending.get, _modal_basis._solved
 
     def call(name: str, *rest: Any) -> None:

@@ -466,7 +466,7 @@ def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, ove
     B, T = 5, (4, 19)[index % 2]  # more steps than inputs are fetched ahead, and than squares are summed at a time
     problem = scan_problem(
         op, B=B, T=T, N=n, activation=activation, inputs=KINDS[index % 3], param_size="N1"[index % 2], gap=1e-6, **rank
-    )  # fmt: skip
+    )
     lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
     lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
     check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
@@ -621,6 +621,7 @@ def test_gru_parity_of_every_path(variant: str, path: str, override: Any) -> Non
         lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
         lengths -= (lengths > 1).long() * (index % 2)  # nobody has the last step
         check_gru(problem, lengths)
+        check_gru(problem.with_resets(state=index % 2 == 0, seed=index), None if index % 2 else lengths)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -633,8 +634,9 @@ def test_gru_parity_at_large_sizes(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gru_no_schedule_changes_a_bit(variant: str, path: str, override: Any, harness: Any) -> None:
     override(GRU_PATHS[path])
-    problem = GruProblem.random(variant, 6, 7, 34).map(Tensor.float)
-    for lengths in (None, torch.tensor([1, 5, 3, 4, 4, 3, 2])):
+    plain = GruProblem.random(variant, 6, 7, 34).map(Tensor.float)
+    ragged = torch.tensor([1, 5, 3, 4, 4, 3, 2])
+    for problem, lengths in ((plain, None), (plain, ragged), (plain.with_resets(), ragged)):
         results = []
         for order in build.ORDERS.values():
             harness.set_schedule(*order)
@@ -659,12 +661,8 @@ def test_gru_padding_plays_no_part(variant: str, path: str, override: Any) -> No
     assert_same_bits(problem.run("cuda", lengths=torch.full((B,), T)), problem.run("cuda"))
     results = []
     for given in (torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1, 2]), torch.tensor([0, T, T, 0, 2])):
-        options: dict[str, Any] = {"variant": variant, "lengths": given}  # the ops check the lengths of CPU tensors
-        saved = gru_scan.gru_scan_fwd(problem.x, problem.w, problem.h0, problem.bias, **options)
-        grads = gru_scan.gru_scan_bwd(problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, **options)
-        results.append((*saved, *grads))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+        results.append(problem.run_leaves(gru_scan, lengths=given))  # the ops check the lengths of CPU tensors
+    assert_same_bits(*results)
 
 
 def test_gru_with_the_reference_and_without_parameters() -> None:
@@ -674,12 +672,9 @@ def test_gru_with_the_reference_and_without_parameters() -> None:
         for one, other in (("cuda", "reference"), ("reference", "cuda")):
             for name, tensor in problem.run(one, other).items():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
-        saved = (expected[name] for name in ("hs", "gates", "pre"))
-        some = gru_scan.gru_scan_bwd(
-            problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, variant=variant, need_params=False
-        )
-        for name, tensor in zip(problem.NAMES[3:], some, strict=True):
-            assert not tensor.numel() if name in ("grad_w", "grad_bias") else torch.equal(tensor, expected[name]), name
+        some = problem.run_leaves(gru_scan, need_params=False)
+        assert set(some) == {name for name, t in expected.items() if t.numel()} - {"grad_w", "grad_bias"}
+        assert_same_bits(some, {name: expected[name] for name in some})
 
 
 def test_gru_plan(harness: Any) -> None:
@@ -710,9 +705,7 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
                 hs, _, pre = fwd(*problem.leaf_arguments())
                 bwd(*problem.leaf_arguments(), problem.grad_hs, hs, pre)
         for variant in VARIANTS:
-            gru = GruProblem.random(variant, 4, 3, 9).map(Tensor.float)
-            saved = gru_scan.gru_scan_fwd(*gru.inputs(), variant=variant)
-            gru_scan.gru_scan_bwd(gru.grad_hs, *saved, gru.w, gru.h0, gru.bias, variant=variant)
+            GruProblem.random(variant, 4, 3, 9).map(Tensor.float).run_leaves(gru_scan)
     assert products.seen >= {"mm", "addmm", "addmm_"}
     with pytest.raises(AssertionError, match="mm would be TF32"), FloatProducts():  # and one without a guard is seen
         torch.ones(2, 2) @ torch.ones(2, 2)

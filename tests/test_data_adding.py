@@ -1,4 +1,4 @@
-"""The adding problem's data: golden values, positions, targets, baselines, reproducibility, refusals."""
+"""The data of the adding problem: golden values, positions, targets, baselines, reproducibility, bad input."""
 
 from __future__ import annotations
 

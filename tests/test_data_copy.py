@@ -1,4 +1,4 @@
-"""The copy task's data: golden values, layouts, codings, reproducibility, refusals."""
+"""The data of the copy task: golden values, layouts, encodings, reproducibility, bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of MNIST's files: what it returns, and every damage it refuses."""
+"""The reader of MNIST files: its results, and damaged files that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Piano rolls: both forms of the files, windows, resuming, and every file that is refused."""
+"""Piano rolls: both file formats, windows, resuming, and bad files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Characters of the Penn Treebank: tokens, lengths, batches, resuming, and every text that is refused."""
+"""Characters of the Penn Treebank: tokens, lengths, batches, resuming, and bad files."""
 
 from __future__ import annotations
 

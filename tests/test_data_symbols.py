@@ -1,4 +1,5 @@
-"""Data of the temporal order and random permutation problems: golden values, laws, targets, streams, refusals."""
+"""Data of the temporal order and random permutation problems: golden values, distributions, targets, generators, bad
+input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of the Penn Treebank: vocabulary, streams, and every text that is refused."""
+"""Words of the Penn Treebank: vocabulary, streams, and bad files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The task deep_mnist: starts, penalty, learning where a plain network can't, exact resume, test data, refusals."""
+"""The task deep_mnist: initialisations, penalty, learning where a plain network does not learn, exact resume, test
+data, bad input."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -142,10 +144,32 @@ def test_bad_input(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
         ([*small, "--batch", "201"], "--batch 201: there are 200 training images"),
         ([*small, "--layers", "0"], "'0' is not an integer of at least 1"),
         ([*small, "--backend", "cpu"], "unknown option --backend"),
-        ([*small, "--schedule", "inverse"], "--schedule inverse with --lr-decay 0: the rates never fall"),
+        ([*small, "--schedule", "inverse"], "--schedule inverse with --lr-decay 0: the rates never decrease"),
         ([*small, "--epochs", "1", "--iterations", "1"], "give one of the two"),
     ):
         assert run(*options, "--out", tmp_path / "out") == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("rmsprop", lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, alpha=0.9, eps=1e-8)),
+        ("adam", lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-8)),
+        ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True)),
+    ],
+)
+def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, small: list[str]) -> None:
+    task = build([*small, "--optimizer", name, "--lr", "0.01", *(["--momentum", "0.9"] if name == "sgd" else [])])
+    model = copy.deepcopy(task.model)
+    theirs = plain(model.parameters())
+    for _ in range(3):
+        for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
+            ours.grad = torch.randn_like(ours)
+            other.grad = ours.grad.clone()
+        task.optimizer.step()
+        theirs.step()
+    for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, other)

@@ -1,5 +1,5 @@
-"""Diagnostics: norms through time against the states themselves, spectra against matrices whose eigenvalues are known,
-runs read back as they were written, pictures by what their axes hold, and the command line."""
+"""Diagnostics: norms through time compared with the states, spectra of matrices with known eigenvalues, reading of
+runs, the contents of plots, and the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend serves, what is said when none can, and what `explain` tells."""
+"""Selection of a backend, the errors if no backend can be used, and the text of `explain`."""
 
 from __future__ import annotations
 
@@ -301,8 +301,8 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
         (["--op", "cayley", "--dtype", "float31"], "unknown dtype 'float31'; accepted: float64"),
         (["--op", "cayley", "--device", "gpu"], "unknown device 'gpu'; accepted: cpu, cuda"),
         (["--op", "cayley", "--backend", "refrence"], "unknown backend 'refrence': did you mean 'reference'?"),
-        (["--N", "600"], "--N tells of a call: give --op too, one of factored_scan, dense_scan"),
-        (["--device", "cpu"], "--device tells of a call: give --op too"),
+        (["--N", "600"], "--N describes a call: give --op too, one of factored_scan, dense_scan"),
+        (["--device", "cpu"], "--device describes a call: give --op too"),
         (["--op", "cayley", "--N", "-3"], "--N: '-3' is not an integer of at least 0"),
         (["--op", "cayley", "--N", "many"], "--N: 'many' is not an integer of at least 0"),
         (["--opp", "cayley"], "unknown option --opp: did you mean --op?"),
@@ -352,7 +352,7 @@ def test_explain_of_a_loss() -> None:
     ):
         with pytest.raises(InputError, match=message):
             told(**wrong)
-    with pytest.raises(InputError, match="only the op scan_cross_entropy has one"):
+    with pytest.raises(InputError, match="no activation, except for scan_cross_entropy"):
         orthokern.explain("factored_scan", N=4, activation="tanh")
 
 
@@ -415,8 +415,11 @@ def test_explain_into_a_reader_that_leaves() -> None:
 def test_explain_is_a_command_and_a_function_however_it_is_reached() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "orthokern.explain"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     assert "factored_scan" in run.stdout
     import orthokern.explain

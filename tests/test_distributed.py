@@ -1,4 +1,5 @@
-"""Several processes train as one: the same loss curve, the same parameters on all ranks, one line when one is lost."""
+"""Training in several processes: the same loss curve as in one, equal parameters on all ranks, and one error line if a
+process is lost."""
 
 from __future__ import annotations
 
@@ -67,8 +68,12 @@ def test_processes_train_as_one_with_the_joint_batch(
     assert all(torch.allclose(p, ranks[0][k], rtol=0, atol=1e-12) for k, p in torch.load(tmp_path / "one.0").items())
     # Rank 0 alone writes and talks.
     assert sorted(p.name for p in (tmp_path / "all").iterdir()) == [
-        "best.pt", "checkpoint.pt", "config.json", "metrics.jsonl", "result.json",
-    ]  # fmt: skip
+        "best.pt",
+        "checkpoint.pt",
+        "config.json",
+        "metrics.jsonl",
+        "result.json",
+    ]
     assert "done at 24" in runs[0].out
     assert [run.out for run in runs[1:]] == [""] * (world - 1)
 
@@ -161,7 +166,7 @@ def test_a_rank_that_hangs(fork_server: ForkServer, tmp_path: Path) -> None:
     runs = fork_server.start_ranks(2, "--out", tmp_path / "run", *options, strike="11,1,SIGSTOP")
     assert runs[0].wait() == 2
     assert re.fullmatch(
-        r"error: rank 0: another process gave no answer for 1 s; last good checkpoint: iteration 8, .*; "
+        r"error: rank 0: another process did not respond for 1 s; last good checkpoint: iteration 8, .*; "
         r"continue with --resume .*\n",
         runs[0].err,
     ), runs[0].err

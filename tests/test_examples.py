@@ -80,8 +80,10 @@ def test_marks_are_read_and_failures_noticed() -> None:
     )
     found = blocks(text)
     assert [(block.line, block.setup, block.reason) for block in found] == [
-        (5, "a = 1", ""), (10, "", "needs a GPU"), (18, "", ""),
-    ]  # fmt: skip
+        (5, "a = 1", ""),
+        (10, "", "needs a GPU"),
+        (18, "", ""),
+    ]
     assert run(found, "t")["c"] == 4
     with pytest.raises(NameError, match="missing"):
         run(blocks("```python\nmissing\n```\n"), "t")

@@ -1,4 +1,4 @@
-"""ExpRNN: the matrix, its gradient through time, moves of the base, optimizer state, loading."""
+"""ExpRNN: the matrix, its gradient through time, changes of the base, optimizer state, loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/first_hour.py: its dry run goes through every stage, a second call continues, and a bar can be missed."""
+"""bench/first_hour.py: a dry run executes every stage, a second call continues, and a missed bar is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fisher memory: the published totals, a truncated sum, normal networks, delay lines, refusals."""
+"""Fisher memory: the published totals, a truncated sum, normal networks, delay lines, bad input."""
 
 from __future__ import annotations
 

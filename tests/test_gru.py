@@ -1,4 +1,4 @@
-"""nn.GRU: torch.nn.GRU's interface and numbers, the paper's cell, and the paper's theory of its fixed point."""
+"""nn.GRU: the interface and results of torch.nn.GRU, the cell of the paper, and the theory of its fixed point."""
 
 from __future__ import annotations
 

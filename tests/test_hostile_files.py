@@ -1,5 +1,5 @@
-"""Files that nobody should have: of every kind that the project reads, what is no regular file, what unpacks to too
-much, and damage anywhere end in one line that names the file, at once and in little memory."""
+"""Malicious or damaged files, for every format that the project reads: files that are not regular, that decompress to
+too much, or that are damaged cause an error of one line, quickly and with little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initialisations: orthogonal where they say so, of the law they say, the same for the same generator."""
+"""Initialisations: orthogonality, distributions, and reproducibility with a generator."""
 
 from __future__ import annotations
 

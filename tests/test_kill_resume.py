@@ -1,4 +1,4 @@
-"""A run killed at random moments, as often as it takes, ends with the bits of one that was never stopped."""
+"""A run that is killed at random moments and resumed ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 

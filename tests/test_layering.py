@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory"},
-    {"_scan_contract", "_modal_chunks"},  # what the leaves share
+    {"_scan_contract"},
+    {"_modal_chunks", "_gru_parameters"},  # what the leaves share
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
     {"dispatch", "commandline", "_files", "_state"},
     {"ops"},
@@ -42,11 +43,12 @@ LAYERS: list[set[str]] = [
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What a leaf may import of the project besides itself: the reference the names of its arguments alone, so that it
 # depends on nothing that it is there to check.
+SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_parameters"}
 LEAF_IMPORTS = {
     "reference": {"_scan_contract"},
-    "cpu": {"errors", "_version", "_C", "_activations", "_products", "_scan_contract"},
-    "cuda": {"errors", "_version", "_C", "_activations", "_products", "_scan_contract", "_modal_chunks"},
-    "triton_kernels": {"errors", "_activations", "_products", "_scan_contract", "_modal_chunks"},
+    "cpu": SHARED | {"_version", "_C"},
+    "cuda": SHARED | {"_version", "_C", "_modal_chunks"},
+    "triton_kernels": SHARED | {"_modal_chunks"},
 }
 
 FOLDERS = {"orthokern": ROOT / "orthokern", "orthokern.triton_kernels": ROOT / "triton_kernels"}

@@ -1,4 +1,4 @@
-"""Learned orthogonality: the descent step by step, batches, guard, divergence, the published steps, refusals."""
+"""Learned orthogonality: the descent step by step, batches, guard, divergence, the published steps, bad input."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""No source file above 600 lines and no function above 100, but for those whose first comment gives a reason.
+"""No source file has more than 600 lines and no function more than 100, unless a reason is given.
 
-The reason stands in the first comment (or docstring) of the file, or for a function in the first comment or docstring
-of its body, and begins with "Longer than 600 lines:" or "Longer than 100 lines:".
+The reason is in the first comment (or docstring) of the file, or of the body of a Python function, and begins with
+"Longer than 600 lines:" or "Longer than 100 lines:". The reasons for C++ and CUDA functions are in `LONG_FUNCTIONS`.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,36 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"orthokern": ("*.py",), "triton_kernels": ("*.py",), "csrc": ("*.h", "*.cuh", "*.cpp", "*.cu")}
 SOURCES = sorted(path for folder, kinds in FOLDERS.items() for kind in kinds for path in (ROOT / folder).rglob(kind))
+NATIVE = [path for path in SOURCES if path.suffix != ".py"]
 FILE_LIMIT, FUNCTION_LIMIT = 600, 100
+
+# file -> function -> why it is longer than 100 lines
+LONG_FUNCTIONS = {
+    "csrc/cuda/gru_resident.h": {
+        "gru_resident_fwd_kernel": "one loop over time, whose weights and states stay in registers between steps",
+        "gru_resident_bwd_kernel": "one loop over time, whose weights and adjoints stay in registers between steps",
+    },
+    "csrc/cuda/gru_steps.h": {
+        "gru_step_kernel": "the product loop is shared by the steps of both variants, selected at compile time, "
+        "which read its shared memory and registers",
+    },
+    "csrc/cuda/scan_cluster.h": {
+        "cluster_scan_kernel": "one loop over time, whose maps stay in registers and shared memory between steps; the "
+        "barriers of the cluster divide it into stages that share this state",
+    },
+    "csrc/cuda/scan_steps.h": {
+        "step_product_kernel": "the product loop and the activation share the tiles and the registers with the sums",
+    },
+}
+
+# What a native function is found without: comments, strings, characters and preprocessor lines.
+NO_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|R"\(.*?\)"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'"""
+    r"""|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
+    re.DOTALL | re.MULTILINE,
+)
+SCOPE = re.compile(r"(inline\s+)?namespace\b|(struct|class|union|enum|extern)\b")
+ATTRIBUTE = re.compile(r"(__launch_bounds__|__align__|alignas|__attribute__)\s*\((\([^)]*\)|[^()])*\)")
 
 
 def first_comment(lines: list[str]) -> str:
@@ -44,6 +74,45 @@ def long_functions(source: str) -> Iterator[tuple[str, int, str]]:
                 head = lines[node.lineno - 1 : node.body[0].lineno - 1]
                 comments = [line.strip() for line in head if line.strip().startswith("#")]
                 yield node.name, length, " ".join([ast.get_docstring(node) or "", *comments])
+
+
+def closing(code: str, at: int, pair: str) -> int:
+    """Index of the bracket that closes the one at `at`."""
+    depth = 0
+    for index in range(at, len(code)):
+        depth += (code[index] == pair[0]) - (code[index] == pair[1])
+        if depth == 0:
+            return index
+    raise AssertionError(f"line {code.count(chr(10), 0, at) + 1}: {pair[0]} is not closed")
+
+
+def native_functions(source: str) -> Iterator[tuple[str, int]]:
+    """(name, lines) of each C++ or CUDA function, without its template line. Lambdas belong to their function.
+
+    A brace opens a namespace, a class, a function or an initialiser, which the text before it tells. Namespaces and
+    classes are searched for functions.
+    """
+    code = NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found.group()), source)
+    begin = at = 0  # of a declaration
+    while at < len(code):
+        if code[at] in ";}":
+            begin = at + 1
+        elif code[at] == "{":
+            while re.match(r"\s*template\b", code[begin:at]):
+                begin = closing(code, code.index("<", begin), "<>") + 1
+            declaration = code[begin:at].strip()
+            if SCOPE.match(declaration):
+                begin = at + 1
+            else:
+                end = closing(code, at, "{}")
+                if not code[end + 1 :].lstrip().startswith((",", "{")):  # else one of a constructor's initialisers
+                    if "(" in declaration:
+                        name = re.search(r"(\S+?)\s*\(", ATTRIBUTE.sub("", declaration))
+                        first = code.index(declaration, begin)
+                        yield name.group(1) if name else declaration, code.count("\n", first, end) + 1
+                    begin = end + 1
+                at = end
+        at += 1
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -76,3 +145,42 @@ def test_the_limits_are_held_and_reasons_are_read() -> None:
         ["// A scan.", "// Longer than 600 lines: one", "int x;", "// no"]
     )
     assert "no" not in first_comment(["// A scan.", "int x;", "// no"])
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_native_function_is_short_or_has_a_reason(path: Path) -> None:
+    reasons = LONG_FUNCTIONS.get(str(path.relative_to(ROOT)), {})
+    lengths = {name: lines for name, lines in native_functions(path.read_text()) if lines > FUNCTION_LIMIT}
+    for name, lines in lengths.items():
+        assert name in reasons, f"{name} has {lines} lines; split it, or give a reason in LONG_FUNCTIONS"
+    assert reasons.keys() <= lengths.keys(), "LONG_FUNCTIONS has functions that are short now; remove them"
+
+
+def test_long_functions_are_in_native_files() -> None:
+    assert LONG_FUNCTIONS.keys() <= {str(path.relative_to(ROOT)) for path in NATIVE}
+
+
+def test_native_functions_are_found() -> None:
+    body = "  x++;\n" * 10
+    source = f"""#define BODY {{
+// a comment with a brace {{
+namespace {{
+constexpr int kTable[] = {{1, 2}};
+const char* const kText = "}}";
+template <int N = 2>
+struct Holder : Base<decltype(f())> {{
+  Holder(int a) : first{{a}}, second(a) {{
+{body}  }}
+  int method() const {{ return 1; }}
+}};
+template <class T, class U = Pair<T, T>>
+__global__ void __launch_bounds__(32 * (2 + 1), 1)
+    kernel(const T* x, int64_t n) {{
+  auto inner = [&](int i) {{
+{body}  }};
+  if (n) {{
+{body}  }}
+}}
+}}  // namespace
+"""
+    assert list(native_functions(source)) == [("Holder", 12), ("method", 1), ("kernel", 27)]

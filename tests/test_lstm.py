@@ -1,4 +1,4 @@
-"""PeepholeLSTM: torch.nn.LSTM where peepholes are zero, its equations where they are not, layouts, refusals."""
+"""PeepholeLSTM: equal to torch.nn.LSTM with zero peepholes, its equations otherwise, layouts, bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every module through torch's transformations of programs: compiled, exported, under vmap, in and out of autocast."""
+"""Every module in torch's program transformations: torch.compile, torch.export, vmap, inside and outside of
+autocast."""
 
 from __future__ import annotations
 

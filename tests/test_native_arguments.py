@@ -1,4 +1,4 @@
-"""The native functions know their arguments: one that is missing or misspelt is an error, not a zero."""
+"""The arguments of native functions: a missing or misspelt one is an error."""
 
 from __future__ import annotations
 

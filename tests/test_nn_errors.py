@@ -1,4 +1,4 @@
-"""What a user can get wrong with a module: one line each, naming the argument, the value and what is accepted."""
+"""Errors in the use of modules: one line that names the argument, the value and what is accepted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Optimizers at the edges: large steps keep bases orthonormal, learning rates out of range change nothing, and what is
-refused when an optimizer is made."""
+"""Edge cases of optimizers: large steps keep bases orthonormal, a learning rate out of range changes nothing, and bad
+arguments of constructors are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parametrizations on torch layers: what they guarantee, round trips, gradients, thin shapes."""
+"""Parametrizations of torch layers: constraints, round trips, gradients, thin shapes."""
 
 from __future__ import annotations
 

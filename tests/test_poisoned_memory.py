@@ -1,4 +1,4 @@
-"""The guard against unwritten outputs (poison.py) works, and only where it should."""
+"""The guard against unwritten outputs (poison.py) works, and only in the modules to which it applies."""
 
 from __future__ import annotations
 

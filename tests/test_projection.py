@@ -1,4 +1,5 @@
-"""SpectralNormProjection: a full SVD's projection after every step, and no work where a bound shows there is none."""
+"""SpectralNormProjection: equal to a projection by a full SVD after every step, without work if a bound shows that none
+is needed."""
 
 from __future__ import annotations
 

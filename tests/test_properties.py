@@ -1,4 +1,4 @@
-"""Properties over random shapes and strides (hypothesis): whatever backend "auto" chooses, it is the reference."""
+"""Properties over random shapes and strides (hypothesis): the backend selected by "auto" agrees with the reference."""
 
 from __future__ import annotations
 
@@ -69,9 +69,16 @@ def test_scans(
         leaves = [t if t is None or not t.is_floating_point() else t.clone().requires_grad_() for t in problem.inputs()]
         x, *matrices, h0, weight, bias_, param = (t if t is None else change(t) for t in leaves)
         hs = getattr(functional, op)(
-            x, *matrices, h0, weight=weight, bias=bias_, act_param=param, activation=activation,
-            checkpoint_every=checkpoint_every, backend=backend,
-        )  # fmt: skip
+            x,
+            *matrices,
+            h0,
+            weight=weight,
+            bias=bias_,
+            act_param=param,
+            activation=activation,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+        )
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         return (hs.detach(), *torch.autograd.grad(hs, wanted, change(problem.grad_hs)))
 

@@ -1,4 +1,5 @@
-"""`python -m orthokern.reproduce`: trains what is missing, goes on where it was, and tells published from ours."""
+"""`python -m orthokern.reproduce`: it trains missing runs, resumes interrupted ones, and reports published and our
+numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ import torch
 
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import kanai, nnrnn, oinit, runner, vorontsov
+from orthokern.reproduce.report import markdown
 from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search
-from orthokern.reproduce.spec import Experiment, Measure, Run, planned
+from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds, planned
 from orthokern.tasks import (
     adding,
     char_lm,
@@ -66,9 +68,16 @@ def toy(margin: str) -> Run:
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Experiment]:
     experiment = Experiment(
-        "toy", "A toy", "Nobody 2000, Table 9", (toy("0"), toy("0.1")), (ACCURACY, LOSS),
-        figure="curves", quantity="loss", legend=("margin",), epochs=False,
-    )  # fmt: skip
+        "toy",
+        "A toy",
+        "Nobody 2000, Table 9",
+        (toy("0"), toy("0.1")),
+        (ACCURACY, LOSS),
+        figure="curves",
+        quantity="loss",
+        legend=("margin",),
+        epochs=False,
+    )
     monkeypatch.setitem(command.EXPERIMENTS, "toy", experiment)
     yield experiment
 
@@ -124,7 +133,9 @@ def test_quick_and_partial(toys: Experiment, tmp_path: Path) -> None:
     assert not is_done(tmp_path / "quick" / "toy-0.1")
 
 
-@pytest.mark.parametrize("name", ["figure1", "figure1-defaults", "figure5", "table5", "nnrnn-copy", "nnrnn-adding"])
+@pytest.mark.parametrize(
+    "name", ["figure1", "figure1-defaults", "figure5", "table5", "nnrnn-copy", "nnrnn-adding", "adding-defaults"]
+)
 def test_a_quick_table_tells_what_it_runs(name: str, tmp_path: Path) -> None:
     """The lengths and widths of the quick runs, not of those that they stand for; no option twice in a command."""
     for scale in (["--quick"], []):
@@ -166,13 +177,52 @@ def test_a_command_tells_how_long_its_own_run_was(
     assert iterations("--report") == ["6", "8"]
 
 
+def test_seeds_share_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs = over_seeds(toy("0"), (3, 4, 5))
+    experiment = Experiment("seeds", "Seeds", "Nobody 2000", runs, (ACCURACY, LOSS), epochs=False)
+    monkeypatch.setitem(command.EXPERIMENTS, "seeds", experiment)
+    assert reproduce("seeds", "--out", tmp_path, "--threads", 1) == 0
+    summary = json.loads((tmp_path / "full" / "seeds.json").read_text())
+    assert [row["settings"]["seed"] for row in summary["rows"]] == [3, 4, 5]
+    losses = sorted(row["ours"]["loss"] for row in summary["rows"])
+    assert losses[0] < losses[2]
+    page = (tmp_path / "full" / "seeds.md").read_text()
+    spread = f"{losses[1]:.3f} ({losses[0]:.3f} to {losses[2]:.3f})"
+    row = next(line for line in page.splitlines() if line.startswith("| 0 |"))
+    assert spread in row and "3 of 3 done" in row and "| 50.00 |" in row
+    assert "--seed 3`, and so to `--seed 5`" in page
+
+
+def test_a_budget(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "0.01s") == 0
+    assert "the budget is spent: 2 runs are not done; the same command goes on" in capsys.readouterr().out
+    states = [row["state"] for row in json.loads((tmp_path / "full" / "toy.json").read_text())["rows"]]
+    assert set(states) <= {"not run", "unfinished"}
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "1h") == 0
+    states = [row["state"] for row in json.loads((tmp_path / "full" / "toy.json").read_text())["rows"]]
+    assert states == ["done", "done"]
+    assert reproduce("toy", "--budget", "2 hours") == 2
+    assert "'2 hours' is not a length of time such as 90s, 30m or 2h" in capsys.readouterr().err
+
+
+PAGES = ROOT / "docs" / "results"
+
+
+@pytest.mark.parametrize(
+    "experiment", [each for each in ALL if (PAGES / f"{each.name}.json").exists()], ids=lambda each: each.name
+)
+def test_a_page_follows_from_its_numbers(experiment: Experiment) -> None:
+    summary = json.loads((PAGES / f"{experiment.name}.json").read_text())
+    assert markdown(experiment, summary) == (PAGES / f"{experiment.name}.md").read_text()
+
+
 def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["tabel1"], "did you mean 'table1'"),
-        (["toy", "--only", "none"], "no run of toy has that in its name; they are toy-0, toy-0.1"),
-        (["toy", "--epochs", "3"], "the runs of toy are counted in iterations; give --iterations"),
+        (["toy", "--only", "none"], "no run of toy has this text in its name; the runs are toy-0, toy-0.1"),
+        (["toy", "--epochs", "3"], "the length of the runs of toy is in iterations; give --iterations"),
         (["table1", "--data", tmp_path / "no"], "no such folder"),
-        (["table5", "--jobs", "2"], "the runs of table5 are timed, so one at a time"),
+        (["table5", "--jobs", "2"], "the runs of table5 are timed and run one at a time"),
         (["toy", "--jobs", "0"], "'0' is not an integer of at least 1"),
     ):
         assert reproduce(*options, "--out", tmp_path / "out") == 2
@@ -211,7 +261,7 @@ def test_the_steps_of_learned_orthogonality(
     plain = {(row["law"], row["side"]): row["success_percent"] for row in rows if row["rule"] == "plain"}
     assert plain["N(0, 0.1)", 200] == plain["N(0, 0.1)", 400] == 0 and plain["Glorot-uniform", 400] == 100
     assert reproduce("oinit-steps", "--epochs", 3, "--out", tmp_path) == 2
-    assert capsys.readouterr().err == "error: --epochs: oinit-steps does not take it\n"
+    assert capsys.readouterr().err == "error: --epochs: oinit-steps does not accept it\n"
 
 
 def test_the_cost_of_the_constraint(
@@ -241,7 +291,7 @@ def test_the_cost_of_the_constraint(
     assert error.startswith("error: gru-table3: no singular value rose above 1.8 in 2 iterations")
     assert error.count("\n") == 1 and not list((tmp_path / "idle").rglob("*.md"))
     assert reproduce("gru-table3", "--epochs", 3, "--out", tmp_path) == 2
-    assert capsys.readouterr().err == "error: --epochs: gru-table3 does not take it\n"
+    assert capsys.readouterr().err == "error: --epochs: gru-table3 does not accept it\n"
     assert reproduce("gru-table3", "--data", tmp_path / "no", "--out", tmp_path) == 2
     assert "no such folder" in capsys.readouterr().err
 
@@ -394,8 +444,8 @@ def test_a_search_goes_on(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("searches")
 def test_bad_input_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
-        (["--only", "none"], "no search of oinit-table1 has that in its name; they are easy, hard"),
-        (["--epochs", "3"], "--epochs: oinit-table1 does not take it"),
+        (["--only", "none"], "no search of oinit-table1 has this text in its name; the searches are easy, hard"),
+        (["--epochs", "3"], "--epochs: oinit-table1 does not accept it"),
         (["--iterations", "0"], "'0' is not an integer of at least 1"),
     ):
         assert reproduce("oinit-table1", *options, "--out", tmp_path) == 2

@@ -1,4 +1,4 @@
-"""The nnRNN report's figures: command lines that the tasks accept, a quick run, the Fisher memory's table."""
+"""The figures of the nnRNN report: command lines that the tasks accept, a quick run, the table of Fisher memory."""
 
 from __future__ import annotations
 
@@ -87,4 +87,4 @@ def test_the_fisher_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     pytest.importorskip("matplotlib")
     assert (tmp_path / "full" / "nnrnn-fisher.png").read_bytes().startswith(b"\x89PNG")
     assert command.main(["nnrnn-fisher", "--epochs", "3", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: --epochs: nnrnn-fisher does not take it\n"
+    assert capsys.readouterr().err == "error: --epochs: nnrnn-fisher does not accept it\n"

@@ -1,5 +1,5 @@
-"""A run folder that somebody edited: every field of checkpoint and configuration, in every way, ends in one line or in
-an ordinary run, and never after a bad value was taken."""
+"""A run folder that was edited: for every change of a field of the checkpoint or configuration, the run either ends
+with one line or is an ordinary run, and never uses a bad value."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_every_edit_of_the_settings_is_refused_or_runs(tmp_path: Path, capfd: py
     [b"", b"{", b"[]", b"null", b'{"task": "adding"}', b'{"task": "adding", "settings": []}', b"[" * 10_000]
     + [b"[" * 10_000 + b"]" * 10_000]
     + [b'{"task": "adding", "settings": {"a": ' + b"[" * 90 + b"]" * 90 + b"}}", b"\xff", b"\0" * 100],
-)  # fmt: skip
+)
 def test_a_damaged_configuration_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError) as error:

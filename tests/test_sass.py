@@ -1,4 +1,4 @@
-"""bench/sass.py: its parser and model on stored machine code, and the hot loops of the kernels where there is nvcc."""
+"""bench/sass.py: its parser and model on stored machine code, and, if there is nvcc, the hot loops of the kernels."""
 
 from __future__ import annotations
 

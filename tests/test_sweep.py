@@ -1,4 +1,4 @@
-"""The example of a sweep, on a local cluster that the test starts."""
+"""The example of a sweep, on a local Ray cluster that the test starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m orthokern.tasks.copy`: it learns, resumes after any kill to the same bits, refuses bad input."""
+"""`python -m orthokern.tasks.copy`: it learns, resumes to the same bits after any kill, and rejects bad input."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The tasks music and word_lm: they learn, carry their state, keep the constraint, resume to the same bits, know a
-success, refuse bad input."""
+"""The tasks music and word_lm: they learn, carry their state, keep the constraint, resume to the same bits, report
+success, and reject bad input."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -398,3 +399,27 @@ def test_one_process_only(name: str, small: dict[str, list[str]], monkeypatch: p
     monkeypatch.setattr(gru, "current_shard", lambda: Shard(0, 2))
     with pytest.raises(ValueError, match="without torchrun"):
         build(name, small[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("rmsprop", lambda parameters: torch.optim.RMSprop(parameters, lr=0.1)),
+        ("adam", lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
+        ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+    ],
+)
+def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, rolls: Path) -> None:
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    given = {"data": str(rolls), "hidden": 6, "clip": 5.0, "optimizer": name, "lr": 0.1, **momentum}
+    task = music.MusicTask(music.complete({**music.DEFAULTS, **given, "device": "cpu"}))
+    model = copy.deepcopy(task.model)
+    theirs = plain(model.parameters())
+    for _ in range(3):
+        for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
+            ours.grad = torch.randn_like(ours)
+            other.grad = ours.grad.clone()
+        task.optimizer.step()
+        theirs.step()
+    for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, other)

@@ -1,4 +1,5 @@
-"""The tasks temporal_order and random_permutation: they learn, start as asked, resume to the same bits, refuse."""
+"""The tasks temporal_order and random_permutation: they learn, use the requested initialisation, resume to the same
+bits, and reject bad input."""
 
 from __future__ import annotations
 
@@ -80,8 +81,13 @@ def test_an_evaluation_counts_every_sequence_once() -> None:
 def test_short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """End where the goal is out of reach, and not before: they never change whether it is reached."""
     for wrong, goal, seen in (
-        (0, 100, 1000), (1, 100, 250), (1, 99.9, 1000), (2, 99.9, 250), (60, 99, 250), (10, 99, 1000)
-    ):  # fmt: skip
+        (0, 100, 1000),
+        (1, 100, 250),
+        (1, 99.9, 1000),
+        (2, 99.9, 250),
+        (60, 99, 250),
+        (10, 99, 1000),
+    ):
         options = [*SMALL, "--eval-sequences", "1000", "--goal", str(goal), "--short-evaluations"]
         task = build("random_permutation", *options)
         sizes: list[int] = []
@@ -181,9 +187,7 @@ def test_normal_starts() -> None:
     for init, start in (("orthogonal", "torch"), ("learned", "learned"), ("learned", "glorot")):
         options = ["--T", "10", "--model", "rnn", "--sigma", "0.01", "--init", init, "--start", start]
         task = build("random_permutation", *options)
-        for w, how in (
-            (task.rnn.weight_hh_l0, init), (task.rnn.weight_ih_l0, start), (task.readout.weight, start)
-        ):  # fmt: skip
+        for w, how in ((task.rnn.weight_hh_l0, init), (task.rnn.weight_ih_l0, start), (task.readout.weight, start)):
             assert (distance(w) < 1e-6) == (how == "learned")
             if how != "learned":
                 assert float(w.detach().std()) == pytest.approx(0.01, rel=0.05)

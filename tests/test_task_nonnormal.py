@@ -278,7 +278,7 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
         ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),
         ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "tokens in 3000 rows: a row needs 2 at least"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(
     task: str, options: str, message: str, tmp_path: Path, ptb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

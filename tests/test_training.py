@@ -259,9 +259,9 @@ def test_resuming_before_the_first_checkpoint_begins_again(whole: Path, tmp_path
 @pytest.mark.parametrize(
     "gone, message",
     [
-        ([], "best.pt is there"),
-        (["best.pt"], "result.json is there"),
-        (["best.pt", "result.json"], "metrics.jsonl goes to iteration 20, and a checkpoint was due every 6"),
+        ([], "best.pt exists"),
+        (["best.pt"], "result.json exists"),
+        (["best.pt", "result.json"], "metrics.jsonl ends at iteration 20, and a checkpoint is written every 6"),
     ],
 )
 def test_a_run_without_its_checkpoint_is_not_written_over(whole: Path, gone: list[str], message: str) -> None:

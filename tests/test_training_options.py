@@ -1,4 +1,4 @@
-"""What the loop offers every task: accumulation, the profile, epochs, norms through time, refused checkpoints."""
+"""Features of the loop for all tasks: accumulation, the profile, epochs, norms through time, rejected checkpoints."""
 
 from __future__ import annotations
 
@@ -132,9 +132,12 @@ def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ids=["native", "torch", "python", "another"],
 )
 def test_memory_that_ends_in_training(
-    error: Exception, what: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    what: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     def fail(self: Toy, batch: Any) -> Any:
         raise error
 
@@ -240,8 +243,15 @@ def test_a_profile_tells_where_the_time_goes(tmp_path: Path) -> None:
     assert report["iterations"] == [4, 9]
     stages, total = report["stages"], report["ms_per_iteration"]
     assert list(stages) == [
-        "data", "forward", "backward", "clip and step", "diagnose", "evaluate", "record and checkpoint", "other",
-    ]  # fmt: skip
+        "data",
+        "forward",
+        "backward",
+        "clip and step",
+        "diagnose",
+        "evaluate",
+        "record and checkpoint",
+        "other",
+    ]
     assert all(ms > 0 for ms in stages.values())
     assert sum(stages.values()) == pytest.approx(total)
     assert 20 <= stages["data"] < total
@@ -268,7 +278,7 @@ def test_a_profile_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_profile_of_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--iterations", 3, "--no-plots", "--threads", 1, "--out", tmp_path / "a", "--profile") == 0
-    assert "no profile: training ended within the first 3 iterations" in capsys.readouterr().out
+    assert "no profile: training ended within the 3 warm-up iterations" in capsys.readouterr().out
     assert run("--iterations", 7, "--no-plots", "--threads", 1, "--out", tmp_path / "b", "--profile") == 0
     assert "profile of iterations 4 to 7" in capsys.readouterr().out
     assert json.loads((tmp_path / "b" / "profile.json").read_text())["operators"] == []

@@ -37,9 +37,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "triton_leaf"))
 
 OPS = (
-    "activations", "dense_scan", "factored_scan", "gru_scan", "modal_scan", "modal_cross_entropy", "cayley",
+    "activations",
+    "dense_scan",
+    "factored_scan",
+    "gru_scan",
+    "modal_scan",
+    "modal_cross_entropy",
+    "cayley",
     "linear_cross_entropy",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +161,17 @@ def scan_arguments(
     }  # fmt: skip
     if direction == "fwd":
         arguments |= {
-            "p_x": torch.int64 if tokens else dtype, "p_table": dtype if tokens else None, "p_h0": dtype, "p_hs": dtype,
-            "p_pre": dtype if from_pre else None, "p_last": None, "TOKENS": tokens, "STORE_HS": True,
-            "STORE_PRE": from_pre, "STORE_LAST": False,
-        }  # fmt: skip
+            "p_x": torch.int64 if tokens else dtype,
+            "p_table": dtype if tokens else None,
+            "p_h0": dtype,
+            "p_hs": dtype,
+            "p_pre": dtype if from_pre else None,
+            "p_last": None,
+            "TOKENS": tokens,
+            "STORE_HS": True,
+            "STORE_PRE": from_pre,
+            "STORE_LAST": False,
+        }
     else:
         arguments |= {
             "p_grad": dtype, "p_hs": dtype if from_hs else None, "p_pre": dtype if from_pre else None, "p_carry": dtype,
@@ -255,6 +268,9 @@ def test_the_tables_are_covered() -> None:
         assert seen[name] >= warps, f"{name}: {warps - seen[name]} warps are in no case"
 
 
+_GRU_GRADIENTS = ("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0", "p_grad_state")
+
+
 def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, ...] = ("kanai", "torch")) -> None:
     from resources import SHARED_KIB, resources
 
@@ -264,16 +280,27 @@ def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, 
     for variant in variants:
         kanai = variant == "kanai"
         common: dict[str, Any] = {
-            "p_pre": None if kanai else dtype, "p_h0": dtype, "p_hs": dtype, "p_gates": dtype, "T": "i32", "B": "i32",
-            "p_lengths": torch.int64, "LENGTHS": True, "N": N, "KANAI": kanai, "WAY": plan.way,
+            "p_pre": None if kanai else dtype,
+            "p_h0": dtype,
+            "p_hs": dtype,
+            "p_gates": dtype,
+            "T": "i32",
+            "B": "i32",
+            "p_lengths": torch.int64,
+            "LENGTHS": True,
+            "p_resets": torch.uint8,
+            "RESETS": True,
+            "STATE": True,
+            "p_state": dtype,
+            "N": N,
+            "KANAI": kanai,
+            "WAY": plan.way,
             "BLOCK_N": plan.block_n,
-        }  # fmt: skip
+        }
         forward = {**common, "p_x": dtype, "p_w": dtype, "p_bias": dtype, "BIAS": True}
-        backward = {**common, **dict.fromkeys(("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0"), dtype)}
+        backward = {**common, **dict.fromkeys(_GRU_GRADIENTS, dtype)}
         backward |= {"p_square": dtype, "FACTOR": True}
-        for kernel, arguments in (
-            (gru_scan.gru_scan_fwd_kernel, forward), (gru_scan.gru_scan_bwd_kernel, backward)
-        ):  # fmt: skip
+        for kernel, arguments in ((gru_scan.gru_scan_fwd_kernel, forward), (gru_scan.gru_scan_bwd_kernel, backward)):
             used = resources(kernel, arguments, capability, plan.num_warps)
             what = f"{kernel.__name__} {variant} {plan}: {used}"
             assert used.shared <= SHARED_KIB[capability] * 1024, what

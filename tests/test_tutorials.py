@@ -1,4 +1,4 @@
-"""The tutorials run, their notebooks are theirs, and the site's links are rewritten."""
+"""The tutorials run, their notebooks are up to date, and the links of the site are rewritten."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ def test_a_tutorial_runs(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore::UserWarning", str(path)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert not list(tmp_path.iterdir()), "a tutorial removes the files that it writes"
 
@@ -66,8 +70,11 @@ def test_a_notebook_is_that_of_its_source(path: Path) -> None:
 
 def test_four_tutorials_are_there() -> None:
     assert {path.stem for path in TUTORIALS} == {
-        "constrain_any_layer", "gradients", "long_memory", "own_training_loop",
-    }  # fmt: skip
+        "constrain_any_layer",
+        "gradients",
+        "long_memory",
+        "own_training_loop",
+    }
 
 
 def test_every_page_is_in_the_navigation() -> None:

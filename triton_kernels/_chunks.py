@@ -111,7 +111,7 @@ def forward_in_chunks(
         )  # fmt: skip
     launch_forward(
         kernel, dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=hs, lengths=lengths, **options
-    )  # fmt: skip
+    )
 
 
 def backward_in_chunks(

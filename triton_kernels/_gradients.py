@@ -60,7 +60,7 @@ def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOp
     if wants_chunks(options, T, B, h0.device, map_.first is not None):
         forward_in_chunks(
             kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=options.lengths
-        )  # fmt: skip
+        )
     else:
         if options.keeps_pre:
             pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
@@ -254,9 +254,15 @@ def run_backward(
     if chunked:
         assert delta_all is not None
         backward_in_chunks(
-            kernels.chunk_bwd, transposed, grad_hs, precision=precision, delta=delta_all, left=left, square=square,
+            kernels.chunk_bwd,
+            transposed,
+            grad_hs,
+            precision=precision,
+            delta=delta_all,
+            left=left,
+            square=square,
             lengths=lengths,
-        )  # fmt: skip
+        )
     elif not checkpoint_every:
         launch_backward(
             kernels.bwd, transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,

@@ -47,8 +47,9 @@ def load_matrix(p, i_out, i_in, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: 
 
 
 @triton.jit
-def load_fragments(p, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-                   BF16: tl.constexpr):  # fmt: skip
+def load_fragments(
+    p, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BF16: tl.constexpr
+):
     """The transpose of a matrix [OUT, IN], as [BLOCK_IN, BLOCK_OUT], for a product on tensor cores."""
     o_in, o_out = tl.arange(0, BLOCK_IN)[:, None], tl.arange(0, BLOCK_OUT)[None, :]
     b = tl.load(p + o_out * IN + o_in, mask=(o_out < OUT) & (o_in < IN), other=0.0)

@@ -122,7 +122,7 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 @ieee_products()
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
-    """The step of ``orthokern.ops.cayley``, which has the equations.
+    """The Cayley step; ``orthokern.ops.cayley`` has the equations.
 
     Args:
         m, g: [..., N, K], K <= N, float32 or float64, contiguous: matrices and the gradients with respect to them.

@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._gru_parameters import parameter_gradients
+from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
 from orthokern.triton_kernels._scan import PANEL_WARPS, look_up
@@ -104,6 +105,21 @@ def steps_of(p_lengths, i_b, T, LENGTHS: tl.constexpr):
 
 
 @triton.jit
+def resets_at(p_resets, i_b, t, B, exists):
+    """Whether step t of sequence i_b starts from the reset state: a scalar, False unless the step exists."""
+    return tl.load(p_resets + t * B.to(tl.int64) + i_b, mask=exists, other=0) != 0
+
+
+@triton.jit
+def reset_row(p_state, i_b, o_n, m_n, N: tl.constexpr, STATE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The state [1, BLOCK_N] that resets of sequence i_b start from, zeros without STATE."""
+    b_state = tl.zeros([1, BLOCK_N], dtype=p_state.dtype.element_ty)
+    if STATE:
+        b_state = tl.load(p_state + i_b.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
+    return b_state
+
+
+@triton.jit
 def columns(o_n, exists, N: tl.constexpr):
     """The mask [1, BLOCK_N] of a row, all False unless the row exists.
 
@@ -138,12 +154,16 @@ def gru_scan_fwd_kernel(
     p_gates,  # [T, B, 3N]
     p_pre,  # [T, B, N], or None
     p_lengths,  # int64 [B], or None
+    p_resets,  # uint8 [T, B], or None
+    p_state,  # [B, N], the state that resets start from; without STATE any tensor of its dtype
     T,
     B,
     N: tl.constexpr,
     KANAI: tl.constexpr,
     BIAS: tl.constexpr,
     LENGTHS: tl.constexpr,
+    RESETS: tl.constexpr,
+    STATE: tl.constexpr,
     WAY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -165,8 +185,14 @@ def gru_scan_fwd_kernel(
     o = i_b.to(tl.int64) * N + o_n  # of the step's row in [T, B, N]; times 3 but for o_n in [T, B, 3N]
     stride = B.to(tl.int64) * N
     b_x_r, b_x_z, b_x_n = load_gates(p_x, 3 * (o - o_n) + o_n, columns(o_n, steps > 0, N), N)
+    if RESETS:
+        b_state = reset_row(p_state, i_b, o_n, m_n, N, STATE, BLOCK_N)
+        b_cut = resets_at(p_resets, i_b, 0, B, steps > 0)
     for t in range(steps):
         o_row = 3 * (o - o_n) + o_n
+        if RESETS:
+            b_h = tl.where(b_cut, b_state, b_h)
+            b_cut = resets_at(p_resets, i_b, t + 1, B, t + 1 < steps)
         b_next_r, b_next_z, b_next_n = load_gates(p_x, o_row + 3 * stride, columns(o_n, t + 1 < steps, N), N)
         b_to_r, b_to_z = two_products(b_h, b_h, b_w_r, b_w_z, p_w, p_w_z, True, N, WAY, BLOCK_N)
         b_r = sigmoid(b_to_r + b_bias_r + b_x_r)
@@ -205,12 +231,17 @@ def gru_scan_bwd_kernel(
     p_grad_h0,  # [B, N]
     p_square,  # [T, B]: |dL/dh_t|^2 of every sequence
     p_lengths,  # int64 [B], or None
+    p_resets,  # uint8 [T, B], or None
+    p_state,  # [B, N], the state that resets start from; without STATE any tensor of its dtype
+    p_grad_state,  # [B, N], or None without STATE
     T,
     B,
     N: tl.constexpr,
     KANAI: tl.constexpr,
     FACTOR: tl.constexpr,
     LENGTHS: tl.constexpr,
+    RESETS: tl.constexpr,
+    STATE: tl.constexpr,
     WAY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -248,8 +279,16 @@ def gru_scan_bwd_kernel(
     if not KANAI:
         b_q = tl.load(p_pre + o, mask=m_t, other=0.0)
     b_carry = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
+    if RESETS:
+        b_state = reset_row(p_state, i_b, o_n, m_n, N, STATE, BLOCK_N)
+        b_to_state = tl.zeros([1, BLOCK_N], dtype=p_h0.dtype.element_ty)
+        b_cut_before = resets_at(p_resets, i_b, steps - 1, B, steps > 0)
     for i in range(steps):
         t = steps - 1 - i
+        if RESETS:
+            b_cut = b_cut_before
+            b_h = tl.where(b_cut, b_state, b_h)
+            b_cut_before = resets_at(p_resets, i_b, t - 1, B, t > 0)
         # load the previous step while this one is computed
         m_before = columns(o_n, t > 0, N)
         m_two = columns(o_n, t > 1, N)
@@ -278,11 +317,16 @@ def gru_scan_bwd_kernel(
             tl.store(p_factor + o, b_factor, mask=m_n)
         b_from_r, b_from_z = two_products(b_d_r, b_d_z, b_t_r, b_t_z, p_w_t, p_t_z, False, N, WAY, BLOCK_N)
         b_carry = b_direct + (b_from_r + b_from_z)
+        if RESETS:
+            b_to_state += tl.where(b_cut, b_carry, 0.0)
+            b_carry = tl.where(b_cut, 0.0, b_carry)
         o -= stride
         b_g, b_r, b_z, b_n, b_h = b_g_before, b_r_before, b_z_before, b_n_before, b_h_before
         if not KANAI:
             b_q = b_q_before
     tl.store(p_grad_h0 + o_start + o_n, b_carry, mask=m_n)
+    if STATE:
+        tl.store(p_grad_state + o_start + o_n, b_to_state, mask=m_n)
 
 
 # ------------------------------------------------------------------------------------------------------------- launches
@@ -311,101 +355,61 @@ def plan(N: int, dtype: torch.dtype) -> Plan:
     return Plan("panels", block_n, look_up(PANEL_WARPS, block_n) or 16)
 
 
-def gru_scan_fwd(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     """Forward of ``orthokern.ops.gru_scan``, which has the equations.
 
     Tensors are contiguous, on one CUDA device, and float32 or float64 alike. Blocks of 3N are in the order reset gate,
-    update gate, candidate.
-
-    Args:
-        x: [T, B, 3N]. w: [3N, N], N up to 512. h0: [B, N]. bias: [3N] or None.
-        variant: "torch" or "kanai".
-        lengths: int64 [B] in [1, T], or None for T.
-
-    Returns:
-        hs [T, B, N]; gates [T, B, 3N]; pre [T, B, N], W_n h_{t-1} + b_n, empty for "kanai".
+    update gate, candidate. N is at most 512.
 
     Example::
 
         x, w = torch.randn(100, 8, 192, device="cuda"), torch.randn(192, 64, device="cuda") / 8
-        hs, gates, pre = gru_scan_fwd(x, w, x.new_zeros(8, 64), None, variant="torch")
+        states = gru_scan_fwd(GruInputs(x, w, x.new_zeros(8, 64)), GruOptions("torch"))
     """
-    T, (B, N) = x.shape[0], h0.shape
-    hs, gates = h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N)
-    kanai = variant == "kanai"
-    pre = h0.new_empty(0) if kanai else h0.new_empty(T, B, N)
+    x, w, h0, bias, state = inputs
+    assert x is not None
+    T, (B, N), lengths = x.shape[0], h0.shape, options.lengths
+    pre = None if options.kanai else h0.new_empty(T, B, N)
+    states = GruStates(h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N), pre)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_fwd_kernel[(B,)](
-            x, w, h0, bias, hs, gates, None if kanai else pre, lengths, T, B, N=N, KANAI=kanai, BIAS=bias is not None,
-            LENGTHS=lengths is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
+            x, w, h0, bias, *states, lengths, _flags(options), h0 if state is None else state, T, B, N=N,
+            KANAI=options.kanai, BIAS=bias is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
+            STATE=state is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
-    return hs, gates, pre
+    return states
 
 
-@ieee_products()
 def gru_scan_bwd(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    *,
-    variant: str,
-    need_params: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Backward of ``orthokern.ops.gru_scan``.
-
-    Args:
-        grad_hs: [T, B, N], dL/dhs.
-        hs, gates, pre: the results of the forward.
-        need_params: whether to compute the gradients of w and bias.
-        Others: as in `gru_scan_fwd`.
-
-    Returns:
-        (grad_x [T, B, 3N], grad_w [3N, N], grad_h0 [B, N], grad_bias [3N], grad_norm [T]), the last |dL/dh_t| over
-        batch and units. What does not apply or is not needed is empty.
+    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
+) -> GruGradients:
+    """Backward of ``orthokern.ops.gru_scan``: dL/dhs [T, B, N] and the results of the forward to the gradients, those
+    of w and bias if ``need_params``.
 
     Example::
 
-        grad_x, grad_w, *others = gru_scan_bwd(torch.ones_like(hs), hs, gates, pre, w, h0, None, variant="torch")
+        grads = gru_scan_bwd(inputs, options, torch.ones_like(states.hs), states)
     """
+    w, h0, lengths, state = inputs.w, inputs.h0, options.lengths, inputs.reset_state
     T, B, N = grad_hs.shape
-    kanai = variant == "kanai"
-    grad_x, grad_h0, square = torch.empty_like(gates), torch.empty_like(h0), h0.new_empty(T, B)
+    grad_x, grad_h0, square = torch.empty_like(states.gates), torch.empty_like(h0), h0.new_empty(T, B)
     factor = h0.new_empty(T, B, N) if need_params else None
+    grad_state = None if state is None else torch.empty_like(state)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_bwd_kernel[(B,)](
-            grad_hs, hs, gates, None if kanai else pre, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0,
-            square, lengths, T, B, N=N, KANAI=kanai, FACTOR=factor is not None, LENGTHS=lengths is not None,
-            WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps, enable_fp_fusion=True,
+            grad_hs, *states, w.view(3, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0, square, lengths,
+            _flags(options), h0 if state is None else state, grad_state, T, B, N=N, KANAI=options.kanai,
+            FACTOR=factor is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
+            STATE=state is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
-    empty, norm = h0.new_empty(0), square.sum(1).sqrt()
-    if factor is None:
-        return grad_x, empty, grad_h0, empty, norm
-    rows, rows_n = grad_x.view(T * B, 3 * N), factor.view(T * B, N)
-    grad_w = torch.empty_like(w)
+    grad_w = grad_bias = None
+    if factor is not None:
+        grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, square.sum(1).sqrt())
 
-    def product_with_states(to: Tensor, left: Tensor) -> None:
-        """to = sum over steps of left_t h_{t-1}^T, without concatenating h0 and the states."""
-        torch.mm(left[:B].mT, h0, out=to)
-        to.addmm_(left[B:].mT, hs.view(T * B, N)[:-B])
 
-    product_with_states(grad_w[: 2 * N], rows[:, : 2 * N])
-    if kanai:
-        torch.mm(rows[:, 2 * N :].mT, rows_n, out=grad_w[2 * N :])
-    else:
-        product_with_states(grad_w[2 * N :], rows_n)
-    if bias is None:
-        return grad_x, grad_w, grad_h0, empty, norm
-    grad_bias = rows.sum(0)
-    if not kanai:
-        grad_bias[2 * N :] = rows_n.sum(0)
-    return grad_x, grad_w, grad_h0, grad_bias, norm
+def _flags(options: GruOptions) -> Tensor | None:
+    return None if options.resets is None else options.resets.view(torch.uint8)

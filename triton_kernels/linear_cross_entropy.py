@@ -11,9 +11,9 @@ d = dL/dz is C / N of the size of hidden. grad_weight = d^T hidden and grad_bias
 blocks of BLOCK_ROWS rows in a fixed order: no atomics, the same bits every time. With more than MAX_FUSED_C classes the
 logits of a chunk of rows are torch's product, and a second kernel turns them into d in place, one program for each row.
 
-Nothing waits for the device. A target outside [0, C) makes the loss, and the gradients of its row, NaN. Products are
-IEEE float32, also where the process allows TF32 elsewhere. Bound by bandwidth for few classes: hidden is read twice and
-grad_hidden written once, where log_softmax and its backward on stored logits take seven passes over [R, C] more.
+There is no device synchronization. A target outside [0, C) makes the loss, and the gradients of its row, NaN. Products
+are IEEE float32, even if the process allows TF32. Bound by bandwidth for few classes: hidden is read twice and
+grad_hidden written once, while log_softmax and its backward on stored logits take seven passes over [R, C] more.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._products import ieee_products
+from orthokern._scan_contract import LinearLoss, Readout
 
 # Classes that one program holds for all of its rows.
 MAX_FUSED_C = 128
@@ -137,7 +138,7 @@ def linear_cross_entropy_row_kernel(
 
 
 def fused_blocks(C: int) -> tuple[int, int, int]:
-    """(BLOCK_R, BLOCK_N, BLOCK_C): a product wants 16 of each; more rows where there are few classes."""
+    """(BLOCK_R, BLOCK_N, BLOCK_C): a product needs at least 16 of each; with few classes there are more rows."""
     block_c = max(16, triton.next_power_of_2(C))
     return 64 if block_c <= 32 else 32, 32, block_c
 
@@ -152,43 +153,28 @@ def add_rows(grad_weight: Tensor, d: Tensor, hidden: Tensor) -> None:
 
 
 @ieee_products()
-def linear_cross_entropy_fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    *,
-    reduction: str = "mean",
-    need_grad: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.linear_cross_entropy``.
-
-    Args:
-        hidden: [R, N], weight: [C, N], bias: [C] or None, float32, contiguous; target: int64 [R].
-
-    Returns:
-        loss (0-dim), grad_hidden [R, N], grad_weight [C, N], grad_bias [C]; the gradients are empty unless need_grad,
-        grad_bias also without a bias.
-    """
+def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: bool = True) -> LinearLoss:
+    """See ``orthokern.ops.linear_cross_entropy``; tensors are float32 and contiguous."""
+    weight, bias, target, reduction = readout
     rows, C = hidden.shape[0], weight.shape[0]
-    empty, mean = hidden.new_empty(0), reduction == "mean"
-    grad_hidden = torch.empty_like(hidden) if need_grad else empty
-    grad_weight = torch.zeros_like(weight) if need_grad else empty
-    grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else empty
+    mean = reduction == "mean"
+    grad_hidden = torch.empty_like(hidden) if need_grad else None
+    grad_weight = torch.zeros_like(weight) if need_grad else None
+    grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else None
     loss = hidden.new_zeros((), dtype=torch.float64)
     for first in range(0, rows, max(64, CHUNK_ELEMENTS // C)):
         h, t = (tensor[first : first + max(64, CHUNK_ELEMENTS // C)] for tensor in (hidden, target))
-        grad = grad_hidden[first : first + len(h)] if need_grad else None
+        grad = None if grad_hidden is None else grad_hidden[first : first + len(h)]
         route = _fused if C <= MAX_FUSED_C else _by_rows
         losses, d = route(h, weight, bias, t, grad, rows, mean)
         loss += losses.sum(dtype=torch.float64)
-        if d is not None:
+        if d is not None and grad_weight is not None:
             add_rows(grad_weight, d, h)
-            if bias is not None:
+            if grad_bias is not None:
                 grad_bias += d.sum(0)
     if mean:
         loss /= rows
-    return loss.to(hidden.dtype), grad_hidden, grad_weight, grad_bias
+    return LinearLoss(loss.to(hidden.dtype), grad_hidden, grad_weight, grad_bias)
 
 
 def _fused(
@@ -212,7 +198,7 @@ def _fused(
 def _by_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, grad: Tensor | None, rows: int, mean: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same for many classes: the logits [R, C] of these rows become d."""
+    """The same for many classes: the logits [R, C] of these rows are overwritten by d."""
     z = hidden @ weight.mT if bias is None else torch.addmm(bias, hidden, weight.mT)
     losses = hidden.new_empty(len(hidden))
     with torch.cuda.device_of(hidden):

@@ -1,8 +1,8 @@
-"""modal_cross_entropy: the recurrence of ``modal_scan.py`` with a readout and its loss, a span of steps at a time.
+"""modal_cross_entropy: the recurrence of ``modal_scan.py`` with a readout and its loss, one span of steps at a time.
 
-What a span is and what is done in it: Note [Spans of the loss] in ``orthokern/_modal_chunks.py``. Here: the loss of
-rows of logits. A program owns BLOCK_R rows and goes over the classes in tiles of BLOCK_C, three times: largest, sum of
-exponentials, gradient. The second and third time they come from the L1 cache.
+Note [Spans of the loss] in ``orthokern/_modal_chunks.py`` explains spans. This file has the kernel for the loss of rows
+of logits. A program computes BLOCK_R rows, with three passes over the classes in tiles of BLOCK_C: maximum, sum of
+exponentials, gradient. The second and third pass read from the L1 cache.
 
 HBM (or L2) traffic of a step and sequence, in elements of the dtype: z is written once and read three times, g written
 once and read twice, logits written twice and read six times: 14 M + 8 C; without gradients 4 M + 3 C.
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._modal_chunks import run_cross_entropy
+from orthokern._scan_contract import ModalInputs, ModalLoss, Readout
 from orthokern.triton_kernels.modal_scan import KERNELS, living
 
 TILE = 1024  # elements of logits
@@ -38,7 +39,7 @@ def logits_of(p_logits, p_bias, o_r, o_c, m_r, C, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "B", "C", "FIRST"])
 def modal_cross_entropy_fwd_kernel(
-    p_logits,  # [T * B, C] without the bias; d when it is done
+    p_logits,  # [T * B, C] without the bias; overwritten by d
     p_bias,  # [C], or None
     p_target,  # [T, B]
     p_scale,  # float64 [1]
@@ -71,7 +72,7 @@ def modal_cross_entropy_fwd_kernel(
         b_top = tl.where(b_most > b_top, b_most, b_top)
         b_hit += tl.sum(tl.where(o_c[None, :] == b_target[:, None], b_l, 0.0), axis=1)
     b_top = tl.where(m_live, b_top, 0.0)
-    # the other classes: a small loss keeps its digits in 1 + rest
+    # sum over the other classes: log(1 + rest) is accurate for a small loss
     b_rest = tl.zeros([BLOCK_R], dtype=p_logits.dtype.element_ty)
     for i_c in range(0, C, BLOCK_C):
         o_c = i_c + tl.arange(0, BLOCK_C)
@@ -109,23 +110,6 @@ def launch_loss(
     return losses, right
 
 
-def modal_cross_entropy_fwd(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None,
-    *,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """See ``orthokern.ops.modal_cross_entropy`` for the arguments, all contiguous. Returns (loss, hits, grad_x,
-    grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs)."""
-    return run_cross_entropy(
-        KERNELS, launch_loss, x, re, im, z0, table, readout, bias, target, pairs, reduction, need_grad, lengths
-    )
+def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad: bool = True) -> ModalLoss:
+    """See ``orthokern.ops.modal_cross_entropy`` for the arguments, all contiguous."""
+    return run_cross_entropy(KERNELS, launch_loss, inputs, readout, need_grad)

@@ -1,8 +1,8 @@
-"""modal_scan: z_t = lambda z_{t-1} + x_t mode by mode, in chunks of time that run at once.
+"""modal_scan: z_t = lambda z_{t-1} + x_t for each mode, in chunks of time that run in parallel.
 
-Which chunks, in which order, and what is stored between them: ``orthokern/_modal_chunks.py``. Here: the kernels. A
-program owns BLOCK lanes (o_n = b M + m, mode m of sequence b) of one chunk, and keeps coefficients, states and sums in
-registers, float64. What a step loads is fetched one step ahead. Limits: none on B, T and M.
+``orthokern/_modal_chunks.py`` has the order of the launches and the data between them; this file has the kernels. A
+program computes BLOCK lanes (o_n = b M + m, mode m of sequence b) of one chunk, with coefficients, states and sums in
+float64 registers. The inputs of a step are loaded one step ahead. Limits: none on B, T and M.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -16,22 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._modal_chunks import Kernels, run_scan_bwd, run_scan_fwd
+from orthokern._scan_contract import ModalGradients, ModalInputs
 from orthokern.triton_kernels._inputs import token_gradient
 
-BLOCK = 64  # lanes of a program: 2 warps, of which 32 programs fill a processor
+BLOCK = 64  # lanes of a program: 2 warps; 32 programs occupy a multiprocessor
 NUM_WARPS = 2
 
 
 @triton.jit
 def chunk_and_lanes(R, BLOCK: tl.constexpr):
-    """(the program's chunk, its lanes [BLOCK] of R). One axis of the grid for both: others end at 65535."""
+    """(chunk of the program, its lanes [BLOCK] of R). Both are on the first axis of the grid: others have at most 65535
+    programs."""
     blocks = tl.cdiv(R, BLOCK)
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
 def entering(p_x, p_table, o_row, o_m, m, D, M: tl.constexpr, TOKENS: tl.constexpr):
-    """(real, imaginary) of what enters lanes at rows o_row (int64) of [T * B], in the dtype of the call."""
+    """(real, imaginary) inputs of the lanes at rows o_row (int64) of [T * B], in the dtype of the call."""
     if TOKENS:
         b_id = tl.load(p_x + o_row, mask=m, other=0).to(tl.int64)
         m_row = m & (b_id >= 0) & (b_id < D)
@@ -100,7 +102,7 @@ def modal_scan_fwd_kernel(
     o_row = i_low.to(tl.int64) * B + o_b
     b_xr, b_xi = entering(p_x, p_table, o_row, o_m, m_n & (i_low < b_end), D, M, TOKENS)
     for t in range(i_low, i_high):
-        # the next step, fetched while this one is computed
+        # the next step, loaded while this one is computed
         m_next = m_n & (t + 1 < i_high) & (t + 1 < b_end)
         b_next_r, b_next_i = entering(p_x, p_table, o_row + B, o_m, m_next, D, M, TOKENS)
         b_old = b_r
@@ -125,7 +127,7 @@ def modal_scan_fwd_kernel(
 def modal_scan_join_kernel(
     p_re,  # float64 [M]
     p_im,  # float64 [M]
-    p_first,  # float64 [2, R]: what enters the first chunk (backward: the last)
+    p_first,  # float64 [2, R]: initial state of the first chunk (backward: carry of the last)
     p_end,  # float64 [CHUNKS, 2, R]
     p_state,  # float64 [CHUNKS, 2, R]
     R,
@@ -152,7 +154,7 @@ def modal_scan_join_kernel(
     if BACKWARD:
         o += (CHUNKS - 1).to(tl.int64) * 2 * R
         o_step = -o_step
-    # four chunks are on their way while one is joined
+    # loads of the next four chunks are in flight while one is joined
     b_r0 = tl.load(p_end + o, mask=m_n & (CHUNKS > 1), other=0.0)
     b_i0 = tl.load(p_end + o + R, mask=m_n & (CHUNKS > 1), other=0.0)
     b_r1 = tl.load(p_end + o + o_step, mask=m_n & (CHUNKS > 2), other=0.0)
@@ -160,7 +162,7 @@ def modal_scan_join_kernel(
     b_r2 = tl.load(p_end + o + 2 * o_step, mask=m_n & (CHUNKS > 3), other=0.0)
     b_i2 = tl.load(p_end + o + 2 * o_step + R, mask=m_n & (CHUNKS > 3), other=0.0)
     for i in range(CHUNKS):
-        m_next = m_n & (i + 4 < CHUNKS)  # what the last chunk ends with enters none
+        m_next = m_n & (i + 4 < CHUNKS)  # the end of the last chunk is not needed
         b_r3 = tl.load(p_end + o + 3 * o_step, mask=m_next, other=0.0)
         b_i3 = tl.load(p_end + o + 3 * o_step + R, mask=m_next, other=0.0)
         tl.store(p_state + o, b_r, mask=m_n)
@@ -185,7 +187,7 @@ def modal_scan_bwd_kernel(
     p_ids,  # [T, B], or None
     p_re,  # float64 [M]
     p_im,  # float64 [M]
-    p_carry,  # float64 [chunks, 2, B M], the adjoint behind each chunk; None: zeros
+    p_carry,  # float64 [chunks, 2, B M], carry from the next chunk; None: zeros
     p_delta,  # [T, B, 2M], or None
     p_table,  # float64 [chunks, D, 2, B M], zeros, or None: Note [Sums over equal ids]
     p_sums,  # float64 [chunks, 2, B M], or None: of delta_t conj(z_{t-1})
@@ -232,7 +234,7 @@ def modal_scan_bwd_kernel(
         b_id = tl.where(m_t, b_id, -1)
     for i in range(i_high - i_low):
         t = i_high - 1 - i
-        # the step before this one, fetched while this one is computed
+        # the previous step, loaded while this one is computed
         m_next = m_n & (t > i_low) & (t - 1 < b_end)
         b_next_gr, b_next_gi = rows_of(p_grad, o_row - B, o_m, m_next, M)
         if SUMS:
@@ -258,14 +260,14 @@ def modal_scan_bwd_kernel(
         if TABLE:
             b_row_r += b_r
             b_row_i += b_i
-            m_last = (t == i_low) | (b_next_id != b_id)  # of a run of steps with the same id
+            m_last = (t == i_low) | (b_next_id != b_id)  # sums over consecutive steps with the same id
             m_row = m_n & m_last & (b_id >= 0) & (b_id < D)
             p_row = p_table + (i_c.to(tl.int64) * D + b_id) * 2 * (B * M) + o_n
             b_had_r = tl.load(p_row, mask=m_row, other=0.0)
             b_had_i = tl.load(p_row + B * M, mask=m_row, other=0.0)
             tl.store(p_row, b_had_r + b_row_r, mask=m_row)
             tl.store(p_row + B * M, b_had_i + b_row_i, mask=m_row)
-            tl.debug_barrier()  # before a later step reads it
+            tl.debug_barrier()  # the store must be visible before a later step reads it
             b_row_r = tl.where(m_last, 0.0, b_row_r)
             b_row_i = tl.where(m_last, 0.0, b_row_i)
             b_id = b_next_id
@@ -307,7 +309,7 @@ def modal_scan_pairs_kernel(
     LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A lane is one pair (j, k) of one sequence: the adjoint of mode j once more. A pair of no modes gives NaN."""
+    """A lane is one pair (j, k) of one sequence. It recomputes the adjoint of mode j. Indices out of range give NaN."""
     i_c, o_n = chunk_and_lanes(B * P, BLOCK)
     m_n = o_n < B * P
     o_b = o_n // P
@@ -327,7 +329,7 @@ def modal_scan_pairs_kernel(
     b_ir = tl.zeros([BLOCK], dtype=tl.float64)
     b_ii = tl.zeros([BLOCK], dtype=tl.float64)
     o_row = (i_high - 1).to(tl.int64) * B + o_b
-    steps = (i_high - i_low) * tl.max(m_p.to(tl.int32), axis=0)  # 0 where all lanes are of no modes
+    steps = (i_high - i_low) * tl.max(m_p.to(tl.int32), axis=0)  # 0 if no lane has a valid pair
     for i in range(steps):
         t = i_high - 1 - i
         m_t = m_p & (t < b_end)
@@ -412,25 +414,11 @@ def launch_pairs(
 KERNELS = Kernels(launch_forward, launch_join, launch_backward, launch_pairs, token_gradient)
 
 
-def modal_scan_fwd(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *, lengths: Tensor | None = None
-) -> Tensor:
+def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
     """See ``orthokern.ops.modal_scan`` for the arguments, all contiguous. Returns z [T, B, 2M]."""
-    return run_scan_fwd(KERNELS, x, re, im, z0, table, lengths)
+    return run_scan_fwd(KERNELS, inputs)
 
 
-def modal_scan_bwd(
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    pairs: Tensor | None,
-    *,
-    need_x: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.modal_scan``. Returns (grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs)."""
-    return run_scan_bwd(KERNELS, grad_z, z, x, re, im, z0, table, pairs, need_x, lengths)
+def modal_scan_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, *, need_x: bool = True) -> ModalGradients:
+    """See ``orthokern.ops.modal_scan``."""
+    return run_scan_bwd(KERNELS, inputs, grad_z, z, need_x)

@@ -1,24 +1,25 @@
-// The activations: one struct each, and the list that every switch over them is generated from.
+// The activations: one struct each, and the list from which every switch over them is generated.
 // orthokern/_activations.py has the same rows.
 //
-//   name       phi(a)                            phi'(a), as backward sees it          gradient of its parameter p
+//   name       phi(a)                            phi'(a), as used in the backward      gradient of its parameter p
 //   identity   a                                 1
 //   tanh       tanh(a)                           1 - h^2
 //   relu       max(a, 0)                         1 if h > 0
 //   prelu      max(a, 0) + p min(a, 0)           1 if a > 0 else p                     g min(a, 0)
 //   modrelu    sign(a) max(|a| + p, 0)           1 if h != 0                           g sign(h)
-//   oplu       pairs (a, b) -> (max, min)        the same exchange of the pair
+//   oplu       pairs (a, b) -> (max, min)        the same permutation of the pair
 //   softsign   a / (1 + |a|)                     (1 - |h|)^2
 //
-// h is the output, a the input, g the gradient of h. Every phi maps 0 to 0: units and rows that fill a vector or a tile
-// stay zero.
+// h is the output, a the input, g the gradient of h. Every phi maps 0 to 0, so that the padding of a vector or a tile
+// stays zero.
 //
 // A struct derives from Traits and has
 //   forward<M>(a, p)            phi(a)
-//   backward<M>(saved, g, p)    phi'(a) g; `saved` is a where the struct reads kInput, else h
-//   parameter_grad<M>(saved, g, p)  with a parameter: what one element adds to the gradient of p
-// or, on pairs of units, the same forward and backward from both members of the pair. V is a vector of lanes on the CPU
-// and a scalar on the GPU; M::tanh is tanh of a V, and M::divide(a, b) is a / b for |a| < b. An integer literal stands for its value in every lane.
+//   backward<M>(saved, g, p)    phi'(a) g; `saved` is a if the struct reads kInput, else h
+//   parameter_grad<M>(saved, g, p)  with a parameter: the contribution of one element to the gradient of p
+// or, for pairs of units, forward and backward with both members of the pair as arguments. V is a vector of lanes on
+// the CPU and a scalar on the GPU; M::tanh is tanh of a V, and M::divide(a, b) is a / b for |a| < b. An integer literal
+// means its value in every lane.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -30,7 +31,7 @@
 namespace orthokern {
 namespace act {
 
-enum Reads { kNothing, kOutput, kInput };  // what backward computes phi' from
+enum Reads { kNothing, kOutput, kInput };  // the argument from which the backward computes phi'
 
 template <int kNumber, Reads kReads, bool kParameter = false, bool kPairs = false>
 struct Traits {
@@ -64,7 +65,7 @@ struct Tanh : Traits<1, kOutput> {
 struct Relu : Traits<2, kOutput> {
   template <class M, class V>
   static ORTHOKERN_HD V forward(V a, V) {
-    return a < V{} ? V{} : a;  // in this order a NaN stays a NaN
+    return a < V{} ? V{} : a;  // this order of the operands propagates NaN
   }
   template <class M, class V>
   static ORTHOKERN_HD V backward(V h, V g, V) {
@@ -72,7 +73,7 @@ struct Relu : Traits<2, kOutput> {
   }
 };
 
-struct Prelu : Traits<3, kInput, true> {  // leaky_relu too
+struct Prelu : Traits<3, kInput, true> {  // also leaky_relu
   template <class M, class V>
   static ORTHOKERN_HD V forward(V a, V slope) {
     return a > V{} ? a : slope * a;
@@ -92,7 +93,7 @@ struct Modrelu : Traits<4, kOutput, true> {
   static ORTHOKERN_HD V forward(V a, V bias) {
     const V zero{}, magnitude = (a < zero ? -a : a) + bias;
     const V h = a < zero ? -magnitude : magnitude;
-    return magnitude <= zero ? zero : (a == zero ? zero : h);  // in this order a NaN stays a NaN
+    return magnitude <= zero ? zero : (a == zero ? zero : h);  // this order of the operands propagates NaN
   }
   template <class M, class V>
   static ORTHOKERN_HD V backward(V h, V g, V) {
@@ -105,7 +106,7 @@ struct Modrelu : Traits<4, kOutput, true> {
 };
 
 struct Oplu : Traits<5, kInput, false, true> {
-  // `other` is the other member of the pair, `second` whether this is the second one. A tie stays in place.
+  // `other` is the other member of the pair; `second`: whether this is the second one. A tie is not exchanged.
   template <class V, class Mask>
   static ORTHOKERN_HD V forward(V a, V other, Mask second) {
     return (second ? other < a : a < other) ? other : a;
@@ -132,7 +133,7 @@ struct Softsign : Traits<6, kOutput> {
 
 #define ORTHOKERN_ACTIVATIONS(X) X(Identity) X(Tanh) X(Relu) X(Prelu) X(Modrelu) X(Oplu) X(Softsign)
 
-// Calls f(A{}) for the activation A of this number. False, and no call, if there is none.
+// Calls f(A{}) for the activation A with this number. Returns false, without a call, if there is none.
 template <class F>
 inline bool visit_activation(int number, F&& f) {
   switch (number) {
@@ -146,14 +147,14 @@ inline bool visit_activation(int number, F&& f) {
   return false;
 }
 
-// Whether the activation of this number works on pairs of units.
+// Whether the activation with this number works on pairs of units.
 ORTHOKERN_HD constexpr bool on_pairs(int number) {
 #define ORTHOKERN_TERM(A) || (act::A::pairs && number == act::A::number)
   return false ORTHOKERN_ACTIVATIONS(ORTHOKERN_TERM);
 #undef ORTHOKERN_TERM
 }
 
-// What its backward computes phi' from, and whether it has a parameter.
+// Which argument its backward reads, and whether it has a parameter.
 ORTHOKERN_HD constexpr act::Reads reads_of(int number) {
 #define ORTHOKERN_TERM(A) number == act::A::number ? act::A::reads:
   return ORTHOKERN_ACTIVATIONS(ORTHOKERN_TERM) act::kNothing;

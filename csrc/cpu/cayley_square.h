@@ -7,7 +7,7 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-// What one matrix needs on the square route.
+// The workspace of one matrix on the square route.
 template <class T>
 struct SquareWork {
   Panels<T> x;   // [N, N]: P, then X, then Z
@@ -16,11 +16,11 @@ struct SquareWork {
   double* sums;  // [N]: squared norms of rows
   int* swaps;    // [N]
 };
-// What one thread needs.
+// The workspace of one thread.
 template <class T>
 struct GroupWork {
   T* m;     // panels of M or M^T, [N, group * W]
-  T* d;     // panels of D, the same
+  T* d;     // panels of D, [N, group * W]
   T* tile;  // [kMaxRows, W]
 };
 
@@ -28,9 +28,9 @@ struct SquareShape {
   int N, K;
   int blocks;    // panels of N columns
   int columns;   // panels of K columns
-  int rows;      // rows given to a panel
-  int group;     // panels of M that a thread takes through the cache at once
-  int lu_group;  // panels of an [N, N] matrix that share one pass over it: more than one where it outgrows the cache
+  int rows;      // rows of a panel, with padding
+  int group;     // panels of M that a thread processes together, in the cache
+  int lu_group;  // panels of an [N, N] matrix that share one pass over it; above 1 if it does not fit into the cache
   ptrdiff_t stride;  // elements from a panel to the next
 };
 
@@ -52,7 +52,7 @@ SquareShape square_shape(int N, int K, int threads) {
   return s;
 }
 
-// x [N, N] = scale (x - x^T), block by block with its mirror.
+// x [N, N] = scale (x - x^T), one block and the transposed block at a time.
 template <class T>
 void make_skew(const Panels<T>& x, int N, T scale, int threads) {
   constexpr int L = kLanes<T>;
@@ -74,7 +74,7 @@ void make_skew(const Panels<T>& x, int N, T scale, int threads) {
   });
 }
 
-// Copies the blocks above the diagonal of s [N, N] below it.
+// Copies the blocks above the diagonal of s [N, N] to the transposed blocks below it.
 template <class T>
 void mirror(const Panels<T>& s, int N, int threads) {
   constexpr int L = kLanes<T>;
@@ -119,8 +119,8 @@ Norms norms(const Panels<T>& x, int N, double* sums, int threads) {
   return {square_root(total), square_root(largest)};
 }
 
-// s = x^2 for x [N, N]: the tiles of rows and panels that reach above the diagonal, then their mirror images. group:
-// panels that share one pass over x.
+// s = x^2 for x [N, N]: the tiles with elements above the diagonal are computed and copied to the transposed tiles.
+// group: number of panels that share one pass over x.
 template <class T>
 void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int threads) {
   constexpr int W = kWidth<T>;
@@ -146,8 +146,8 @@ Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int th
   const double skew_limit = kSkewRemainder * Epsilon<T>::value;
   const Norms x = norms<T>(w.x, N, w.sums, threads);
   if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * Epsilon<T>::value) return kFirst;
-  // The least that S's norms can be, given X's: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If even these
-  // leave too much, S is not worth forming.
+  // Lower bounds of the norms of S, from those of X: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If the
+  // remainder is too large even with these, S is not computed.
   const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / square_root(square_root(N));
   if (2 * least_row * least_norm * least_norm * least_norm <= skew_limit) {
     square_skew<T>(w.x, N, shape.lu_group, w.s, threads);
@@ -167,7 +167,7 @@ Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int th
     memcpy(w.s.at(0, p), w.x.at(0, p), static_cast<size_t>(N) * W * sizeof(T));
     for (int c = 0; c < W && p * W + c < N; c++) w.s.at(p * W + c, p)[c] = T(1);
   });
-  const bool pivoting = !(x.frobenius <= kNoPivotNorm);  // also where it is not a number
+  const bool pivoting = !(x.frobenius <= kNoPivotNorm);  // also true for NaN
   *lu = {N, w.s, w.inverses, pivoting ? w.swaps : nullptr};
   factor<T>(*lu, shape.lu_group, threads);
   return x.frobenius > kLargeTurn * square_root(N) ? kLarge : kLu;
@@ -227,8 +227,8 @@ void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, c
   else product<T>(w.x, 0, N, 0, N, mp, panels, last, nullptr, T(1), d);
   if (form == kLu || form == kLarge) solve<T>(lu, d, panels, last);
   if (form == kFourth) {
-    product<T>(w.s, 0, N, 0, N, d, panels, last, &d, T(1), mp);  // D = Z M + S Z M takes M's place,
-    pack<T>(m, K, 0, N, col0, cols, d);                          // and M that of Z M
+    product<T>(w.s, 0, N, 0, N, d, panels, last, &d, T(1), mp);  // D = Z M + S Z M replaces M,
+    pack<T>(m, K, 0, N, col0, cols, d);                          // and M replaces Z M
     const Panels<T> swap = mp;
     mp = d;
     d = swap;
@@ -247,7 +247,7 @@ void square_step(const SquareShape& shape, const SquareWork<T>& w, const Slot<Sq
     const int row = t * kRowsPerItem;
     pack<T>(g, K, row, min_of(kRowsPerItem, N - row), 0, K, w.s);
   });
-  // No product writes the rows that fill up the last block of a transpose.
+  // The products do not write the padding rows of the last block of a transpose.
   for (int p = 0; p < shape.blocks; p++) memset(w.x.at(N, p), 0, static_cast<size_t>(shape.rows - N) * W * sizeof(T));
   const int p_groups = ceil_div(shape.blocks, shape.group);
   share(threads, min_of(threads, p_groups), [&](int t) {

@@ -7,8 +7,8 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
 
-constexpr int kThinRows = 256;  // rows that pass through the cache together
-constexpr int kThinParts = 32;  // at most so many partial Gram matrices
+constexpr int kThinRows = 256;  // rows of a block that fits into the cache
+constexpr int kThinParts = 32;  // largest number of partial Gram matrices
 
 struct ThinShape {
   int N, K;
@@ -23,7 +23,7 @@ struct ThinShape {
 // The three Gram matrices, each [K, K].
 template <class T>
 struct Grams {
-  Panels<T> gg, gm, mm;  // G^T G and M^T M: only their upper triangle; G^T M
+  Panels<T> gg, gm, mm;  // G^T G, G^T M, M^T M; of gg and mm only the upper triangle
 };
 
 template <class T>
@@ -51,7 +51,7 @@ Grams<T> grams_of(const ThinShape& s, T* grams, int part) {
   return {{p, s.stride}, {p + whole, s.stride}, {p + 2 * whole, s.stride}};
 }
 
-// out [K, K] = (add ? out : 0) + a^T b for a, b [rows, K]; upper: nothing below the diagonal blocks.
+// out [K, K] = (add ? out : 0) + a^T b for a, b [rows, K]; upper: blocks below the diagonal are not computed.
 template <class T>
 void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, bool add, const Panels<T>& out) {
   constexpr int W = kWidth<T>;
@@ -70,11 +70,10 @@ void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, b
   }
 }
 
-// m, g, out [N, K].
+// The Gram matrices of m and g [N, K], in work.grams[0]: the partial ones of blocks of rows, then their sum.
 template <class T>
-void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots,
-               const T* m, const T* g, double lr, T* out, int threads) {
-  constexpr int W = kWidth<T>;
+void thin_grams(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots,
+                const T* m, const T* g, int threads) {
   const int N = s.N, K = s.K;
   share(threads, min_of(threads, s.parts), [&](int t) {
     const ThinThread<T>& own = slots[t].thread;
@@ -92,13 +91,43 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
       }
     }
   });
-  const Grams<T> h = grams_of<T>(s, work.grams, 0);
   const ptrdiff_t whole = 3 * s.stride * s.columns;
   for (int part = 1; part < s.parts; part++)
     for (ptrdiff_t i = 0; i < whole; i++) work.grams[i] += work.grams[part * whole + i];
+}
 
-  // A power of two t that makes t G about as large as M: with P' = [t G, M] and Q' = [M, -t G], t A = P' Q'^T, the
-  // blocks of Q'^T P' are of one size and pivots are chosen among equals.
+// out [N, K] = sign M + factor D, where D = G upper + M lower; upper and lower [K, K].
+template <class T>
+void thin_result(const ThinShape& s, const Slot<ThinMatrix<T>, ThinThread<T>>* slots, const T* m, const T* g,
+                 const Panels<T>& upper, const Panels<T>& lower, T sign, T factor, T* out, int threads) {
+  const int N = s.N, K = s.K, last_columns = last_width<T>(K);
+  const int pieces = ceil_div(N, kThinRows);
+  share(threads, min_of(threads, pieces), [&](int task) {
+    const ThinThread<T>& own = slots[task].thread;
+    const Panels<T> mp = {own.m, s.row_stride}, gp = {own.g, s.row_stride}, d = {own.d, s.row_stride};
+    for (int piece = task; piece < pieces; piece += threads) {
+      const int rows = min_of(kThinRows, N - piece * kThinRows);
+      const ptrdiff_t offset = static_cast<ptrdiff_t>(piece) * kThinRows * K;
+      pack<T>(m + offset, K, 0, rows, 0, K, mp);
+      pack<T>(g + offset, K, 0, rows, 0, K, gp);
+      product<T>(gp, 0, rows, 0, K, upper, s.columns, last_columns, nullptr, T(1), d);
+      product<T>(mp, 0, rows, 0, K, lower, s.columns, last_columns, &d, T(1), d);
+      combine<T>(sign, mp, factor, d, rows, K, out + offset, K);
+    }
+  });
+}
+
+// m, g, out [N, K].
+template <class T>
+void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots,
+               const T* m, const T* g, double lr, T* out, int threads) {
+  constexpr int W = kWidth<T>;
+  const int K = s.K;
+  thin_grams<T>(s, work, slots, m, g, threads);
+  const Grams<T> h = grams_of<T>(s, work.grams, 0);
+
+  // t is a power of two such that t G and M have about the same norm. Then t A = P' Q'^T with P' = [t G, M] and
+  // Q' = [M, -t G], and the blocks of Q'^T P' have entries of similar size, as the choice of pivots requires.
   double gg = 0, mm = 0;
   for (int i = 0; i < K; i++) {
     gg += static_cast<double>(element<T>(h.gg, i, i));
@@ -152,27 +181,14 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
       for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W);
     });
   }
-  // D = c P' W = G (c t W's upper half) + M (c W's lower half), and M_new = M - 2 D; if large, D = P' W and M_new = 2 D
-  // - M.
+  // D = c P' W = G (c t W_upper) + M (c W_lower), with the upper and lower half of W, and M_new = M - 2 D. If large,
+  // D = P' W and M_new = 2 D - M.
   const double scale = large ? 1 : c;
   for (int q = 0; q < s.columns; q++)
     for (int i = 0; i < 2 * K; i++)
       for (int j = 0; j < W; j++) w.at(i, q)[j] *= static_cast<T>(i < K ? scale * t : scale);
   const Panels<T> lower = {w.p + static_cast<ptrdiff_t>(K) * W, w.stride};
-  const int pieces = ceil_div(N, kThinRows);
-  share(threads, min_of(threads, pieces), [&](int task) {
-    const ThinThread<T>& own = slots[task].thread;
-    const Panels<T> mp = {own.m, s.row_stride}, gp = {own.g, s.row_stride}, d = {own.d, s.row_stride};
-    for (int piece = task; piece < pieces; piece += threads) {
-      const int rows = min_of(kThinRows, N - piece * kThinRows);
-      const ptrdiff_t offset = static_cast<ptrdiff_t>(piece) * kThinRows * K;
-      pack<T>(m + offset, K, 0, rows, 0, K, mp);
-      pack<T>(g + offset, K, 0, rows, 0, K, gp);
-      product<T>(gp, 0, rows, 0, K, w, s.columns, last, nullptr, T(1), d);
-      product<T>(mp, 0, rows, 0, K, lower, s.columns, last, &d, T(1), d);
-      combine<T>(large ? T(-1) : T(1), mp, large ? T(2) : T(-2), d, rows, K, out + offset, K);
-    }
-  });
+  thin_result<T>(s, slots, m, g, w, lower, large ? T(-1) : T(1), large ? T(2) : T(-2), out, threads);
 }
 
 template <class T>
@@ -189,7 +205,7 @@ struct ThinRoute {
     s.stride = static_cast<ptrdiff_t>(panel_rows<T>(K)) * W;
     s.stride2 = static_cast<ptrdiff_t>(panel_rows<T>(2 * K)) * W;
     s.row_stride = static_cast<ptrdiff_t>(panel_rows<T>(kThinRows)) * W;
-    // Parts of their own for threads, but no more than take about the memory of M and G.
+    // Separate partial matrices for the threads, with at most about the memory of M and G.
     s.parts = max_of(1, min_of(min_of(kThinParts, ceil_div(N, kThinRows)), 2 * N / (3 * K)));
     s.part_rows = ceil_div(N, s.parts);
     s.parts = ceil_div(N, s.part_rows);

@@ -18,7 +18,8 @@
 //
 // Sequences of different lengths: step t computes the first R_t rows of a group, up to the last one that still runs,
 // and the epilogues skip rows between them that have ended. In a batch sorted by falling length no product computes a
-// row that has ended. Padding in the results is zero. Cost per step and sequence: 6 N^2 flops each way. Traffic: see
+// row that has ended. Padding in the results is zero. Resets: the rows that a step starts anew are overwritten in the
+// blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see
 // the op.
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
@@ -150,6 +151,31 @@ struct GruRows {
   }
 };
 
+// Where the rows [row0, row0 + R) of a group start from reset_state.
+template <class T>
+struct GruCuts {
+  const GruPlan<T>& plan;
+  const int row0, R;
+  Scratch<T> zeros;  // a row of them, in place of a reset_state
+
+  GruCuts(const GruPlan<T>& plan_, int row0_, int R_) : plan(plan_), row0(row0_), R(R_) {}
+  bool allocate() {
+    return !plan.args->resets || plan.args->reset_state || zeros.allocate(static_cast<size_t>(plan.padded()));
+  }
+  // [R], not 0 for the rows that reset at step t; null if none does.
+  const uint8_t* at(int64_t t) const {
+    if (!plan.args->resets || t >= plan.args->T) return nullptr;
+    const uint8_t* flags = plan.args->resets + t * plan.B + row0;
+    for (int r = 0; r < R; r++)
+      if (flags[r]) return flags;
+    return nullptr;
+  }
+  const T* start(int r) const {
+    const T* state = static_cast<const T*>(plan.args->reset_state);
+    return state ? state + static_cast<ptrdiff_t>(row0 + r) * plan.N : zeros.get();
+  }
+};
+
 template <class T, bool KANAI>
 bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   constexpr int L = kLanes<T>;
@@ -160,7 +186,8 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !m.allocate(size) || !z.allocate(size))
     return false;
   GruRows<T> rows(plan, row0, R);
-  if (!rows.allocate()) return false;
+  GruCuts<T> cuts(plan, row0, R);
+  if (!rows.allocate() || !cuts.allocate()) return false;
   rows.clear_padding(args.hs, N);
   rows.clear_padding(args.gates, 3 * N);
   rows.clear_padding(args.pre, N);
@@ -177,6 +204,11 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
     const T* x_next = x + static_cast<ptrdiff_t>(plan.B) * 3 * N;
     const Segment<T> from_h = {state, block, plan.N}, from_m = {m, block, plan.N};
     T *h = state, *h_new = next;
+
+    if (const uint8_t* cut = cuts.at(t))
+      rows.each(t, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        if (cut[r]) store(h + at, read(cuts.start(r) + b * L, count));
+      });
 
     // Prefetches what the next step reads first, a third with each product.
     Transfers<T> transfers[3];
@@ -243,7 +275,8 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
   GruAdjoints<T> memory;
   GruRows<T> rows(plan, row0, R);
-  if (!memory.allocate(size, KANAI) || !rows.allocate()) return false;
+  GruCuts<T> cuts(plan, row0, R);
+  if (!memory.allocate(size, KANAI) || !rows.allocate() || !cuts.allocate()) return false;
   Scratch<T>&acc = memory.acc, &direct = memory.direct, &d_n = memory.d_n;
   Scratch<T>*d_r = memory.d_r, *d_z = memory.d_z, *d_q = memory.d_q;
   const bool stream = plan.stream;
@@ -259,21 +292,36 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     return t ? rows_of(args.saved_hs, t - 1, 1) : static_cast<const T*>(args.h0) + row0 * N;
   };
 
-  // The start of step t for some blocks. ghat_t = g_t + acc + direct, where acc is the result of the products of step
-  // t + 1, and direct the part that needs no product.
+  // What step t passes to the state before it: acc, the result of its products, and direct, the part that needs none.
+  // A step that starts from reset_state passes it there, and nothing to the state before.
+  auto passed = [&](const uint8_t* cut, int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+    const V<T> carry = load(acc + at) + load(direct + at);
+    if (!cut || !cut[r]) return carry;
+    if (args.grad_reset_state) {
+      T* sum = static_cast<T*>(args.grad_reset_state) + (row0 + r) * N + b * L;
+      write(sum, read(sum, count) + carry, count, false);
+    }
+    return V<T>{};
+  };
+  auto started = [&](const uint8_t* cut, const T* h, int b, int count, int r) __attribute__((always_inline)) {
+    return read(cut && cut[r] ? cuts.start(r) + b * L : h + r * N + b * L, count);
+  };
+
+  // The start of step t for some blocks. ghat_t is g_t and what step t + 1 passes.
   auto begin = [&](int64_t t, int first, int last) {
     const T *g = rows_of(args.grad_hs, t, 1), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
     const T* pre = KANAI ? nullptr : rows_of(args.saved_pre, t, 1);
     T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1);
     T *to_z = d_z[now], *to_r = d_r[now], *to_q = d_q[now];
+    const uint8_t *cut = cuts.at(t), *cut_after = cuts.at(t + 1);
     V<T> square = V<T>{};
     const V<T> one = splat<T>(1);
     rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
       const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
-      const V<T> ghat = read(g + of_h, count) + (load(acc + at) + load(direct + at));
+      const V<T> ghat = read(g + of_h, count) + passed(cut_after, b, count, r, at);
       square += ghat * ghat;
       const V<T> z = read(gates + of_r + N, count), n = read(gates + of_r + 2 * N, count),
-                 before = read(h + of_h, count);
+                 before = started(cut, h, b, count, r);
       const V<T> z_out = ghat * (before - n) * (z * (one - z));
       const V<T> n_out = ghat * (one - z) * (one - n * n);
       store(to_z + at, z_out);
@@ -309,12 +357,13 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     if (KANAI) {
       const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
       T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
+      const uint8_t* cut = cuts.at(t);
       const Segment<T> from = {d_n, block, plan.N};
       multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &transfers[0], [&](int first, int last) {
         const V<T> one = splat<T>(1);
         rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
           const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
-          const V<T> gate = read(gates + of_r, count), before = read(h + of_h, count), d_m = load(acc + at);
+          const V<T> gate = read(gates + of_r, count), before = started(cut, h, b, count, r), d_m = load(acc + at);
           const V<T> r_out = d_m * before * (gate * (one - gate));
           store(to_r + at, r_out);
           write(grad_x + of_r, r_out, count, stream);
@@ -330,8 +379,9 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     });
   }
   T* grad_h0 = static_cast<T*>(args.grad_h0) + row0 * N;
+  const uint8_t* cut_first = cuts.at(0);
   rows.each(0, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-    write(grad_h0 + r * N + b * L, load(acc + at) + load(direct + at), count, false);
+    write(grad_h0 + r * N + b * L, passed(cut_first, b, count, r, at), count, false);
   });
   if (stream) stream_fence();
   return true;

@@ -84,12 +84,14 @@ struct ScanArgs {
 struct GruArgs {
   int64_t B, T, N;
   int dtype, threads;
-  int kanai;               // 1: the reset gate before W_n; 0: after, as torch has it
-  const void* w;           // [3N, N]
-  const void* h0;          // [B, N]
-  const void* x;           // [T, B, 3N]       (forward)
-  const void* bias;        // [3N] or null     (forward)
-  const int64_t* lengths;  // [B] in [1, T], steps of each sequence; null: T for all. Results are zero after them.
+  int kanai;                // 1: the reset gate before W_n; 0: after, as torch has it
+  const void* w;            // [3N, N]
+  const void* h0;           // [B, N]
+  const void* x;            // [T, B, 3N]       (forward)
+  const void* bias;         // [3N] or null     (forward)
+  const int64_t* lengths;   // [B] in [1, T], steps of each sequence; null: T for all. Results are zero after them.
+  const uint8_t* resets;    // [T, B] or null: where not 0, the step starts from reset_state in place of h_{t-1}
+  const void* reset_state;  // [B, N], null: zeros
 
   // forward results
   void* hs;     // [T, B, N]
@@ -102,19 +104,21 @@ struct GruArgs {
   const void* saved_gates;  // [T, B, 3N]
   const void* saved_pre;    // [T, B, N] or null
   // and the results
-  void* grad_x;     // [T, B, 3N]
-  void* factor;     // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
-  void* grad_h0;    // [B, N]
-  void* grad_norm;  // [T]: |dL/dh_t| over batch and units
+  void* grad_x;            // [T, B, 3N]
+  void* factor;            // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
+  void* grad_h0;           // [B, N]
+  void* grad_reset_state;  // [B, N] or null; comes in as zeros
+  void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
   template <class Visit>
   void forward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, x, bias, hs, gates, pre);
+    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, x, bias, hs, gates,
+                     pre);
   }
   template <class Visit>
   void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, grad_hs, saved_hs, saved_gates, saved_pre,
-                     grad_x, factor, grad_h0, grad_norm);
+    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_hs, saved_hs,
+                     saved_gates, saved_pre, grad_x, factor, grad_h0, grad_reset_state, grad_norm);
   }
 };
 

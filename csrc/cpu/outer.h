@@ -13,7 +13,7 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
-// Columns of d in a tile: as many as divide a block and leave room for NV <= 3 vectors of h.
+// Columns of d in a tile: a divisor of the block size such that NV <= 3 vectors of h fit into the registers.
 template <class T>
 constexpr int kOuterRows = kLanes<T> < (kVectorBytes == 64 ? 8 : 4) ? kLanes<T> : (kVectorBytes == 64 ? 8 : 4);
 
@@ -48,8 +48,8 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
     for (int n = 0; n < NV; n++) store(c + i * ldc + n * L, load(c + i * ldc + n * L) + acc[i][n]);
 }
 
-// d: d_blocks blocks, h: h_blocks blocks, each block `block` elements after the last, `rows` rows of each; C [d_blocks
-// * L][ldc].
+// d has d_blocks blocks and h has h_blocks blocks; blocks are `block` elements apart, and `rows` rows of each are used.
+// C [d_blocks * L][ldc].
 template <class T>
 inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdiff_t block, int rows, T* c,
                       ptrdiff_t ldc) {
@@ -57,7 +57,7 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
   constexpr int MR = kOuterRows<T>;
   for (int j = 0; j < h_blocks;) {
     const int left = h_blocks - j;
-    const int take = left == 4 ? 2 : left < 3 ? left : 3;  // 4 as 2 + 2: one vector alone cannot hide the latency
+    const int take = left == 4 ? 2 : left < 3 ? left : 3;  // 4 as 2 + 2: a single vector does not hide the latency
     for (int i = 0; i < d_blocks; i++) {
       for (int k = 0; k < L; k += MR) {
         const T* from = d + i * block + k;

@@ -1,8 +1,8 @@
 // exp and tanh on vectors, float and double, to about one unit in the last place.
 //
-// Both reduce y = n ln 2 + r, |r| <= ln(2)/2, and take a polynomial for (e^r - 1 - r) / r^2 (Taylor's coefficients: at
-// degree 5 (float) and 11 (double) the truncation is below half a unit in the last place). tanh goes through m =
-// e^{2|x|} - 1, which is small where tanh is: tanh |x| = m / (m + 2) has no cancellation anywhere.
+// Both reduce y = n ln 2 + r, |r| <= ln(2)/2, and use a polynomial for (e^r - 1 - r) / r^2 (Taylor coefficients; at
+// degree 5 (float) and 11 (double) the truncation error is below half a unit in the last place). tanh is computed from
+// m = e^{2|x|} - 1, which is small if tanh is small: tanh |x| = m / (m + 2) has no cancellation.
 #pragma once
 
 #include "cpu/simd.h"
@@ -62,7 +62,7 @@ ORTHOKERN_INLINE void reduce_exp(V<T> y, V<T>* expm1_r, V<T>* two_to_n) {
   const V<T> one = splat<T>(1);
   I one_bits;
   memcpy(&one_bits, &one, sizeof one_bits);
-  bits = (bits << E::kMantissa) + one_bits;  // what kRound itself leaves above the low bits is shifted out
+  bits = (bits << E::kMantissa) + one_bits;  // the high bits of kRound are shifted out
   memcpy(two_to_n, &bits, sizeof bits);
 }
 
@@ -84,8 +84,8 @@ ORTHOKERN_INLINE V<double> vtanh_abs(V<double> y) {
   const V<double> m = p * scale + (scale - 1.0);
   return m / (m + 2.0);
 }
-// For the scan, where every operation counts: one reduction step (its error matters only where tanh is flat), a
-// polynomial one degree shorter (fitted, not Taylor's), and the quotient by an estimate with one correction.
+// A faster tanh for the scans: one reduction step (its error is relevant only where tanh is flat), a fitted polynomial
+// of one degree less, and a division by an estimated reciprocal with one correction step.
 ORTHOKERN_INLINE V<float> vtanh_abs(V<float> y) {
   using E = Exp2<float>;
   typedef typename Vec<float>::I I;

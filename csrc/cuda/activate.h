@@ -9,13 +9,13 @@
 namespace orthokern {
 namespace cuda {
 
-// What the formulas of common/activations.h need of a scalar.
+// The scalar operations that the formulas of common/activations.h need.
 struct ScalarMath {
   static ORTHOKERN_HD float tanh(float a) { return ::tanhf(a); }
   static ORTHOKERN_HD double tanh(double a) { return ::tanh(a); }
-  // One step of Newton's method on the hardware's quotient gives the same bits as an IEEE division for nearly all
-  // numbers, without the branch and the function call of one. The hardware's quotient is 0 for b > 2^126, where this is
-  // 1 with the sign of a; a may be infinite or NaN.
+  // One Newton step after the approximate hardware division gives the same bits as an IEEE division for nearly all
+  // numbers, without its branch and function call. The hardware division gives 0 for b > 2^126; the result is then 1
+  // with the sign of a. a may be infinite or NaN.
   static ORTHOKERN_HD float divide(float a, float b) {
 #ifdef __CUDA_ARCH__
     const float quotient = __fdividef(a, b);
@@ -28,29 +28,30 @@ struct ScalarMath {
   static ORTHOKERN_HD double divide(double a, double b) { return a / b; }
 };
 
-// phi(a). `other` is a of the other unit of the pair, read where A works on pairs; `second` whether this is the second
-// of the two.
+// phi(a). `other` is the input of the other unit of the pair, read if A works on pairs; `second`: whether this is the
+// second unit.
 template <class A, class V>
 __device__ __forceinline__ V activate(V a, V other, bool second, V parameter) {
   if constexpr (A::pairs) return A::forward(a, other, second);
   else return A::template forward<ScalarMath>(a, parameter);
 }
 
-// phi'(.) * g. `saved` is a where A needs its input, else h.
+// phi'(.) * g. `saved` is a if A reads its input, else h.
 template <class A, class V>
 __device__ __forceinline__ V activate_grad(V g, V saved, V other_g, V other_saved, bool second, V parameter) {
   if constexpr (A::pairs) return A::backward(saved, other_saved, g, other_g, second);
   else return A::template backward<ScalarMath>(saved, g, parameter);
 }
 
-// What one element adds to the gradient of the parameter; 0 without one.
+// The contribution of one element to the gradient of the parameter; 0 without a parameter.
 template <class A, class V>
 __device__ __forceinline__ V parameter_grad(V g, V saved, V parameter) {
   if constexpr (A::has_parameter) return A::template parameter_grad<ScalarMath>(saved, g, parameter);
   else return V{};
 }
 
-// The same by number, which is the same in all lanes. The bindings refuse a number that is not in the list.
+// The same for an activation number, which is uniform over the lanes. The bindings reject a number that is not in the
+// list.
 #define ORTHOKERN_SWITCH(call)                        \
   switch (activation) { ORTHOKERN_ACTIVATIONS(call) } \
   return NAN;

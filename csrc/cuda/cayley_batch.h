@@ -1,5 +1,5 @@
-// What the kernels of the Cayley step share: the matrices of a launch, a tile's product, and the inverse of up to 64 x
-// 64 in registers. cayley.cu has the mathematics.
+// The common part of the kernels of the Cayley step: the matrices of a launch, the product of a tile, and the inverse
+// of a matrix of up to 64 x 64 in registers. cayley.cu has the mathematics.
 #pragma once
 
 #include "cuda/launch.h"
@@ -11,10 +11,10 @@ namespace {
 
 constexpr int kTile = 64, kDepth = 16,
               kThreads = 256;      // a block's result, the slice of the sum in shared memory; 4 x 4 results a thread
-constexpr int kPitch = kTile + 4;  // keeps rows of a slice 16-byte aligned and out of each other's banks
+constexpr int kPitch = kTile + 4;  // keeps the rows of a slice 16-byte aligned, without bank conflicts
 constexpr int kIterations = 3;     // of the series, from this N on:
 constexpr int kSeriesFrom = 129;
-constexpr double kLargeTurn = 0.75;   // root mean square of X's singular values, or of F's
+constexpr double kLargeTurn = 0.75;   // root mean square of the singular values of X or F
 constexpr int kLargestBatch = 65535;  // matrices in one launch
 constexpr int kMostShapes = 16;       // of them
 constexpr int kMostShared =
@@ -48,8 +48,8 @@ struct Accuracy<double> {
 };
 
 // acc[r][c] += sum over k < depth of a(i, k) b(k, j), for the thread's rows i = 4 (thread / 16) + r and columns j = 4
-// (thread % 16) + c of the tile. a and b give 0 outside their matrix. *_along_k: whether neighbours in memory are
-// neighbours in k, so that threads load them together.
+// (thread % 16) + c of the tile. a and b return 0 outside their matrix. *_along_k: whether elements with consecutive k
+// are contiguous in memory, so that threads with consecutive k load them.
 template <bool a_along_k, bool b_along_k, class T, class A, class B>
 __device__ __forceinline__ void multiply(T (&acc)[4][4], int depth, Slices<T>& shared, A a, B b) {
   constexpr int loads = kTile * kDepth / kThreads;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply(T (&acc)[4][4], int depth, Slices<T>& s
   };
   load(0);
   for (int k0 = 0; k0 < depth; k0 += kDepth) {
-    __syncthreads();  // everyone has read the slices before
+    __syncthreads();  // all threads have read the previous slices
 #pragma unroll
     for (int e = 0; e < loads; e++) {
       const int n = thread + e * kThreads;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void each(T (&acc)[4][4], int row, int column, int ro
       if (row + r < rows && column + c < columns) f(row + r, column + c, acc[r][c]);
 }
 
-// The sum of a number of each thread, for all threads, in a fixed order.
+// The sum of one number per thread over the block, in a fixed order; all threads get the result.
 __device__ __forceinline__ double block_sum(double x) {
   ORTHOKERN_SHARED(double, sums, [kThreads / 32]);
   for (int bits = 16; bits; bits /= 2) x += __shfl_xor_sync(~0u, x, bits);
@@ -114,7 +114,7 @@ __device__ __forceinline__ double sum_of(const double* partial, int count) {
   return block_sum(x);
 }
 
-// The matrices of one shape. Pointers are to the first one; `at` takes them to the block's.
+// The matrices of one shape. Pointers are to the first matrix; `at` advances them to the matrix of the block.
 template <class T>
 struct Matrices {
   int N, K;
@@ -134,7 +134,7 @@ struct Matrices {
   __device__ __forceinline__ int64_t index(int i, int j) const { return static_cast<int64_t>(i) * K + j; }
 };
 
-// And what the kernels by tiles know beyond that.
+// Further arguments of the tiled kernels.
 template <class T>
 struct Work : Matrices<T> {
   using Matrices<T>::N;
@@ -143,13 +143,13 @@ struct Work : Matrices<T> {
   int order;  // of `system`: N, or K if thin
   int tiles;  // ceil(order / kTile)
   int iterations;
-  T* system;        // [order, width]: X or F, then the right-hand side, which becomes the solution
+  T* system;        // [order, width]: X or F, then the right-hand side, which is overwritten by the solution
   T* sum;           // [N, N]: D of the series                           thin: [N, K] G'
   T* terms;         // [2, N, N]: the newest terms                       thin: [N, K] M F + c G' or M - c G'
   T* gram;          // thin: [K, 2K] M^T [M, G]
   T* h;             // thin: [K, K]
   double* squares;  // [iterations + 2, tiles^2]: sums of squares by tile, of X or F, then of each term
-  int* status;      // [iterations + 2]: after the beginning, after each iteration, and what it comes to
+  int* status;      // [iterations + 2]: after the first term, after each iteration, and the final status
 
   __device__ __forceinline__ Work at(int64_t matrix) const {
     Work w = *this;
@@ -167,12 +167,12 @@ struct Work : Matrices<T> {
   __device__ __forceinline__ double* squares_of(int stage) const {
     return squares + static_cast<int64_t>(stage) * tiles * tiles;
   }
-  // Whether X or F, whose squares are stage 0, turns M as a whole. All threads of a block ask.
+  // Whether the step is large, from the squares of X or F, which are stage 0. All threads of a block must call it.
   __device__ __forceinline__ bool large() const {
     return sum_of(squares_of(0), tiles * tiles) > kLargeTurn * kLargeTurn * order;
   }
-  // What is to be done after `done` terms beyond the first: evaluated by every block alike, written down by one for the
-  // kernels to come.
+  // The next action after `done` terms beyond the first. All blocks compute the same result; one stores it for the
+  // following kernels.
   __device__ __forceinline__ int settle(int done) const {
     int state = status[done];
     if (state == kSeries) {
@@ -180,7 +180,7 @@ struct Work : Matrices<T> {
           static_cast<float>(sum_of(squares_of(done + 1), tiles * tiles)));  // |X^(done + 1)|_F, if M is orthogonal
       const float tolerance = Accuracy<T>::unit / 2048 * sqrtf(static_cast<float>(N));
       const float bound = exp2f(log2f(norm * sqrtf(0.5f)) / (done + 1));  // of |X|_2
-      // Measured in this norm, a random X looks up to about four times as large as it is.
+      // For a random X this bound is up to about four times the norm.
       float expected = norm * bound / 4;
       for (int left = iterations - done; left; left--) expected *= bound / 4;
       if (bound < 1 && norm * bound <= tolerance * (1 - bound)) state = kConverged;
@@ -192,9 +192,9 @@ struct Work : Matrices<T> {
   __device__ __forceinline__ int settled() const { return status[iterations + 1]; }
 };
 
-// The matrices of one launch, of up to kMostShapes shapes: shape s has the matrices from number first[s] on. By tiles
-// they are all square or all thin, and the grid is that of the largest in each direction; blocks that lie outside their
-// own matrix return.
+// The matrices of one launch, with up to kMostShapes shapes: the matrices of shape s start at number first[s]. In the
+// tiled kernels all are square or all are thin, and the grid has the size of the largest matrix in each direction;
+// blocks outside of their matrix return.
 template <class Some>
 struct Batch {
   int shapes;
@@ -214,25 +214,25 @@ struct Pivots {
 };
 
 // Note [Pivots of two] on a matrix of up to kTile, of which the thread has the elements (4 (thread / 16) + r, 4 (thread
-// % 16) + c), in place: X becomes (I + X)^-1 - I, or, plain, any matrix its inverse. Beyond its order it is 0, or I if
-// plain.
+// % 16) + c), in place: X becomes (I + X)^-1 - I; with `plain`, a matrix becomes its inverse. The padding is 0, or I
+// with `plain`.
 template <class T>
 __device__ __forceinline__ void invert(T (&d)[4][4], int order, bool plain) {
-  ORTHOKERN_SHARED(Pivots<T>, pivots, [2]);  // taken in turns, so that one barrier a pair is enough
+  ORTHOKERN_SHARED(Pivots<T>, pivots, [2]);  // double-buffered, so that one barrier per pair is enough
   const int thread = threadIdx.x, row = thread / 16 * 4, column = thread % 16 * 4;
   const T one = plain ? T(0) : T(1);
   for (int first = 0; first < order; first += 4) {
 #pragma unroll
     for (int half = 0; half < 4;
-         half +=
-         2) {  // the pair first + half, first + half + 1; both halves are written out, so that d stays in registers
+         half += 2) {  // the pair first + half, first + half + 1; unrolled, so that d stays in registers
       if (first + half >= order) break;
       Pivots<T>& s = pivots[half / 2];
-      const auto own = [&](int c) { return column == first && c / 2 == half / 2; };  // a column of the pivot's
+      const auto own = [&](int c) { return column == first && c / 2 == half / 2; };  // a column of the pivot
       if (column == first)
 #pragma unroll
         for (int r = 0; r < 4; r++) s.column[0][row + r] = d[r][half], s.column[1][row + r] = d[r][half + 1];
-      if (thread / 32 == first / 8) {  // the warp with the pivot's rows; P comes from the thread that has it
+      if (thread / 32 ==
+          first / 8) {  // the warp with the rows of the pivot; P is broadcast by the thread that holds it
         const int lane = first / 4 * 17 % 32;
         const T e00 = __shfl_sync(~0u, d[half][half], lane), e01 = __shfl_sync(~0u, d[half][half + 1], lane);
         const T e10 = __shfl_sync(~0u, d[half + 1][half], lane), e11 = __shfl_sync(~0u, d[half + 1][half + 1], lane);

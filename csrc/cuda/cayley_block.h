@@ -7,11 +7,10 @@ namespace orthokern {
 namespace cuda {
 namespace {
 
-// Rows in shared memory are `pitch` numbers apart: an odd number of quads, so that neighbouring rows lie in banks of
-// their own.
+// Rows in shared memory are `pitch` elements apart: an odd multiple of 4, so that adjacent rows are in different banks.
 __host__ __device__ constexpr int64_t pitch_of(int64_t columns) { return ((columns + 3) / 4 | 1) * 4; }
 
-// Bytes of a block's dynamic shared memory, Held below.
+// Bytes of dynamic shared memory of a block, for Held below.
 template <class T>
 constexpr int64_t shared_bytes(int64_t N, int64_t K) {
   return (K + N + (K < N ? N + K : 0)) * pitch_of(K) * static_cast<int64_t>(sizeof(T));
@@ -19,7 +18,7 @@ constexpr int64_t shared_bytes(int64_t N, int64_t K) {
 static_assert(shared_bytes<double>(kTile, kTile) <= kMostShared, "square matrices up to kTile go one block each");
 
 // f(i, j, value) for the elements of a^T b, [order, order], order up to kTile: a and b [depth, order]. A thread has 4 x
-// 4 of them; where there are more threads than that takes, neighbouring lanes share the sum. f may write to a and b.
+// 4 of them; if there are more threads than needed, adjacent lanes share a sum. f may write to a and b.
 template <class T, class F>
 __device__ __forceinline__ void inner_products(const T* a, const T* b, int order, int depth, int pitch, F f) {
   const int across = (order + 3) / 4;
@@ -41,7 +40,7 @@ __device__ __forceinline__ void inner_products(const T* a, const T* b, int order
     for (int r = 0; r < 4; r++)
 #pragma unroll
       for (int c = 0; c < 4; c++) acc[r][c] += __shfl_xor_sync(~0u, acc[r][c], bits);
-  __syncthreads();  // everyone has read a and b
+  __syncthreads();  // all threads have read a and b
   if (thread % parts) return;
 #pragma unroll
   for (int r = 0; r < 4; r++)
@@ -56,7 +55,7 @@ __device__ __forceinline__ void products(const T* a, const T* b, int rows, int o
   const int across = (order + 3) / 4, down = (rows + 3) / 4;
   for (int tile = threadIdx.x; tile < down * across; tile += kThreads) {
     const int row = tile / across,
-              column = tile % across * 4;  // and the rows row + down, ...: those of a warp are neighbours
+              column = tile % across * 4;  // and the rows row + down, ...: those of a warp are adjacent
     const T* left[4];
     T acc[4][4] = {};
 #pragma unroll
@@ -94,7 +93,7 @@ __device__ __forceinline__ void products(const T* a, const T* b, int rows, int o
 static_assert(kMostShared + 2 * sizeof(Pivots<double>) + kThreads / 32 * sizeof(double) <= 99 << 10,
               "the shared memory of every GPU");
 
-// What a block holds of its matrix.
+// The data that a block holds in shared memory.
 template <class T>
 struct Held {
   int pitch;
@@ -105,8 +104,8 @@ struct Held {
   T* h;  // [K, K]                               thin: M^T G, then H
 };
 
-// x = G M^T, m = M. Both are read along k, so the product takes their transposes; the elements of M stay in registers
-// in between.
+// x = G M^T, m = M. The product reads both along k, so they are stored transposed first; meanwhile the elements of M
+// are kept in registers.
 template <class T>
 __device__ __forceinline__ void hold_square(const Matrices<T>& w, const Held<T>& s) {
   constexpr int own = kTile * kTile / kThreads;
@@ -137,7 +136,7 @@ __device__ __forceinline__ void hold_square(const Matrices<T>& w, const Held<T>&
 template <class T>
 __device__ __forceinline__ void hold_thin(const Matrices<T>& w, const Held<T>& s, T c) {
   const int N = w.N, K = w.K, pitch = s.pitch;
-  // f(place in shared memory, place in global memory) for the elements of a matrix [N, K].
+  // f(index in shared memory, index in global memory) for the elements of a matrix [N, K].
   auto elements = [&](auto f) {
 #pragma unroll 8
     for (int n = threadIdx.x; n < N * K; n += kThreads) f(n / K * pitch + n % K, n);
@@ -155,7 +154,7 @@ __device__ __forceinline__ void hold_thin(const Matrices<T>& w, const Held<T>& s
   inner_products(s.g, s.g, K, N, pitch, [&](int i, int j, T value) { s.x[i * pitch + j] = value; });
 }
 
-// The whole step of one matrix. blockIdx.x: which one.
+// The whole step of matrix blockIdx.x.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
     cayley_block_kernel(const __grid_constant__ Batch<Matrices<T>> all) {

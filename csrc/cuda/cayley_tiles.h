@@ -1,4 +1,4 @@
-// The Cayley step by tiles of 64 x 64: the kernels that cayley.cu launches one after the other.
+// The tiled Cayley step, with tiles of 64 x 64: the kernels that cayley.cu launches in sequence.
 #pragma once
 
 #include "cuda/cayley_batch.h"
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
   if (index) w.squares_of(0)[(tile_row + index) * w.tiles + tile_row] = 0;
 }
 
-// The tile of X times a matrix [N, N].
+// The tile of the product of X and a matrix [N, N].
 template <class T>
 __device__ __forceinline__ void times_x(T (&acc)[4][4], const Work<T>& w, int row, int column, Slices<T>& slices,
                                         const T* matrix, int stride) {
@@ -126,8 +126,8 @@ struct RowsShared {
   T inverse[kTile][kTile + 1];
 };
 
-// The block of rows from `first` on: the columns behind it (blockIdx.x) are multiplied by the inverse of its diagonal
-// block. settle: the first launch of a square step, which looks at the last term of the series.
+// The block of rows from `first` on: the columns after it (blockIdx.x) are multiplied by the inverse of its diagonal
+// block. settle: the first launch of a square step, which checks the last term of the series.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
     cayley_rows_kernel(const __grid_constant__ Batch<Work<T>> all, int first, bool settle) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
   each(acc, first, column, begin, w.width, [&](int i, int c, T value) { w.row(i)[c] = value; });
 }
 
-// The other rows subtract. blockIdx.y: their tiles; the rows of the block itself are left out.
+// Subtracts from the other rows. blockIdx.y: their tiles, without the rows of the block itself.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
     cayley_update_kernel(const __grid_constant__ Batch<Work<T>> all, int first) {
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
   each(acc, row, column, w.K, w.K, [&](int i, int j, T value) { w.h[w.index(i, j)] = value; });
 }
 
-// M times a matrix [K, K] whose rows lie `stride` apart.
+// M times a matrix [K, K] with rows `stride` apart.
 template <class T>
 __device__ __forceinline__ void m_times(T (&acc)[4][4], const Work<T>& w, const T* left, int row, int column,
                                         Slices<T>& slices, const T* matrix, int stride) {
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
   each(acc, row, column, w.N, w.K, [&](int i, int j, T value) { w.sum[w.index(i, j)] = w.g[w.index(i, j)] - value; });
 }
 
-// F = c (H - H^T) + c^2 G'^T G', beside the identity
+// F = c (H - H^T) + c^2 G'^T G', followed by the identity
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
     cayley_system_kernel(const __grid_constant__ Batch<Work<T>> all) {

@@ -1,11 +1,10 @@
-// gru_scan for small N: one block owns sequences for all of their steps, and meets no other block.
+// gru_scan for small N: one block computes all steps of its sequences, without communication between blocks.
 //
-//   registers      w, or backward its transpose: lane (w, l) of warp w has, of each of the three matrices, the tile of
-//                  8 rows
-//                  [16 w + 8 (l / 16), ...) and C columns, as in scan_resident.h
-//   shared memory  the vectors that the products read; rings of the inputs of the next kGruAhead steps, filled by
-//                  cp.async, each element by
-//                  the thread that reads it; backward: squares of the last steps, to be summed kNormSteps at a time
+//   registers      w, or backward its transpose: lane l of warp w has, of each of the three matrices, the tile of the 8
+//                  rows [16 w + 8 (l / 16), ...) and C columns, as in scan_resident.h
+//   shared memory  the vectors that the products read; ring buffers of the inputs of the next kGruAhead steps, filled
+//                  by cp.async, each element by the thread that reads it; backward: squares of the last steps, which
+//                  are summed kNormSteps at a time
 //   memory         forward: x_t in, r, z, n, h_t (q) out; backward: g_t, h', r, z, n (q) in, d_r, d_z, d_n and the
 //                  factor of W_n out
 //
@@ -16,11 +15,12 @@
 //              n of m; h                                   carry of (d_r, d_z); d_z, d_n of the step before
 //   torch      r, z, q of h; h                             carry of (d_r, d_z, d_q); the same of the step before
 //
-// After a product, the 16 lanes of a tile exchange sums until each row is complete: of r and z together one row a lane
-// (r in lanes 0 to 7, z in 8 to 15), of all else one row in every two lanes, of which the first counts.
+// After a product, the 16 lanes of a tile exchange sums until each row is complete: for r and z together one row per
+// lane (r in lanes 0 to 7, z in 8 to 15), for other products one row per two lanes, of which the first is used.
 //
-// C warps serve N up to 16 C; 24 C weights a thread. A product of N x N is N^2 / 128 clocks of fused multiply-adds; a
-// line above costs some 200 more: loads of the vectors, exchanges, the barrier (docs/cuda-scans.md).
+// C warps are used for N up to 16 C, with 24 C weights per thread. A product of N x N takes N^2 / 128 clocks of fused
+// multiply-adds, and each line above about 200 more for loads of the vectors, exchanges and the barrier
+// (docs/cuda-scans.md).
 #pragma once
 
 #include "cuda/gru_units.h"
@@ -29,10 +29,10 @@
 namespace orthokern {
 namespace cuda {
 
-constexpr int kGruAhead = 4;  // steps that inputs are fetched ahead: some 2 us, more than device memory takes to answer
+constexpr int kGruAhead = 4;  // steps of prefetch of the inputs: about 2 us, above the latency of memory
 
-struct GruMemory {                    // the block's shared memory, in bytes
-  static constexpr int kVectors = 7;  // vectors of a sequence, at most
+struct GruMemory {                    // layout of the shared memory of a block, in bytes
+  static constexpr int kVectors = 7;  // largest number of vectors of a sequence
   int64_t steps, vectors, inputs, squares, total;
   __host__ __device__ GruMemory(bool backward, int padded, int group, int threads) {
     int64_t end = 0;
@@ -68,15 +68,16 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   const int slots = group * kPadded;
   int* const ends = reinterpret_cast<int*>(memory + at.steps);  // [group]
   float* const states =
-      reinterpret_cast<float*>(memory + at.vectors);  // [2][group][kPadded]: one after the other with torch's variant
+      reinterpret_cast<float*>(memory + at.vectors);  // [2][group][kPadded]: used in turn with the variant "torch"
   float* const m = states + 2 * slots;                // [group][kPadded]: kanai
   float* const zs = m + slots;                        // [group][kPadded]: kanai
   float* const inputs = reinterpret_cast<float*>(memory + at.inputs);  // [kGruAhead][3][group][kPadded]
 
   const int thread = threadIdx.x, lane = thread % 16, tile = thread / 16;
   const int N = static_cast<int>(a.N);
-  const int gate_row = 8 * tile + lane % 8, which = lane / 8;  // what this lane has of r and z: which 0 or 1
-  const int row = 8 * tile + lane / 2;                         // and of the candidate
+  const int gate_row = 8 * tile + lane % 8,
+            which = lane / 8;           // the row of this lane, of r (which = 0) or z (which = 1)
+  const int row = 8 * tile + lane / 2;  // and of the candidate
   const bool has_gate = gate_row < N, has_unit = lane % 2 == 0 && row < N;
   const int64_t b0 = static_cast<int64_t>(blockIdx.x) * group, stride = a.B * a.N;
 
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   for (int i = thread; i < slots; i += kThreads) {
     const int64_t b = b0 + i / kPadded;
     const int n = i % kPadded;
-    states[i] = b < a.B && n < N ? a.h0[b * N + n] : 0.f;
+    states[i] = b >= a.B || n >= N ? 0.f : gru_resets(a, 0, b) ? gru_reset_state(a, b, n) : a.h0[b * N + n];
     states[slots + i] = m[i] = zs[i] = 0;
   }
   float weights[3][8][C];
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   int longest = 0;
   for (int g = 0; g < group; g++) longest = ends[g] > longest ? ends[g] : longest;
 
-  // The two inputs of step t of sequence g that this thread reads, into places of its own.
+  // Prefetches the two inputs of step t of sequence g that this thread reads, to addresses that only this thread uses.
   auto place = [&](int t, int k, int g) { return inputs + ((t % kGruAhead * 3 + k) * group + g) * kPadded; };
   auto fetch = [&](int g, int t) {
     if (t >= ends[g]) return;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
         if (live && has_unit) {
           const float q = candidate[0] + bias, n = tanhf(place(t, 2, g)[row] + r * q);
           const float h = z * state[g * kPadded + row] + (1.f - z) * n;
-          next[g * kPadded + row] = h;
+          next[g * kPadded + row] = gru_resets(a, t + 1, b0 + g) ? gru_reset_state(a, b0 + g, row) : h;
           a.gates[3 * offset + 2 * N + row] = n;
           a.pre[offset + row] = q;
           a.hs[offset + row] = h;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
         if (t < ends[g] && has_unit) {
           const float n = tanhf(sums[0] + bias + place(t, 2, g)[row]), z = zs[g * kPadded + row];
           const float h = z * state[g * kPadded + row] + (1.f - z) * n;
-          next[g * kPadded + row] = h;
+          next[g * kPadded + row] = gru_resets(a, t + 1, b0 + g) ? gru_reset_state(a, b0 + g, row) : h;
           a.gates[3 * offset + 2 * N + row] = n;
           a.hs[offset + row] = h;
         }
@@ -196,10 +197,10 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   const bool has_unit = lane % 2 == 0 && row < N;
   const int64_t b0 = static_cast<int64_t>(blockIdx.x) * group, stride = a.B * a.N;
 
-  // d_r, d_z and d_n (kanai) or d_q, in two places each, because a product may still read those of the step after
-  // (kanai: d_r and d_n need one, a barrier lies between).
+  // d_r, d_z and d_n (kanai) or d_q, double-buffered, because a product may still read those of the next step (kanai:
+  // d_r and d_n have one buffer, since a barrier is in between).
   auto vector = [&](int k, int half, int g) { return vectors + ((half * 3 + k) * group + g) * kPadded; };
-  // What reaches the state before without a product, or (kanai) with that of W_n.
+  // The part of the carry that needs no product, or (kanai) only the product with W_n.
   auto direct = [&](int g) { return vectors + (6 * group + g) * kPadded + row; };
 
   for (int g = thread; g < group; g += kThreads) ends[g] = gru_steps_of(a, b0 + g);
@@ -223,7 +224,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
     if (t < 0 || t >= ends[g] || !has_unit) return;
     const int64_t unit = (b0 + g) * N + row, offset = t * stride + unit, of_gates = 3 * offset - 2 * row;
     cp_async<4>(place(t, 0, g), a.grad_hs + offset);
-    cp_async<4>(place(t, 1, g), t ? a.hs + offset - stride : a.h0 + unit);
+    if (gru_resets(a, t, b0 + g)) *place(t, 1, g) = gru_reset_state(a, b0 + g, row);
+    else cp_async<4>(place(t, 1, g), t ? a.hs + offset - stride : a.h0 + unit);
     for (int k = 0; k < 3; k++) cp_async<4>(place(t, 2 + k, g), a.gates + of_gates + k * N);
     if (!kKanai) cp_async<4>(place(t, 5, g), a.pre + offset);
   };
@@ -233,8 +235,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
     cp_async_commit();
   }
 
-  // Step t of this lane's unit of sequence g, as far as it needs no product; carry: what reaches dL/dh_t from the steps
-  // after it.
+  // The part of step t that needs no product, for this lane's unit of sequence g; carry: the contribution of the later
+  // steps to dL/dh_t.
   auto begin = [&](int g, int t, int half, float carry) {
     if (!has_unit || t >= ends[g]) return 0.f;
     const GruUnit u = {*place(t, 0, g), *place(t, 1, g), *place(t, 2, g),
@@ -258,9 +260,9 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
     return ghat;
   };
 
-  // Squares of step t, summed kNormSteps at a time while the other half is written.
+  // Squares of step t. They are summed kNormSteps at a time while the other half of the buffer is written.
   auto keep_square = [&](int i, float square) { squares[i % (2 * kNormSteps) * kThreads + thread] = square; };
-  auto sum_squares = [&](int i) {  // after the barrier behind keep_square(i)
+  auto sum_squares = [&](int i) {  // after the barrier that follows keep_square(i)
     if (i % kNormSteps != kNormSteps - 1 && i + 1 != longest) return;
     const int half = i / kNormSteps % 2;
 #pragma unroll 1
@@ -316,7 +318,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
         add_tile<C>(sums, weights[k], x);
       }
       reduce_scatter<16>(sums, lane);
-      const float carry = has_unit && t < ends[g] ? sums[0] + *direct(g) : 0.f;
+      const float carry = has_unit && t < ends[g] ? gru_passed(a, t, b0 + g, row, sums[0] + *direct(g)) : 0.f;
       if (t > 0) {
         const float ghat = begin(g, t - 1, 1 - half, carry);
         square = fmaf(ghat, ghat, square);

@@ -1,9 +1,9 @@
-// What the bindings hand to the CUDA kernels of gru_scan: plain addresses and sizes, no torch. float32, contiguous,
+// The arguments of the CUDA kernels of gru_scan: plain addresses and sizes, no torch. float32, contiguous,
 // row-major. B batch, T time, N hidden. Blocks of 3N in the order reset gate r, update gate z, candidate n. Equations:
 // orthokern/ops/gru_scan.py; those of the backward and the names d_*: Note [GRU scan backward] of the reference.
 //
-// With lengths, a sequence has the steps before its length, and the results are zeros after them. The values of
-// lengths are not checked on the host: one below 0 or above T counts as 0 or T.
+// With lengths, a sequence has the steps before its length, and the results are zero on padding. The values of lengths
+// are not checked on the host: a value below 0 is read as 0, and one above T as T.
 #pragma once
 
 #include <stddef.h>
@@ -16,17 +16,17 @@ namespace cuda {
 
 enum class GruPath {
   kResident = 0,  // one block owns sequences, w stays in its registers (gru_resident.h)
-  kSteps = 1,     // one or two launches a step (gru_steps.h)
+  kSteps = 1,     // one or two launches per step (gru_steps.h)
 };
 
-// How a scan is carried out. Made by plan_gru_scan from sizes and the device, without looking at any data.
+// The execution plan of a scan, made by plan_gru_scan from sizes and the device only.
 struct GruPlan {
   int path;
   int group;         // sequences of a block
   int blocks;        // of the grid
-  int norm_columns;  // partial sums of squares that each step leaves in `norms`
+  int norm_columns;  // partial sums of squares per step in `norms`
   int64_t work;      // floats of workspace
-  int graph_steps;   // steps: of one CUDA graph; 0: the kernels are launched one by one
+  int graph_steps;   // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
 
   template <class Visit>
@@ -38,32 +38,37 @@ struct GruPlan {
 struct GruScanArgs {
   int device;
   int64_t T, B, N;
-  int kanai;               // 1: the reset gate before W_n; 0: after, as torch has it
-  const float* w;          // [3N, N]
-  const float* h0;         // [B, N]
-  const int64_t* lengths;  // [B] or null: T for all
+  int kanai;                 // 1: reset gate before W_n; 0: after W_n, as in torch
+  const float* w;            // [3N, N]
+  const float* h0;           // [B, N]
+  const int64_t* lengths;    // [B] or null: T for all
+  const uint8_t* resets;     // [T, B] or null: where not 0, the step starts from reset_state in place of h_{t-1}
+  const float* reset_state;  // [B, N], null: zeros
 
   const float* x;     // forward: [T, B, 3N]
   const float* bias;  // forward: [3N] or null
-  float* hs;          // [T, B, N]; a result forward, an input backward, as gates and pre
+  float* hs;          // [T, B, N]; hs, gates and pre are results of the forward and inputs of the backward
   float* gates;       // [T, B, 3N]
   float* pre;         // [T, B, N]: W_n h_{t-1} + b_n; null for kanai
 
-  const float* grad_hs;  // backward: [T, B, N]
-  float* grad_x;         // [T, B, 3N]: d_r, d_z, d_n
-  float* factor;         // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
-  float* grad_h0;        // [B, N]
-  float* norms;  // [T, norm_columns] partial sums of squares of dL/dh_t; comes in as zeros, which padding leaves
-  float* work;   // see GruPlan
+  const float* grad_hs;     // backward: [T, B, N]
+  float* grad_x;            // [T, B, 3N]: d_r, d_z, d_n
+  float* factor;            // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
+  float* grad_h0;           // [B, N]
+  float* grad_reset_state;  // [B, N] or null; must be zero on entry
+  // [T, norm_columns] partial sums of squares of dL/dh_t; must be zero on entry, and stays zero on padding
+  float* norms;
+  float* work;  // see GruPlan
 
   template <class Visit>
-  void planned(Visit& visit) {  // what plan_gru_scan reads
+  void planned(Visit& visit) {  // the fields that plan_gru_scan reads
     ORTHOKERN_FIELDS(visit, device, T, B, N, kanai);
   }
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
-    ORTHOKERN_FIELDS(visit, w, h0, lengths, x, bias, hs, gates, pre, grad_hs, grad_x, factor, grad_h0, norms, work);
+    ORTHOKERN_FIELDS(visit, w, h0, lengths, resets, reset_state, x, bias, hs, gates, pre, grad_hs, grad_x, factor,
+                     grad_h0, grad_reset_state, norms, work);
   }
 };
 

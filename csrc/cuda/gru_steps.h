@@ -1,6 +1,6 @@
-// gru_scan for any size: one or two kernels a step, each a tiled product with the ending of the step inside. The
-// states, gates and adjoints that are results anyway are what the products read, so no state stays on the chip; a step
-// costs a read of w from the L2 cache or from memory and the gap between two kernels.
+// gru_scan for any size: one or two kernels per step, each a tiled product with the activations of the step as its
+// epilogue. The products read the states, gates and adjoints from the results in global memory; no state is kept on the
+// chip. A step costs a read of w from the L2 cache or from memory, and the gap between two kernels.
 //
 //              forward                                   backward
 //   kanai      kGates      r, z of h; m = r * h          kReset  d_m of d_n; d_r, factor
@@ -8,8 +8,8 @@
 //   torch      kAll        r, z, q of h; h               kCarry  carry of (d_r, d_z, d_q); all adjoints of the step
 //              before
 //
-// A block computes a tile of kTile units by kTile sequences of each matrix at hand, a thread 2 units by 2 sequences;
-// matrix and vectors pass through shared memory kTile columns at a time, the next ones on their way in registers.
+// A block computes a tile of kTile units by kTile sequences for each matrix, a thread 2 units by 2 sequences. Matrix
+// and vectors are copied to shared memory kTile columns at a time, while the next columns are loaded into registers.
 #pragma once
 
 #include "cuda/gru_units.h"
@@ -18,12 +18,12 @@
 namespace orthokern {
 namespace cuda {
 
-constexpr int kTilePitch = kTile + 1;  // of the tiles' rows: neighbouring rows one bank apart
+constexpr int kTilePitch = kTile + 1;  // row pitch of a tile: adjacent rows are one bank apart
 
 enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 
-// Where the columns of a product come from: `count` of them from `from` + b * pitch on, and `per_step` further with
-// each step before the graph's.
+// The vectors of a product: `count` columns of sequence b at `from` + b * pitch, plus `per_step` elements for each step
+// before those of the graph.
 struct GruColumns {
   const float* from;
   int64_t pitch;
@@ -31,7 +31,7 @@ struct GruColumns {
   int64_t per_step;
 };
 struct GruProduct {
-  GruColumns columns[2];  // one after the other; a product of no columns is zero
+  GruColumns columns[2];  // concatenated; a product without columns is zero
   const float*
       map;  // element (row, column) at row * row_stride + column * column_stride; of matrix k, k * N rows on (kAll)
   int64_t row_stride, column_stride;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kStepThreads)
   const StepTile tile = step_tile(p.rows);
   const int thread = threadIdx.x, row0 = tile.row, N = static_cast<int>(a.N);
   const int64_t b0 = tile.sequence, stride = a.B * a.N;
-  const bool along_rows = p.row_stride == 1;  // neighbouring threads read neighbouring elements of the map
+  const bool along_rows = p.row_stride == 1;  // adjacent threads read adjacent elements of the map
   const int depth = p.columns[0].count + p.columns[1].count;
   const float* const first_from = p.columns[0].from + index.steps_before() * p.columns[0].per_step;
   const float* const second_from =
@@ -79,7 +79,10 @@ __global__ void __launch_bounds__(kStepThreads)
       const float* const from = second ? second_from : first_from;
       const int64_t pitch = second ? p.columns[1].pitch : p.columns[0].pitch;
       const int at = c0 + fast - (second ? p.columns[0].count : 0);
-      next_from[k] = b < a.B && c0 + fast < depth ? from[b * pitch + at] : 0.f;
+      const bool of_state = kStep == GruStep::kGates || kStep == GruStep::kAll;
+      if (of_state && a.resets && b < a.B && c0 + fast < depth && gru_resets(a, index.at(), b))
+        next_from[k] = gru_reset_state(a, b, at);
+      else next_from[k] = b < a.B && c0 + fast < depth ? from[b * pitch + at] : 0.f;
     }
   };
   float sums[kMaps][2][2] = {};  // [unit][sequence]
@@ -119,14 +122,16 @@ __global__ void __launch_bounds__(kStepThreads)
       if (b >= a.B || row >= p.rows) continue;
       const float sum = sums[0][m][n];
       if (kStep == GruStep::kCarry && step < 0) {
-        a.grad_h0[b * N + row] = sum + a.work[b * N + row];
+        a.grad_h0[b * N + row] = gru_passed(a, 0, b, row, sum + a.work[b * N + row]);
         continue;
       }
       if (step >= gru_steps_of(a, b)) continue;
       const int64_t unit = b * N, offset = step * stride + unit;
       auto bias = [&](int of) { return a.bias ? a.bias[of] : 0.f; };
       const int u = kStep == GruStep::kGates ? row % N : row;
-      const float before = step ? a.hs[offset - stride + u] : a.h0[unit + u];
+      const float before = gru_resets(a, step, b) ? gru_reset_state(a, b, u)
+                           : step                 ? a.hs[offset - stride + u]
+                                                  : a.h0[unit + u];
       if constexpr (kStep == GruStep::kGates) {
         const float gate = sigmoid(sum + bias(row) + a.x[3 * offset + row]);
         a.gates[3 * offset + row] = gate;
@@ -154,7 +159,7 @@ __global__ void __launch_bounds__(kStepThreads)
         const float* const gates = a.gates + 3 * offset + row;
         const GruUnit values = {a.grad_hs[offset + row],           before, gates[0], gates[N], gates[2 * N],
                                 kKanai ? 0.f : a.pre[offset + row]};
-        const float ghat = values.g + (sum + a.work[unit + row]);
+        const float ghat = values.g + gru_passed(a, step + 1, b, row, sum + a.work[unit + row]);
         const GruAdjoint d = gru_adjoint(values, ghat);
         square = fmaf(ghat, ghat, square);
         a.work[unit + row] = ghat * values.z;

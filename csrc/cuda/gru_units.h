@@ -1,4 +1,4 @@
-// What the gru_scan kernels share: one unit of a step, the steps of a sequence, the padding of the results.
+// The common part of the gru_scan kernels: one unit of a step, the steps of a sequence, the padding of the results.
 #pragma once
 
 #include "cuda/gru_scan.h"
@@ -7,10 +7,10 @@
 namespace orthokern {
 namespace cuda {
 
-// 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
+// 1 / (1 + e^{-x}) with a small relative error; propagates NaN.
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// Steps that sequence b has.
+// The number of steps of sequence b.
 __device__ __forceinline__ int gru_steps_of(const GruScanArgs& a, int64_t b) {
   if (b >= a.B) return 0;
   if (!a.lengths) return static_cast<int>(a.T);
@@ -18,13 +18,28 @@ __device__ __forceinline__ int gru_steps_of(const GruScanArgs& a, int64_t b) {
   return static_cast<int>(length < 0 ? 0 : length < a.T ? length : a.T);
 }
 
-// What a unit of the backward reads of its step: g is dL/dh_t as far as the loss gives it directly.
+// Whether step t of sequence b starts from reset_state; false behind the last step.
+__device__ __forceinline__ bool gru_resets(const GruScanArgs& a, int64_t t, int64_t b) {
+  return a.resets && t < a.T && a.resets[t * a.B + b];
+}
+__device__ __forceinline__ float gru_reset_state(const GruScanArgs& a, int64_t b, int unit) {
+  return a.reset_state ? a.reset_state[b * a.N + unit] : 0.f;
+}
+// What step t of sequence b passes to the state before it, of `carry`: nothing where it starts from reset_state. One
+// thread has a unit in all steps.
+__device__ __forceinline__ float gru_passed(const GruScanArgs& a, int64_t t, int64_t b, int unit, float carry) {
+  if (!gru_resets(a, t, b)) return carry;
+  if (a.grad_reset_state) a.grad_reset_state[b * a.N + unit] += carry;
+  return 0;
+}
+
+// The inputs of one unit in a backward step; g is the direct contribution of the loss to dL/dh_t.
 struct GruUnit {
   float g, before, r, z, n, q;
 };
-// The first half of a backward step of one unit, with ghat = dL/dh_t complete.
+// The first half of a backward step of one unit; ghat is the complete dL/dh_t.
 struct GruAdjoint {
-  float d_z, d_n, d_r, d_q;  // d_r and d_q: torch's variant only
+  float d_z, d_n, d_r, d_q;  // d_r and d_q: only for the variant "torch"
 };
 __device__ __forceinline__ GruAdjoint gru_adjoint(const GruUnit& u, float ghat) {
   GruAdjoint d;
@@ -35,8 +50,8 @@ __device__ __forceinline__ GruAdjoint gru_adjoint(const GruUnit& u, float ghat) 
   return d;
 }
 
-// Zeros for the padding of two tensors [T, B, wide] and [T, B, N], and of a third [T, B, N], each of them or null: a
-// warp for each step of a row.
+// Writes zeros to the padding of up to three tensors, [T, B, wide], [T, B, N] and [T, B, N] (null: none). One warp per
+// step of a row.
 static __global__ void __launch_bounds__(kPaddingThreads)
     clear_gru_padding_kernel(const GruScanArgs a, float* wide, float* one, float* other) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPaddingThreads / 32) + threadIdx.x / 32, t = row / a.B;

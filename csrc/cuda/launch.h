@@ -1,8 +1,7 @@
-// What every CUDA kernel of the project is launched through: shared memory, launches with clusters, limits of the
-// device, errors.
+// Launches of all CUDA kernels of the project: shared memory, clusters, limits of the device, errors.
 //
 // Kernel sources are compiled twice: by nvcc, and as plain C++ against tests/cuda_host, which runs them on the CPU
-// (docs/cuda-host-harness.md). Both worlds share the functions below. A kernel therefore has these rules:
+// (docs/cuda-host-harness.md). The functions below work in both. The rules for a kernel are:
 //   * launched by launch() or as a node of a graph (step_graph.h), never by <<<>>>;
 //   * dynamic shared memory through dynamic_shared<T>(), static shared memory through ORTHOKERN_SHARED;
 //   * no inline assembly and no cooperative groups: ptx.h wraps what is needed.
@@ -24,7 +23,7 @@
 namespace orthokern {
 namespace cuda {
 
-// An error that a user can meet, in one line.
+// An error for the user, in one line.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -33,17 +32,17 @@ struct Launch {
   dim3 grid, block;
   cudaStream_t stream;
   size_t shared_bytes = 0;  // dynamic shared memory
-  int cluster = 1;          // blocks of a cluster, along x; above 8 only where max_active_clusters() says that one fits
+  int cluster = 1;          // blocks of a cluster, along x; above 8 only if max_active_clusters() is not 0
 };
 
-// Without asking, the static and the dynamic shared memory of a block may together be no more than 48 KB. Only the
-// compiler knows the static part, so every launch with dynamic memory asks for it.
+// By default the static and the dynamic shared memory of a block are limited to 48 KB in total. The size of the static
+// part is not known here, so every launch with dynamic memory sets the attribute for a larger limit.
 inline bool asks_for_shared_memory(const Launch& at) { return at.shared_bytes > 0; }
 
 struct DeviceLimits {
   int major, minor;  // compute capability
   int multiprocessors;
-  size_t shared_per_block;  // bytes that a block may ask for; a kernel's static shared memory counts too
+  size_t shared_per_block;  // limit per block in bytes, including the static shared memory
   size_t shared_per_multiprocessor;
 };
 
@@ -52,7 +51,7 @@ struct DeviceLimits {
 // Static shared memory, 16-byte aligned: ORTHOKERN_SHARED(float, tile, [32][33]);
 #define ORTHOKERN_SHARED(type, name, extents) __shared__ __align__(16) type name extents
 
-// The block's dynamic shared memory, 128-byte aligned.
+// The dynamic shared memory of the block, 128-byte aligned.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {
   extern __shared__ __align__(128) unsigned char orthokern_dynamic_shared[];
@@ -61,7 +60,7 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 inline void check(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // an error that the runtime can recover from must not come up again in the next call
+  cudaGetLastError();  // clears a recoverable error, so that the next call does not report it again
   std::string text =
       "CUDA: " + std::string(doing) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")";
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
@@ -111,7 +110,7 @@ void prepare(void (*kernel)(Parameters...), const Launch& at, cudaLaunchConfig_t
   }
 }
 
-// Run a kernel on a stream. A grid without blocks is nothing to do. Throws Error.
+// Launch a kernel on a stream. An empty grid is not launched. Throws Error.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... arguments) {
   if (!at.grid.x || !at.grid.y || !at.grid.z) return;
@@ -121,7 +120,7 @@ void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... argu
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "launching a kernel");
 }
 
-// How many clusters of this shape the device holds at one time; 0 if it cannot hold one.
+// The number of clusters of this shape that can be resident on the device at one time; 0 if none fits.
 template <class... Parameters>
 int max_active_clusters(void (*kernel)(Parameters...), const Launch& at) {
   if (device_limits().major < 9 || at.shared_bytes > device_limits().shared_per_block) return 0;
@@ -136,7 +135,7 @@ int max_active_clusters(void (*kernel)(Parameters...), const Launch& at) {
   return clusters;
 }
 
-// Tells the host harness of a kernel that a graph will call by its address.
+// Registers a kernel with the host harness, for graphs that call it by its address.
 template <class... Parameters>
 void announce_kernel(void (*)(Parameters...)) {}
 
@@ -169,7 +168,7 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... arguments) {
   if (!at.grid.x || !at.grid.y || !at.grid.z) return;
   std::tuple<Parameters...> values(
-      static_cast<Parameters>(arguments)...);  // copied, as a launch does: it may run later
+      static_cast<Parameters>(arguments)...);  // copied, as in a launch, because it may run later
   cuda_host::put(at.stream, {{at.grid, at.block, at.shared_bytes, at.cluster, asks_for_shared_memory(at)},
                              [=] { std::apply(kernel, values); },
                              cuda_host::device});
@@ -192,8 +191,7 @@ inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
 
 #endif
 
-// Makes a device the current one until the end of the scope, and then the one before it again: torch's choice is the
-// caller's.
+// Sets the current device until the end of the scope, and then restores the previous one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : before_(current_device()), changed_(device != before_) {
@@ -202,7 +200,7 @@ class DeviceGuard {
   ~DeviceGuard() {
     try {
       if (changed_) set_device(before_);
-    } catch (const Error&) {  // a device that served a moment ago; what failed on the other one has been said
+    } catch (const Error&) {  // the device worked before; an error on the other one has been reported
     }
   }
   DeviceGuard(const DeviceGuard&) = delete;

@@ -1,9 +1,9 @@
-// What the bindings hand to the modal kernels: plain addresses and sizes, neither torch nor the CUDA headers. Which
-// launches make a call, and what stands between them: orthokern/_modal_chunks.py.
+// The arguments of the modal kernels: plain addresses and sizes, without torch and the CUDA headers.
+// orthokern/_modal_chunks.py has the sequence of launches of a call.
 //
-// B batch, T steps of this launch, M modes, D token ids, P pairs, C classes. A lane is mode m of sequence b, n = b M + m
-// of R = B M; a chunk is `chunk` steps, and there are ceil(T / chunk). Rows are contiguous; T below is float or double,
-// by `dtype`. Ids and targets are unsigned or signed integers of `id_bytes` (1: unsigned) and `target_bytes`.
+// B batch, T steps of this launch, M modes, D token ids, P pairs, C classes. A lane is mode m of sequence b, n = b M +
+// m of R = B M; a chunk is `chunk` steps, and there are ceil(T / chunk). Rows are contiguous; T below is float or
+// double, by `dtype`. Ids and targets are unsigned or signed integers of `id_bytes` (1: unsigned) and `target_bytes`.
 #pragma once
 
 #include <stdint.h>
@@ -17,7 +17,7 @@ struct ModalArgs {
   int dtype, device;
   void* stream;
   int64_t T, B, M, D, P, chunk;
-  int64_t first;  // the step that t = 0 is to `lengths`
+  int64_t first;  // the step of t = 0, for comparison with `lengths`
   int id_bytes;
 
   const void* x;           // T [T, B, 2M], or null with ids
@@ -25,7 +25,7 @@ struct ModalArgs {
   const void* table;       // T [D, 2M], or null
   const double* re;        // [M]
   const double* im;        // [M]
-  const double* state;     // [chunks, 2, R], what enters each chunk; null: zeros
+  const double* state;     // [chunks, 2, R], initial state of each chunk; null: zeros
   const int64_t* lengths;  // [B], or null: T for all
   const void* g;           // T [T, B, 2M], dL/dz
   const void* states;      // T [T, B, 2M], z; null: no sums
@@ -35,8 +35,8 @@ struct ModalArgs {
   void* z;             // T [T, B, 2M], or null
   double* end;         // [chunks, 2, R]: the state after each chunk, or the adjoint of its first step; or null
   void* delta;         // T [T, B, 2M], or null
-  double* wide;        // [T, B, 2M], delta once more, or null
-  double* table_sums;  // [chunks, D, 2, R], or null; comes in as zeros
+  double* wide;        // [T, B, 2M], delta in float64, or null
+  double* table_sums;  // [chunks, D, 2, R], or null; must be zero on entry
   double* sums;        // [chunks, 2, R], or, of pairs, [chunks, 4, B, P]
 
   template <class Visit>
@@ -64,12 +64,13 @@ struct ModalJoinArgs {
   int device;
   void* stream;
   int64_t lanes, M, chunks;
-  int squarings, backward;  // log2 of the steps of a chunk; whether the last chunk comes first, with conj(lambda)
-  const double* re;         // [M]
-  const double* im;         // [M]
-  const double* entering;   // [2, lanes], what enters the first chunk
-  const double* end;        // [chunks, 2, lanes]
-  double* state;            // [chunks, 2, lanes]
+  int squarings,
+      backward;      // log2 of the steps of a chunk; whether to run from the last chunk to the first, with conj(lambda)
+  const double* re;  // [M]
+  const double* im;  // [M]
+  const double* entering;  // [2, lanes], initial state of the first chunk
+  const double* end;       // [chunks, 2, lanes]
+  double* state;           // [chunks, 2, lanes]
 
   template <class Visit>
   void fields(Visit& visit) {
@@ -83,7 +84,7 @@ struct ModalLossArgs {
   int64_t T, B, C;
   int64_t first;
   int target_bytes, grad;
-  void* logits;            // T [T * B, C] without the bias; with grad, dL/dlogits when it is done
+  void* logits;            // T [T * B, C] without the bias; with grad, overwritten by dL/dlogits
   const void* bias;        // T [C], or null
   const void* target;      // [T, B]
   const double* scale;     // [1]

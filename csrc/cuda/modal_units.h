@@ -1,4 +1,4 @@
-// What the modal kernels share: ids of any width, the end of a sequence, blocks of threads.
+// The common part of the modal kernels: ids of any width, the end of a sequence, blocks of threads.
 #pragma once
 
 #include "cuda/launch.h"
@@ -21,8 +21,8 @@ __device__ __forceinline__ int64_t load_id(const void* ids, int bytes, int64_t a
   }
 }
 
-// The steps from step `first` on that sequence b has. Nobody has looked at the values of lengths: one out of range
-// counts as 0 or all.
+// The number of steps of sequence b from step `first` on. The values of lengths are not checked on the host: one out of
+// range is clamped.
 __device__ __forceinline__ int64_t steps_of(const int64_t* lengths, int64_t b, int64_t first, int64_t T) {
   if (lengths == nullptr) return T;
   const int64_t length = lengths[b];

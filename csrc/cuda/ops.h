@@ -1,9 +1,8 @@
-// What the bindings hand to the CUDA launchers: plain addresses and sizes, neither torch nor the CUDA headers.
+// The arguments of the CUDA launchers: plain addresses and sizes, without torch and the CUDA headers.
 // Contiguous, row-major, in the memory of one device; the element type is `dtype`. B batch, T time, N hidden, K rank, D
 // input features or number of token ids.
 //
-// A launcher puts its kernels on the stream and returns; it never waits for the device. It throws cuda::Error
-// (launch.h).
+// A launcher enqueues its kernels on the stream and returns without synchronising. It throws cuda::Error (launch.h).
 #pragma once
 
 #include <stdint.h>

@@ -1,12 +1,11 @@
-// The instructions that CUDA C++ has no function for, and the only place with inline assembly.
+// Wrappers of PTX instructions without a CUDA C++ function. This is the only file with inline assembly.
 //
 // Under the host harness the same functions come from tests/cuda_host/ptx_host.h. Their semantics, in short:
-//   cp_async*          a copy from global to shared memory that is there after cp_async_wait of its group, and a
-//                      barrier for other threads
+//   cp_async*          a copy from global to shared memory. It is complete after cp_async_wait of its group; other
+//                      threads also need a barrier
 //   mbarrier_*         a barrier object in shared memory that counts arrivals and, from sm_90 on, bytes
-//   cluster_*          blocks of a cluster; a ClusterAddress is a place in the shared memory of one of them
-//   st_async, bulk_*   stores and copies that arrive on their own and count their bytes down on an mbarrier of the
-//                      receiving block
+//   cluster_*          blocks of a cluster; a ClusterAddress is an address in the shared memory of one of them
+//   st_async, bulk_*   asynchronous stores and copies; they subtract their bytes from an mbarrier of the target block
 //   mma_*              tensor core products of a warp
 #pragma once
 
@@ -34,7 +33,7 @@ namespace orthokern {
 namespace cuda {
 
 #define ORTHOKERN_DEVICE __device__ __forceinline__
-// Instructions of sm_90 and up: on an older GPU the kernels that use them are not launched, and trap if they are.
+// Instructions of sm_90 and up. On an older GPU the kernels that use them are not launched; the functions trap.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define ORTHOKERN_SM90(...) __VA_ARGS__
 #else
@@ -60,8 +59,8 @@ ORTHOKERN_DEVICE uint32_t shared_address(const void* shared) {
 // ---------------------------------------------------------------------------------------------------- barriers of a
 // block
 
-// Named barriers, id 1 to 15 (0 is __syncthreads); `threads` is a multiple of 32 and counts those that sync and those
-// that arrive.
+// Named barriers, id 1 to 15 (0 is __syncthreads). `threads`, a multiple of 32, is the number of threads that sync or
+// arrive.
 ORTHOKERN_DEVICE void bar_sync(int id, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -71,11 +70,11 @@ ORTHOKERN_DEVICE void bar_arrive(int id, int threads) {
 
 // ----------------------------------------------------------------------------------------- asynchronous copies, sm_80
 
-// `bytes` 4, 8 or 16, both sides aligned to it; of these the first `valid` are read and the others become zero.
+// `bytes` is 4, 8 or 16, and both addresses are aligned to it. The first `valid` bytes are copied, the others are zero.
 template <int bytes>
 ORTHOKERN_DEVICE void cp_async(void* shared, const void* global, int valid = bytes) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async moves 4, 8 or 16 bytes");
-  if constexpr (bytes == 16)  // past the first cache, which only .cg can skip
+  if constexpr (bytes == 16)  // bypasses L1, which only .cg can do
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
                  : "memory");
   else
@@ -83,7 +82,7 @@ ORTHOKERN_DEVICE void cp_async(void* shared, const void* global, int valid = byt
                  "r"(valid)
                  : "memory");
 }
-// The same under a condition, without a branch: the compiler waits for pending loads at a branch.
+// The same with a predicate instead of a branch, because the compiler waits for pending loads at a branch.
 template <int bytes>
 ORTHOKERN_DEVICE void cp_async_if(bool condition, void* shared, const void* global) {
   static_assert(bytes == 4 || bytes == 8, "cp.async.ca moves 4 or 8 bytes");
@@ -93,7 +92,7 @@ ORTHOKERN_DEVICE void cp_async_if(bool condition, void* shared, const void* glob
                : "memory");
 }
 ORTHOKERN_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Wait until at most `groups` of the thread's newest groups are under way.
+// Wait until at most the `groups` newest groups of the thread are pending.
 template <int groups>
 ORTHOKERN_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
@@ -105,7 +104,7 @@ ORTHOKERN_DEVICE void cp_async_wait() {
 ORTHOKERN_DEVICE void mbarrier_init(Mbarrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-// After the initialisations, before the block's or cluster's barrier that shows them to others.
+// Call it after the initialisations, before the barrier of the block or cluster that makes them visible to others.
 ORTHOKERN_DEVICE void mbarrier_init_fence() {
   ORTHOKERN_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory"));
 }
@@ -113,7 +112,7 @@ ORTHOKERN_DEVICE void mbarrier_arrive(Mbarrier* barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
                : "memory");
 }
-// Arrive, and let the phase wait for `bytes` more of asynchronous stores and copies.
+// Arrive, and add `bytes` of asynchronous stores and copies that the phase waits for.
 ORTHOKERN_DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, int bytes) {
   ORTHOKERN_SM90(
       asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
@@ -128,7 +127,7 @@ ORTHOKERN_DEVICE void mbarrier_arrive_remote(ClusterAddress barrier) {
 // Wait for the end of the phase with this parity: 0, 1, 0, ... from the initialisation on. It acquires what arrived in
 // shared memory of this block; at the scope of the cluster it would also empty the first-level cache.
 //
-// A build with ORTHOKERN_CUDA_POLL_LIMIT ends the launch with a trap after so many polls, instead of waiting for ever.
+// In a build with ORTHOKERN_CUDA_POLL_LIMIT the launch traps after this number of polls instead of waiting forever.
 ORTHOKERN_DEVICE void mbarrier_wait(Mbarrier* barrier, int parity) {
 #ifdef ORTHOKERN_CUDA_POLL_LIMIT
   uint32_t done = 0;
@@ -163,7 +162,7 @@ ORTHOKERN_DEVICE int cluster_size() {
   ORTHOKERN_SM90(asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size)));
   return static_cast<int>(size);
 }
-// Every thread of every block arrives (releasing its writes), every thread waits (acquiring the others').
+// All threads of all blocks arrive (release) and wait (acquire).
 ORTHOKERN_DEVICE void cluster_arrive() {
   ORTHOKERN_SM90(asm volatile("barrier.cluster.arrive.release;" :: : "memory"));
 }
@@ -172,7 +171,7 @@ ORTHOKERN_DEVICE void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-// The same place as `own`, in the shared memory of the block of that rank.
+// The address that corresponds to `own` in the shared memory of the block with this rank.
 ORTHOKERN_DEVICE ClusterAddress cluster_address(const void* own, int rank) {
   ClusterAddress address = 0;
   ORTHOKERN_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank)));
@@ -186,8 +185,8 @@ ORTHOKERN_DEVICE T* map_shared_rank(T* own, int rank) {
   return reinterpret_cast<T*>(address);
 }
 
-// Store to shared memory of a block of the cluster. It counts its bytes down on an mbarrier of the same block, and is
-// seen by who waits for that.
+// Store to shared memory of a block of the cluster. It subtracts its bytes from an mbarrier of the same block; the
+// store is visible to threads that have waited for the mbarrier.
 ORTHOKERN_DEVICE void st_async(ClusterAddress to, float value, ClusterAddress barrier) {
   ORTHOKERN_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
                               "f"(value), "r"(barrier) : "memory"));
@@ -202,22 +201,22 @@ ORTHOKERN_DEVICE void st_async(ClusterAddress to, float4 value, ClusterAddress b
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier) : "memory"));
 }
-// Copy global memory to shared memory of this block; 16-byte aligned, a multiple of 16 bytes. One thread asks for all
-// of it.
+// Copy global memory to shared memory of this block; 16-byte aligned, a multiple of 16 bytes. One thread issues the
+// whole copy.
 ORTHOKERN_DEVICE void bulk_load(void* shared, const void* global, int bytes, Mbarrier* barrier) {
   ORTHOKERN_SM90(
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                        shared_address(shared)),
                    "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
 }
-// Copy shared memory of this block to another block of the cluster, under the same rules. Writes to `from` need
-// async_proxy_fence() and a barrier first, and `from` may be written again once the receiver says that it has the data.
+// Copy shared memory of this block to another block of the cluster, with the same alignment. Earlier writes to `from`
+// need async_proxy_fence() and a barrier first. `from` may be overwritten after the receiver has confirmed the copy.
 ORTHOKERN_DEVICE void bulk_send(ClusterAddress to, const void* from, int bytes, ClusterAddress barrier) {
   ORTHOKERN_SM90(asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
       "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory"));
 }
-// Between plain accesses to shared memory and bulk copies of the same bytes.
+// Orders plain accesses to shared memory before bulk copies of the same bytes.
 ORTHOKERN_DEVICE void async_proxy_fence() {
   ORTHOKERN_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
 }
@@ -225,7 +224,7 @@ ORTHOKERN_DEVICE void async_proxy_fence() {
 // ----------------------------------------------------------------------------------------------------- tensor cores,
 // sm_80
 
-// float to tf32, to nearest; tensor cores would cut the low 13 bits off.
+// float to tf32, to nearest; the tensor cores would truncate the low 13 bits.
 ORTHOKERN_DEVICE uint32_t to_tf32(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));

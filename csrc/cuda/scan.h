@@ -1,4 +1,4 @@
-// What the bindings hand to the CUDA scans: plain addresses and sizes, no torch. float32, contiguous, row-major.
+// The arguments of the CUDA scans: plain addresses and sizes, no torch. float32, contiguous, row-major.
 // B batch, T time, N hidden, K rank, D number of token ids.
 //
 // Forward and backward are one recurrence with different epilogues of a step. In step i of a sequence
@@ -6,20 +6,21 @@
 //   forward    t = i          a = map(state) + x_t,   state = h_t = phi(a)                  map = U diag(s) V^T or W
 //   backward   t = T - 1 - i  a = map(state) + g_t,   state = delta_t = phi'(.) * a         map = V diag(s) U^T or W^T
 //
-// The last state of the backward is delta_1: dL/dh_0 is one product more. A caller passes the same map in both
-// directions, W = second diag(scale) first^T or W = second; the backward kernels of a factored map see first and second
-// exchanged (run_scan).
+// The last state of the backward is delta_1: dL/dh_0 needs one more product. A caller passes the same map in both
+// directions, W = second diag(scale) first^T or W = second; for the backward of a factored map, run_scan exchanges
+// first and second.
 //
 // A sequence may be cut into `chunk` steps at a time: the T steps of the B rows are then Q = B * ceil(T / chunk)
-// virtual sequences that run side by side, q = c * B + b for rows b from step c * chunk on, each from a state of its
-// own. Without chunks, chunk = T and Q = B.
+// virtual sequences that run in parallel, q = c * B + b for row b from step c * chunk on, each from its own initial
+// state. Without chunks, chunk = T and Q = B.
 //
 // With cut, the state that a step leaves is replaced before the next product, by restart: forward by the state of a
 // sequence that begins anew, backward by zeros, since nothing passes from there to the steps before. What a step writes
 // is not changed. Without chunks.
 //
-// With lengths, a sequence has the steps before its length: forward it ends early, backward it begins late, and its
-// states are zero on padding. The host does not check the values of lengths: one below 0 or above T counts as 0 or T.
+// With lengths, a sequence has the steps before its length: the forward ends early, the backward begins late, and
+// states are zero on padding. The values of lengths are not checked on the host: a value below 0 is read as 0, and one
+// above T as T.
 #pragma once
 
 #include <stddef.h>
@@ -36,9 +37,9 @@ enum class ScanPath {
   kSteps = 2,     // a kernel for every product (scan_steps.h)
 };
 
-// The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. The steps
-// path alone has others than IEEE: on tensor cores, sums in float32. The other paths hold on to IEEE, which is never
-// less.
+// The lowest precision allowed for products of float32; in the order of orthokern.functional.PRECISIONS. Only the path
+// kSteps has precisions other than IEEE, on tensor cores with float32 sums. The other paths always use IEEE, which is
+// at least as accurate.
 enum ScanPrecision {
   kIeee = 0,
   kThreeTf32 = 1,  // each factor as the sum of two TF32 numbers, three of their four products
@@ -46,19 +47,19 @@ enum ScanPrecision {
   kBfloat16 = 3,
 };
 
-// How a scan is carried out. Made by plan_scan from sizes and the device, without looking at any data.
+// The execution plan of a scan, made by plan_scan from sizes and the device only.
 struct ScanPlan {
   int path;
   int group;                 // sequences of a block or cluster
   int blocks;                // of the whole grid, for one launch
-  int norm_columns;          // partial sums of squares that each step leaves in `norms`
+  int norm_columns;          // partial sums of squares per step in `norms`
   int sums_rows;             // rows of `sums`
   int cluster;               // blocks of a cluster
   int chunks1, chunks2;      // columns of the first and the second map, in units of 128
-  int shared_chunks;         // of those that are not in registers, how many stay in shared memory
+  int shared_chunks;         // number of chunks in shared memory, besides those in registers
   int64_t packed1, packed2;  // floats of workspace for the packed maps
   int64_t work;              // floats of other workspace
-  int graph_steps;           // steps: of one CUDA graph; 0: the kernels are launched one by one
+  int graph_steps;           // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
 
   template <class Visit>
@@ -72,16 +73,16 @@ struct ScanArgs {
   int device;
   int64_t T, B, N, K, D;  // K = 0: a dense map
   int64_t chunk, sequences;
-  int64_t time;  // the step that t = 0 is to `lengths`: the tensors may be a part of the whole time
-  float clip;    // backward: delta_t is clipped to [-clip, clip] (infinity: not at all) before anything is done with it
-  int precision;         // enum ScanPrecision
+  int64_t time;   // the step of t = 0, for comparison with `lengths`: the tensors may be a window of the whole sequence
+  float clip;     // backward: delta_t is clipped to [-clip, clip] before it is used; infinity: no clipping
+  int precision;  // enum ScanPrecision
   int activation;        // a number of common/activations.h
   int act_param_stride;  // 0: one parameter, 1: one for each unit
 
   const float* x;          // [T, B, N]: e forward, the gradient of hs backward; null with tokens
   const int64_t* tokens;   // [T, B] or null; an id outside [0, D) makes the sequence NaN
-  const float* table;      // [D, N] or null: what a token adds to a
-  const float* gate;       // backward: [T, B, N], hs or pre, whichever phi' is computed from; null for identity
+  const float* table;      // [D, N] or null: the input term of each token
+  const float* gate;       // backward: [T, B, N], hs or pre, from which phi' is computed; null for identity
   const float* start;      // [Q, N] states before the first step, or null for zeros
   const float* first;      // [N, K], V; null for dense_scan
   const float* scale;      // [K], s; null for dense_scan
@@ -93,19 +94,19 @@ struct ScanArgs {
 
   float* out;  // [T, B, N] states, zeros on padding, or null
   float* pre;  // forward: [T, B, N] the a, zeros on padding, or null
-  float* end;  // [Q, N] states after `chunk` steps, or null; zeros of a sequence that has fewer before it ends
+  float* end;  // [Q, N] states after `chunk` steps, or null; zero for a sequence that ends before
   float*
       // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
       sums;
   float*
-      // backward: [T, norm_columns] partial sums of squares of a, or null; comes in as zeros, which padding leaves
+      // backward: [T, norm_columns] partial sums of squares of a, or null; must be zero on entry, stays zero on padding
       norms;
   float* packed1;  // workspace, see ScanPlan
   float* packed2;
   float* work;
 
   template <class Visit>
-  void planned(Visit& visit) {  // what plan_scan reads
+  void planned(Visit& visit) {  // the fields that plan_scan reads
     ORTHOKERN_FIELDS(visit, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride, tokens, cut);
   }
   template <class Visit>

@@ -1,23 +1,19 @@
-// Loops over time whose kernels reach the GPU many steps at a time, as a CUDA graph (docs/cuda-scans.md, "steps").
+// Loops over time that are launched as CUDA graphs of many steps (docs/cuda-scans.md, "steps").
 //
-// A loop's body puts the kernels of one step wherever it is told: on the stream, or into a graph of so many steps. In a
-// graph, a kernel gets the number of its step from two parts: its own place in the graph, which is one of its
-// arguments, and `base`, a word of the call's workspace that the last kernel of the graph moves on. So one graph serves
-// a whole sequence, launched once for every `graph_steps` of it.
+// The body of a loop enqueues the kernels of one step, either on the stream or into a graph. In a graph, a kernel
+// computes the number of its step from its position in the graph, which is one of its arguments, and from `base`, a
+// word in the workspace of the call that the last kernel of the graph advances. One graph can therefore be used for a
+// whole sequence; it is launched once per `graph_steps` steps.
 //
 // Note [Whose state]
-//     Arguments are parameters of the nodes: the driver takes a copy of them with every launch, and changing them for
-//     the next call touches no
-//     launch that is under way. What the GPU changes, `base`, belongs to the call. An executable graph runs one launch
-//     at a time, whichever
-//     stream it is put on, so every stream has its own. A thread takes a graph out of the cache while it works with it:
-//     the API does not
-//     allow two threads on one graph.
+//     Arguments are parameters of the nodes. The driver copies them at every launch, so that updating them for the next
+//     call does not affect pending launches. `base`, which the GPU changes, belongs to the call. Launches of one
+//     executable graph are serialised, also on different streams, so every stream has its own graphs. A thread removes
+//     a graph from the cache while it uses it, because the API does not allow two threads to use a graph.
 //
 // Note [Falling back]
-//     Whatever the graph API refuses is launched kernel by kernel, from the first step that is not on the stream yet;
-//     so are calls inside a
-//     capture of the caller's, whose graph takes the kernels up one by one.
+//     If the graph API returns an error, the remaining steps are launched kernel by kernel. Calls inside a stream
+//     capture of the caller are launched in the same way, so that the captured graph contains the individual kernels.
 #pragma once
 
 #include <list>
@@ -31,21 +27,21 @@
 namespace orthokern {
 namespace cuda {
 
-constexpr int kGraphSteps = 32;     // of one graph: even, as the scans take turns with two states
-constexpr int kFewestGraphs = 4;    // launches below which giving a graph its arguments does not pay
-constexpr size_t kMostGraphs = 64;  // that the cache keeps
+constexpr int kGraphSteps = 32;     // steps of one graph; even, because the scans alternate between two states
+constexpr int kFewestGraphs = 4;    // with fewer launches, updating the arguments of a graph takes longer than it saves
+constexpr size_t kMostGraphs = 64;  // capacity of the cache
 
-// The number of a kernel's step.
+// The number of the step of a kernel.
 struct StepIndex {
   const int* base;      // null: 0
-  int step, direction;  // direction: 1, or -1 where time runs backward
+  int step, direction;  // direction: 1, or -1 for a loop that runs backward in time
   __device__ __forceinline__ int steps_before() const { return base ? *base : 0; }
   __device__ __forceinline__ int at() const { return step + direction * steps_before(); }
 };
 
 static __global__ void advance_steps_kernel(int* base, int steps) { *base += steps; }
 
-// What a loop puts its kernels on: `to(kernel, grid, block, arguments...)`, with `to.base` for their StepIndex.
+// The target of the kernels of a loop: `to(kernel, grid, block, arguments...)`, with `to.base` for their StepIndex.
 struct OntoStream {
   cudaStream_t stream;
   const int* base = nullptr;
@@ -55,10 +51,10 @@ struct OntoStream {
   }
 };
 
-// Which graphs are alike but for their kernels' arguments and sizes of grids.
+// Graphs with equal keys differ only in the arguments and the grid sizes of their kernels.
 struct StepGraphKey {
   int device;
-  cudaStream_t stream;  // as a hint only: nothing is asked of a stream that may be gone
+  cudaStream_t stream;  // only compared; the stream may have been destroyed
   int kind;             // of the loop
   int steps;
   bool operator==(const StepGraphKey& o) const {
@@ -66,12 +62,12 @@ struct StepGraphKey {
   }
 };
 
-// A chain of kernels, one after the other. Made once, then given other arguments. Every function leaves no error
-// behind.
+// A graph of consecutive kernels. It is created once, then updated with other arguments. No function leaves a CUDA
+// error set.
 class StepGraph {
  public:
   explicit StepGraph(const StepGraphKey& key) : key(key) {}
-  ~StepGraph() {  // one that still runs is freed when it has ended
+  ~StepGraph() {  // a running graph is freed after it has ended
     if (exec_) cudaGraphExecDestroy(exec_);
     if (graph_) cudaGraphDestroy(graph_);
     cudaGetLastError();
@@ -133,8 +129,8 @@ class StepGraph {
     next_++;
   }
   void instantiate() {
-    // It takes memory, which a capture on another thread would not allow, and would be spoiled by: unless this thread
-    // says that it knows.
+    // It allocates memory, which is an error during a capture on another thread and would invalidate that capture,
+    // unless this thread uses the relaxed capture mode.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     status_ = cudaThreadExchangeStreamCaptureMode(&mode);
     if (status_ != cudaSuccess) return;
@@ -155,12 +151,12 @@ class StepGraph {
   cudaError_t status_ = cudaSuccess;
 };
 
-// The graphs that wait for the next call, the latest first.
+// The cached graphs, the most recently used first.
 class StepGraphCache {
  public:
   static StepGraphCache& of_process() {
     static StepGraphCache* const cache =
-        new StepGraphCache;  // never destroyed: at the end of the process the driver may be gone already
+        new StepGraphCache;  // never destroyed: at the end of the process the driver may have been shut down
     return *cache;
   }
   std::unique_ptr<StepGraph> take(const StepGraphKey& key) {
@@ -174,7 +170,7 @@ class StepGraphCache {
     return std::make_unique<StepGraph>(key);
   }
   void put_back(std::unique_ptr<StepGraph> graph) {
-    std::unique_ptr<StepGraph> oldest;  // destroyed when others may go on
+    std::unique_ptr<StepGraph> oldest;  // destroyed after the lock is released
     const std::lock_guard<std::mutex> lock(mutex_);
     waiting_.push_front(std::move(graph));
     if (waiting_.size() <= kMostGraphs) return;
@@ -208,11 +204,11 @@ inline bool being_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
   cudaGetLastError();
-  // the default stream while another one is captured: whatever may be put there, a graph is not worth the risk
+  // on the default stream while another one is captured, no graph is created
   return true;
 }
 
-// body(to, i) puts the kernels of step i on `to`, for i from first to end - 1.
+// body(to, i) enqueues the kernels of step i on `to`, for i from first to end - 1.
 template <class Body>
 void run_step_loop(const StepLoop& loop, Body body) {
   int64_t i = loop.first;

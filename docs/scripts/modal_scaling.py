@@ -79,9 +79,15 @@ class Problem:
         inputs = [tensor.to(dtype).requires_grad_() for tensor in self.inputs]
         u, s, v, readout, table = inputs
         found = functional.scan_cross_entropy(
-            self.x, (u, s, v), readout, self.target, weight=table, activation="identity", algorithm=algorithm,
+            self.x,
+            (u, s, v),
+            readout,
+            self.target,
+            weight=table,
+            activation="identity",
+            algorithm=algorithm,
             basis=basis,
-        )  # fmt: skip
+        )
         self.basis = found.basis
         return [found.loss.detach(), *torch.autograd.grad(found.loss, inputs)]
 
@@ -183,9 +189,13 @@ def draw_errors(points: list[dict[str, Any]], path: Path) -> None:
             some = [point for point in points if point["margin"] == margin and point["algorithm"] == algorithm]
             label = f"{algorithm}, margin {margin:g}"
             axis.plot(
-                [point["T"] for point in some], [point["gradients"] for point in some], f"o{style}",
-                color=f"C{index}", label=label, markersize=3,
-            )  # fmt: skip
+                [point["T"] for point in some],
+                [point["gradients"] for point in some],
+                f"o{style}",
+                color=f"C{index}",
+                label=label,
+                markersize=3,
+            )
     axis.set(xscale="log", yscale="log", xlabel="time steps T", ylabel="relative error of the worst gradient")
     axis.set_title(f"N = {N}, B = {ERROR_BATCH}, float32 against float64")
     axis.grid(alpha=0.3)

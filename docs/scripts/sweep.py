@@ -24,8 +24,12 @@ def trial(config: dict[str, Any]) -> dict[str, Any]:
     folder = Path(config["out"]) / f"margin-{config['margin']}-seed-{config['seed']}"
     result = tasks.run(config["task"], folder, threads=1, plots=False, **settings)
     last = result.values.get("last") or {}
-    return {"reached": bool(result.values.get("reached")), "iteration": result.values.get("iteration", 0),
-            "loss": last.get("loss", float("nan")), "exit_code": result.exit_code}  # fmt: skip
+    return {
+        "reached": bool(result.values.get("reached")),
+        "iteration": result.values.get("iteration", 0),
+        "loss": last.get("loss", float("nan")),
+        "exit_code": result.exit_code,
+    }
 
 
 def sweep(task: str, margins: list[float], seeds: int, out: Path, **settings: Any) -> list[dict[str, Any]]:
@@ -57,8 +61,13 @@ def sweep(task: str, margins: list[float], seeds: int, out: Path, **settings: An
             lines = [line for line in str(each.error).strip().splitlines() if line]
             raise InputError(f"a trial failed: {lines[-1]}")
         found = each.metrics
-        rows.append({"margin": each.config["margin"], "seed": each.config["seed"],
-                     **{name: found[name] for name in ("reached", "iteration", "loss", "exit_code")}})  # fmt: skip
+        rows.append(
+            {
+                "margin": each.config["margin"],
+                "seed": each.config["seed"],
+                **{name: found[name] for name in ("reached", "iteration", "loss", "exit_code")},
+            }
+        )
     return sorted(rows, key=lambda row: (row["margin"], row["seed"]))
 
 

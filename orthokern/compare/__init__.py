@@ -4,7 +4,7 @@
     python -m orthokern.compare --module mypackage.models:build --batch 16 --time 100
 
 `build` is called without arguments and returns the model, or (model, input, ...) to give the inputs of forward too.
-The exit code is 0 where both agree, 1 where they disagree, 2 for bad input.
+The exit code is 0 if both agree, 1 if they disagree, 2 for bad input.
 """
 
 from orthokern.compare.measure import compare

@@ -20,7 +20,7 @@ EXIT_DISAGREE = 1
 
 
 def _load(text: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What the factory at "package.module:factory" returns: a model, and the inputs of its forward if it gives them."""
+    """Calls the factory "package.module:factory". Returns a model, and the inputs of its forward if there are any."""
     name, colon, attribute = text.partition(":")
     if not (name and colon and attribute):
         raise InputError(f"--module {text!r}: accepted is package.module:factory")
@@ -92,13 +92,13 @@ def _made_model(given: Settings) -> nn.Module:
         raise InputError(f"torch cannot make the module ({first_line(error)}); accepted: sizes that fit") from error
 
 
-# name of an option -> what it needs, for those that not every call takes
+# options that cannot be combined with --module
 _ONLY_SIZES = ("cell", "input", "hidden", "layers", "bidirectional", "batch_first", "no_bias")
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.compare", description=DESCRIPTION.strip())
-    what = parser.add_argument_group("what is compared")
+    what = parser.add_argument_group("model and inputs")
     what.add_argument(
         "--module", metavar="PACKAGE.MODULE:FACTORY", type=str, help="a function that returns the model, see above"
     )
@@ -112,22 +112,26 @@ def _parser() -> Parser:
     what.add_argument("--no-bias", action="store_true", help="no biases")
     what.add_argument("--batch", type=integer(1), metavar="B", help="sequences (32)")
     what.add_argument("--time", type=integer(1), metavar="T", help="time steps (200)")
-    how = parser.add_argument_group("how")
-    how.add_argument("--dtype", type=one_of("dtype", ("float32", "float64")), help="float32 or float64 (the model's)")
-    how.add_argument("--device", type=device, help="cpu, cuda, cuda:0, ... (where the model is)")
+    how = parser.add_argument_group("execution")
     how.add_argument(
-        "--backend", type=one_of("backend", ("auto", *dispatch.BACKENDS)), help="of orthokern's modules (auto)"
+        "--dtype", type=one_of("dtype", ("float32", "float64")), help="float32 or float64 (default: dtype of the model)"
     )
-    how.add_argument("--rounds", type=integer(1, 100_000), help="how often each is timed (11)")
-    how.add_argument("--threads", type=integer(1, 1024), help="of torch and orthokern (torch's choice)")
-    how.add_argument("--seed", type=integer(0), help="of weights, inputs and cotangents (0)")
+    how.add_argument("--device", type=device, help="cpu, cuda, cuda:0, ... (default: device of the model)")
+    how.add_argument(
+        "--backend",
+        type=one_of("backend", ("auto", *dispatch.BACKENDS)),
+        help="backend of the orthokern modules (auto)",
+    )
+    how.add_argument("--rounds", type=integer(1, 100_000), help="number of timed rounds of each model (11)")
+    how.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: set by torch)")
+    how.add_argument("--seed", type=integer(0), help="seed of weights, inputs and cotangents (0)")
     parser.needs = {name: ((Needs("module", (None,)),),) for name in _ONLY_SIZES}
     parser.needs["nonlinearity"] = ((Needs("module", (None,)), Needs("cell", ("rnn",))),)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison. Returns the exit code: 0, 1 where the two disagree, 2 for bad input."""
+    """Print the comparison. Returns the exit code: 0, 1 if the results disagree, 2 for bad input."""
 
     def body() -> int:
         parser = _parser()

@@ -1,4 +1,4 @@
-"""The comparison: both models on the same inputs, their results beside float64, their times in turns."""
+"""The comparison: runs both models on the same inputs, compares the results with float64, and times them in turns."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ FACTOR, FLOOR, TRIALS = 4.0, 64.0, 3
 def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | None = None, seed: int = 0) -> Comparison:
     """Run a model and its conversion on the same inputs, and compare times, memory and results.
 
-    Results are compared with those of the same model in float64, so that the difference of the two can be seen beside
-    the rounding of torch itself. The model and its conversion are copies: the module given stays as it is. Dropout
-    modules are switched off in both.
+    The results of both are compared with those of the same model in float64, so that their difference can be compared
+    with the rounding error of torch itself. The function works on copies: the given module is not changed. Dropout is
+    disabled in both models.
 
     Args:
-        module: the model, in the mode (train or eval) that is to be compared.
-        inputs: of its forward; tensors, or PackedSequences, tuples, lists and dictionaries of tensors.
-        rounds: how often each of the two is timed; fewer, but at least 3, where they take more than a minute.
-        backend: of orthokern's modules; see ``orthokern.functional``.
-        seed: of the cotangents, and of what forward draws.
+        module: the model, in the mode (train or eval) to compare.
+        inputs: inputs of its forward; tensors, or PackedSequences, tuples, lists and dictionaries of tensors.
+        rounds: number of timed rounds of each model. If they take more than a minute there are fewer, but at least 3.
+        backend: backend of orthokern's modules; see ``orthokern.functional``.
+        seed: seed of the cotangents, and of random numbers in forward.
 
     Returns:
-        `Comparison`: print it, or read its attributes.
+        A `Comparison`; print it, or read its attributes.
 
     Raises:
-        InputError: a model without a module that can be swapped; a forward that raises, that returns no floating
-            tensor, or whose result is random with a fixed seed too.
+        InputError: the model has no module that can be replaced; or its forward raises, returns no floating-point
+            tensor, or is random even with a fixed seed.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What a comparison found, and its text."""
+"""The result of a comparison, and its text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Comparison", "Errors", "Times"]
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one round each, torch's and orthokern's in turns."""
+    """Times of torch and orthokern in ms, one per round. The rounds alternate between the two."""
 
     torch: tuple[float, ...]
     orthokern: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        """Median of torch over median of orthokern: above 1, orthokern is faster."""
+        """Median time of torch divided by that of orthokern: above 1, orthokern is faster."""
         return statistics.median(self.torch) / statistics.median(self.orthokern)
 
 
@@ -28,9 +28,9 @@ class Errors:
     """Largest differences of one kind of result, each relative to the largest value of its tensor.
 
     Attributes:
-        torch: of torch from the same computation in float64.
-        orthokern: of orthokern from it.
-        between: of the two from each other.
+        torch: difference between torch and the same computation in float64.
+        orthokern: difference between orthokern and the computation in float64.
+        between: difference between torch and orthokern.
         allowed: the largest `orthokern` that counts as agreement.
     """
 
@@ -47,17 +47,18 @@ class Errors:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found. As text: the report of the command line.
+    """The result of `compare`. str() gives the report of the command line.
 
     Attributes:
-        head: what was run.
-        report: of `orthokern.convert`.
-        backends: one line for each swapped module: which backend serves it, and why.
-        forward, backward: times in ms; backward None where no output depends on a parameter.
-        kept_mib: MiB that torch and orthokern keep from forward to backward, parameters and inputs not counted.
-        peak_mib: MiB at most allocated on a CUDA device during both; None on a CPU.
-        outputs, gradients: `Errors`; gradients None as backward. Those of parameters and floating inputs.
-        notes: what the reader should know of the run.
+        head: description of the model, the inputs and the versions.
+        report: the report of `orthokern.convert`.
+        backends: one line per replaced module: the selected backend and the reason.
+        forward, backward: times in ms; backward is None if no output depends on a parameter.
+        kept_mib: MiB that torch and orthokern keep from forward to backward, without parameters and inputs.
+        peak_mib: peak MiB allocated on a CUDA device; None on a CPU.
+        outputs, gradients: `Errors` of outputs, and of the gradients for parameters and floating-point inputs;
+            gradients is None if backward is None.
+        notes: remarks about the run.
     """
 
     head: str

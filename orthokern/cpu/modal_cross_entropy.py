@@ -3,60 +3,33 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from orthokern._scan_contract import ModalInputs, ModalLoss, Readout
 from orthokern.cpu._call import call, new
-from orthokern.cpu.modal_scan import modal_arguments
+from orthokern.cpu.modal_scan import modal_arguments, modal_gradients, named
 
 
-def modal_cross_entropy_fwd(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None,
-    *,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad: bool = True) -> ModalLoss:
     """See :mod:`orthokern.ops.modal_cross_entropy`."""
-    dtype, steps = z0.dtype, target.shape[0]
-    sizes, tensors = modal_arguments(x, re, im, z0, table, pairs, lengths, steps)
+    weight, bias, target, reduction = readout
+    dtype, (T, _), lengths, x = inputs.z0.dtype, target.shape, inputs.lengths, inputs.x
+    sizes, tensors = modal_arguments(inputs, T)
     count = target.numel() if lengths is None else int(lengths.sum())
-
-    def like(tensor: Tensor | None) -> Tensor | None:
-        return new(*tensor.shape, dtype=tensor.dtype) if tensor is not None and need_grad else None
-
-    loss, hits = torch.empty((), dtype=dtype), torch.empty(steps, dtype=torch.int64)
-    grads = {
-        "grad_x": like(x if table is None else None),
-        "grad_re": like(re),
-        "grad_im": like(im),
-        "grad_z0": like(z0),
-        "grad_table": like(table),
-        "grad_readout": like(readout),
-        "grad_bias": like(bias),
-        "grad_pairs": None if pairs is None or not need_grad else torch.empty(pairs.shape[0], 2, 2, dtype=re.dtype),
-    }
+    loss = ModalLoss(torch.empty((), dtype=dtype), torch.empty(T, dtype=torch.int64))
+    if need_grad:
+        grad_x = None if x is None or inputs.table is not None else new(*x.shape, dtype=dtype)
+        loss = loss._replace(
+            inputs=modal_gradients(inputs, grad_x),
+            weight=new(*weight.shape, dtype=dtype),
+            bias=None if bias is None else new(*bias.shape, dtype=dtype),
+        )
     sizes |= {
-        "C": readout.shape[0],
+        "C": weight.shape[0],
         "scale": 1.0 / count if reduction == "mean" else 1.0,
         "need_grad": int(need_grad),
         "target_bytes": target.element_size(),
     }
-    inputs = {"readout": readout, "bias": bias, "target_ids": target.view(torch.uint8)}
-    call("modal_cross_entropy_fwd", dtype, sizes, {**tensors, **inputs, "loss": loss, "hits": hits, **grads})
-    wide = ("grad_re", "grad_im", "grad_pairs")
-    return (
-        loss,
-        hits,
-        *(
-            torch.empty(0, dtype=re.dtype if name in wide else dtype) if grad is None else grad
-            for name, grad in grads.items()
-        ),
-    )
+    tensors |= {"readout": weight, "bias": bias, "target_ids": target.view(torch.uint8)}
+    tensors |= {"loss": loss.loss, "hits": loss.hits, "grad_readout": loss.weight, "grad_bias": loss.bias}
+    call("modal_cross_entropy_fwd", dtype, sizes, {**tensors, **named(loss.inputs)})
+    return loss

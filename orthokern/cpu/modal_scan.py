@@ -5,78 +5,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern._scan_contract import ModalGradients, ModalInputs
 from orthokern.cpu._call import call, new
 
 
-def modal_arguments(
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    pairs: Tensor | None,
-    lengths: Tensor | None,
-    steps: int,
-) -> tuple[dict[str, float], dict[str, Tensor | None]]:
+def modal_arguments(inputs: ModalInputs, T: int) -> tuple[dict[str, float], dict[str, Tensor | None]]:
     """Sizes and tensors that all modal kernels take. Ids go as bytes beside their width."""
-    ids = x if table is not None else None
+    table, pairs = inputs.table, inputs.pairs
+    ids = inputs.x if table is not None else None
     sizes: dict[str, float] = {
-        "B": z0.shape[0],
-        "T": steps,
-        "M": re.shape[0],
+        "B": inputs.z0.shape[0],
+        "T": T,
+        "M": inputs.re.shape[0],
         "D": 0 if table is None else table.shape[0],
         "P": 0 if pairs is None else pairs.shape[0],
         "id_bytes": 0 if ids is None else ids.element_size(),
     }
-    tensors = {
-        "x": x if table is None else None,
-        "ids": None if ids is None else ids.view(torch.uint8),
-        "re": re,
-        "im": im,
-        "z0": z0,
-        "table": table,
-        "pairs": pairs,
-        "lengths": lengths,
-    }
-    return sizes, tensors
+    own = {"x": inputs.x if table is None else None, "ids": None if ids is None else ids.view(torch.uint8)}
+    return sizes, {**inputs._asdict(), **own}
 
 
-def modal_scan_fwd(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *, lengths: Tensor | None = None
-) -> Tensor:
+def modal_gradients(inputs: ModalInputs, grad_x: Tensor | None) -> ModalGradients:
+    """Memory for the gradients, but for that of x."""
+    z0, table, pairs = inputs.z0, inputs.table, inputs.pairs
+    return ModalGradients(
+        x=grad_x,
+        re=torch.empty_like(inputs.re),
+        im=torch.empty_like(inputs.im),
+        z0=new(*z0.shape, dtype=z0.dtype),
+        table=None if table is None else new(*table.shape, dtype=z0.dtype),
+        pairs=None if pairs is None else inputs.re.new_empty(pairs.shape[0], 2, 2),
+    )
+
+
+def named(grads: ModalGradients | None) -> dict[str, Tensor | None]:
+    """The gradients, or null pointers, by the names of the kernels' arguments."""
+    found = dict.fromkeys(ModalGradients._fields) if grads is None else grads._asdict()
+    return {f"grad_{name}": grad for name, grad in found.items()}
+
+
+def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
     """See :mod:`orthokern.ops.modal_scan`."""
-    sizes, tensors = modal_arguments(x, re, im, z0, table, None, lengths, x.shape[0])
-    z = new(x.shape[0], *z0.shape, dtype=z0.dtype)
+    assert inputs.x is not None
+    T, z0 = inputs.x.shape[0], inputs.z0
+    sizes, tensors = modal_arguments(inputs, T)
+    z = new(T, *z0.shape, dtype=z0.dtype)
     call("modal_scan_fwd", z0.dtype, sizes, {**tensors, "z": z})
     return z
 
 
-def modal_scan_bwd(
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    pairs: Tensor | None,
-    *,
-    need_x: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def modal_scan_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, *, need_x: bool = True) -> ModalGradients:
     """See :mod:`orthokern.ops.modal_scan`."""
-    dtype, empty = z0.dtype, z0.new_empty(0)
-    sizes, tensors = modal_arguments(x, re, im, z0, table, pairs, lengths, z.shape[0])
-    results = {
-        "grad_x": new(*grad_z.shape, dtype=dtype) if table is None and need_x else None,
-        "grad_re": torch.empty_like(re),
-        "grad_im": torch.empty_like(im),
-        "grad_z0": torch.empty(z0.shape, dtype=dtype),
-        "grad_table": None if table is None else torch.empty(table.shape, dtype=dtype),
-        "grad_pairs": None if pairs is None else torch.empty(pairs.shape[0], 2, 2, dtype=re.dtype),
-    }
-    call("modal_scan_bwd", dtype, sizes, {**tensors, "x": None, "grad_z": grad_z, "states": z, **results})
-    grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs = (
-        empty if found is None else found for found in results.values()
-    )
-    return grad_x, grad_re, grad_im, grad_z0, grad_table, re.new_empty(0) if pairs is None else grad_pairs
+    sizes, tensors = modal_arguments(inputs, z.shape[0])
+    grad_x = new(*grad_z.shape, dtype=z.dtype) if inputs.table is None and need_x else None
+    grads = modal_gradients(inputs, grad_x)
+    call("modal_scan_bwd", z.dtype, sizes, {**tensors, "x": None, "grad_z": grad_z, "states": z, **named(grads)})
+    return grads

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._gru_parameters import parameter_gradients
+from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
 from orthokern.cuda import _call as native
 from orthokern.cuda._sums import add_product
 
@@ -16,84 +14,61 @@ from orthokern.cuda._sums import add_product
 class _Scan:
     """One GRU scan as the native planner would run it (csrc/cuda/gru_scan.h)."""
 
-    def __init__(self, h0: Tensor, variant: str, steps: int, *, backward: bool) -> None:
-        B, N = h0.shape
-        self.h0 = h0
-        self.sizes = {"T": steps, "B": B, "N": N, "kanai": int(variant == "kanai"), "backward": int(backward)}
-        self.plan = native.plan("gru_scan_plan", h0.device, self.sizes)
+    def __init__(self, inputs: GruInputs, options: GruOptions, T: int, *, backward: bool) -> None:
+        B, N = inputs.h0.shape
+        self.inputs, self.options = inputs, options
+        self.sizes = {"T": T, "B": B, "N": N, "kanai": int(options.kanai), "backward": int(backward)}
+        self.plan = native.plan("gru_scan_plan", inputs.h0.device, self.sizes)
 
     def run(self, **tensors: Tensor | None) -> None:
         """Put it on the stream; tensors by the names of csrc/cuda/gru_scan.h."""
-        work = self.h0.new_empty(self.plan["work"]) if self.plan["work"] else None
-        native.call("gru_scan", self.h0.device, {**self.sizes, "plan": self.plan}, {**tensors, "work": work})
+        h0 = self.inputs.h0
+        work = h0.new_empty(self.plan["work"]) if self.plan["work"] else None
+        of_options = {"lengths": self.options.lengths, "resets": self.options.resets}
+        given = {**self.inputs._asdict(), **of_options, **tensors, "work": work}
+        native.call("gru_scan", h0.device, {**self.sizes, "plan": self.plan}, given)
 
 
-def gru_scan_fwd(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     """See :mod:`orthokern.ops.gru_scan`."""
-    ready = _ready(h0.device, {"x": x, "w": w, "h0": h0, "bias": bias})
-    steps, (B, N) = x.shape[0], h0.shape
-    hs, gates = h0.new_empty(steps, B, N), h0.new_empty(steps, B, 3 * N)
-    pre = None if variant == "kanai" else h0.new_empty(steps, B, N)
-    lengths = native.ready(lengths, torch.int64, h0.device, "lengths")
-    of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "norms"))
-    scan = _Scan(h0, variant, steps, backward=False)
-    scan.run(**ready, **of_backward, lengths=lengths, hs=hs, gates=gates, pre=pre)
-    return hs, gates, h0.new_empty(0) if pre is None else pre
+    inputs, options = _ready(inputs, options)
+    assert inputs.x is not None
+    T, (B, N), new = inputs.x.shape[0], inputs.h0.shape, inputs.h0.new_empty
+    states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if options.kanai else new(T, B, N))
+    of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "grad_reset_state", "norms"))
+    _Scan(inputs, options, T, backward=False).run(**of_backward, **states._asdict())
+    return states
 
 
 def gru_scan_bwd(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    *,
-    variant: str,
-    need_params: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
+) -> GruGradients:
     """See :mod:`orthokern.ops.gru_scan`."""
-    kanai = variant == "kanai"
-    given = {"grad_hs": grad_hs, "hs": hs, "gates": gates, "pre": None if kanai else pre, "w": w, "h0": h0}
-    ready = _ready(h0.device, given)
-    w, h0, hs = ready["w"], ready["h0"], ready["hs"]
-    lengths = native.ready(lengths, torch.int64, h0.device, "lengths")
-    steps, B, N = grad_hs.shape
-    grad_x, factor, grad_h0 = torch.empty_like(ready["gates"]), torch.empty_like(hs), torch.empty_like(h0)
-    scan = _Scan(h0, variant, steps, backward=True)
-    norms = h0.new_zeros(steps, scan.plan["norm_columns"])
-    results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "norms": norms}
-    scan.run(**ready, **results, lengths=lengths, x=None, bias=None)
-    norm, empty = norms.sum(1).sqrt(), h0.new_empty(0)
-    if not need_params:
-        return grad_x, empty, grad_h0, empty, norm
-    rows, rows_n = grad_x.view(steps * B, 3 * N), factor.view(steps * B, N)
-    grad_w = torch.zeros_like(w)
-
-    def add(to: Tensor, left: Tensor) -> None:
-        """to += sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
-        to.addmm_(left[:B].mT, h0)
-        if steps > 1:
-            add_product(to, left[B:], hs.view(steps * B, N)[:-B])
-
-    with ieee_products():
-        add(grad_w[: 2 * N], rows[:, : 2 * N])
-        if kanai:
-            add_product(grad_w[2 * N :], rows[:, 2 * N :], rows_n)
-        else:
-            add(grad_w[2 * N :], rows_n)
-    if bias is None:
-        return grad_x, grad_w, grad_h0, empty, norm
-    grad_bias = rows.sum(0)
-    if not kanai:
-        grad_bias[2 * N :] = rows_n.sum(0)
-    return grad_x, grad_w, grad_h0, grad_bias, norm
+    inputs, options = _ready(inputs._replace(x=None), options)
+    h0 = inputs.h0
+    saved = {
+        name: native.ready(tensor, torch.float32, h0.device, name)
+        for name, tensor in {"grad_hs": grad_hs, **states._asdict()}.items()
+    }
+    hs = saved["hs"]
+    assert hs is not None
+    T, B, N = hs.shape
+    grad_x, factor, grad_h0 = h0.new_empty(T, B, 3 * N), torch.empty_like(hs), torch.empty_like(h0)
+    scan = _Scan(inputs, options, T, backward=True)
+    norms = h0.new_zeros(T, scan.plan["norm_columns"])
+    state = inputs.reset_state
+    grad_state = None if options.resets is None or state is None else torch.zeros_like(state)
+    scan.run(**saved, grad_x=grad_x, factor=factor, grad_h0=grad_h0, grad_reset_state=grad_state, norms=norms)
+    grad_w = grad_bias = None
+    if need_params:
+        grad_w, grad_bias = parameter_gradients(inputs, options, hs, grad_x, factor, add_product)
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norms.sum(1).sqrt())
 
 
-def _ready(device: torch.device, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:
     """The same, checked and contiguous."""
-    return {name: native.ready(tensor, torch.float32, device, name) for name, tensor in tensors.items()}
+    device = inputs.h0.device
+    tensors = {name: native.ready(tensor, torch.float32, device, name) for name, tensor in inputs._asdict().items()}
+    lengths = native.ready(options.lengths, torch.int64, device, "lengths")
+    resets = native.ready(options.resets, torch.bool, device, "resets")
+    return GruInputs(**tensors), GruOptions(options.variant, lengths, resets)  # type: ignore[arg-type]

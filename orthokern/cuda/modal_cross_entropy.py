@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from orthokern._modal_chunks import run_cross_entropy
+from orthokern._scan_contract import ModalInputs, ModalLoss, Readout
 from orthokern.cuda import _call as native
 from orthokern.cuda._call import DTYPES
-from orthokern.cuda.modal_scan import KERNELS, ready
+from orthokern.cuda.modal_scan import KERNELS, ready, tensors_ready
 
 
 def _loss(
@@ -27,27 +28,9 @@ def _loss(
     return loss, right
 
 
-def modal_cross_entropy_fwd(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None,
-    *,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad: bool = True) -> ModalLoss:
     """See :mod:`orthokern.ops.modal_cross_entropy`."""
-    x_, im_, z0_, readout_, target_, table_, bias_, pairs_, lengths_, re_ = ready(
-        re, x=x, im=im, z0=z0, readout=readout, target=target, table=table, bias=bias, pairs=pairs, lengths=lengths
-    )
-    assert x_ is not None and im_ is not None and z0_ is not None and readout_ is not None
-    assert target_ is not None and re_ is not None
-    return run_cross_entropy(
-        KERNELS, _loss, x_, re_, im_, z0_, table_, readout_, bias_, target_, pairs_, reduction, need_grad, lengths_
-    )
+    tensors = {"readout": readout.weight, "bias": readout.bias, "target": readout.target}
+    weight, bias, target = tensors_ready(inputs.re.device, tensors)
+    readout = Readout(weight, bias, target, readout.reduction)
+    return run_cross_entropy(KERNELS, _loss, ready(inputs), readout, need_grad)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern._modal_chunks import Kernels, run_scan_bwd, run_scan_fwd
+from orthokern._scan_contract import ModalGradients, ModalInputs
 from orthokern.cuda import _call as native
 from orthokern.cuda._call import DTYPES
 
@@ -72,40 +74,26 @@ def _by_id(rows: Tensor, ids: Tensor, D: int) -> Tensor:
 KERNELS = Kernels(_forward, _join, _backward, _pairs, _by_id)
 
 
-def ready(re: Tensor, **tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors as the kernels read them, on the device of re; re itself comes last."""
-    found = [
-        native.ready(tensor, tensor.dtype if tensor is not None else re.dtype, re.device, name)
+def ready(inputs: ModalInputs) -> ModalInputs:
+    """The tensors as the kernels read them, on the device of re."""
+    return ModalInputs._make(tensors_ready(inputs.re.device, inputs._asdict()))
+
+
+def tensors_ready(device: torch.device, tensors: Mapping[str, Tensor | None]) -> list[Any]:
+    """The tensors, of any dtype, as the kernels read them; re and im are float64."""
+    wide = ("re", "im")
+    return [
+        native.ready(tensor, torch.float64 if tensor is None or name in wide else tensor.dtype, device, name)
         for name, tensor in tensors.items()
     ]
-    return [*found, native.ready(re, torch.float64, re.device, "re")]
 
 
-def modal_scan_fwd(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *, lengths: Tensor | None = None
-) -> Tensor:
+def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
     """See :mod:`orthokern.ops.modal_scan`."""
-    x_, im_, z0_, table_, lengths_, re_ = ready(re, x=x, im=im, z0=z0, table=table, lengths=lengths)
-    assert x_ is not None and im_ is not None and z0_ is not None and re_ is not None
-    return run_scan_fwd(KERNELS, x_, re_, im_, z0_, table_, lengths_)
+    return run_scan_fwd(KERNELS, ready(inputs))
 
 
-def modal_scan_bwd(
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    pairs: Tensor | None,
-    *,
-    need_x: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def modal_scan_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, *, need_x: bool = True) -> ModalGradients:
     """See :mod:`orthokern.ops.modal_scan`."""
-    g_, z_, im_, z0_, x_, table_, pairs_, lengths_, re_ = ready(
-        re, grad_z=grad_z, z=z, im=im, z0=z0, x=x, table=table, pairs=pairs, lengths=lengths
-    )
-    assert g_ is not None and z_ is not None and im_ is not None and z0_ is not None and re_ is not None
-    return run_scan_bwd(KERNELS, g_, z_, x_, re_, im_, z0_, table_, pairs_, need_x, lengths_)
+    g, states = tensors_ready(inputs.re.device, {"grad_z": grad_z, "z": z})
+    return run_scan_bwd(KERNELS, ready(inputs), g, states, need_x)

@@ -1,7 +1,7 @@
-"""Synthetic sequence tasks and readers of standard file formats.
+"""Generators of synthetic sequence tasks, and readers of standard data sets.
 
-Generators take a `torch.Generator` and return plain tensors, time first ([T, B]), so that the same seed gives the same
-data on every device. Readers check what they read: a file that is missing, damaged or of another kind is one line.
+Generators take a `torch.Generator` on the CPU, so that a seed gives the same data on every device, and return tensors
+with time first ([T, B]). Readers check their files: a missing, damaged or wrong file causes an error of one line.
 """
 
 from orthokern.data.adding import AddingTask

@@ -1,4 +1,4 @@
-"""Reading of data files, with every way in which that fails as one line: the file, what is wrong, what is expected."""
+"""Reading of data files. Every failure is an error of one line: the file, what is wrong, and what is expected."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from orthokern.errors import InputError
 
 
 def data_folder(folder: str | Path) -> Path:
-    """The folder, if it is one and may be read; InputError otherwise."""
+    """The path, if it is a readable folder; InputError otherwise."""
     path = Path(folder)
     try:
         is_folder, exists = path.is_dir(), path.exists()
-    except OSError as error:  # a parent that may not be searched
+    except OSError as error:  # no permission for a parent folder
         raise InputError(f"cannot read the data folder {path}: {reason(error)}") from None
     except ValueError:  # a zero byte
         raise InputError(f"{str(path)!r} is no name of a data folder") from None
@@ -28,14 +28,14 @@ def data_folder(folder: str | Path) -> Path:
 
 
 def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
-    """Path and content of the first of several spellings of a file that a folder has.
+    """Path and content of a file that may have several names: the first one that exists is read.
 
     Args:
         folder: from `data_folder`.
         names: file names, the preferred one first.
 
     Raises:
-        InputError: none is there, or the one that is cannot be read.
+        InputError: none exists, or the file cannot be read.
     """
     for name in names:
         try:
@@ -48,38 +48,38 @@ def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
 
 @dataclass(frozen=True)
 class Standard:
-    """What is known of a file of a standard data set.
+    """Size and checksums of a file of a standard data set.
 
     Attributes:
         size: bytes of its content.
-        quarters: CRC-32 of the content's four quarters, all but the last of ceil(size / 4) bytes.
+        quarters: CRC-32 of the four quarters of the content; all but the last have ceil(size / 4) bytes.
     """
 
     size: int
     quarters: tuple[int, int, int, int]
 
     def right(self, content: bytes) -> list[bool]:
-        """Which of the quarters a content has."""
+        """For each quarter, whether the content has its checksum."""
         quarter = -(-self.size // 4)
         parts = [content[start : start + quarter] for start in (0, quarter, 2 * quarter)] + [content[3 * quarter :]]
         return [zlib.crc32(part) == known for part, known in zip(parts, self.quarters, strict=True)]
 
 
 def check_standard(path: Path, name: str, content: bytes, files: Mapping[str, Standard], owner: str) -> None:
-    """Refuses a damaged copy of a standard file, and one that stands in the place of another.
+    """Rejects a damaged copy of a standard file, and a standard file with the name of another one.
 
-    A content with all quarters right is the standard one, and one with some right a damaged copy of it. One with none
-    is another data set of the same form, about which nothing is known.
+    If all quarters of the content match, it is the standard file; if some match, it is a damaged copy. If none matches,
+    it belongs to another data set of the same format, and is accepted.
 
     Args:
-        path: of the file, for the error.
-        name: which of `files` it should be.
-        content: of the file, unpacked.
-        files: the data set's, by name.
-        owner: of the files, as in "MNIST's".
+        path: path of the file, for the error message.
+        name: the expected file, a key of `files`.
+        content: content of the file, uncompressed.
+        files: the files of the data set, by name.
+        owner: name of the data set in the genitive, e.g. "MNIST's".
 
     Raises:
-        InputError: see above.
+        InputError: the content is that of another standard file, or damaged.
     """
     for known, standard in files.items():
         right = standard.right(content)

@@ -1,9 +1,11 @@
-"""Cell arrays of matrices from MATLAB 5 files (also called v6 and v7), as far as data sets use the format.
+"""Reads cell arrays of matrices from MATLAB 5 files (also called v6 and v7). Only the parts of the format that the data
+sets use are supported.
 
-A file is a header of 128 bytes and data elements: a tag of 8 bytes (type, size), then the content, padded to a multiple
-of 8 bytes; of at most 4 bytes of content tag and content share 8 bytes. A compressed element holds another one. A
-matrix is an element of elements: flags with its class, dimensions, name, and the values in column-major order, in the
-smallest type that holds them all; a cell array's values are matrices.
+A file has a header of 128 bytes, followed by data elements. An element has a tag of 8 bytes (type, size) and a content,
+padded to a multiple of 8 bytes; with a content of at most 4 bytes, tag and content together have 8 bytes. A compressed
+element contains another element. A matrix is an element that contains elements: flags with its class, dimensions, name,
+and the values in column-major order, in the smallest type that can represent them. The values of a cell array are
+matrices.
 """
 
 from __future__ import annotations
@@ -28,23 +30,23 @@ _MOST_CELLS = 2**20  # of an array, and elements of the file
 
 
 class _DamagedError(Exception):
-    """The content is not what its own sizes say."""
+    """The content contradicts the sizes in the file."""
 
 
 def read_cells(path: Path, content: bytes, names: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
-    """The cell arrays of a file that have some names; other variables are passed over.
+    """The cell arrays with the given names; other variables are ignored.
 
     Args:
-        path: for messages.
-        content: the file's bytes.
-        names: of the variables.
+        path: path for error messages.
+        content: content of the file.
+        names: names of the variables.
 
     Returns:
-        Name -> the cells' matrices in column-major order of the cell array, each [rows, columns] of its stored type.
+        Name -> the matrices of the cells in column-major order, each [rows, columns] with its stored type.
 
     Raises:
-        InputError: no MATLAB 5 file, damaged or cut off, a name that is missing, a variable that is no cell array of
-            real numeric matrices.
+        InputError: not a MATLAB 5 file, a damaged or truncated file, a missing name, or a variable that is not a cell
+            array of real numeric matrices.
     """
     if content.startswith(b"MATLAB 7.3") or content.startswith(b"\x89HDF"):
         raise InputError(f"{path} is a MATLAB 7.3 file (HDF5); expected: MATLAB 5 (save it with -v7), or a .npz file")
@@ -69,10 +71,10 @@ def read_cells(path: Path, content: bytes, names: tuple[str, ...]) -> dict[str, 
 
 
 def _unpacked(packed: bytes, order: str, room: int) -> tuple[int, bytes]:
-    """(type, content) of the one element that a compressed one holds, of at most `room` bytes."""
+    """(type, content) of the element in a compressed element, of at most `room` bytes."""
     tag = inflate(packed, 8)
     if len(tag) < 8:
-        raise _DamagedError("a compressed element holds nothing")
+        raise _DamagedError("a compressed element is empty")
     size = struct.unpack(order + "II", tag)[1]
     if size > room:
         raise _DamagedError(f"a compressed element promises {size} bytes; accepted: {size_text(FILE_LIMIT)} in all")
@@ -80,7 +82,7 @@ def _unpacked(packed: bytes, order: str, room: int) -> tuple[int, bytes]:
 
 
 def _elements(data: bytes, order: str) -> Iterator[tuple[int, bytes]]:
-    """(type, content) of the elements that follow one another in `data`."""
+    """(type, content) of the consecutive elements in `data`."""
     place = found = 0
     while place < len(data):
         found += 1
@@ -103,7 +105,7 @@ def _elements(data: bytes, order: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _matrix(element: bytes, order: str) -> tuple[str, int, tuple[tuple[int, ...], list[tuple[int, bytes]]]]:
-    """(name, class, (dimensions, the elements that hold the values)) of a matrix's content."""
+    """(name, class, (dimensions, the elements with the values)) of the content of a matrix."""
     parts = list(_elements(element, order))
     if len(parts) < 3 or len(parts[0][1]) != 8 or parts[1][0] != 5 or len(parts[1][1]) % 4:
         raise _DamagedError("a matrix without flags, dimensions and name")

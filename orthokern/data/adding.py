@@ -37,11 +37,20 @@ class AddingTask:
     Attributes:
         length: number of time steps of a sequence, T.
         num_features: 2, the value and the indicator.
-        baseline: mean squared error of the best guess without memory, which is the expected target: 1/6 for the sum,
-            1/24 for the mean.
+        baseline: mean squared error of the best guess without memory, the expected target: 1/6 for the sum, 1/24 for
+            the mean.
 
     Raises:
         InputError: T too small, an unknown target or unknown positions.
+
+    Example::
+
+        >>> task = AddingTask(T=100)
+        >>> inputs, targets = task.batch(4, generator=torch.Generator().manual_seed(0))
+        >>> inputs.shape, targets.shape
+        (torch.Size([100, 4, 2]), torch.Size([4]))
+        >>> torch.allclose((inputs[..., 0] * inputs[..., 1]).sum(0), targets)
+        True
     """
 
     def __init__(self, T: int, *, target: str = "sum", positions: str = "halves") -> None:
@@ -78,13 +87,13 @@ class AddingTask:
         return torch.zeros(self.T, batch, 2, device=device), torch.zeros(batch, device=device)
 
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Puts a fresh batch into tensors from `buffers`, in place.
+        """Writes a new batch into tensors from `buffers`, in place.
 
         Args:
             inputs: [T, B, 2] float32; value and indicator of every step.
             targets: [B] float32.
-            generator: source of randomness, on the CPU whatever the device, so that a seed means the same data
-                everywhere; torch's default generator if None.
+            generator: a generator on the CPU, so that a seed gives the same data on every device; torch's default
+                generator if None.
         """
         batch = inputs.shape[1]
         values = torch.rand(self.T, batch, generator=generator)
@@ -98,7 +107,7 @@ class AddingTask:
         inputs[..., 1] = torch.zeros_like(values).scatter_(0, marked, 1.0)
 
     def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A fresh batch.
+        """A new batch.
 
         Args:
             batch: number of sequences B, at least 1.

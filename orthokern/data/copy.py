@@ -1,4 +1,4 @@
-"""The copy task of Hochreiter & Schmidhuber (1997): remember ten symbols for T steps, then say them again.
+"""The copy task of Hochreiter & Schmidhuber (1997): remember ten symbols for T steps, then output them in order.
 
     step      0 ......... K-1 | K ............... | ........... L-1    K symbols to recall, L = T + 2 K steps
     arjovsky  a a a a a a a a | - - - ... - - - # | - - - - - - - -    T-1 blanks, the marker, K blanks
@@ -32,17 +32,26 @@ class CopyTask:
         symbols: number of different symbols, at least 1 (8 in all papers that report the task).
         recall: number of symbols to remember, K, at least 1 (10 in all papers).
         layout: "arjovsky" or "exprnn", see the module's picture.
-        dtype: of tokens and targets, torch.int64, or a smaller one that holds symbols + 1: uint8 takes an eighth of
-            the memory.
+        dtype: dtype of tokens and targets: torch.int64, or a smaller one that can represent symbols + 1. uint8 needs
+            an eighth of the memory.
 
     Attributes:
         length: number of time steps of a sequence, T + 2 K.
-        num_ids: number of token ids, symbols + 2: the `input_size` of a module that is fed token ids.
+        num_ids: number of token ids, symbols + 2: the `input_size` of a module with token ids as input.
         num_classes: number of target classes, symbols + 1.
         baseline: cross-entropy in nats per step of the best guess without memory, K ln(symbols) / (T + 2 K).
 
     Raises:
         InputError: a size below 1, an unknown layout, or a dtype that is too small.
+
+    Example::
+
+        >>> task = CopyTask(T=5, recall=3)
+        >>> tokens, targets = task.batch(4, generator=torch.Generator().manual_seed(0))
+        >>> tokens.shape, task.num_ids, task.num_classes
+        (torch.Size([11, 4]), 10, 9)
+        >>> torch.equal(tokens[:3], targets[-3:])
+        True
     """
 
     def __init__(
@@ -91,23 +100,22 @@ class CopyTask:
         return tokens, torch.zeros_like(tokens)
 
     def fill(self, tokens: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Puts fresh symbols into tensors from `buffers`, in place.
+        """Writes new symbols into tensors from `buffers`, in place.
 
-        All but 2 K of the T + 2 K rows are the same in every batch, so that a batch of 10 000 steps costs no more than
-        one of 10.
+        Only K rows of each tensor differ between batches, so that the cost does not depend on T.
 
         Args:
             tokens, targets: [T + 2 K, B], from `buffers` of this task; only the first K rows of `tokens` and the
                 last K rows of `targets` are written.
-            generator: source of randomness, on the CPU whatever the device, so that a seed means the same data
-                everywhere; torch's default generator if None.
+            generator: a generator on the CPU, so that a seed gives the same data on every device; torch's default
+                generator if None.
         """
         drawn = torch.randint(1, self.symbols + 1, (self.recall, tokens.shape[1]), generator=generator)
         tokens[: self.recall] = drawn
         targets[-self.recall :] = drawn
 
     def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A fresh batch.
+        """A new batch.
 
         Args:
             batch: number of sequences B, at least 1.
@@ -124,11 +132,12 @@ class CopyTask:
         return tokens, targets
 
     def scalar(self, tokens: Tensor, marker: float = -1.0) -> Tensor:
-        """Tokens coded as one number per step: the symbol's value, 0 for the blank and `marker` for the marker.
+        """Encodes tokens as one number per step: the value of the symbol, 0 for the blank, `marker` for the marker.
 
         Args:
             tokens: [T + 2 K, B].
-            marker: the marker's value: -1 in the code that Vorontsov et al. released, `symbols + 1` in most other code.
+            marker: the value of the marker: -1 in the code released by Vorontsov et al., `symbols + 1` in most other
+                code.
 
         Returns:
             [T + 2 K, B, 1] float32, on the device of `tokens`.

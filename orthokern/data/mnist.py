@@ -6,8 +6,8 @@
     t10k-images-idx3-ubyte     10000 x 28 x 28 uint8                                              2051
     t10k-labels-idx1-ubyte     10000 uint8                                                        2049
 
-Each may be compressed by gzip (its content tells, not its name) and may be spelled train-images.idx3-ubyte. Other sets
-of this form, of any number of images, are read as well.
+Each may be compressed by gzip, which is detected from its content, and may be named train-images.idx3-ubyte. Other data
+sets in this format, with any number of images, are read as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images and what they show.
+    """Images and labels.
 
     Attributes:
         images: [n, 784] uint8, 0 to 255, row by row.
@@ -61,7 +61,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Mnist:
-    """The three parts of the data. `validation` is the end of the training files, and no part of `train`."""
+    """The three parts of the data. `validation` is the end of the training files, and not part of `train`."""
 
     train: Labelled
     validation: Labelled
@@ -72,16 +72,21 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
     """Reads and checks the four files.
 
     Args:
-        folder: where they are.
-        validation: how many images at the end of the training files make the validation set; at least 0, and fewer
-            than there are. Vorontsov et al. 2017 train on 50 000 and validate on 10 000.
+        folder: folder of the files.
+        validation: number of images at the end of the training files that form the validation set; at least 0, and
+            below the number of training images. Vorontsov et al. 2017 train on 50 000 and validate on 10 000.
 
     Returns:
         Mnist, on the CPU; 55 MB for the standard files. `train` and `validation` share their memory.
 
     Raises:
-        InputError: a file that is missing, not readable, cut off, damaged, of another kind or size, or in the place of
-            another; a label outside 0 to 9; files that disagree about the number of images; an impossible `validation`.
+        InputError: a file is missing, unreadable, truncated, damaged, of another kind or size, or swapped with another
+            one; a label is outside 0 to 9; the files have different numbers of images; or `validation` is out of range.
+
+    Example::
+
+        data = load_mnist("data/mnist")
+        data.train.images.shape, data.train.labels.shape  # [50000, 784], [50000]
     """
     integer("validation", validation, minimum=0)
     path = data_folder(folder)
@@ -102,17 +107,23 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
 
 
 def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
-    """An order in which to feed the pixels, for the permuted task: images[:, pixel_permutation(seed)].
+    """A random order of the pixels, for the permuted task: images[:, pixel_permutation(seed)].
 
     Args:
-        seed: of a generator on the CPU, so that it gives the same order on every machine.
-        pixels: how many there are.
+        seed: seed of a generator on the CPU, so that it gives the same order on every machine.
+        pixels: number of pixels.
 
     Returns:
         [pixels] int64, a permutation of 0 ... pixels - 1.
 
     Raises:
         InputError: a seed that is not an integer in [0, 2^63).
+
+    Example::
+
+        >>> order = pixel_permutation(0)
+        >>> order.shape, torch.equal(order.sort().values, torch.arange(784))
+        (torch.Size([784]), True)
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise InputError(f"seed must be an integer in [0, 2^63), got {seed!r}")
@@ -120,14 +131,19 @@ def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
 
 
 def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """What standardises every pixel by itself: (image - mean) / deviation. Of the training images alone, so that it
-    tells a network nothing of the others.
+    """Mean and standard deviation of every pixel, to standardise images: (image - mean) / deviation. Use the training
+    images only, so that no information about the test images is used.
 
     Args:
         images: [n, P] uint8, n at least 1.
 
     Returns:
-        mean [P] float32, and standard deviation [P] float32 (divided by n), 1 for a pixel that never changes.
+        mean [P] float32, and standard deviation [P] float32 (divided by n), which is 1 for a constant pixel.
+
+    Example::
+
+        >>> pixel_statistics(torch.tensor([[0, 7], [10, 7]], dtype=torch.uint8))
+        (tensor([5., 7.]), tensor([5., 1.]))
     """
     mean, deviation = torch.empty(images.shape[1]), torch.empty(images.shape[1])
     for start in range(0, images.shape[1], 64):  # all images in float64 would be 376 MB
@@ -181,13 +197,13 @@ def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
         state = "is empty" if items < 1 else "is cut off" if len(content) < header + size else "is too long"
         if stored[:2] != _GZIP:
             length = f"{len(stored)} bytes"
-        else:  # no more of it is unpacked than tells that it is too long
+        else:  # unpacked only up to one byte more than expected
             length = f"{'at least ' if len(content) > header + size else ''}{len(content)} bytes"
         raise InputError(
             f"{path} {state}: {length} for {items} {_KIND[magic]}; "
             f"expected: {header + size if items else f'more than {header}'} bytes"
         )
-    # its header tells of how many images a file is, so one of another length is no damaged copy
+    # the header has the number of images, so a file of another length is not a damaged copy
     alike = {name: standard for name, standard in _FILES.items() if standard.size == len(content)}
     check_standard(path, stem, content, alike, "MNIST's")
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header)
@@ -195,7 +211,7 @@ def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
 
 
 def _begin(path: Path, stored: bytes, size: int) -> bytes:
-    """The first `size` bytes of a file's content, unpacked if gzip packed it."""
+    """The first `size` bytes of the content of a file, after decompression if it is compressed by gzip."""
     if stored[:2] != _GZIP:
         if path.suffix == ".gz":
             raise InputError(f"{path} is not compressed by gzip, as its name says; expected: the original file")

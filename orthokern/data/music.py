@@ -1,13 +1,13 @@
 """Piano rolls of four collections of polyphonic music (Boulanger-Lewandowski, Bengio and Vincent 2012).
 
-A piece is a matrix of 0 and 1, time steps by the 88 keys of a piano, from MIDI note 21 to 108. A model predicts every
-step's notes but the first's from the steps before it; the usual figure is the negative log-likelihood per time step,
-summed over notes.
+A piece is a matrix of 0 and 1, time steps by the 88 keys of a piano, from MIDI note 21 to 108. A model predicts the
+notes of every step except the first from the previous steps. Results are usually given as the negative log-likelihood
+per time step, summed over notes.
 
-Two forms of the files are read, whichever is there, MATLAB's first:
+Two file formats are supported. If both files exist, the MATLAB file is read:
 
-    Nottingham.mat    cell arrays traindata, validdata, testdata, of one [steps, 88] matrix a piece
-    nottingham.npz    <split>_bits uint8 [steps, 11], numpy.packbits of all steps, and <split>_lengths, steps a piece
+    Nottingham.mat    cell arrays traindata, validdata, testdata, with one [steps, 88] matrix per piece
+    nottingham.npz    <split>_bits uint8 [steps, 11], numpy.packbits of all steps, and <split>_lengths, steps per piece
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ COLLECTIONS = {
     "piano-midi": ("Piano_midi", "piano_midi"),
 }
 SPLITS = ("train", "valid", "test")
-ARRAY_LIMIT = FILE_LIMIT // 8  # bytes of a .npz file's array, whose bits become bytes
-# Steps of each part, by which a file is known that stands in the place of another.
+ARRAY_LIMIT = FILE_LIMIT // 8  # bytes of an array in a .npz file, whose bits become bytes
+# Steps of each part, which identify a standard file with the wrong name.
 _STEPS = {
     "nottingham": (176_561, 45_513, 44_463),
     "jsb": (13_807, 4_602, 4_725),
@@ -56,12 +56,12 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class RollWindow:
-    """The same number of steps of several pieces.
+    """A window of T steps of several pieces.
 
     Attributes:
-        inputs: [T, B, 88] float32, 0 or 1: the notes of a step; zeros where there is nothing to predict.
-        targets: [T, B, 88] float32, 0 or 1: the notes of the step after it; zeros behind a piece's end.
-        valid: [T, B] bool, whether the piece has a step after this one.
+        inputs: [T, B, 88] float32, 0 or 1: the notes of a step; zeros if it has no target.
+        targets: [T, B, 88] float32, 0 or 1: the notes of the next step; zeros after the end of a piece.
+        valid: [T, B] bool, whether the piece has a next step.
         fresh: [B] bool, whether the window is the first of its piece.
     """
 
@@ -80,7 +80,7 @@ class Rolls:
     """Pieces of music, of at least two steps each.
 
     Attributes:
-        notes: [total, 88] uint8, 0 or 1, all pieces one after the other.
+        notes: [total, 88] uint8, 0 or 1, all pieces concatenated.
         offsets: [n + 1] int64; piece i is notes[offsets[i] : offsets[i + 1]].
     """
 
@@ -97,7 +97,7 @@ class Rolls:
 
     @property
     def predictions(self) -> int:
-        """Steps to predict: those of all pieces but the first ones."""
+        """Number of predicted steps: all steps except the first one of each piece."""
         return len(self.notes) - len(self)
 
     def piece(self, index: int) -> Tensor:
@@ -105,12 +105,12 @@ class Rolls:
         return self.notes[self.offsets[index] : self.offsets[index + 1]]
 
     def window(self, pieces: Tensor, begin: Tensor, steps: int) -> RollWindow:
-        """A stretch of each of some pieces.
+        """A window of some pieces.
 
         Args:
-            pieces: [B] int64.
-            begin: [B] int64, the first input step of each; below the piece's last.
-            steps: T.
+            pieces: [B] int64, indices of the pieces.
+            begin: [B] int64, first input step in each piece; must be below its last step.
+            steps: T, number of steps.
         """
         step = begin + torch.arange(steps).unsqueeze(1)  # [T, B]
         valid = step + 1 < self.lengths[pieces]
@@ -119,14 +119,15 @@ class Rolls:
         return RollWindow(self.notes[place].float() * kept, self.notes[place + 1].float() * kept, valid, begin == 0)
 
     def whole(self, batch: int, steps: int) -> Iterator[tuple[int, RollWindow]]:
-        """Every piece once, from its first step to its last, for evaluation: the longest first, in groups that are cut
-        into windows; a piece with nothing left to predict is not in the windows that follow.
+        """All pieces once, for evaluation. The pieces are sorted by decreasing length, and divided into groups that are
+        cut into windows. A piece without further steps is left out of the following windows.
 
         Args:
-            batch: pieces in a group, at least 1. steps: of a window, at least 1.
+            batch: pieces in a group, at least 1.
+            steps: steps in a window, at least 1.
 
         Yields:
-            (rows, window): the first `rows` pieces of the group's last window go on.
+            (rows, window): the window continues the first `rows` pieces of the previous window of the group.
         """
         integer("batch", batch)
         integer("steps", steps)
@@ -138,12 +139,12 @@ class Rolls:
                 yield len(alive), self.window(alive, torch.full_like(alive, begin), longest)
 
     def windows(self, batch: int, steps: int, generator: torch.Generator) -> RollWindows:
-        """An endless stream of windows for truncated back-propagation, see RollWindows.
+        """An infinite iterator over windows for truncated back-propagation, see RollWindows.
 
         Args:
-            batch: pieces at once, B, at least 1.
-            steps: of a window, T, at least 1.
-            generator: on the CPU, for this stream alone.
+            batch: number of pieces in a window, B, at least 1.
+            steps: number of steps of a window, T, at least 1.
+            generator: a generator on the CPU that is used by this iterator only.
 
         Raises:
             InputError: batch or steps below 1.
@@ -152,11 +153,12 @@ class Rolls:
 
 
 class RollWindows:
-    """An endless stream of windows of B pieces, each going on where the one before ended.
+    """An infinite iterator over windows of B pieces. Each window starts where the previous one ended.
 
-    A row that comes to its piece's end begins the next one with the next window, which says so (`fresh`): the state of
-    that row is to be set to zero. The pieces come in a new random order in every epoch; epochs follow one another
-    without a break, so every batch is full. An epoch is as many batches as hold the windows of all pieces.
+    When a row reaches the end of its piece, the next window has the start of another piece in this row and sets `fresh`
+    for it: its state must be set to zero. The pieces are in a new random order in every epoch. There is no gap between
+    epochs, so that every batch is full. The length of an epoch is the number of batches needed for the windows of all
+    pieces.
 
     Args: as in Rolls.windows.
 
@@ -198,7 +200,7 @@ class RollWindows:
         self._order = torch.randperm(len(self.rolls), generator=self.generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of types that a checkpoint may hold: tensors and integers."""
+        """The state, in types that a checkpoint may contain: tensors and integers."""
         return {
             "generator": self._drawn_from.clone(),
             "drawn": len(self._order) > 0,
@@ -210,10 +212,10 @@ class RollWindows:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a stream over the same pieces was when `state_dict` was called.
+        """Restores the state returned by `state_dict` of an iterator over the same pieces.
 
         Raises:
-            InputError: the state is one of other pieces, another batch or other windows.
+            InputError: the state belongs to other pieces, another batch or other windows.
         """
         for name, theirs, ours in (
             ("time steps to predict", state["total"], self.rolls.predictions),
@@ -244,19 +246,24 @@ class Music:
 
 
 def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
-    """Reads and checks a collection, from either form of its file.
+    """Reads and checks a collection in either file format.
 
     Args:
-        folder: where the files are.
+        folder: folder of the files.
         collection: one of COLLECTIONS.
 
     Returns:
         Music, on the CPU; 23 MB for Nottingham.
 
     Raises:
-        InputError: an unknown name; a file that is missing, not readable, damaged, cut off, of another kind or in the
-            place of another; a part without pieces; pieces of fewer than two steps or of another number of notes than
-            88; values other than 0 and 1.
+        InputError: an unknown name; a file that is missing, unreadable, damaged, truncated, of another kind or another
+            collection; a part without pieces; a piece of fewer than two steps or with another number of notes than 88;
+            values other than 0 and 1.
+
+    Example::
+
+        music = load_music("data/music", "nottingham")
+        music.train.notes.shape  # [total steps, 88]
     """
     if collection not in COLLECTIONS:
         raise unknown_name("collection", collection, COLLECTIONS)
@@ -312,7 +319,7 @@ def _from_npz(path: Path, content: bytes) -> tuple[Rolls, Rolls, Rolls]:
             )
         if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not len(lengths) or lengths.min() < 2:
             raise InputError(f"{path}: {split}_lengths must be integers of at least 2, for at least one piece")
-        # none is longer than all of them: their sum is then far from what int64 holds
+        # no length exceeds the total, so that their sum does not overflow int64
         total = int(lengths.max()) if lengths.max() > len(bits) else int(lengths.astype(np.int64).sum())
         if total != len(bits):
             raise InputError(
@@ -324,7 +331,7 @@ def _from_npz(path: Path, content: bytes) -> tuple[Rolls, Rolls, Rolls]:
 
 
 def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """One array of a .npz file; what its header promises is checked before any of it is read."""
+    """One array of a .npz file. The sizes in its header are checked before its content is read."""
     name = f"{path}: {entry.filename.removesuffix('.npy')}"
     if entry.flag_bits & 1:
         raise InputError(f"{name} is encrypted; expected: an array as numpy.savez writes it")

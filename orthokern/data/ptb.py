@@ -1,17 +1,17 @@
 """Characters of the Penn Treebank, sentence by sentence (Marcus et al. 1993, in the preprocessing of Mikolov 2010).
 
-Two forms of the text are in use, and both are read, whichever is there:
+Two formats of the text are in use, and both are supported:
 
-    ptb.train.txt, ...        one sentence a line, a space before and after every word    " no it was <unk> \\n"
-    ptb.char.train.txt, ...   a space after every character, _ for the space              "n o _ i t ... < u n k > \\n "
+    ptb.train.txt, ...       one sentence per line, a space before and after every word   " no it was <unk> \\n"
+    ptb.char.train.txt, ...  a space after every character, _ for the space               "n o _ i t ... < u n k > \\n "
 
-A sentence becomes the line of the first form as tokens, the space before its first word and the line end included:
+A sentence is tokenised as its line in the first format, including the space before the first word and the line end:
 
     token     49 in all: <unk> (one token), the line end, the space, a to z, 0 to 9, N (any number), # $ & ' * - . / \\
-    input     " "  n   o  " "  i   t  ...  " "        every token but the last
-    target     n   o  " "  i   t  " " ...  \\n         the token after it
+    input     " "  n   o  " "  i   t  ...  " "        every token except the last
+    target     n   o  " "  i   t  " " ...  \\n         the next token
 
-The space in front is what the first character is predicted from.
+The first character is predicted from the leading space.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ _IDS = bytearray([_OUTSIDE]) * 256
 _IDS[0] = 0  # stands for <unk> while a text is encoded
 for _id, _character in enumerate(ALPHABET[1:], start=1):
     _IDS[ord(_character)] = _id
-# The same for a check that keeps every character in its place: \1 stands for the five of <unk>.
+# The same, for a check in which all characters keep their positions: five times \1 stands for <unk>.
 _IN_PLACE = bytearray(_IDS)
 _IN_PLACE[0], _IN_PLACE[1] = _OUTSIDE, 0
 
 
 @dataclass(frozen=True)
 class SentenceBatch:
-    """Sentences as a recurrence takes them, in the packed form of torch's PackedSequence: no padding anywhere.
+    """A batch of sentences in the packed format of torch's PackedSequence, without padding.
 
-    Step t of the sentences that have one, longest sentence first, follows step t - 1 of all that have that; P tokens.
+    The sentences are sorted by decreasing length. The tokens of step t of all sentences with at least t + 1 steps
+    follow those of step t - 1; P tokens in all.
 
     Attributes:
         inputs: [P] int64.
         targets: [P] int64, the token after each input.
-        batch_sizes: [T] int64 on the CPU, how many sentences have a step t; falling.
-        lengths: [B] int64 on the CPU, steps of each sentence; falling.
+        batch_sizes: [T] int64 on the CPU, number of sentences with a step t; not increasing.
+        lengths: [B] int64 on the CPU, steps of each sentence; not increasing.
     """
 
     inputs: Tensor
@@ -85,7 +86,7 @@ class Sentences:
     """Sentences of characters.
 
     Attributes:
-        tokens: [total] uint8, all sentences one after the other, ids of ALPHABET.
+        tokens: [total] uint8, all sentences concatenated, ids of ALPHABET.
         offsets: [n + 1] int64; sentence i is tokens[offsets[i] : offsets[i + 1]].
     """
 
@@ -97,7 +98,7 @@ class Sentences:
 
     @property
     def lengths(self) -> Tensor:
-        """[n] int64: steps of each sentence, one fewer than its tokens."""
+        """[n] int64: steps of each sentence, one less than its number of tokens."""
         return self.offsets.diff() - 1
 
     @property
@@ -106,14 +107,14 @@ class Sentences:
         return int(self.lengths.sum())
 
     def text(self, index: int) -> str:
-        """One sentence, as it stands in a word file."""
+        """The text of a sentence, as in a word file."""
         return decode(self.tokens[self.offsets[index] : self.offsets[index + 1]])
 
     def batch(self, indices: Tensor) -> SentenceBatch:
-        """Some sentences as one batch.
+        """A batch of some sentences.
 
         Args:
-            indices: [B] int64, in any order; sentences of equal length keep theirs.
+            indices: [B] int64, in any order; sentences of equal length keep their order.
 
         Returns:
             The batch, on the CPU.
@@ -133,28 +134,28 @@ class Sentences:
     def batches(
         self, batch: int, generator: torch.Generator, *, bucket: int = 16, part: tuple[int, int] = (0, 1)
     ) -> SentenceBatches:
-        """An endless stream of batches for training, see SentenceBatches.
+        """An infinite iterator over batches for training, see SentenceBatches.
 
         Args:
-            batch: sentences per batch, B, at least 1; the last batch of an epoch takes what is left.
-            generator: on the CPU, for this stream alone.
-            bucket: how many batches' worth of sentences are drawn together and sorted by length before they are cut
-                into batches. 1 gives batches of sentences drawn at random, as Vorontsov et al. 2017 have them; more
-                gives batches of sentences of like length. Of the steps of a batch of 50 sentences of up to 300
-                characters times its longest sentence, 1 leaves 54 % empty and 16 leaves 8 %.
-            part: (rank, world): of every batch only the sentences rank, rank + world, ..., for one of `world` processes
-                that share the batches.
+            batch: sentences per batch, B, at least 1; the last batch of an epoch has the remaining ones.
+            generator: a generator on the CPU that is used by this iterator only.
+            bucket: number of batches whose sentences are drawn together and sorted by length before they are divided
+                into batches. 1 gives random batches, as in Vorontsov et al. 2017; a larger number gives batches with
+                sentences of similar length. With padding to the longest sentence, batches of 50 sentences of up to 300
+                characters would have 54 % padding for 1, and 8 % for 16.
+            part: (rank, world): select the sentences rank, rank + world, ... of every batch, for one of `world`
+                processes that share the batches.
 
         Raises:
-            InputError: batch or bucket below 1; an epoch's last batch has fewer sentences than there are processes.
+            InputError: batch or bucket is below 1; or the last batch of an epoch has fewer sentences than processes.
         """
         return SentenceBatches(self, batch, generator, bucket, part)
 
     def ordered(self, batch: int) -> Iterator[SentenceBatch]:
-        """Every sentence once, the longest first, for evaluation: the batches hold the least padding there can be.
+        """All sentences once, sorted by decreasing length, for evaluation.
 
         Args:
-            batch: sentences per batch, B, at least 1; the last one takes what is left.
+            batch: sentences per batch, B, at least 1; the last batch has the remaining ones.
 
         Raises:
             InputError: batch below 1.
@@ -165,18 +166,18 @@ class Sentences:
 
 
 class SentenceBatches:
-    """An endless stream of batches: epoch after epoch, each with every sentence once, in an order of its own.
+    """An infinite iterator over batches. Every epoch has all sentences once, in a new random order.
 
-    Everything random about an epoch is drawn when it begins. So the generator's state at that moment and the position
-    in the epoch are the whole state: a stream that loads them goes on with the very same batches.
+    All random numbers of an epoch are drawn at its start. The state therefore consists of the state of the generator at
+    the start of the epoch and the position in the epoch.
 
     Args: as in Sentences.batches.
 
     Attributes:
-        epoch: number of the epoch of the batch that was given last, from 0; -1 before the first.
-        position: how many batches of that epoch have been given.
+        epoch: number of the epoch of the last batch, from 0; -1 before the first.
+        position: number of batches of that epoch so far.
         per_epoch: batches in an epoch.
-        joint_targets: number of targets of the batch that was given last, all processes' parts together.
+        joint_targets: number of targets in the last batch, over all processes.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class SentenceBatches:
         self.joint_targets = 0
         self._lengths = sentences.lengths
         self._drawn_from = generator.get_state()  # state of the generator at the beginning of the epoch
-        self._order: list[Tensor] = []  # indices [B] of the epoch's batches
+        self._order: list[Tensor] = []  # indices [B] of the batches of the epoch
 
     def __iter__(self) -> SentenceBatches:
         return self
@@ -229,7 +230,7 @@ class SentenceBatches:
         self._order = [alike[i] for i in turn.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of types that a checkpoint may hold: the generator's as a uint8 tensor, and integers."""
+        """The state, in types that a checkpoint may contain: the generator state as a uint8 tensor, and integers."""
         return {
             "generator": self._drawn_from.clone(),
             "epoch": self.epoch,
@@ -240,10 +241,10 @@ class SentenceBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a stream over the same sentences was when `state_dict` was called.
+        """Restores the state returned by `state_dict` of an iterator over the same sentences.
 
         Raises:
-            InputError: the state is one of another number of sentences, another batch or another bucket.
+            InputError: the state has another number of sentences, another batch or another bucket.
         """
         for name, ours in (("sentences", len(self.sentences)), ("batch", self.batch), ("bucket", self.bucket)):
             if state[name] != ours:
@@ -268,18 +269,24 @@ class Ptb:
 
 
 def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targets: bool = False) -> Ptb:
-    """Reads and checks the train, valid and test files of either form.
+    """Reads and checks the train, valid and test files in either format.
 
     Args:
-        folder: where ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ... are.
+        folder: folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ...
         max_length, released_targets: as in `read_sentences`.
 
     Returns:
         Ptb, on the CPU.
 
     Raises:
-        InputError: a file that is missing, or what `read_sentences` refuses; a damaged copy of one of the standard
-            files, or one in the place of another.
+        InputError: a file is missing or rejected by `read_sentences`; or it is a damaged copy of a standard file, or
+            swapped with another one.
+
+    Example::
+
+        ptb = load_ptb("data/ptb", max_length=75)
+        batch = next(ptb.train.batches(50, torch.Generator().manual_seed(0)))
+        batch.inputs.shape  # [P], all tokens of the batch
     """
     path = data_folder(folder)
     train, validation, test = (
@@ -290,24 +297,33 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
 
 
 def read_sentences(path: str | Path, *, max_length: int | None = 300, released_targets: bool = False) -> Sentences:
-    """Reads and checks one file of either form; which one it is, its content tells.
+    """Reads and checks one file. The format is detected from its content.
 
     Args:
         path: the file. Blank lines are skipped.
-        max_length: leave longer sentences out; None: keep all. The length is that of the line in a word file with its
-            line end, the spaces at its ends, and <unk> as the five characters it is written with. So counted, 75 keeps
-            23 % of the training sentences and 300 keeps 99 %, as in Vorontsov et al. 2017.
-        released_targets: count as the code did that Vorontsov et al. released, whose masks reach one step too far, over
-            the zeros behind a sentence: <unk> is then to be predicted from the line end, and again from that <unk>.
-            These two targets a sentence (one where the sentence has max_length tokens) are always the same, and lower
-            the mean loss by about their share of all targets: compare such a number only with such numbers.
+        max_length: leave out longer sentences; None: keep all. The length is that of the line in a word file, including
+            the line end and the leading and trailing spaces, where <unk> counts as five characters. With this
+            definition, 75 keeps 23 % of the training sentences and 300 keeps 99 %, as in Vorontsov et al. 2017.
+        released_targets: add the trivial targets of the code released by Vorontsov et al. Its masks are one step too
+            long and include padding: <unk> must be predicted from the line end, and again from that <unk>. These two
+            targets per sentence (one if the sentence has max_length tokens) are always the same. They decrease the mean
+            loss by about their fraction of all targets, so that such losses can only be compared with each other.
 
     Returns:
         Sentences, on the CPU, in the order of the file.
 
     Raises:
-        InputError: a file that is missing, not readable, empty, cut off or no text; a character outside the alphabet
-            (with its line); no sentence of at most max_length characters; max_length below 1.
+        InputError: the file is missing, unreadable, empty, truncated or not text; a character is outside the alphabet
+            (the message has its line); no sentence has at most max_length characters; or max_length is below 1.
+
+    Example::
+
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "ptb.train.txt"
+        >>> _ = file.write_text(" no it was <unk> \\n and so on \\n")
+        >>> sentences = read_sentences(file)
+        >>> len(sentences), sentences.text(1)
+        (2, ' and so on \\n')
     """
     path = Path(path)
     try:
@@ -323,11 +339,12 @@ def decode(tokens: Tensor) -> str:
 
 
 def check_part(path: Path, part: str, text: bytes) -> None:
-    """Refuses a damaged copy of a standard file, and one in the place of another.
+    """Rejects a damaged copy of a standard file, and a standard file with the name of another one.
 
     Args:
-        path: of the file, for the error; part: "train", "valid" or "test".
-        text: in the form of the word files.
+        path: path of the file, for the error message.
+        part: "train", "valid" or "test".
+        text: the text in the format of the word files.
     """
     check_standard(path, part, text, _FILES, "the Penn Treebank's")
 
@@ -335,7 +352,7 @@ def check_part(path: Path, part: str, text: bytes) -> None:
 def _sentences(
     path: Path, content: bytes, max_length: int | None, released_targets: bool, part: str | None = None
 ) -> Sentences:
-    """As `read_sentences`, of the file's content; `part`: which of the three it should be."""
+    """`read_sentences` for the content of a file; `part`: which of the three standard files it should be."""
     if max_length is not None:
         integer("max_length", max_length)
     text = _checked_text(path, content)
@@ -355,7 +372,7 @@ def _sentences(
     ends = (tokens == _IDS[ord("\n")]).nonzero().squeeze(1) + 1
     lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
     if released_targets:
-        # the zeros are <unk>; the released code's rows have max_length places, which cut the last one off
+        # zeros mean <unk>; a row in the released code has max_length elements
         places = lengths + 2 if max_length is None else (lengths + 2).clamp(max=max_length + 1)
         starts = places.cumsum(0) - places
         padded = torch.zeros(int(places.sum()), dtype=torch.uint8)
@@ -366,9 +383,9 @@ def _sentences(
 
 
 def _checked_text(path: Path, content: bytes) -> bytes:
-    """The text in the form of a word file, all of its characters in the alphabet."""
+    """The text in the format of a word file, after a check that all characters are in the alphabet."""
     if content.startswith(b"\xef\xbb\xbf"):
-        content = content[3:]  # a mark that some editors put in front of UTF-8
+        content = content[3:]  # the byte order mark that some editors write
     if not content.strip():
         raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence a line")
     try:
@@ -379,7 +396,7 @@ def _checked_text(path: Path, content: bytes) -> bytes:
             f"{path} line {line}: byte {content[error.start]:#04x} is no text in UTF-8; expected: the characters of "
             "the Penn Treebank in ASCII"
         ) from None
-    if not content.isascii():  # before the two forms are told apart: such a character takes several bytes
+    if not content.isascii():  # before the format is detected, because such a character has several bytes
         foreign = next(i for i, character in enumerate(decoded) if not character.isascii())
         raise _outside(path, decoded.count("\n", 0, foreign) + 1, decoded[foreign])
     text = _despaced(path, content) if _is_char_file(content) else content
@@ -401,15 +418,15 @@ def _outside(path: Path, line: int, character: str) -> InputError:
 
 
 def _is_char_file(content: bytes) -> bool:
-    """Whether the text begins with a character, and characters and spaces alternate, but for a few places: these are
-    damage, which `_despaced` reports."""
+    """Whether the text begins with a character, and characters and spaces alternate except in a few places. These
+    places are damaged; `_despaced` reports them."""
     start = content[:4096]
     alternating = sum((a == 32) != (b == 32) for a, b in zip(start, start[1:], strict=False))
     return start[0] != 32 and alternating > 0.9 * (len(start) - 1)
 
 
 def _despaced(path: Path, content: bytes) -> bytes:
-    """A character file in the form of a word file."""
+    """The text of a character file in the format of a word file."""
     text, spaces = content[0::2], content[1::2]
     wrong = [len(spaces) - len(spaces.lstrip(b" ")), text.find(b" ")]
     found = [position for position, end in zip(wrong, (len(spaces), -1), strict=True) if position != end]

@@ -1,11 +1,11 @@
-"""The Penn Treebank as one stream of characters, as language models with a carried state read it.
+"""The Penn Treebank as one stream of characters, for language models whose state is carried between batches.
 
     word file     " no it was <unk> \\n and \\n"
     stream        "no it was <unk>\\nand\\n"
 
-No space stands around a line end, and <unk> is the five characters it is written with: 50 characters in all, those of
-the character files ("pennchar") that Merity et al. 2018 and Kerg, Goyette et al. 2019 count their bits over. Sentences
-(`orthokern.data.load_ptb`) count otherwise, so compare bits per character only with those of the same reading.
+There are no spaces around a line end, and <unk> is encoded as five characters. There are 50 different characters, those
+of the character files ("pennchar") in Merity et al. 2018 and Kerg, Goyette et al. 2019. The number of characters is not
+that of `orthokern.data.load_ptb`, so that bits per character of the two readers cannot be compared.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ class PtbStream:
 
 
 def load_ptb_stream(folder: str | Path) -> PtbStream:
-    """Reads and checks the train, valid and test files of either form, as `load_ptb` does.
+    """Reads and checks the train, valid and test files in either format, as `load_ptb` does.
 
     Args:
-        folder: where ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ... are.
+        folder: folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ...
 
     Raises:
-        InputError: what `load_ptb` refuses.
+        InputError: as `load_ptb`.
+
+    Example::
+
+        text = load_ptb_stream("data/ptb")
+        rows = stream_rows(text.train, 128)  # [characters per row, 128]
     """
     data = load_ptb(folder, max_length=None)
     return PtbStream(_stream(data.train), _stream(data.validation), _stream(data.test))
@@ -59,7 +64,7 @@ def _stream(sentences: Sentences) -> Tensor:
 
 
 def stream_rows(tokens: Tensor, rows: int) -> Tensor:
-    """A stream cut into rows of equal length, to be read side by side; what is left at its end is dropped.
+    """Cuts a stream into rows of equal length, which are read in parallel. The remainder at the end is dropped.
 
     Args:
         tokens: [n], any dtype.
@@ -69,7 +74,14 @@ def stream_rows(tokens: Tensor, rows: int) -> Tensor:
         [n // B, B], contiguous: column b is tokens[b (n // B) : (b + 1) (n // B)].
 
     Raises:
-        InputError: rows below 1, or so many that none has an input and a target.
+        InputError: rows is below 1, or so large that a row has no input with a target.
+
+    Example::
+
+        >>> stream_rows(torch.arange(7), 2)
+        tensor([[0, 3],
+                [1, 4],
+                [2, 5]])
     """
     integer("rows", rows)
     length = len(tokens) // rows

@@ -4,9 +4,10 @@
     symbol      1  57  3  98  22  57  41  9  ...  76           0 or 1, then symbols 2 to 99
     target      1                                              the first symbol, due after the last step
 
-Every symbol but the first is drawn uniformly from the 98 others. Only the answer after the last step counts, as in the
-variant of Manchev & Spratling, whose sequences end in the first symbol again, as the target of the last step: a network
-that reads steps 0 to T-1 and is scored on its last output alone sees the same data. Any of 100 symbols may be answered.
+Every symbol except the first is drawn uniformly from the 98 others. Only the answer after the last step is scored, as
+in the variant of Manchev & Spratling. Their sequences repeat the first symbol at the end as the target of the last
+step, which is the same data for a network that reads steps 0 to T-1 and is scored on its last output. All 100 symbols
+are possible answers.
 """
 
 from __future__ import annotations
@@ -31,11 +32,18 @@ class RandomPermutationTask:
     Attributes:
         length: number of time steps of a sequence, T.
         num_features: one per symbol.
-        num_classes: as many: any symbol may be answered.
+        num_classes: one per symbol.
         baseline: cross-entropy in nats of the best guess without memory: one of two symbols, ln 2.
 
     Raises:
         InputError: T below 2, or fewer than 3 symbols.
+
+    Example::
+
+        >>> task = RandomPermutationTask(T=50)
+        >>> inputs, targets = task.batch(4, generator=torch.Generator().manual_seed(0))
+        >>> inputs.shape, torch.equal(inputs[0].argmax(-1), targets)
+        (torch.Size([50, 4, 100]), True)
     """
 
     def __init__(self, T: int, *, symbols: int = SYMBOLS) -> None:
@@ -64,12 +72,12 @@ class RandomPermutationTask:
         return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
 
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Overwrite tensors with a fresh batch, so that training needs no allocation.
+        """Writes a new batch into existing tensors, so that training needs no allocation.
 
         Args:
             inputs: [T, B, symbols] float32 from `buffers`: the symbols, one-hot.
             targets: [B] int64 from `buffers`: 0 or 1.
-            generator: on the CPU, for a reproducible stream that is the same on every device.
+            generator: a generator on the CPU, so that a seed gives the same data on every device.
         """
         symbols = torch.randint(2, self.symbols, inputs.shape[:2], generator=generator)
         symbols[0] = torch.randint(0, 2, symbols.shape[1:], generator=generator)
@@ -77,7 +85,7 @@ class RandomPermutationTask:
         targets.copy_(symbols[0])
 
     def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A fresh batch.
+        """A new batch.
 
         Args:
             batch: number of sequences B, at least 1.

@@ -1,4 +1,4 @@
-"""The temporal order problems of Hochreiter & Schmidhuber (1997): which of X and Y stood at each of a few places.
+"""The temporal order problems of Hochreiter & Schmidhuber (1997): which of X and Y occurs at each of a few positions.
 
     step        0 ....................................... T-1
     symbol      c  a  X  d  b  a  d  c  Y  a  c  b  d  a  c        X and Y at 2 places (or 3), distractors elsewhere
@@ -8,9 +8,9 @@
     2       [0.1, 0.2)  [0.5, 0.6)                 4: X X, X Y, Y X, Y Y
     3       [0.1, 0.2)  [0.3, 0.4)  [0.6, 0.7)     8
 
-The places are those of Pascanu et al. 2013 and of the code released with Manchev & Spratling; the original has fixed
-spans for sequences of about 100 steps, and a symbol each for the begin and the end. Symbols 0 to 3 are the distractors
-a, b, c, d, drawn uniformly; 4 is X and 5 is Y.
+The positions are those of Pascanu et al. 2013 and of the code released with Manchev & Spratling. The original problem
+has fixed ranges for sequences of about 100 steps, and special symbols for the start and the end. Symbols 0 to 3 are the
+distractors a, b, c, d, drawn uniformly; 4 is X and 5 is Y.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TemporalOrderTask:
 
     Args:
         T: number of time steps, at least 10.
-        bits: 2 or 3, the number of places.
+        bits: 2 or 3, the number of positions.
 
     Attributes:
         length: number of time steps of a sequence, T.
@@ -42,6 +42,13 @@ class TemporalOrderTask:
 
     Raises:
         InputError: T below 10, or bits other than 2 and 3.
+
+    Example::
+
+        >>> task = TemporalOrderTask(T=50)
+        >>> inputs, targets = task.batch(4, generator=torch.Generator().manual_seed(0))
+        >>> inputs.shape, task.num_classes, int(inputs[..., 4:].sum())
+        (torch.Size([50, 4, 6]), 4, 8)
     """
 
     def __init__(self, T: int, *, bits: int = 2) -> None:
@@ -73,12 +80,12 @@ class TemporalOrderTask:
         return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
 
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Overwrite tensors with a fresh batch, so that training needs no allocation.
+        """Writes a new batch into existing tensors, so that training needs no allocation.
 
         Args:
             inputs: [T, B, 6] float32 from `buffers`: the symbols, one-hot.
-            targets: [B] int64 from `buffers`: the first place is the highest bit, X is 0 and Y is 1.
-            generator: on the CPU, for a reproducible stream that is the same on every device.
+            targets: [B] int64 from `buffers`: the first position is the highest bit, X is 0 and Y is 1.
+            generator: a generator on the CPU, so that a seed gives the same data on every device.
         """
         batch = inputs.shape[1]
         symbols = torch.randint(0, 4, (self.T, batch), generator=generator)
@@ -92,7 +99,7 @@ class TemporalOrderTask:
         targets.copy_(value)
 
     def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A fresh batch.
+        """A new batch.
 
         Args:
             batch: number of sequences B, at least 1.

@@ -1,9 +1,9 @@
-"""Words of the Penn Treebank, one text without breaks (Marcus et al. 1993, in the preprocessing of Mikolov 2010).
+"""Words of the Penn Treebank as one continuous text (Marcus et al. 1993, in the preprocessing of Mikolov 2010).
 
-    ptb.train.txt, ptb.valid.txt, ptb.test.txt      one sentence a line: " no it was <unk> \\n"
+    ptb.train.txt, ptb.valid.txt, ptb.test.txt      one sentence per line: " no it was <unk> \\n"
 
-A line becomes its words and <eos>. The vocabulary is what the training file holds, 10 000 words with <eos> in the
-standard files.
+A line is converted to its words and <eos>. The vocabulary consists of the words of the training file: 10 000 words,
+including <eos>, in the standard files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Words:
     """The corpus: sections 0-20, 21-22 and 23-24.
 
     Attributes:
-        vocabulary: id -> word, the most frequent word of the training text first, equally frequent ones by alphabet.
+        vocabulary: id -> word, sorted by decreasing frequency in the training text, then alphabetically.
         train, validation, test: [n] int64 each, ids.
     """
 
@@ -48,16 +48,26 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
     """Reads and checks the three files.
 
     Args:
-        folder: where they are.
-        limit: words that the vocabulary may have, <eos> included; at least 2.
+        folder: folder of the files.
+        limit: largest size of the vocabulary, including <eos>; at least 2.
 
     Returns:
-        Words, on the CPU. Words of the validation and test files that the training file lacks are <unk>.
+        Words, on the CPU. Words of the validation and test files that are not in the training file become <unk>.
 
     Raises:
-        InputError: a file that is missing, not readable, empty, cut off, no text, a damaged copy of one of the standard
-            files or in the place of another; more distinct words in the training file than `limit`; a word unknown to a
-            training file that has no <unk>.
+        InputError: a file is missing, unreadable, empty, truncated, not text, a damaged copy of a standard file, or
+            swapped with another one; the training file has more than `limit` distinct words; or a word is not in the
+            training file, and the training file has no <unk>.
+
+    Example::
+
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> for part in ("train", "valid", "test"):
+        ...     _ = (folder / f"ptb.{part}.txt").write_text(" a rose is a rose \\n is <unk> \\n")
+        >>> words = load_words(folder)
+        >>> words.text(words.train)
+        'a rose is a rose <eos> is <unk> <eos>'
     """
     integer("limit", limit, minimum=2)
     path = data_folder(folder)
@@ -83,7 +93,7 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
 
 
 def _words(path: Path, content: bytes, part: str) -> list[str]:
-    content = content.removeprefix(b"\xef\xbb\xbf")  # a mark that some editors put in front of UTF-8
+    content = content.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
     if not content.strip():
         raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence a line")
     try:

@@ -1,8 +1,8 @@
-"""What happens inside a recurrent network while it trains: its spectrum, and signal and gradient on their way through
-time; and what runs recorded of that, read, compared and drawn.
+"""Diagnostics of recurrent networks during training: the spectrum of the recurrent matrix, and the norms of states and
+gradients through time; and tools that read, compare and plot the records of training runs.
 
-`python -m orthokern.diagnostics RUN ...` does the latter. `orthokern.diagnostics.plots` loads matplotlib when it draws;
-importing it, or anything here, does not.
+`python -m orthokern.diagnostics RUN ...` compares and plots runs. `orthokern.diagnostics.plots` loads matplotlib when
+it draws; importing this package does not.
 """
 
 from orthokern.diagnostics.fisher import FisherMemory, fisher_memory, transient_norms

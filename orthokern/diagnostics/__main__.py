@@ -16,24 +16,24 @@ from orthokern.errors import InputError, unknown_name
 EXIT_OK = 0
 
 FIGURES = ("curves", "gradients", "spectrum", "states", "angles", "stability")
-_QUANTITIES = ("loss", "accuracy")  # drawn unless others are asked for, with what was measured on held-out data
+_QUANTITIES = ("loss", "accuracy")  # drawn by default, together with all quantities measured on held-out data
 
 DESCRIPTION = """\
-Look into training runs: redraw one run's plots from its records, or compare several in one picture,
-with a table of their results on the terminal.
+Inspect training runs: redraw the plots of one run from its records, or compare several runs in one
+picture. A table of the results is printed on the terminal.
 
-A RUN is a run's folder, as the tasks write it (config.json and metrics.jsonl); the run may still be
-going on. Nothing is trained, and no checkpoint is read.
+A RUN is the folder of a run, as the tasks write it (config.json and metrics.jsonl); the run may
+still be in progress. Nothing is trained, and no checkpoint is read.
 
-  curves     loss, accuracy, or any other number of the records over iterations: a line per run
-  gradients  how large the gradient of the loss is at each time step, relative to its maximum: a
-             column per iteration. What fades on its way back cannot be learned from
+  curves     loss, accuracy, or any other number of the records over iterations: one line per run
+  gradients  norm of the gradient of the loss for the state at each time step, relative to its
+             maximum: one column per iteration. It shows where gradients vanish
   spectrum   singular values of the recurrent matrix: mean, standard deviation, smallest, largest
-  states     how large the hidden state is at each time step
-  angles     eigenvalues of the recurrent matrix by angle: how fast it turns what it remembers
-  stability  of a GRU: the gradient's norm and the spectral radius of its Jacobian at rest
+  states     norm of the hidden state at each time step
+  angles     histogram of the angles of the eigenvalues of the recurrent matrix
+  stability  for a GRU: norm of the gradient, and spectral radius of the Jacobian at state 0
 
-The legend names the settings in which the runs differ.
+The legend shows the settings in which the runs differ.
 """
 
 EXAMPLES = """\
@@ -48,8 +48,8 @@ examples:
   python -m orthokern.diagnostics runs/* --legend margin --table results.md --out pictures
 
 In the table, "best held-out X, at" is the best X on held-out data and the iteration at which it was
-found (accuracy: the largest; everything else: the smallest); "s" are the singular values at the last
-record that has them. Curves of more than 1000 points are drawn as means over equal stretches.
+found (accuracy: the largest; everything else: the smallest); "s" are the singular values in the last
+record that has them. Curves of more than 1000 points are drawn as means over intervals of equal length.
 Exit code: 0, or 2 for bad input.
 """
 
@@ -67,41 +67,49 @@ def _parser() -> Parser:
         "--figure",
         type=one_of("figure", (*FIGURES, "all", "none")),
         metavar="NAME",
-        help=f"{', '.join(FIGURES)}; all: what the records allow; none: the table alone (default all)",
+        help=f"{', '.join(FIGURES)}; all: every figure that the records have data for; none: only the table "
+        "(default all)",
     )
     group.add_argument(
         "--quantity",
         type=_names,
         metavar="NAME[,...]",
-        help="numbers for curves, as the records name them, a part of one behind a dot: loss, accuracy, "
+        help="numbers to draw as curves, by their names in the records, with a dot before a part: loss, accuracy, "
         "held_out_accuracy, grad_norm, spectral_radius, spectrum.max, ... (default: loss, accuracy, held-out numbers)",
     )
     group.add_argument(
-        "--panel", metavar="SETTING", help="curves: a panel for each value of this setting, instead of one for all"
+        "--panel", metavar="SETTING", help="curves: one panel for each value of this setting (default: one panel)"
     )
     group.add_argument(
         "--legend",
         type=_names,
         metavar="SETTING[,...]",
-        help="settings that name the runs (default: as many as it takes of those in which they differ)",
+        help="settings that label the runs (default: those in which the runs differ, as many as needed)",
     )
     group.add_argument(
         "--x",
         type=one_of("x", plots.AXES),
         metavar="NAME",
-        help="iteration or epoch (default: epoch if all runs know how many iterations make one)",
+        help="iteration or epoch (default: epoch if the length of an epoch is known for all runs)",
     )
     group.add_argument(
-        "--baseline", type=real(), metavar="X", help="curves: a line at this value (default: the loss's, if known)"
+        "--baseline",
+        type=real(),
+        metavar="X",
+        help="curves: draw a line at this value (default: the baseline of the loss, if known)",
     )
     group.add_argument(
         "--recurrence",
         metavar="NAME",
-        help="spectrum and angles: of which layer, as parameters name it: l1, l0_reverse, ... (default: the first)",
+        help="spectrum and angles: layer to draw, with the suffix of its parameters: l1, l0_reverse, ... "
+        "(default: the first)",
     )
-    group = parser.add_argument_group("where to")
+    group = parser.add_argument_group("output")
     group.add_argument(
-        "--out", type=path, metavar="DIR", help="folder for pictures (default: the run's; for several: comparison/)"
+        "--out",
+        type=path,
+        metavar="DIR",
+        help="folder for pictures (default: the folder of the run; for several runs: comparison/)",
     )
     group.add_argument("--table", type=path, metavar="FILE", help="also write the table to FILE, as Markdown")
     return parser
@@ -158,7 +166,7 @@ def _need_matplotlib() -> None:
         importlib.import_module("matplotlib")
     except ImportError:
         raise InputError(
-            "matplotlib is not installed, which draws the pictures; accepted without it: --figure none"
+            "drawing needs matplotlib, which is not installed; accepted without it: --figure none"
         ) from None
     except ValueError as error:  # of its settings: MPLBACKEND, a matplotlibrc
         reason = " ".join(str(error).split())
@@ -173,7 +181,7 @@ def _write(path: Path, action: Callable[[], Any]) -> Any:
 
 
 def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -> list[Path]:
-    """One run's plot, under the name that the task gave it."""
+    """Draws a plot of one run, with the file name that the task uses."""
     (run,) = runs
     records, title = run.records, comparison.caption(f"{run.task}, {run.name}")
     last = any("last_grad_norm_through_time" in record for record in records)
@@ -219,7 +227,7 @@ def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) ->
 
 
 def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path, quantities: Sequence[str]) -> list[Path]:
-    """Pictures of several runs; for curves one per quantity."""
+    """Draws pictures of several runs; for curves one per quantity."""
     common = {key: given[key] for key in ("legend", "x") if key in given}
     spectrum, angles = _of_recurrence(given)
     if name == "curves":

@@ -21,7 +21,8 @@ __all__ = [
     "telling_settings",
 ]
 
-# What changes how a run is run, and not what it learns: told last, and only where nothing else tells runs apart.
+# Settings that change how a run is executed, not what it learns. They come last in a label, and only if the other
+# settings of two runs are equal.
 _TECHNICAL = (
     "seed",
     "iterations",
@@ -34,19 +35,19 @@ _TECHNICAL = (
     "plots",
     "preset",
 )
-_NO_RESULTS = ("held_out_sequences", "held_out_reached")  # evaluations' own bookkeeping
+_NO_RESULTS = ("held_out_sequences", "held_out_reached")  # counters and times of the evaluations
 _ABSENT = "–"
 
 
 def differing_settings(runs: Sequence[RunRecord], *, technical: bool = True) -> list[str]:
-    """Names of the settings that don't have the same value in all runs, the telling ones first.
+    """Names of the settings that don't have the same value in all runs.
 
     Args:
         runs: the runs to compare.
-        technical: also seed, device, backend and the like, at the end.
+        technical: also return seed, device, backend and similar settings, at the end.
 
     Returns:
-        Names in the order in which the first run that has them lists them; a setting that some run lacks differs.
+        Names in the order of the first run that has them. A setting that is missing in some run counts as different.
     """
     names = dict.fromkeys(name for run in runs for name in run.settings)
     ordered = [name for name in names if name not in _TECHNICAL] + [name for name in _TECHNICAL if name in names]
@@ -55,8 +56,8 @@ def differing_settings(runs: Sequence[RunRecord], *, technical: bool = True) -> 
 
 
 def caption(text: str) -> str:
-    """Text from outside, as a picture can show it: what cannot be shown as its escape, and no dollar sign taken for
-    the beginning of a formula."""
+    """Text from a file, made safe for a picture: unprintable characters are escaped, and a dollar sign does not start a
+    formula."""
     return printable(text).replace("$", "\\$")
 
 
@@ -65,11 +66,11 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
 
     Args:
         runs: the runs.
-        names: settings to tell; by default the task, if the runs have several, and `telling_settings`.
+        names: settings to show; by default the task, if the runs have several, and `telling_settings`.
 
     Returns:
-        One label per run. Runs that nothing tells apart have the same label, with their folder's name behind it if no
-        names were asked for; a single run has its folder's name.
+        One label per run. Runs with equal settings have the same label, followed by the name of the folder if `names`
+        is None; a single run is labelled with the name of its folder.
 
     Raises:
         InputError: a name that is a setting of no run.
@@ -88,8 +89,8 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
 
 
 def telling_settings(runs: Sequence[RunRecord]) -> list[str]:
-    """Of the settings in which runs differ, as many as it takes to tell the runs apart as far as settings can: one that
-    follows from those before it (a rate that depends on T, say) is left out."""
+    """The differing settings that are needed to distinguish the runs, in order. A setting that is determined by earlier
+    ones (for example a learning rate that depends on T) is left out."""
     names: list[str] = []
     apart: list[tuple[str, ...]] = [(run.task,) for run in runs]
     for name in differing_settings(runs):
@@ -108,7 +109,7 @@ def check_settings(argument: str, runs: Sequence[RunRecord], names: Iterable[str
 
 
 def setting_text(run: RunRecord, name: str) -> str:
-    """A setting's value as one reads it; "–" if the run has no such setting."""
+    """The value of a setting as text; "–" if the run has no such setting."""
     if name not in run.settings:
         return _ABSENT
     value = run.settings[name]
@@ -140,10 +141,10 @@ def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
 
 def table(runs: Sequence[RunRecord]) -> str:
     """A Markdown table with one row per run: task, settings in which the runs differ, iterations, wall time, the best
-    held-out numbers, those on the test data once the run has come to its end, and the last known spectrum, spectral
+    held-out numbers, the numbers on the test data if the run is finished, and the last recorded spectrum, spectral
     radius and orthogonality error.
 
-    Columns that no run fills are left out; "–" stands for what a run doesn't have.
+    Columns without any value are left out; "–" marks a missing value.
     """
     columns: dict[str, list[str]] = {"run": [str(run.path) for run in runs], "task": [run.task for run in runs]}
     for name in differing_settings(runs):
@@ -180,7 +181,7 @@ def _last(run: RunRecord, quantity: str, form: str) -> str:
 
 
 def _markdown(columns: dict[str, list[str]]) -> str:
-    """Columns of equal width, numbers to the right."""
+    """Pads the cells of each column to equal width; numbers are right-aligned."""
     lines: list[list[str]] = [[], []]
     rows = len(next(iter(columns.values())))
     lines += [[] for _ in range(rows)]

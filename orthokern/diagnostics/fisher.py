@@ -1,5 +1,6 @@
-"""How long a linear network remembers its input through its own noise: the Fisher memory of Ganguli, Huh and
-Sompolinsky 2008, "Memory traces in dynamical systems", as the nnRNN report uses it (Jahagirdar et al. 2019, section 3).
+"""Fisher memory: the information that the noisy state of a linear network holds about past inputs (Ganguli, Huh and
+Sompolinsky 2008, "Memory traces in dynamical systems"), as used in section 3 of the nnRNN report (Jahagirdar et al.
+2019).
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from orthokern.errors import InputError
 
 __all__ = ["FisherMemory", "fisher_memory", "transient_norms"]
 
-DOUBLINGS = 50  # steps 2^50: what has not died away by then does not
+DOUBLINGS = 50  # 2^50 steps: powers of V that have not decayed by then do not decay
 
 
 @dataclasses.dataclass(frozen=True)
 class FisherMemory:
-    """What `fisher_memory` finds, float64 on the CPU.
+    """The result of `fisher_memory`. Tensors are float64 on the CPU.
 
     Attributes:
         matrix: [T,T], J_kl, the Fisher memory matrix of the inputs k and l steps ago.
-        curve: [T], J(k) = J_kk: the information about an input that is k steps old.
-        total: the sum of the curve over all k, beyond T too.
-        covariance: [N,N], of the states under noise alone.
+        curve: [T], J(k) = J_kk: the information about the input k steps ago.
+        total: the sum of J(k) over all k, including k >= T.
+        covariance: [N,N], covariance of the states if the input is noise alone.
     """
 
     matrix: Tensor
@@ -38,25 +39,34 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
     """The Fisher memory of h_t = V h_{t-1} + u x_t + noise: J_kl = (V^k u)^T C^-1 V^l u (the report's eq. 12).
 
     C = sum_k V^k E V^kT is the covariance of the states for noise of covariance E, the solution of C = V C V^T + E. It
-    is found by doubling, C <- C + V C V^T, V <- V^2, on a triangular factor L of C = L L^T (each step a QR
-    factorisation), which keeps its small elements where C would lose them beside the large ones: a network with strong
-    transients has a C of condition 1e20. The total is |L^-1 S|_F^2 with S S^T = sum_k V^k u u^T V^kT, found alike. For
-    a normal V and E = e I the total is |u|^2 / e, whatever V is.
+    is computed by doubling, C <- C + V C V^T, V <- V^2, on the triangular factor L of C = L L^T (each step is a QR
+    factorisation). The factor keeps small elements that rounding would remove from C: for a network with strong
+    transients the condition number of C is about 1e20. The total is |L^-1 S|_F^2 with S S^T = sum_k V^k u u^T V^kT,
+    where S is computed in the same way. For a normal V and E = e I the total is |u|^2 / e.
 
     Args:
-        v: [N,N] float, applied to column vectors, stable: its powers die away.
-        u: [N] float, where the input enters.
+        v: [N,N] float, applied to column vectors. It must be stable: all eigenvalues inside the unit circle.
+        u: [N] float, the input vector.
         noise: e > 0, the variance of independent noise at every unit, or its covariance E [N,N], symmetric and positive
             definite.
         steps: T at least 1, length of the curve; None for 2 N.
 
     Returns:
-        See FisherMemory.
+        A `FisherMemory`.
 
     Raises:
-        InputError: wrong shapes, numbers that are not finite, noise that is no variance, a V that is not stable.
+        InputError: wrong shapes, numbers that are not finite, noise that is not a variance or covariance, or an
+            unstable V.
 
-    Cost: a QR factorisation of [2N,N] and two products of N^3 for every doubling of the memory, some ten of them.
+    Cost: a QR factorisation of [2N,N] and two [N,N] products per doubling; about ten doublings.
+
+    Example::
+
+        >>> memory = fisher_memory(0.5 * torch.eye(2), torch.tensor([1.0, 0.0]), 1.0, steps=3)
+        >>> memory.curve  # 0.75 * 0.25 ** k
+        tensor([0.7500, 0.1875, 0.0469], dtype=torch.float64)
+        >>> round(memory.total, 6)
+        1.0
     """
     v, u = _inputs(v, u)
     n = len(v)
@@ -82,13 +92,13 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
 
 
 def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor:
-    """|h_k| = |V^k u| for k = 0 ... T-1: how a single input grows and fades (the report's Figure 1).
+    """|h_k| = |V^k u| for k = 0 ... T-1: the response to a single input over time (Figure 1 of the report).
 
-    A normal V only lets it fade; V need not be stable.
+    For a stable normal V the norms decrease; for a non-normal V they may grow first. V need not be stable.
 
     Args:
         v: [N,N] float, applied to column vectors.
-        u: [N] float, where the input enters; or [N,M], M such inputs side by side.
+        u: [N] float, the input vector; or [N,M], M input vectors as columns.
         steps: T at least 1; None for 2 N.
 
     Returns:
@@ -157,7 +167,7 @@ def _noise_factor(noise: float | Tensor, n: int) -> Tensor:
 
 
 def _compressed(wide: Tensor) -> Tensor:
-    """Lower triangular [N,N] with the same product with its transpose as wide [N,M], M >= N."""
+    """The lower triangular L [N,N] with L L^T = A A^T for a wide A [N,M], M >= N."""
     return torch.linalg.qr(wide.mT, mode="r").R.mT
 
 

@@ -1,13 +1,13 @@
-"""‖h_t‖ and ‖dL/dh_t‖ for every t, taken from the scan itself: it costs one norm per time step and no second pass.
+"""‖h_t‖ and ‖dL/dh_t‖ for every t, recorded by the scan itself. This costs one norm per time step, and no second pass.
 
     with orthokern.diagnostics.tap() as taken:
         loss = criterion(model(x))
         loss.backward()
-    taken.state_norms[0]         # [T]; the Frobenius norm over batch and units of h_t: one tensor per scan that ran
-    taken.grad_norms[0]          # [T]; that of dL/dh_t: one tensor per scan that ran backward
+    taken.state_norms[0]         # [T]; the Frobenius norm of h_t over batch and units; one tensor per forward scan
+    taken.grad_norms[0]          # [T]; the Frobenius norm of dL/dh_t; one tensor per backward scan
 
-The loss is whatever was differentiated. The paper's Figure 2 (Vorontsov et al. 2017) shows the loss of the last step
-alone: to draw exactly that, call backward on that step's loss.
+L is the tensor on which backward was called. Figure 2 of Vorontsov et al. 2017 uses the loss of the last time step: to
+draw that figure, call backward on the loss of that step.
 """
 
 import torch
@@ -19,14 +19,19 @@ __all__ = ["profile_steps", "tap", "thin_profile"]
 
 
 def thin_profile(norms: Tensor, points: int = 64) -> list[float]:
-    """A profile through time, thinned out for the record.
+    """A profile through time, reduced to at most `points` values for a record.
 
     Args:
-        norms: [T] float, of the states or of the gradient, on any device.
-        points: as in `profile_steps`.
+        norms: [T] float, norms of the states or of the gradient, on any device.
+        points: the largest number of values, at least 1.
 
     Returns:
-        The values at `profile_steps(T, points)`, to six significant digits.
+        The values at `profile_steps(T, points)`, rounded to six significant digits.
+
+    Example::
+
+        >>> thin_profile(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), points=3)
+        [1.0, 3.0, 5.0]
     """
     kept = norms[torch.tensor(profile_steps(len(norms), points), device=norms.device)].tolist()
     return [float(f"{value:.6g}") for value in kept]

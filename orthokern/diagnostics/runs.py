@@ -1,6 +1,6 @@
-"""Run folders as the training loop leaves them: config.json, and metrics.jsonl with a record per iteration.
+"""Reads the run folders that the training loop writes: config.json, and metrics.jsonl with one record per iteration.
 
-A run that is still going on can be read at any time: its last line may be half written, and is left out then.
+A run in progress can be read at any time: an incomplete last line of metrics.jsonl is ignored.
 """
 
 from dataclasses import dataclass, field
@@ -21,15 +21,15 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, as it was found in its folder.
+    """The content of a run folder.
 
     Attributes:
         path: the folder.
-        config: what config.json holds: task, settings, versions, device, seed.
+        config: the content of config.json: task, settings, versions, device, seed.
         settings: all settings of the run, by name.
-        task: the task's name.
-        records: what metrics.jsonl holds, by rising "iteration"; [] if the first iteration isn't done.
-        result: what result.json holds; {} while the run has not come to its end.
+        task: the name of the task.
+        records: the records of metrics.jsonl, ordered by "iteration"; [] before the end of the first iteration.
+        result: the content of result.json; {} if the run is not finished.
     """
 
     path: Path
@@ -46,10 +46,10 @@ class RunRecord:
 
     @property
     def time_steps(self) -> int | None:
-        """Time steps per sequence, or None if the run doesn't tell, or has sequences of several lengths.
+        """Time steps per sequence, or None if it is unknown or not the same for all sequences.
 
-        It is told by "time_steps" in records, configuration or settings, or by the ratio of the two times that a
-        record holds, per iteration and per time step, and the number of batches that an iteration accumulates.
+        The number is read from "time_steps" in the records, configuration or settings. Otherwise it is computed from
+        the times per iteration and per time step in the records and the number of accumulated batches.
         """
         told = {steps for record in self.records if (steps := _time_steps(record)) is not None}
         if told:
@@ -67,14 +67,14 @@ class RunRecord:
         return None
 
     def profile_length(self, name: str) -> int | None:
-        """`time_steps`, if every record's list under `name` is as long as `profile_steps` of them is; else None."""
+        """`time_steps`, if the lists under `name` have the length of `profile_steps(time_steps)`; else None."""
         length = self.time_steps
         lists = {len(record[name]) for record in self.records if isinstance(record.get(name), list)}
         return length if length is not None and lists == {len(profile_steps(length))} else None
 
     @property
     def iterations_per_epoch(self) -> float | None:
-        """Iterations that make an epoch, or None if neither the settings tell nor the records, which may count both."""
+        """Iterations per epoch, from the settings or from records with both counters; None if unknown."""
         value = number_at(self.settings, "iterations_per_epoch")
         if value is None:
             last = next((record for record in reversed(self.records) if number_at(record, "epoch")), None)
@@ -86,13 +86,13 @@ class RunRecord:
         """Iterations [P] float64 and values [P] float64 of the records that have a finite number under `quantity`.
 
         Args:
-            quantity: a field of the records, or "field.part" for a part of one, as "spectrum.mean".
+            quantity: a field of the records, or "field.part" for a part of one, e.g. "spectrum.mean".
         """
         return series(self.records, quantity)
 
     @property
     def tested(self) -> dict[str, float]:
-        """Finite numbers on the test data, with the best parameters; {} where there are none (yet)."""
+        """Finite numbers on the test data, with the best parameters; {} if there are none."""
         test = self.result.get("test")
         names = test if isinstance(test, dict) else {}
         return {name: value for name in names if (value := number_at(names, name)) is not None}
@@ -103,7 +103,7 @@ class RunRecord:
 
     @cached_property
     def quantities(self) -> list[str]:
-        """Everything that `series` finds numbers for, in the order of first appearance."""
+        """The names of all quantities for which `series` finds numbers, in order of first appearance."""
         found: dict[str, None] = {}
         for record in self.records:
             for key, value in record.items():
@@ -117,19 +117,29 @@ class RunRecord:
 
 
 def load_run(folder: Path | str) -> RunRecord:
-    """Reads a run's configuration and records.
+    """Reads the configuration and records of a run.
 
-    A run that was killed and went on may hold an iteration twice: the later record counts, and earlier ones of that
-    iteration and of all behind it are left out.
+    A run that was killed and resumed may have two records of an iteration. The later record replaces the earlier one,
+    and all earlier records of that and of later iterations are dropped.
 
     Args:
-        folder: the run's folder.
+        folder: the folder of the run.
 
     Returns:
-        The run. Without metrics.jsonl it has no records: its first iteration isn't done.
+        The run. Without metrics.jsonl, which is written after the first iteration, it has no records.
 
     Raises:
-        InputError: there is no such folder, it holds no run, or a file is damaged or can't be read.
+        InputError: the folder does not exist or is not a run folder, or a file is damaged or unreadable.
+
+    Example::
+
+        >>> import json, pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "config.json").write_text(json.dumps({"task": "copy", "settings": {"T": 100}}))
+        >>> _ = (folder / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0}\\n')
+        >>> run = load_run(folder)
+        >>> run.settings["T"], run.last("loss")
+        (100, 2.0)
     """
     path = Path(folder)
     if not path.exists():
@@ -148,7 +158,7 @@ def load_run(folder: Path | str) -> RunRecord:
     try:
         for line, (content, record) in enumerate(json_lines(metrics), start=1):
             if record is None:
-                if not content.endswith(b"\n"):  # it is being written, or a kill cut it short
+                if not content.endswith(b"\n"):  # the line is being written, or the run was killed while writing it
                     break
                 raise InputError(f"{metrics} is damaged: line {line} is not a JSON object")
             iteration = count(record.get("iteration"))
@@ -164,11 +174,11 @@ def load_run(folder: Path | str) -> RunRecord:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All whole records of a metrics file, in order, up to a line that is none; [] if there is no file. A record is a
-    JSON object whose "iteration" is an integer from 0.
+    """All complete records of a metrics file, in order, up to the first line that is not a record; [] if there is no
+    file. A record is a JSON object whose "iteration" is a non-negative integer.
 
     Raises:
-        InputError: the file can't be read.
+        InputError: the file cannot be read.
     """
     records: list[Record] = []
     try:
@@ -205,8 +215,8 @@ def number_at(record: Record, quantity: str) -> float | None:
 
 
 def numbers_at(record: Record, name: str) -> list[float | None] | None:
-    """The list of numbers of a record under a field, None in it for null; None if there is no such list, if it is
-    empty, or if it holds anything else."""
+    """The list of numbers in a field of a record, with None for null. None if the field is not a list, is an empty
+    list, or has other elements than numbers and null."""
     values = record.get(name)
     if not isinstance(values, list) or not values:
         return None

@@ -1,7 +1,7 @@
-"""What a recurrent matrix W [N, N] does to what passes through it again and again: singular values and eigenvalues.
+"""Singular values and eigenvalues of a recurrent matrix W [N, N].
 
-The decompositions run in float64 on the CPU, where they are robust: W is small, and moving it costs nothing beside
-them. `eigenvalues` of `diagnose_recurrence` switches the dearest of them off.
+The decompositions run in float64 on the CPU, where they are robust. W is small, and the time of the copy is negligible
+in comparison. `diagnose_recurrence(eigenvalues=False)` skips the eigenvalues, which take the most time.
 """
 
 import math
@@ -28,10 +28,10 @@ ANGLE_BINS = 36  # of ten degrees each
 
 
 class Recurrence(Protocol):
-    """What `diagnose_recurrence` needs: any recurrence of orthokern.nn has it.
+    """The interface that `diagnose_recurrence` needs. All recurrent modules of orthokern.nn have it.
 
-    `singular_values(layer, reverse)` [K] and `orthogonality_error()` are used where a module has them: a factorized
-    recurrence knows its singular values without a decomposition.
+    `singular_values(layer, reverse)` [K] and `orthogonality_error()` are used if the module has them: a factorized
+    recurrence has its singular values as a parameter, without a decomposition.
     """
 
     num_layers: int
@@ -43,14 +43,14 @@ class Recurrence(Protocol):
 
 
 def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
-    """Mean, spread and extremes of singular values, as the paper's Figure 3 shows them (Vorontsov et al. 2017).
+    """Mean, standard deviation and extremes of singular values, as in Figure 3 of Vorontsov et al. 2017.
 
     Args:
-        singular_values: [K] float, K at least 1. A free spectrum may hold negative numbers: then the singular values
-            proper are their magnitudes, and those are summarised.
+        singular_values: [K] float, K at least 1. Absolute values are taken, because an unconstrained spectrum
+            parameter may be negative.
 
     Returns:
-        "mean", "std" (of the K values, not an estimate for more of them: divided by K), "min", "max".
+        "mean", "std" (population standard deviation, divided by K), "min", "max".
 
     Example::
 
@@ -67,7 +67,7 @@ def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
 
 
 def spectral_radius(w: Tensor) -> float:
-    """The largest magnitude of an eigenvalue: how W^t grows or fades in the long run.
+    """The largest magnitude of an eigenvalue: the asymptotic growth rate of W^t.
 
     Args:
         w: [N, N] float, N at least 1, on any device.
@@ -76,7 +76,7 @@ def spectral_radius(w: Tensor) -> float:
         A number without unit; NaN if w holds NaN or infinity.
 
     Raises:
-        InputError: w is no square matrix.
+        InputError: w is not a square matrix.
 
     Example::
 
@@ -87,7 +87,7 @@ def spectral_radius(w: Tensor) -> float:
 
 
 def eigenvalue_angles(w: Tensor) -> Tensor:
-    """The angles of the eigenvalues: by how much W turns what it is applied to, per time step.
+    """The angles of the eigenvalues: the rotation per time step.
 
     Args:
         w: [N, N] float, N at least 1, on any device.
@@ -97,7 +97,7 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
         holds NaN or infinity.
 
     Raises:
-        InputError: w is no square matrix.
+        InputError: w is not a square matrix.
 
     Example::
 
@@ -108,16 +108,21 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
 
 
 def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[float]:
-    """How many of the angles fall into each of `bins` equal parts of [-pi, pi), the form in which records keep them.
+    """A histogram of angles over `bins` equal intervals of [-pi, pi). Records hold angles in this form.
 
-    The parts are half open; the angle pi is that of -pi, and is counted there.
+    The intervals are half open. The angle pi is counted as -pi.
 
     Args:
         angles: [N] float, radians in [-pi, pi].
-        bins: number of parts, at least 1.
+        bins: number of intervals, at least 1.
 
     Returns:
         `bins` counts; `bins` NaN if an angle is not finite.
+
+    Example::
+
+        >>> angle_histogram(torch.tensor([-3.0, 0.5, 0.6, 3.1]), bins=4)
+        [1, 0, 2, 1]
     """
     if not bool(angles.isfinite().all()):
         return [math.nan] * bins
@@ -126,25 +131,26 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
 
 
 def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = True) -> dict[str, Any]:
-    """All numbers on the recurrent matrices of a module for a record.
+    """The spectral statistics of all recurrent matrices of a module, as a record for metrics.jsonl.
 
-    Costs one eigenvalue decomposition per recurrence, and for a dense W also one singular value decomposition: together
-    about 10 ms for N = 128 and 0.3 s for N = 512. A factorized recurrence's singular values are read off.
+    The cost is one eigenvalue decomposition per recurrence, and for a dense W one singular value decomposition:
+    together about 10 ms for N = 128 and 0.3 s for N = 512. A factorized recurrence needs no singular value
+    decomposition.
 
     Args:
         module: a recurrence of orthokern.nn; see `Recurrence`.
-        eigenvalues: also what needs the eigenvalues, "spectral_radius", "eigenvalue_moduli" and "eigenvalue_angles".
+        eigenvalues: also compute "spectral_radius", "eigenvalue_moduli" and "eigenvalue_angles".
 
     Returns:
-        "spectrum" (as `summarize_spectrum`; for a factorized recurrence of rank K < N of the K values, without the
-        N - K zeros), "spectral_radius", "eigenvalue_moduli" (of |lambda|, as `summarize_spectrum`; a normal matrix's
-        are its singular values), "eigenvalue_angles" (as `angle_histogram`): of the first recurrence under these
-        names, of the others under names that end in "_l0_reverse", "_l1", ..., as parameters do.
-        "orthogonality_error", the largest |M^T M - I| of all bases, where the module has bases.
-        NaN stands for what a matrix that is not finite has.
+        "spectrum" (as `summarize_spectrum`; for a factorized recurrence of rank K < N, of the K values without the
+        N - K zeros), "spectral_radius", "eigenvalue_moduli" (of |lambda|, as `summarize_spectrum`; for a normal matrix
+        they equal the singular values), "eigenvalue_angles" (as `angle_histogram`). The first recurrence has these
+        names. The names of the others end in "_l0_reverse", "_l1", ..., as those of parameters.
+        "orthogonality_error": the largest |M^T M - I| of all bases, if the module has bases.
+        All numbers of a matrix that is not finite are NaN.
 
     Raises:
-        InputError: the module is no recurrence.
+        InputError: the module is not a recurrence.
 
     Example::
 
@@ -189,8 +195,8 @@ def _recurrences(module: Recurrence) -> Iterator[tuple[str, int, bool]]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """LAPACK hands these small matrices to its threads in thousands of small pieces: it is no faster with several, and
-    many times slower where a core is busy with something else."""
+    """Runs LAPACK with one thread. It splits these small matrices into thousands of small pieces: several threads are
+    no faster, and many times slower if another process uses a core."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield
@@ -203,7 +209,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _singular_values(w: Tensor) -> Tensor:
-    """[N] float64, or NaN where LAPACK would refuse w."""
+    """[N] float64, or NaN if w is not finite, which LAPACK rejects."""
     if not bool(w.isfinite().all()):
         return w.new_full((len(w),), math.nan)
     with _one_thread():
@@ -211,7 +217,7 @@ def _singular_values(w: Tensor) -> Tensor:
 
 
 def _eigenvalues(w: Tensor) -> Tensor:
-    """[N] complex128 on the CPU, or NaN where LAPACK would refuse w."""
+    """[N] complex128 on the CPU, or NaN if w is not finite, which LAPACK rejects."""
     if w.dim() != 2 or w.shape[0] != w.shape[1] or not len(w):
         raise InputError(f"w has shape {list(w.shape)}; accepted: a square matrix [N, N]")
     exact = w.detach().double().cpu()

@@ -1,6 +1,7 @@
 """Modules: drop-in replacements of torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss."""
 
 from orthokern.nn.activations import OPLU, ModReLU
+from orthokern.nn.episodes import EpisodeRNN
 from orthokern.nn.exprnn import ExpRNN
 from orthokern.nn.factorized import FactorizedRNN
 from orthokern.nn.gru import GRU
@@ -13,6 +14,7 @@ __all__ = [
     "GRU",
     "OPLU",
     "RNN",
+    "EpisodeRNN",
     "ExpRNN",
     "FactorizedRNN",
     "LinearCrossEntropy",

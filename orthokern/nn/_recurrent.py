@@ -65,13 +65,13 @@ class Recurrent(nn.Module):
         dropout: float,
         bidirectional: bool,
         *,
-        negative_slope: float,
+        negative_slope: float = 0.01,
         learned_h0: bool,
-        checkpoint_every: int,
+        checkpoint_every: int = 0,
         backend: str | None,
-        precision: str,
-        message_clip: float,
-        gain: float,
+        precision: str = "ieee",
+        message_clip: float = 0.0,
+        gain: float = 1.0,
     ) -> None:
         super().__init__()
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name

@@ -93,22 +93,10 @@ class FactorizedRNN(Recurrent):
         gain: float = 1.0,
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=negative_slope,
-            learned_h0=learned_h0,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-            precision=precision,
-            message_clip=message_clip,
-            gain=gain,
-        )
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
+            negative_slope=negative_slope, learned_h0=learned_h0, checkpoint_every=checkpoint_every, backend=backend,
+            precision=precision, message_clip=message_clip, gain=gain,
+        )  # fmt: skip
         if margin is not None:
             accepted = "a finite number >= 0, or None for a free spectrum"
             margin = number("margin", margin, accepted)

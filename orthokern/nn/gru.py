@@ -95,22 +95,9 @@ class GRU(Recurrent):
         backend: str | None = None,
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            "tanh",
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=0.01,
-            learned_h0=learned_h0,
-            checkpoint_every=0,
-            backend=backend,
-            precision="ieee",
-            message_clip=0.0,
-            gain=1.0,
-        )
+            input_size, hidden_size, num_layers, "tanh", bias, batch_first, dropout, bidirectional,
+            learned_h0=learned_h0, backend=backend,
+        )  # fmt: skip
         if variant not in VARIANTS:
             raise unknown_name("variant", variant, VARIANTS)
         self.variant = variant
@@ -215,8 +202,6 @@ class GRU(Recurrent):
         matrix: tuple[Tensor, ...],
         cuts: Cuts | None = None,
     ) -> Tensor:
-        if cuts is not None:
-            raise InputError("resets are given to a GRU, which takes none; accepted: None")
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
         if x.is_floating_point():
@@ -226,8 +211,9 @@ class GRU(Recurrent):
             e = nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
         bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
         return functional.gru_scan(
-            e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths
-        )
+            e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
+            **({} if cuts is None else cuts._asdict()),
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         text = f"{self.input_size}, {self.hidden_size}"

@@ -125,19 +125,8 @@ def _bwd(
 
 
 @_bwd.register_fake
-def _bwd_fake(
-    grad_hs: Tensor,
-    grad_cs: Tensor,
-    hs: Tensor,
-    cs: Tensor,
-    gates: Tensor,
-    w: Tensor,
-    p: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d_e, d_w, d_p, d_h0, d_c0 = (t.new_empty(t.shape) for t in (gates, w, p, h0, c0))
-    return d_e, d_w, d_p, d_h0, d_c0
+def _bwd_fake(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in tensors[4:])  # gates, w, p, h0, c0
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -119,22 +119,10 @@ class NonNormalRNN(_Exponential):
         gain: float = 1.0,
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=negative_slope,
-            learned_h0=learned_h0,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-            precision=precision,
-            message_clip=message_clip,
-            gain=gain,
-        )
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
+            negative_slope=negative_slope, learned_h0=learned_h0, checkpoint_every=checkpoint_every, backend=backend,
+            precision=precision, message_clip=message_clip, gain=gain,
+        )  # fmt: skip
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
         if mask not in MASKS:
             raise unknown_name("mask", mask, MASKS)

@@ -94,22 +94,10 @@ class RNN(Recurrent):
         gain: float = 1.0,
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=negative_slope,
-            learned_h0=learned_h0,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-            precision=precision,
-            message_clip=message_clip,
-            gain=gain,
-        )
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
+            negative_slope=negative_slope, learned_h0=learned_h0, checkpoint_every=checkpoint_every, backend=backend,
+            precision=precision, message_clip=message_clip, gain=gain,
+        )  # fmt: skip
         if init is not None and init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
         self.init = init

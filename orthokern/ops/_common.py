@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -88,15 +89,42 @@ def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(output if output.numel() else output.new_empty(output.shape) for output in outputs)
 
 
-def no_second_derivative(op: str) -> Callable[..., Any]:
+def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """The results of a leaf with an empty tensor in place of each None: a result of an op is a tensor."""
+    return tuple(like.new_empty(0) if result is None else result for result in results)
+
+
+def refusal(op: str, way_out: str) -> RuntimeError:
+    return RuntimeError(f"{op} has no second derivative through its kernels: pass {way_out}, which supports it")
+
+
+def no_second_derivative(op: str, way_out: str = "backend='reference'") -> Callable[..., Any]:
     """The "backward" of a backward op."""
 
     def refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> Any:
-        raise RuntimeError(
-            f"{op} has no second derivative through its kernels: pass backend='reference', which supports it"
-        )
+        raise refusal(op, way_out)
 
     return refuse
+
+
+def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callable[[Callable[..., Any]], Any]:
+    """A decorator for the backward of an autograd Function without a second derivative: create_graph=True raises.
+
+    torch's once_differentiable takes its gradients for constants where the incoming gradient is one, so that a sum with
+    other terms would get a wrong second derivative.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Any:
+        @functools.wraps(backward)
+        def call(ctx: Any, *grads: Tensor | None) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise refusal(op, way_out)
+            with torch.no_grad():
+                return backward(ctx, *grads)
+
+        return call
+
+    return decorate
 
 
 def given(grad: Tensor, wanted: bool) -> Tensor | None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
 from orthokern.errors import BackendUnavailable, InputError
-from orthokern.ops import _taps
+from orthokern.ops import _route, _taps
+from orthokern.ops._common import differentiable_once
 from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
 from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
 from orthokern.ops._modal_norms import last_step_norms, norms_through_time
@@ -26,6 +26,8 @@ from orthokern.ops._modal_norms import last_step_norms, norms_through_time
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
 
 OPS = {"states": "modal_scan", "loss": "modal_cross_entropy"}
+# Rows of a span of steps about, few enough to stay in the cache; the steps of a span are a multiple of SPAN_STEPS.
+SPAN_ROWS, SPAN_STEPS = 16384, 64
 ROWS = 4096  # of a product over all steps, between two additions in float64
 INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
 
@@ -144,6 +146,8 @@ def why_not_now(call: Call) -> str | None:
         return "the call is compiled, and an eigensolver has no graph"
     if dispatch.plain_reference(call.backend):
         return "backend 'reference' runs the scan step by step, for second derivatives"
+    if _route.plain(call.backend):
+        return "a derivative of torch.func or forward mode is being taken"
     if dispatch.choose(OPS[call.kind], call.backend, device=call.device, dtype=call.dtype) == "reference":
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
     if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
@@ -302,7 +306,7 @@ class _ModalLoss(torch.autograd.Function):
         return loss, hits
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the modal form", "algorithm='sequential'")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 11
         if grad_loss is None:
@@ -329,7 +333,15 @@ class _ModalLoss(torch.autograd.Function):
 
 
 class _ModalStates(torch.autograd.Function):
-    """modal_scan with the gradient of W: z [T, B, 2M]."""
+    """hs [T, B, N] of the recurrence, span by span of time; with the gradients of W, x, table and h0.
+
+    Note [States in spans]
+        In modal coordinates, x, z and their cotangents are as large as hs. Here they exist for one span of steps at a
+        time, in the cache: of all steps, only hs and the gradient of x are stored. A span starts from the last state of
+        the one before it, and its last step's cotangent takes in what arrives from the one after it. The sums of Note
+        [Divided differences] hold for each span as for a sequence of its own. With features the gradient of W is
+        sum_t d_t h_{t-1}^T instead, d_t = L^T delta_t: one product in place of two, since d_t is the gradient of x_t.
+    """
 
     @staticmethod
     def forward(
@@ -337,43 +349,136 @@ class _ModalStates(torch.autograd.Function):
         w: Tensor,
         x: Tensor,
         table: Tensor | None,
-        z0: Tensor,
+        offset: Tensor | None,
+        h0: Tensor,
         modes: Modes,
         backend: str | None,
         lengths: Tensor | None,
     ) -> Tensor:
-        z = torch.ops.orthokern.modal_scan_fwd(x, modes.basis.re, modes.basis.im, z0, table, backend, lengths)
+        call = _Spans(x, table, offset, h0, modes, backend, lengths)
+        right = modes.basis.right.to(h0.dtype).mT.contiguous()
+        hs = h0.new_empty(x.shape[0], *h0.shape)
+        starts = [call.z0]
+        for begin, end in call.spans:
+            z = call.states(begin, end, starts[-1])
+            torch.mm(z.flatten(0, 1), right, out=hs[begin:end].view(-1, hs.shape[2]))
+            starts.append(z[-1].clone())
+        if call.padding is not None:
+            hs.masked_fill_(call.padding[..., None], 0)
         ctx.set_materialize_grads(False)
-        ctx.modes, ctx.backend = modes, backend
-        ctx.save_for_backward(x, table, z0, z, lengths)
-        return z
+        ctx.call, ctx.count = call, len(starts) - 1
+        ctx.save_for_backward(x, table, h0, hs, *starts[:-1])
+        return hs
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_z is None:
-            return (None,) * 7
-        x, table, z0, z, lengths = ctx.saved_tensors
-        modes = ctx.modes
-        basis, pairs = modes.basis, modes.pairs
-        grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs = torch.ops.orthokern.modal_scan_bwd(
-            grad_z, z, x, basis.re, basis.im, z0, table, pairs if len(pairs) else None, True, ctx.backend, lengths
-        )
+    @differentiable_once("the modal form", "algorithm='sequential'")
+    def backward(ctx: Any, grad_hs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_hs is None:
+            return (None,) * 8
+        x, table, h0, hs, *starts = ctx.saved_tensors
+        call: _Spans = ctx.call
+        grads = call.backward_of_features if x.is_floating_point() else call.backward_of_ids
+        return (*grads(x, table, h0, hs, grad_hs, starts, ctx.needs_input_grad), None, None, None)
+
+
+class _Spans:
+    """The parts of `_ModalStates`: states of a span, and the two backwards."""
+
+    def __init__(
+        self, x: Tensor, table: Tensor | None, offset: Tensor | None, h0: Tensor, modes: Modes, backend: str | None,
+        lengths: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.modes, self.backend, self.basis = modes, backend, modes.basis
+        (T, B), self.dtype = x.shape[:2], h0.dtype
+        steps = T if h0.is_cuda else max(SPAN_ROWS // B // SPAN_STEPS, 1) * SPAN_STEPS
+        self.spans = [(begin, min(begin + steps, T)) for begin in range(0, T, steps)]
+        self.padding = None
+        if lengths is not None:
+            self.padding = torch.arange(T, device=lengths.device)[:, None] >= lengths
+        self.left = self.basis.left.to(self.dtype)
+        self.z0 = (h0.double() @ self.basis.left.mT).to(self.dtype)
+        self.x, self.offset = x, offset
+        self.table = table if table is not None else self.left.mT.contiguous()
+
+    def _masked(self, x: Tensor, begin: int, end: int) -> Tensor:
+        """x [steps, B, ...] of a span without what stands on padding, which may be anything."""
+        if self.padding is None:
+            return x
+        padding = self.padding[begin:end]
+        return x.masked_fill(padding if x.ndim == 2 else padding[..., None], 0)
+
+    def states(self, begin: int, end: int, z0: Tensor) -> Tensor:
+        """z [steps, B, 2M] of a span."""
+        x, table = self._masked(self.x[begin:end], begin, end), None
+        if not x.is_floating_point():
+            table = self.table
+        elif self.offset is None:
+            x = x @ self.table
+        else:
+            x = torch.addmm(self.offset, x.flatten(0, 1), self.table).view(*x.shape[:2], -1)
+        z: Tensor = torch.ops.orthokern.modal_scan_fwd(x, self.basis.re, self.basis.im, z0, table, self.backend, None)
+        return z
+
+    def _cotangent(self, grad_hs: Tensor, begin: int, end: int, carried: Tensor | None) -> Tensor:
+        """dL/dz of a span: by way of its own states, and at its last step of all later ones too."""
+        grad_z = self._masked(grad_hs[begin:end], begin, end) @ self.basis.right.to(self.dtype)
+        if carried is not None:
+            grad_z[-1] += carried
+        return grad_z
+
+    def backward_of_ids(
+        self, x: Tensor, table: Tensor, h0: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], needs: Any
+    ) -> tuple[Tensor | None, ...]:
+        """(grad_w, None, grad_table, None, grad_h0)."""
+        basis, pairs = self.basis, self.modes.pairs
+        sums: list[Tensor] | None = None
+        carried: Tensor | None = None
+        h = torch.zeros(2 * len(basis.re), 2 * len(basis.re), dtype=torch.float64, device=basis.re.device)
+        for (begin, end), z0 in zip(reversed(self.spans), reversed(starts), strict=True):
+            ids, z = self._masked(x[begin:end], begin, end), self.states(begin, end, z0)
+            grad_z = self._cotangent(grad_hs, begin, end, carried)
+            _, *found = torch.ops.orthokern.modal_scan_bwd(
+                grad_z, z, ids, basis.re, basis.im, z0, table, pairs if len(pairs) else None, False, self.backend, None
+            )
+            carried = found[2]
+            h += _sum_over_rows(grad_z, z) - _product(found[2], z0)
+            sums = [f.double() for f in found] if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+        assert sums is not None and carried is not None
+        grad_re, grad_im, _, grad_table, grad_pairs = sums
         grad_w = None
-        if ctx.needs_input_grad[0]:
-            if lengths is not None:  # states on padding are zeros, their cotangents may be anything
-                alive = torch.arange(len(grad_z), device=lengths.device)[:, None, None] < lengths[:, None]
-                grad_z = torch.where(alive, grad_z, 0)
-            inputs = _sum_over_rows(grad_x, x) if table is None else _product(grad_table, table)
-            h = _sum_over_rows(grad_z, z) - inputs - _product(grad_z0, z0)
-            grad_w = gradient_of_w(basis, h, grad_re, grad_im, pairs, grad_pairs)
-        return (
-            grad_w,
-            None if table is not None else grad_x,
-            None if table is None else grad_table,
-            grad_z0,
-            *(None,) * 3,
-        )
+        if needs[0]:
+            grad_w = gradient_of_w(basis, h - grad_table.mT @ table.double(), grad_re, grad_im, pairs, grad_pairs)
+        return grad_w, None, grad_table.to(table.dtype), None, self._of_h0(carried, h0)
+
+    def backward_of_features(
+        self, x: Tensor, table: Tensor | None, h0: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], needs: Any
+    ) -> tuple[Tensor | None, ...]:
+        """(grad_w, grad_x, grad_table, grad_offset, grad_h0)."""
+        basis, carried = self.basis, None
+        grad_w = torch.zeros_like(self.modes.w, dtype=torch.float64)
+        grad_table, grad_offset = (torch.zeros_like(part, dtype=torch.float64) for part in (self.table, self.table[0]))
+        grad_x = torch.empty_like(x)
+        for (begin, end), z0 in zip(reversed(self.spans), reversed(starts), strict=True):
+            grad_z = self._cotangent(grad_hs, begin, end, carried)
+            # z is read only for sums that are not used here
+            delta, _, _, carried, *_ = torch.ops.orthokern.modal_scan_bwd(
+                grad_z, grad_z, None, basis.re, basis.im, z0, None, None, True, self.backend, None
+            )
+            torch.matmul(delta, self.table.mT, out=grad_x[begin:end])
+            if table is not None:
+                grad_table += _sum_over_rows(self._masked(x[begin:end], begin, end), delta)
+                grad_offset += delta.sum((0, 1), dtype=torch.float64)
+            if needs[0]:
+                d = grad_x[begin:end] if table is None else delta @ self.left
+                grad_w += _product(d[0], h0 if begin == 0 else hs[begin - 1])
+                grad_w += _sum_over_rows(d[1:], hs[begin : end - 1])
+        assert carried is not None
+        if table is None:
+            return grad_w, grad_x, None, None, self._of_h0(carried, h0)
+        return grad_w, grad_x, grad_table.to(table.dtype), grad_offset.to(table.dtype), self._of_h0(carried, h0)
+
+    def _of_h0(self, grad_z0: Tensor, h0: Tensor) -> Tensor:
+        return (grad_z0.double() @ self.basis.left).to(h0.dtype)
 
 
 def _into_modes(
@@ -407,9 +512,17 @@ def modal_states(
     lengths: Tensor | None = None,
 ) -> Tensor:
     """hs [T, B, N] of the linear recurrence with W = ``modes.w``; arguments as those of ``factored_scan``."""
-    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, lengths)
-    z: Tensor = _ModalStates.apply(modes.w, term, table, z0, modes, backend, lengths)
-    return z @ modes.basis.right.to(z.dtype).mT
+    table = offset = None
+    if weight is not None:
+        left = modes.basis.left
+        columns = (left @ weight.double()).mT
+        offset = None if bias is None else left @ bias.double()
+        if not x.is_floating_point():
+            columns, offset = columns if offset is None else columns + offset, None
+        table = columns.to(h0.dtype).contiguous()
+        offset = None if offset is None else offset.to(h0.dtype)
+    hs: Tensor = _ModalStates.apply(modes.w, x, table, offset, h0, modes, backend, lengths)
+    return hs
 
 
 @keeps_dtype

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern.ops import _modal, _taps, dense_scan, factored_scan
+from orthokern.ops import _modal, _route, _taps, dense_scan, factored_scan
+from orthokern.ops._common import differentiable_once
 from orthokern.ops._modal import Call, Matrix
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -113,7 +112,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss, hits
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the loss in chunks of states")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         grads = [None if grad is None or grad_loss is None else grad * grad_loss for grad in ctx.saved_tensors]
         if ctx.op and grad_loss is not None:
@@ -251,9 +250,9 @@ class _Chunks:
 
 def _is_kept_whole(T: int, step: int, device: torch.device, backend: str | None) -> bool:
     """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Plain reference code is
-    differentiated twice, so it does."""
+    differentiated twice, so it does, and so do forward mode and torch.func."""
     transformed = torch._C._are_functorch_transforms_active()  # torch.func has no rule for the chunks
-    return T * step <= kept_states(device) or transformed or dispatch.plain_reference(backend)
+    return T * step <= kept_states(device) or transformed or _route.plain(backend)
 
 
 def _chunk_steps(step: int) -> int:
@@ -350,13 +349,14 @@ def choose_for(
     backend: str | None,
     algorithm: str,
     start: Tensor | None,
+    resets: bool = False,
 ) -> tuple[Call, _modal.Modes | None, str]:
     """(the call, its modes or None, why not) of a training step with ``scan_loss``; see ``_modal.choose``."""
     like = matrix[0]
     call = Call(
         kind="loss", T=T, B=B, N=like.shape[0], K=matrix[-1].shape[1], C=C, ids=ids, backward=True,
         dtype=like.dtype, device=like.device, activation=activation, message_clip=message_clip, backend=backend,
-        lengths=lengths, started=start is not None,
+        lengths=lengths, started=start is not None, resets=resets,
     )  # fmt: skip
     with torch.no_grad():
         return call, *_modal.choose(matrix, call, start, algorithm)

@@ -6,21 +6,23 @@ The schema is flat. Below it, leaves take and return the types of ``orthokern/_s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.dispatch import Support
-from orthokern.ops import _replicas, _taps, _vmap
+from orthokern.ops import _replicas, _route, _second, _taps, _vmap
 from orthokern.ops._common import (
     SCAN_FEATURES,
     check_lengths,
     check_tokens,
     contiguous,
+    filled,
     given,
     no_second_derivative,
     scan_features,
@@ -91,8 +93,17 @@ class ScanOp:
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
         """hs of the forward op's arguments, all of them; ``backend`` is one of them."""
-        if not dispatch.plain_reference(backend):
+        route = _route.route(backend)
+        if route == "op" or (route == "function" and _route.first_reverse()):
             hs: Tensor = self.fwd(*arguments)[0]
+            return hs
+        if route == "function":
+            factors, rest = arguments[1 : self.count + 1], arguments[self.count + 1 :]
+            (*tensors, activation, _), (*choices, lengths, clip, resets, reset_state) = rest[:6], rest[6:]
+            plan = self._plan(activation, choices, clip)
+            hs = _second.Scan.apply(
+                self.fwd, plan, arguments[0], *tensors, lengths, resets, reset_state, *factors
+            )[0]  # fmt: skip
             return hs
         _, map_, inputs, options = self._read(*arguments)
         second = map_.second
@@ -105,6 +116,10 @@ class ScanOp:
         hs = getattr(leaf, f"{self.name}_fwd")(map_, inputs, options).hs
         _taps.record_states(self.name, hs)
         return hs
+
+    def _plan(self, activation: str, choices: Sequence[Any], clip: float) -> _second.Plan:
+        """What ``_second`` needs to know of a call; choices: backend, precision and algorithm."""
+        return _second.Plan(self.bwd, self.map_of, self.gradients, activation, tuple(choices), clip, True)
 
     def _read(self, x: Tensor | None, *rest: Any) -> tuple[str | None, Map, ScanInputs, ScanOptions]:
         """The backend, and the arguments of the leaf, from x, the factors and the arguments of _HEAD and _TAIL."""
@@ -137,7 +152,7 @@ class ScanOp:
             function = functools.partial(_replicas.forward_one_by_one, function)
         found = function(map_, inputs, options)
         _taps.record_states(self.name, found.hs)
-        return _filled(found, found.hs)
+        return filled(found, found.hs)
 
     def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         arguments, need_x, need_params = self._without_needs(rest)
@@ -153,7 +168,7 @@ class ScanOp:
             _taps.record(self.name, found.norm)
         grad_x, m, *others = found
         grads = (None,) * self.count if m is None else self.gradients(m, map_)
-        return _filled((grad_x, *grads, *others), found.h0)
+        return filled((grad_x, *grads, *others), found.h0)
 
     def _one_by_one(self, leaf: Any, map_: Map) -> bool:
         """Whether this is a call for replicas that the leaf serves for one model at a time."""
@@ -198,7 +213,10 @@ class ScanOp:
         x, *parameters = inputs[:tensors]
         activation, every, *choices, lengths, ctx.message_clip, resets, reset_state = inputs[tensors:]
         hs, ckpt, pre = output
-        ctx.mark_non_differentiable(ckpt, pre)
+        if ACTIVATIONS[activation].needs_input and not every:
+            ctx.mark_non_differentiable(ckpt)  # a second derivative has a gradient of pre
+        else:
+            ctx.mark_non_differentiable(ckpt, pre)
         ctx.set_materialize_grads(False)
         ctx.head, ctx.choices = (activation, every), choices
         # replicas may share some of the tensors
@@ -212,25 +230,56 @@ class ScanOp:
         )
 
     def _derivative(
-        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None
+        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, _: None, grad_pre: Tensor | None
     ) -> tuple[Any, ...]:
-        if grad_hs is None:
+        if grad_hs is None and grad_pre is None:
             return ()
         *tensors, lengths, resets, reset_state = saved
         needs = ctx.needs_input_grad[: self.count + 5]
+        wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
+        if grad_pre is not None or _route.recording(grad_hs, *saved):
+            *found, last = self._differentiable(ctx, saved, grad_hs, grad_pre, (*needs, wanted))
+            return (*found, *(None,) * 8, last)
         h0 = self.count + 1
         grads = self.bwd(
             grad_hs, *tensors, *ctx.head, needs[0], any(needs[1:h0]) or any(needs[h0 + 1 :]), *ctx.choices, lengths,
             ctx.message_clip, resets, reset_state,
         )  # fmt: skip
         found = [given(grad, needed) for grad, needed in zip(grads, needs, strict=False)]
-        wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
         found.append(given(grads[-2], wanted))
         if ctx.dimensions is not None:
             found = _replicas.summed(found, ctx.dimensions)
         return (*found[:-1], *(None,) * 8, found[-1])  # of the options, and of reset_state
 
-
-def _filled(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
-    """The results with an empty tensor in place of each None: a result of an op is a tensor."""
-    return tuple(like.new_empty(0) if result is None else result for result in results)
+    def _differentiable(
+        self,
+        ctx: Any,
+        saved: tuple[Any, ...],
+        grad_hs: Tensor | None,
+        grad_pre: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> tuple[Any, ...]:
+        """The same gradients, computed in such a way that autograd can derive them again."""
+        hs, pre, x, *tensors, lengths, resets, reset_state = saved
+        factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count :]
+        activation, every = ctx.head
+        if every:  # hs is the checkpoints: the states have to be there as a function of the inputs
+            with _taps.set_aside():
+                hs, _, pre = self.fwd(
+                    x, *tensors, activation, 0, *ctx.choices, lengths, ctx.message_clip, resets, reset_state
+                )  # fmt: skip
+        taken = _second.Taken(
+            hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors)
+        )  # fmt: skip
+        plan = self._plan(activation, ctx.choices, ctx.message_clip)
+        if ctx.dimensions is None:
+            return _second.gradients(plan, taken, grad_hs, grad_pre, needs)
+        R, names = hs.shape[1], ("second",) if self.count == 1 else ("second", "scale", "first")
+        models = [
+            _second.gradients(
+                plan, _replicas.taken(taken, names, r, R, self.name), _replicas.behind_time(grad_hs, r),
+                _replicas.behind_time(grad_pre, r), needs,
+            )
+            for r in range(R)
+        ]  # fmt: skip
+        return tuple(_replicas.summed(_replicas.gradients_of_all(models), ctx.dimensions))

@@ -11,6 +11,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
+from orthokern.ops import _route
 from orthokern.ops._common import apart, contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -63,7 +64,7 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
     """
     if activation == "identity":
         return x
-    if dispatch.plain_reference(backend):
+    if _route.plain(backend):
         y: Tensor = dispatch.leaf("activations", "reference").activation_fwd(x, act_param, activation=activation)
         return y
     y = torch.ops.orthokern.activation_fwd(x, act_param, activation, backend)
@@ -114,6 +115,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ...]:
     x, act_param = saved
+    if _route.recording():
+        reference = dispatch.leaf("activations", "reference")
+        grads = reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
+        return tuple(map(given, grads, ctx.needs_input_grad))
     grad_x, grad_act_param = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
     needs = ctx.needs_input_grad
     return given(grad_x, needs[0]), given(grad_act_param, needs[1])

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.dispatch import Support
-from orthokern.ops import _taps
-from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
+from orthokern.ops import _route, _second_gru, _taps
+from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative, refusal
 from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
-FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
+FEATURES = ("lengths", "resets")  # optional arguments that a backend may lack, see Support.features
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
@@ -42,6 +43,8 @@ def gru_scan(
     variant: str,
     backend: str | None = None,
     lengths: Tensor | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
 ) -> Tensor:
     """A GRU layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
 
@@ -54,6 +57,7 @@ def gru_scan(
         h_t = z_t * h_{t-1} + (1 - z_t) * n_t.
         z = 1 keeps the state, in both variants: that of Kanai et al., eq. 3, and that of torch are the same convention
         (Cho et al. 2014 too; others exchange z and 1 - z). With lengths, h_t = 0 for t > lengths[b].
+        With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [GRU scan backward] in ``orthokern/reference/gru_scan.py``.
 
     Args:
@@ -66,6 +70,8 @@ def gru_scan(
         lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; on a GPU,
             where the values would have to travel to the host, the kernels count one below 0 or above T as 0 or T.
             What stands on padding in x, and in the cotangent of hs, is not read.
+        resets: bool [T, B]: before the step the state becomes reset_state [B, N] (zeros for None). Note [Resets] in
+            ``orthokern/reference/_scan.py``.
         Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
 
     Returns:
@@ -73,7 +79,7 @@ def gru_scan(
 
     Saved:
         hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), all zero on
-        padding, w, h0, bias and lengths.
+        padding, w, h0, bias, lengths, resets and reset_state.
         The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
@@ -87,56 +93,49 @@ def gru_scan(
         thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
         1 / (1 + exp(-a)), accurate in relative terms down to where it underflows.
     """
-    if dispatch.plain_reference(backend):
+    route = _route.route(backend)
+    if route == "function" and resets is not None:
+        route = "reference"  # plain torch code: Note [Derivatives of the GRU] knows no resets
+    if route == "reference":
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
         check_lengths(lengths, x.shape[0])
-        hs: Tensor = reference.gru_scan_fwd(x, w, h0, bias, variant=variant, lengths=lengths)[0]
+        inputs, options = GruInputs(x, w, h0, bias, reset_state), GruOptions(variant, lengths, resets)
+        hs: Tensor = reference.gru_scan_fwd(inputs, options).hs
         _taps.record_states("gru_scan", hs)
         return hs
-    hs, _, _ = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, lengths)
+    forward = torch.ops.orthokern.gru_scan_fwd if route == "op" else _second_gru.Gru.apply
+    cuts = (lengths, resets, reset_state) if route == "op" else (lengths,)
+    hs, _, _ = forward(x, w, h0, bias, variant, backend, *cuts)
     return hs
 
 
-def _leaf(w: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
-    return dispatch.resolve(
-        "gru_scan", backend, device=w.device, dtype=w.dtype, features=() if lengths is None else FEATURES, N=w.shape[1]
-    )  # fmt: skip
+def _leaf(
+    T: int, x: Tensor | None, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None,
+    lengths: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
+) -> tuple[Any, GruInputs, GruOptions]:  # fmt: skip
+    """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
+    used = tuple(name for name, tensor in zip(FEATURES, (lengths, resets), strict=True) if tensor is not None)
+    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[1])
+    check_lengths(lengths, T)
+    inputs = GruInputs._make(map(contiguous, (x, w, h0, bias, None if resets is None else reset_state)))
+    return leaf, inputs, GruOptions(variant, contiguous(lengths), contiguous(resets))
 
 
 @custom_op(
     "gru_scan_fwd",
-    "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None, "
+    "Tensor? resets=None, Tensor? reset_state=None) -> (Tensor, Tensor, Tensor)",
 )
-def _fwd(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
-    leaf = _leaf(w, backend, lengths)
-    check_lengths(lengths, x.shape[0])
-    outputs = leaf.gru_scan_fwd(
-        *map(contiguous, (x, w, h0, bias)), variant=variant, lengths=contiguous(lengths)
-    )  # fmt: skip
-    _taps.record_states("gru_scan", outputs[0])
-    return apart(outputs)
+    leaf, inputs, options = _leaf(x.shape[0], x, *rest)
+    states = leaf.gru_scan_fwd(inputs, options)
+    _taps.record_states("gru_scan", states.hs)
+    return filled(states, states.hs)
 
 
 @_fwd.register_fake
-def _fwd_fake(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, *__: Any) -> tuple[Tensor, ...]:
     T, (B, N) = x.shape[0], h0.shape
     pre = w.new_empty(T, B, N) if variant == "torch" else w.new_empty(0)
     return w.new_empty(T, B, N), w.new_empty(T, B, 3 * N), pre
@@ -145,47 +144,27 @@ def _fwd_fake(
 @custom_op(
     "gru_scan_bwd",
     "(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, Tensor w, Tensor h0, Tensor? bias, str variant, "
-    "bool need_params=True, str? backend=None, Tensor? lengths=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool need_params=True, str? backend=None, Tensor? lengths=None, Tensor? resets=None, Tensor? reset_state=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    need_params: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """(grad_x, grad_w, grad_h0, grad_bias, grad_norm); what is not needed is empty. grad_norm: [T]."""
-    leaf = _leaf(w, backend, lengths)
-    check_lengths(lengths, grad_hs.shape[0])
-    grads = leaf.gru_scan_bwd(
-        *map(contiguous, (grad_hs, hs, gates, pre, w, h0, bias)),
-        variant=variant, need_params=need_params, lengths=contiguous(lengths),
-    )  # fmt: skip
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str,
+    need_params: bool, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm [T]); what is not needed is empty."""
+    leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *rest)
+    states = GruStates(hs.contiguous(), gates.contiguous(), None if options.kanai else pre.contiguous())
+    grads = leaf.gru_scan_bwd(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
     if _taps.SINKS:
-        _taps.record("gru_scan", grads[-1])
-    return apart(grads)
+        _taps.record("gru_scan", grads.norm)
+    return filled(grads, h0)
 
 
 @_bwd.register_fake
 def _bwd_fake(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    need_params: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    grad_hs: Tensor, _: Tensor, gates: Tensor, __: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, ___: str,
+    need_params: bool, ____: str | None, _____: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if tensor is not None and wanted else w.new_empty(0)
 
@@ -195,27 +174,39 @@ def _bwd_fake(
         like(w, need_params),
         like(h0, True),
         like(bias, need_params),
+        like(reset_state, resets is not None),
         w.new_empty(grad_hs.shape[0], dtype=norm_dtype),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, w, h0, bias, ctx.variant, ctx.backend, lengths = inputs
+    _, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
     hs, gates, pre = output
-    ctx.mark_non_differentiable(gates, pre)
+    if ctx.variant != "torch":
+        ctx.mark_non_differentiable(pre)  # gates, and pre where there is one, have gradients in a second derivative
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hs, gates, pre, w, h0, bias, lengths)
+    ctx.save_for_backward(hs, gates, pre, w, h0, bias, *cuts)
 
 
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad_hs is None:
+def _backward(
+    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None
+) -> tuple[Any, ...]:
+    of_saved = grad_gates is not None or grad_pre is not None
+    if grad_hs is None and not of_saved:
         return ()
-    hs, gates, pre, w, h0, bias, lengths = saved
+    *tensors, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
-    grads = torch.ops.orthokern.gru_scan_bwd(
-        grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths
+    if of_saved or _route.recording():
+        if resets is not None:
+            raise refusal("gru_scan with resets", "backend='reference'")
+        taken = _second_gru.Taken(ctx.variant, *tensors, lengths)
+        grads = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
+        return (*grads, *(None,) * 5)
+    *grads, grad_reset_state, _ = torch.ops.orthokern.gru_scan_bwd(
+        grad_hs, *tensors, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets, reset_state
     )
-    return tuple(map(given, grads[:4], needs[:4]))
+    wanted = resets is not None and needs[8]
+    return (*map(given, grads, needs[:4]), *(None,) * 4, given(grad_reset_state, wanted))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

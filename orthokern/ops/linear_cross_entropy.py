@@ -9,8 +9,11 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
-from orthokern.ops._common import NO_CUDA, apart, check_range, contiguous, given, no_second_derivative
+from orthokern.ops import _route
+from orthokern.ops._common import NO_CUDA, check_range, contiguous, filled
+from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -51,7 +54,7 @@ def linear_cross_entropy(
 
     Saved:
         The gradients, computed in the forward: grad_hidden [R, N], grad_weight [C, N], grad_bias [C]; and references to
-        the inputs, for the refusal of second derivatives. Nothing of that if no input requires a gradient.
+        the inputs, for second derivatives, which torch computes. Nothing of that if no input requires a gradient.
 
     Cost:
         2 R N C flops for the loss alone, 6 R N C with gradients. Memory beyond the inputs: grad_hidden, and one chunk
@@ -61,12 +64,11 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order.
     """
-    if dispatch.plain_reference(backend):
+    if _route.plain(backend):
         check_range("target", target, weight.shape[0], "class ids")
         reference = dispatch.leaf("linear_cross_entropy", "reference")
-        loss: Tensor = reference.linear_cross_entropy_fwd(
-            hidden, weight, bias, target, reduction=reduction, need_grad=False
-        )[0]
+        readout = Readout(weight, bias, target, reduction)
+        loss: Tensor = reference.linear_cross_entropy_fwd(hidden, readout, need_grad=False).loss
         return loss
     need_grad = torch.is_grad_enabled() and (
         hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -81,36 +83,22 @@ def linear_cross_entropy(
     "str? backend=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    backend: str | None = None,
-) -> tuple[Tensor, ...]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: str, need_grad: bool,
+    backend: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, grad_hidden, grad_weight, grad_bias); the gradients of the loss, empty unless need_grad."""
     leaf = dispatch.resolve(
         "linear_cross_entropy", backend, device=hidden.device, dtype=hidden.dtype, N=hidden.shape[1], C=weight.shape[0]
     )
     check_range("target", target, weight.shape[0], "class ids")
-    outputs = leaf.linear_cross_entropy_fwd(
-        *map(contiguous, (hidden, weight, bias, target)),
-        reduction=reduction,
-        need_grad=need_grad,
-    )
-    return apart(outputs)
+    readout = Readout(weight.contiguous(), contiguous(bias), target.contiguous(), reduction)
+    found = leaf.linear_cross_entropy_fwd(hidden.contiguous(), readout, need_grad=need_grad)
+    return filled(found, hidden)
 
 
 @_fwd.register_fake
 def _fwd_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    backend: str | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor, __: str, need_grad: bool, *___: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def like(tensor: Tensor | None) -> Tensor:
         return tensor.new_empty(tensor.shape) if tensor is not None and need_grad else hidden.new_empty(0)
@@ -118,88 +106,13 @@ def _fwd_fake(
     return hidden.new_empty(()), like(hidden), like(weight), like(bias)
 
 
-@custom_op(
-    "linear_cross_entropy_bwd",
-    "(Tensor grad_loss, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, "
-    "Tensor? bias) -> (Tensor, Tensor, Tensor)",
-)
-def _bwd(
-    grad_loss: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The saved gradients times grad_loss (0-dim), as an op of hidden, weight and bias whose derivative raises.
-
-    Without it, a second derivative would silently see the saved gradients as constants.
-    """
-    return grad_hidden * grad_loss, grad_weight * grad_loss, grad_bias * grad_loss
+def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
+    *tensors, target, reduction = inputs
+    reference = dispatch.leaf("linear_cross_entropy", "reference")
+    found: tuple[Tensor | None, ...] = reference.linear_cross_entropy_gradients(
+        grad_loss, tensors[0], Readout(tensors[1], tensors[2], target, reduction)
+    )
+    return found
 
 
-@_bwd.register_fake
-def _bwd_fake(
-    grad_loss: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(grad_hidden), torch.empty_like(grad_weight), torch.empty_like(grad_bias)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, bias, _, _, need_grad, _ = inputs
-    _, *grads = output
-    ctx.mark_non_differentiable(*grads)
-    ctx.set_materialize_grads(False)
-    ctx.need_grad = need_grad
-    ctx.save_for_backward(*grads, hidden, weight, bias)
-
-
-def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
-    """grad * grad_loss, or grad itself where that is the same and nobody can see it again.
-
-    grad is as large as the hidden states, so the copy would be the largest of the whole backward. It is handed on only
-    in a plain eager CPU backward that frees its graph: a retained graph must find its saved tensors as they were, even
-    if someone accumulates into the gradient handed out, and a traced one must not look at values.
-    """
-    keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # no public equivalent
-    if (
-        type(grad_loss) is Tensor
-        and grad_loss.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and keep_graph is not None
-        and not keep_graph()
-        and float(grad_loss) == 1.0
-    ):
-        return grad
-    return grad * grad_loss
-
-
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad_loss is None:
-        return ()
-    if not ctx.need_grad:
-        raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
-    grad_hidden, grad_weight, grad_bias, hidden, weight, bias = saved
-    needs = ctx.needs_input_grad
-    if torch.is_grad_enabled():  # create_graph=True
-        grads = torch.ops.orthokern.linear_cross_entropy_bwd(
-            grad_loss, grad_hidden, grad_weight, grad_bias, hidden, weight, bias
-        )
-    else:
-        grads = (
-            _scaled(grad_hidden, grad_loss) if needs[0] else None,
-            grad_weight * grad_loss,
-            grad_bias * grad_loss,
-        )
-    return tuple(map(given, grads, needs[:3]))
-
-
-_fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("linear_cross_entropy"))
+register_gradients(_fwd, first=1, differentiable=_differentiable)  # behind the loss

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import ModalInputs, Readout
 from orthokern.dispatch import Support
-from orthokern.ops._common import apart, check_lengths, contiguous, given, no_second_derivative
+from orthokern.ops._common import contiguous, filled
+from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
-from orthokern.ops.modal_scan import FEATURES, check_ids, check_pairs
+from orthokern.ops.modal_scan import FEATURES, check_ids, check_inputs
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
@@ -25,8 +27,6 @@ SUPPORT = {
     "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
 }
 dispatch.register("modal_cross_entropy", SUPPORT)
-
-GRADIENTS = 7  # of x, re, im, z0, table, readout, bias: in this order inputs and, behind loss and hits, results
 
 
 @keeps_dtype
@@ -90,10 +90,8 @@ def modal_cross_entropy(
     """
     if dispatch.plain_reference(backend):
         reference = dispatch.leaf("modal_cross_entropy", "reference")
-        _check(x, re, table, readout, target, None, lengths)
-        loss, hits, *_ = reference.modal_cross_entropy_fwd(
-            x, re, im, z0, table, readout, bias, target, None, reduction=reduction, need_grad=False, lengths=lengths
-        )
+        inputs, classes = _checked(lengths, x, re, im, z0, table, readout, bias, target, None, reduction)
+        loss, hits, *_ = reference.modal_cross_entropy_fwd(inputs, classes, need_grad=False)
         return loss, hits
     need_grad = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, re, im, z0, table, readout, bias)
@@ -104,20 +102,15 @@ def modal_cross_entropy(
     return loss, hits
 
 
-def _check(
-    x: Tensor,
-    re: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    target: Tensor,
-    pairs: Tensor | None,
-    lengths: Tensor | None,
-) -> None:
-    """The checks on values: a kernel indexes with ids, classes and modes."""
-    check_lengths(lengths, x.shape[0])
-    check_ids("x", x, table, lengths)
+def _checked(
+    lengths: Tensor | None, x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, readout: Tensor,
+    bias: Tensor | None, target: Tensor, pairs: Tensor | None, reduction: str,
+) -> tuple[ModalInputs, Readout]:  # fmt: skip
+    """What a leaf takes, after the checks of values: a kernel indexes with ids, classes and modes."""
+    inputs = ModalInputs(x, re, im, z0, table, lengths, pairs)
+    check_inputs(inputs, x.shape[0])
     check_ids("target", target, readout, lengths)
-    check_pairs(pairs, re.shape[0])
+    return inputs, Readout(readout, bias, target, reduction)
 
 
 @custom_op(
@@ -126,122 +119,44 @@ def _check(
     "Tensor? pairs=None, str reduction='mean', bool need_grad=True, str? backend=None, Tensor? lengths=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _fwd(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None = None,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def _fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """(loss, hits, grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs).
 
     The gradients of the loss; what does not apply, and all unless need_grad, are empty. pairs: int64 [P, 2], modes (j,
     k) whose sums M_jk of Note [Modal scan backward] come back as grad_pairs [P, 2, 2], float64 like grad_re and grad_im
     [M].
     """
+    *rest, need_grad, backend, lengths = arguments
+    inputs, readout = _checked(lengths, *rest)
+    z0 = inputs.z0
     leaf = dispatch.resolve(
         "modal_cross_entropy", backend, device=z0.device, dtype=z0.dtype,
-        features=() if lengths is None else FEATURES, N=z0.shape[1], C=readout.shape[0],
+        features=() if lengths is None else FEATURES, N=z0.shape[1], C=readout.weight.shape[0],
     )  # fmt: skip
-    _check(x, re, table, readout, target, pairs, lengths)
-    outputs = leaf.modal_cross_entropy_fwd(
-        contiguous(x),
-        contiguous(re),
-        contiguous(im),
-        contiguous(z0),
-        contiguous(table),
-        contiguous(readout),
-        contiguous(bias),
-        contiguous(target),
-        contiguous(pairs),
-        reduction=reduction,
-        need_grad=need_grad,
-        lengths=contiguous(lengths),
-    )
-    return apart(outputs)
+    weight, bias, target, reduction = readout
+    readout = Readout(weight.contiguous(), contiguous(bias), target.contiguous(), reduction)
+    found = leaf.modal_cross_entropy_fwd(ModalInputs._make(map(contiguous, inputs)), readout, need_grad=need_grad)
+    *grads, grad_pairs = found.inputs or (None,) * 6
+    return filled((found.loss, found.hits, *grads, found.weight, found.bias, grad_pairs), z0)
 
 
 @_fwd.register_fake
 def _fwd_fake(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None = None,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    def like(tensor: Tensor | None, dtype: torch.dtype = z0.dtype) -> Tensor:
-        return z0.new_empty(tensor.shape if tensor is not None and need_grad else (0,), dtype=dtype)
+    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, readout: Tensor, bias: Tensor | None,
+    target: Tensor, pairs: Tensor | None, _: str, need_grad: bool, *__: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def like(tensor: Tensor | None, *shape: int) -> Tensor:
+        if tensor is None or not need_grad:
+            return z0.new_empty(0)
+        return tensor.new_empty(shape or tensor.shape)
 
-    wide = re.dtype
     return (
         z0.new_empty(()),
         target.new_empty(target.shape[0], dtype=torch.int64),
         like(x if table is None else None),
-        like(re, wide),
-        like(im, wide),
-        like(z0),
-        like(table),
-        like(readout),
-        like(bias),
-        re.new_empty((pairs.shape[0], 2, 2) if pairs is not None and need_grad else (0,)),
+        *map(like, (re, im, z0, table, readout, bias)),
+        z0.new_empty(0) if pairs is None else like(re, pairs.shape[0], 2, 2),
     )
 
 
-@custom_op(
-    "modal_cross_entropy_bwd",
-    "(Tensor grad_loss, Tensor grad_x, Tensor grad_re, Tensor grad_im, Tensor grad_z0, Tensor grad_table, "
-    "Tensor grad_readout, Tensor grad_bias, Tensor x, Tensor re, Tensor im, Tensor z0, Tensor? table, Tensor readout, "
-    "Tensor? bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _bwd(grad_loss: Tensor, *saved: Tensor | None) -> tuple[Tensor, ...]:
-    """The saved gradients times grad_loss (0-dim), as an op of the inputs whose derivative raises.
-
-    Without it, a second derivative would silently see the saved gradients as constants.
-    """
-    return tuple(grad * grad_loss for grad in saved[:GRADIENTS] if grad is not None)
-
-
-@_bwd.register_fake
-def _bwd_fake(grad_loss: Tensor, *saved: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(grad) for grad in saved[:GRADIENTS] if grad is not None)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, re, im, z0, table, readout, bias, _, _, _, ctx.need_grad, _, _ = inputs
-    _, hits, *grads = output
-    ctx.mark_non_differentiable(hits, *grads)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*grads[:-1], x, re, im, z0, table, readout, bias)
-
-
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad_loss is None:
-        return ()
-    if not ctx.need_grad:
-        raise RuntimeError("modal_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
-    needs = ctx.needs_input_grad
-    if torch.is_grad_enabled():  # create_graph=True
-        scaled = torch.ops.orthokern.modal_cross_entropy_bwd(grad_loss, *saved)
-    else:
-        scaled = [grad * grad_loss if need else grad for grad, need in zip(saved[:GRADIENTS], needs, strict=False)]
-    return tuple(map(given, scaled, needs[:GRADIENTS]))
-
-
-_fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("modal_cross_entropy"))
+register_gradients(_fwd, first=2)  # behind loss and hits

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import ModalInputs
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
+from orthokern.ops import _route
 from orthokern.ops._common import (
-    apart,
     check_lengths,
     check_range,
     contiguous,
+    filled,
     given,
     no_second_derivative,
 )
@@ -82,11 +84,11 @@ def modal_scan(
         of time and float64 over chunks. Where there are fewer sequences than threads, time is cut in as many pieces,
         joined by powers of lambda: the same bits for the same inputs, machine and thread count.
     """
-    if dispatch.plain_reference(backend):
+    if _route.plain(backend):
         reference = dispatch.leaf("modal_scan", "reference")
-        check_ids("x", x, table, lengths)
-        check_lengths(lengths, x.shape[0])
-        z: Tensor = reference.modal_scan_fwd(x, re, im, z0, table, lengths=lengths)
+        inputs = ModalInputs(x, re, im, z0, table, lengths)
+        check_inputs(inputs, x.shape[0])
+        z: Tensor = reference.modal_scan_fwd(inputs)
         return z
     return torch.ops.orthokern.modal_scan_fwd(x, re, im, z0, table, backend, lengths)
 
@@ -114,11 +116,23 @@ def check_pairs(pairs: Tensor | None, M: int) -> None:
         check_range("pairs", pairs, M, "modes")
 
 
-def _leaf(z0: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
-    return dispatch.resolve(
-        "modal_scan", backend, device=z0.device, dtype=z0.dtype, features=() if lengths is None else FEATURES,
+def _leaf(inputs: ModalInputs, backend: str | None, T: int) -> tuple[Any, ModalInputs]:
+    """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
+    z0 = inputs.z0
+    leaf = dispatch.resolve(
+        "modal_scan", backend, device=z0.device, dtype=z0.dtype, features=() if inputs.lengths is None else FEATURES,
         N=z0.shape[1],
     )  # fmt: skip
+    check_inputs(inputs, T)
+    return leaf, ModalInputs._make(map(contiguous, inputs))
+
+
+def check_inputs(inputs: ModalInputs, T: int) -> None:
+    """The checks on values: a kernel indexes with ids and modes."""
+    check_lengths(inputs.lengths, T)
+    check_pairs(inputs.pairs, inputs.re.shape[0])
+    if inputs.x is not None:
+        check_ids("x", inputs.x, inputs.table, inputs.lengths)
 
 
 @custom_op(
@@ -126,35 +140,16 @@ def _leaf(z0: Tensor, backend: str | None, lengths: Tensor | None) -> Any:
     "(Tensor x, Tensor re, Tensor im, Tensor z0, Tensor? table=None, str? backend=None, Tensor? lengths=None) "
     "-> Tensor",
 )
-def _fwd(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None = None,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
+def _fwd(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *rest: Any) -> Tensor:
     """z [T, B, 2M]."""
-    leaf = _leaf(z0, backend, lengths)
-    check_lengths(lengths, x.shape[0])
-    check_ids("x", x, table, lengths)
-    z: Tensor = leaf.modal_scan_fwd(
-        contiguous(x), contiguous(re), contiguous(im), contiguous(z0), contiguous(table), lengths=contiguous(lengths)
-    )
+    table, backend, lengths = rest
+    leaf, inputs = _leaf(ModalInputs(x, re, im, z0, table, lengths), backend, x.shape[0])
+    z: Tensor = leaf.modal_scan_fwd(inputs)
     return z
 
 
 @_fwd.register_fake
-def _fwd_fake(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None = None,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
+def _fwd_fake(x: Tensor, _: Tensor, __: Tensor, z0: Tensor, *rest: Any) -> Tensor:
     return z0.new_empty(x.shape[0], *z0.shape)
 
 
@@ -164,64 +159,31 @@ def _fwd_fake(
     "bool need_x=True, str? backend=None, Tensor? lengths=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None = None,
-    pairs: Tensor | None = None,
-    need_x: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
+    grad_z: Tensor, z: Tensor, x: Tensor | None, re: Tensor, im: Tensor, z0: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """(grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs); what does not apply is empty.
 
     x may be None without a table. pairs: int64 [P, 2], modes (j, k), whose sums M_jk come back as grad_pairs [P, 2, 2],
     float64 like grad_re and grad_im [M]; see Note [Modal scan backward].
     """
-    leaf = _leaf(z0, backend, lengths)
-    check_lengths(lengths, grad_z.shape[0])
-    check_pairs(pairs, re.shape[0])
-    if x is not None:
-        check_ids("x", x, table, lengths)
-    grads = leaf.modal_scan_bwd(
-        contiguous(grad_z),
-        contiguous(z),
-        contiguous(x),
-        contiguous(re),
-        contiguous(im),
-        contiguous(z0),
-        contiguous(table),
-        contiguous(pairs),
-        need_x=need_x,
-        lengths=contiguous(lengths),
-    )
-    return apart(grads)
+    table, pairs, need_x, backend, lengths = rest
+    leaf, inputs = _leaf(ModalInputs(x, re, im, z0, table, lengths, pairs), backend, grad_z.shape[0])
+    grads = leaf.modal_scan_bwd(inputs, grad_z.contiguous(), z.contiguous(), need_x=need_x)
+    return filled(grads, inputs.z0)
 
 
 @_bwd.register_fake
 def _bwd_fake(
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None = None,
-    pairs: Tensor | None = None,
-    need_x: bool = True,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    grad_z: Tensor, _: Tensor, __: Tensor | None, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None,
+    pairs: Tensor | None, need_x: bool, *___: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     return (
-        z0.new_empty(grad_z.shape if table is None and need_x else (0,)),
+        z0.new_empty(grad_z.shape if table is None and need_x else 0),
         re.new_empty(re.shape),
         im.new_empty(im.shape),
         z0.new_empty(z0.shape),
         z0.new_empty(0 if table is None else table.shape),
-        re.new_empty((0,) if pairs is None else (pairs.shape[0], 2, 2)),
+        z0.new_empty(0) if pairs is None else re.new_empty(pairs.shape[0], 2, 2),
     )
 
 
@@ -236,6 +198,10 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_z: Tensor | None) -> tuple[
         return ()
     z, x, re, im, z0, table, lengths = saved
     needs = ctx.needs_input_grad
+    if _route.recording():
+        reference = dispatch.leaf("modal_scan", "reference")
+        grads = reference.modal_scan_bwd(ModalInputs(x, re, im, z0, table, lengths), grad_z, z, need_x=needs[0])
+        return tuple(map(given, grads[:5], needs[:5]))
     grads = torch.ops.orthokern.modal_scan_bwd(grad_z, z, x, re, im, z0, table, None, needs[0], ctx.backend, lengths)
     return tuple(map(given, grads[:5], needs[:5]))
 

@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
 from orthokern.dispatch import Support
-from orthokern.ops import _vmap
+from orthokern.ops import _route, _vmap
 from orthokern.ops._common import contiguous, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -56,7 +56,8 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; P itself is off by about
         eps |A|_2 at worst. |A|_2 above 768 (float64: 279) gives NaN in that matrix, and so do NaN and infinity in x.
     """
-    if dispatch.plain_reference(backend):
+    route = _route.route(backend)
+    if route == "reference" or (route == "function" and not _route.first_reverse()):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
     result = torch.ops.orthokern.skew_exp_fwd(x, backend)[0]
@@ -101,7 +102,7 @@ def _bwd(
     squarings: Tensor,
     backend: str | None = None,
 ) -> Tensor:
-    """grad_x [..., N, N]. x is there for the refusal of second derivatives: the saved tensors pass for constants."""
+    """grad_x [..., N, N]. x is there for the refusal of its derivative: the saved tensors pass for constants."""
     with ieee_products():
         grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(contiguous(grad_p), powers, terms, c, root, squarings)
     return grad_x
@@ -132,7 +133,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_p is None:
         return ()
-    return (torch.ops.orthokern.skew_exp_bwd(grad_p, *saved, ctx.backend),)
+    x, *rest = saved
+    if _route.recording(grad_p, *saved):  # the same formulas, of what the forward computes as a function of x
+        reference = dispatch.leaf("skew_exp", "reference")
+        with ieee_products():
+            _, *rest = reference.skew_exp_fwd(x)
+            return (reference.skew_exp_bwd(grad_p, *rest),)
+    return (torch.ops.orthokern.skew_exp_bwd(grad_p, x, *rest, ctx.backend),)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

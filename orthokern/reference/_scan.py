@@ -74,6 +74,10 @@ class ClippedMessage(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.clamp(-ctx.c, ctx.c), None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.view_as(tangent)
+
 
 def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
     """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true: Note [Resets]."""

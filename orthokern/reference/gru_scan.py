@@ -23,6 +23,9 @@ Note [GRU scan backward]
 
     With lengths, states, gates and pre are zeros once a sequence has ended, see Note [Sequences of different lengths]
     in ``_scan.py``: ghat is zero there, with it all of the above, and the sums over steps take no notice of padding.
+
+    Where resets_t is true, h' is reset_state, here and in the products; all but g_{t-1} of the last equation goes to
+    the gradient of reset_state, the sum over such steps: Note [Resets] in ``_scan.py``.
 """
 
 from __future__ import annotations
@@ -30,25 +33,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.reference._scan import norm_over_batch, running, without_padding
+from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
+from orthokern.reference._scan import norm_over_batch, running, started, without_padding
 
 
-def gru_scan_fwd(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *, variant: str, lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(hs [T, B, N], gates [T, B, 3N], pre [T, B, N] or empty), see the op. Differentiable by autograd."""
+def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
+    """See the op. Differentiable by autograd."""
+    x, w, h0, bias, reset_state = inputs
+    assert x is not None
     N = h0.shape[1]
     w_r, w_z, w_n = w.split(N)
     b_r, b_z, b_n = w.new_zeros(3, N) if bias is None else bias.view(3, N)
-    alive = running(x.shape[0], lengths)
+    alive = running(x.shape[0], options.lengths)
     h = h0
     states, gates, pre = [], [], []
     for t, x_t in enumerate(without_padding(x, alive).unbind(0)):
         here = None if alive is None else alive[t]
+        h = h if options.resets is None else started(h, options.resets[t], reset_state)
         x_r, x_z, x_n = x_t.split(N, 1)
         r = torch.sigmoid(h @ w_r.mT + b_r + x_r)
         z = torch.sigmoid(h @ w_z.mT + b_z + x_z)
-        if variant == "kanai":
+        if options.kanai:
             n = torch.tanh((r * h) @ w_n.mT + b_n + x_n)
         else:
             q = h @ w_n.mT + b_n
@@ -57,28 +62,22 @@ def gru_scan_fwd(
         h = without_padding(z * h + (1 - z) * n, here)
         states.append(h)
         gates.append(without_padding(torch.cat([r, z, n], 1), here))
-    return torch.stack(states), torch.stack(gates), torch.stack(pre) if pre else x.new_empty(0)
+    return GruStates(torch.stack(states), torch.stack(gates), torch.stack(pre) if pre else None)
 
 
 def gru_scan_bwd(
-    grad_hs: Tensor,
-    hs: Tensor,
-    gates: Tensor,
-    pre: Tensor,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    *,
-    variant: str,
-    need_params: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(grad_x, grad_w, grad_h0, grad_bias, grad_norm), see Note [GRU scan backward]; what is not needed is empty."""
+    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
+) -> GruGradients:
+    """See Note [GRU scan backward]."""
+    _, w, h0, bias, reset_state = inputs
+    resets = options.resets
+    hs, gates, pre = states
     T, _, N = grad_hs.shape
-    grad_hs = without_padding(grad_hs, running(T, lengths))
+    grad_hs = without_padding(grad_hs, running(T, options.lengths))
     w_r, w_z, w_n = w.split(N)
-    before = torch.cat([h0.unsqueeze(0), hs[:-1]])  # h', [T, B, N]
+    before = started(torch.cat([h0.unsqueeze(0), hs[:-1]]), resets, reset_state)  # h', [T, B, N]
     carry = torch.zeros_like(h0)
+    grad_reset_state = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
     grad_x, to_w_n, norms = [], [], []
     for t in reversed(range(T)):
         h = before[t]
@@ -87,26 +86,30 @@ def gru_scan_bwd(
         norms.append(norm_over_batch(ghat))
         d_z = ghat * (h - n) * (z * (1 - z))
         d_n = ghat * (1 - z) * (1 - n * n)
-        if variant == "kanai":
+        if options.kanai:
             d_m = d_n @ w_n
             d_r = d_m * h * (r * (1 - r))
             through_n = r * d_m
             to_w_n.append(d_n)
         else:
+            assert pre is not None
             d_q = d_n * r
             d_r = d_n * pre[t] * (r * (1 - r))
             through_n = d_q @ w_n
             to_w_n.append(d_q)
         carry = ghat * z + d_r @ w_r + d_z @ w_z + through_n
+        if resets is not None:
+            if grad_reset_state is not None:
+                grad_reset_state = grad_reset_state + started(carry, ~resets[t], None)
+            carry = started(carry, resets[t], None)
         grad_x.append(torch.cat([d_r, d_z, d_n], 1))
     grads = torch.stack(grad_x[::-1])
-    empty = grad_hs.new_empty(0)
-    grad_w = grad_bias = empty
+    grad_w = grad_bias = None
     if need_params:
         rows = grads.flatten(0, 1)
         rows_n = torch.stack(to_w_n[::-1]).flatten(0, 1)
-        factor = gates[..., :N] * before if variant == "kanai" else before
+        factor = gates[..., :N] * before if options.kanai else before
         grad_w = torch.cat([rows[:, : 2 * N].mT @ before.flatten(0, 1), rows_n.mT @ factor.flatten(0, 1)])
         if bias is not None:
             grad_bias = torch.cat([rows[:, : 2 * N].sum(0), rows_n.sum(0)])
-    return grads, grad_w, carry, grad_bias, torch.stack(norms[::-1])
+    return GruGradients(grads, grad_w, carry, grad_bias, grad_reset_state, torch.stack(norms[::-1]))

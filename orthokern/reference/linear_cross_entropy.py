@@ -15,23 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern._scan_contract import LinearLoss, Readout
+
 CHUNK_ROWS = 4096
 
 
-def linear_cross_entropy_fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    *,
-    reduction: str = "mean",
-    need_grad: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``orthokern.ops.linear_cross_entropy``. The loss is differentiable by autograd, to any order.
-
-    Returns:
-        loss (0-dim), grad_hidden [R, N], grad_weight [C, N], grad_bias [C]; the gradients are empty unless need_grad.
-    """
+def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: bool = True) -> LinearLoss:
+    """See ``orthokern.ops.linear_cross_entropy``. The loss is differentiable by autograd, to any order."""
+    weight, bias, target, reduction = readout
     scale = 1.0 / hidden.shape[0] if reduction == "mean" else 1.0
     half = hidden.dtype in (torch.float16, torch.bfloat16)  # exponentials and sums in float32 then
     losses, grad_hidden = [], []
@@ -52,10 +43,23 @@ def linear_cross_entropy_fwd(
                 grad_bias += d.sum(0)
     loss = (torch.stack(losses).sum() * scale).to(hidden.dtype)
     if not need_grad:
-        return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    return (
+        return LinearLoss(loss, None, None, None)
+    return LinearLoss(
         loss,
         torch.cat(grad_hidden),
         grad_weight.to(weight.dtype),
-        hidden.new_empty(0) if bias is None else grad_bias.to(bias.dtype),
+        None if bias is None else grad_bias.to(bias.dtype),
     )
+
+
+def linear_cross_entropy_gradients(
+    grad_loss: Tensor, hidden: Tensor, readout: Readout
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """grad_loss times the gradients of the loss, as functions that autograd can derive again. Logits are stored."""
+    weight, bias, target, reduction = readout
+    half = hidden.dtype in (torch.float16, torch.bfloat16)
+    z = torch.nn.functional.linear(hidden, weight, bias)
+    p = torch.softmax(z.float() if half else z, dim=-1)
+    d = p - torch.nn.functional.one_hot(target, weight.shape[0])
+    d = (d * (grad_loss / hidden.shape[0] if reduction == "mean" else grad_loss)).to(hidden.dtype)
+    return d @ weight, d.mT @ hidden, None if bias is None else d.sum(0)

@@ -16,38 +16,20 @@ Note [Modal cross-entropy backward]
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from orthokern._scan_contract import ModalInputs, ModalLoss, Readout
 from orthokern.reference._scan import running, without_padding
 from orthokern.reference.modal_scan import modal_scan_bwd, modal_scan_fwd
 
 
-def modal_cross_entropy_fwd(
-    x: Tensor,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pairs: Tensor | None,
-    *,
-    reduction: str = "mean",
-    need_grad: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """See ``orthokern.ops.modal_cross_entropy``. The loss is differentiable by autograd, to any order.
-
-    Returns:
-        loss [], hits [T] int64, grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs; the
-        gradients are empty unless need_grad.
-    """
-    alive = running(x.shape[0], lengths)
+def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad: bool = True) -> ModalLoss:
+    """See ``orthokern.ops.modal_cross_entropy``. The loss is differentiable by autograd, to any order."""
+    weight, bias, target, reduction = readout
+    alive = running(target.shape[0], inputs.lengths)
     count = target.numel() if alive is None else int(alive.sum())
     scale = 1.0 / count if reduction == "mean" else 1.0
-    z = modal_scan_fwd(x, re, im, z0, table, lengths=lengths)
-    logits = z @ readout.mT
+    z = modal_scan_fwd(inputs)
+    logits = z @ weight.mT
     if bias is not None:
         logits = logits + bias
     ids = without_padding(target.long(), alive).unsqueeze(-1)
@@ -56,14 +38,11 @@ def modal_cross_entropy_fwd(
     right = logits.argmax(-1) == ids.squeeze(-1)
     hits = (right if alive is None else right & alive).sum(1)
     if not need_grad:
-        return (loss, hits, *(z.new_empty(0) for _ in range(8)))
+        return ModalLoss(loss, hits)
     with torch.no_grad():
         d = log_p.exp()
         d.scatter_add_(-1, ids, torch.full_like(d[..., :1], -1.0))
         d = without_padding(d * scale, alive)
-        grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs = modal_scan_bwd(
-            d @ readout, z, x, re, im, z0, table, pairs, lengths=lengths
-        )
-        grad_readout = torch.einsum("tbc,tbn->cn", d, z)
-        grad_bias = z.new_empty(0) if bias is None else d.sum((0, 1))
-    return loss, hits, grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs
+        grads = modal_scan_bwd(inputs, d @ weight, z)
+        grad_weight = torch.einsum("tbc,tbn->cn", d, z)
+        return ModalLoss(loss, hits, grads, grad_weight, None if bias is None else d.sum((0, 1)))

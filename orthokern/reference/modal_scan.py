@@ -28,10 +28,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern._scan_contract import ModalGradients, ModalInputs
 from orthokern.reference._scan import running, without_padding
 
 
-def inputs(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
+def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
     """What is added in every step, [T, B, 2M]: x itself, or the table's rows; zeros on padding."""
     if table is None:
         return without_padding(x, alive)
@@ -44,38 +45,22 @@ def turn(z: Tensor, re: Tensor, im: Tensor) -> Tensor:
     return torch.cat([re * real - im * imag, im * real + re * imag], -1)
 
 
-def modal_scan_fwd(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *, lengths: Tensor | None = None
-) -> Tensor:
+def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
     """z [T, B, 2M], see the op. Differentiable by autograd."""
+    x, re, im, z0, table, lengths, _ = inputs
+    assert x is not None
     alive = running(x.shape[0], lengths)
     z = z0.to(re.dtype)
     states = []
-    for t, x_t in enumerate(inputs(x, table, alive).to(re.dtype).unbind(0)):
+    for t, x_t in enumerate(entering(x, table, alive).to(re.dtype).unbind(0)):
         z = without_padding(turn(z, re, im) + x_t, None if alive is None else alive[t])
         states.append(z)
     return torch.stack(states).to(z0.dtype)
 
 
-def modal_scan_bwd(
-    grad_z: Tensor,
-    z: Tensor,
-    x: Tensor | None,
-    re: Tensor,
-    im: Tensor,
-    z0: Tensor,
-    table: Tensor | None,
-    pairs: Tensor | None,
-    *,
-    need_x: bool = True,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See Note [Modal scan backward].
-
-    Returns:
-        grad_x [T, B, 2M] (empty with a table or without need_x), grad_re [M], grad_im [M], grad_z0 [B, 2M],
-        grad_table [D, 2M] (empty without a table), grad_pairs [P, 2, 2] (empty without pairs).
-    """
+def modal_scan_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, *, need_x: bool = True) -> ModalGradients:
+    """See Note [Modal scan backward]."""
+    x, re, im, z0, table, lengths, pairs = inputs
     dtype, alive = re.dtype, running(grad_z.shape[0], lengths)
     delta = torch.zeros_like(z0, dtype=dtype)
     found = []
@@ -87,7 +72,7 @@ def modal_scan_bwd(
     before = without_padding(before, alive).flatten(0, 1)
     rows = deltas.flatten(0, 1)
     (d_re, d_im), (z_re, z_im) = rows.chunk(2, -1), before.chunk(2, -1)
-    grad_table = grad_pairs = z0.new_empty(0)
+    grad_table = grad_pairs = None
     if table is not None:
         assert x is not None
         ids = without_padding(x.long(), alive).flatten()
@@ -95,12 +80,12 @@ def modal_scan_bwd(
     if pairs is not None:
         j, k = pairs.unbind(1)
         left, right = torch.stack([d_re[:, j], d_im[:, j]], -1), torch.stack([z_re[:, k], z_im[:, k]], -1)
-        grad_pairs = torch.einsum("rpa,rpb->pab", left, right)
-    return (
-        deltas.to(z0.dtype) if table is None and need_x else z0.new_empty(0),
+        grad_pairs = torch.einsum("rpa,rpb->pab", left, right).to(dtype)
+    return ModalGradients(
+        deltas.to(z0.dtype) if table is None and need_x else None,
         (d_re * z_re + d_im * z_im).sum(0),
         (d_im * z_re - d_re * z_im).sum(0),
         turn(delta, re, -im).to(z0.dtype),
         grad_table,
-        grad_pairs.to(dtype),
+        grad_pairs,
     )

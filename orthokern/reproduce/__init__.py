@@ -1,6 +1,6 @@
-"""A paper's table or figure from one command: `python -m orthokern.reproduce table1 --data DIR`.
+"""Reproduces tables and figures of papers, each with one command: `python -m orthokern.reproduce table1 --data DIR`.
 
-An experiment (`spec.Experiment`) is a list of training runs and what the paper says of each. `runner` trains what is
-not trained yet, `report` sets our numbers beside the published ones. The experiments of a paper are one module, for
-example `orthokern.reproduce.vorontsov`.
+An experiment (`spec.Experiment`) is a list of training runs with the published numbers. `runner` trains the runs that
+are not done yet, `report` writes a table of our numbers and the published ones. There is one module of experiments per
+paper, for example `orthokern.reproduce.vorontsov`.
 """

@@ -1,4 +1,4 @@
-"""`python -m orthokern.reproduce table1 --data DIR`."""
+"""The command line `python -m orthokern.reproduce table1 --data DIR`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, Settings, command, device, integer, path, say
+from orthokern.commandline import (
+    EXIT_INTERRUPTED,
+    MAX_THREADS,
+    Parser,
+    Settings,
+    command,
+    device,
+    duration,
+    integer,
+    path,
+    say,
+)
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import report
@@ -18,10 +29,10 @@ EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in
 STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES, *kanai.STUDIES)}
 
 DESCRIPTION = """\
-Train what a table or figure of a paper needs, and set our numbers beside the published ones.
+Train the runs of a table or figure of a paper, and compare the results with the published numbers.
 
-Runs that are done are not trained again, and those that were stopped go on where they were: the same
-command, given again, only does what is missing. Runs that two experiments share are trained once.
+Finished runs are not trained again, and interrupted runs are resumed: to continue an experiment, repeat
+the command. Runs that two experiments share are trained once.
 """
 
 
@@ -37,38 +48,53 @@ experiments:
 {listed}
 
 examples:
-  python -m orthokern.reproduce table1 --data data --quick         the trend, in minutes
+  python -m orthokern.reproduce table1 --data data --quick         scaled down, takes minutes
   python -m orthokern.reproduce table1 --data data --epochs 20     20 epochs instead of the paper's 120
   python -m orthokern.reproduce table2 --data data --only margin-0.1 --jobs 1
-  python -m orthokern.reproduce figure1 --report                   draw what is there, train nothing
+  python -m orthokern.reproduce figure1 --report                   only update the table and the figure
+  python -m orthokern.reproduce table1 --data data --budget 2h     train for two hours; repeat the command for more
   python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
-Written to --out: a folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png.
+Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged, 130 interrupted (the runs are
-saved: give the same command again).
+saved: repeat the command to continue).
 """
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.reproduce", description=DESCRIPTION, epilog=_epilog())
     parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
-    parser.add_argument("--quick", action="store_true", help="scaled down: minutes on two cores, the same trend")
     parser.add_argument(
-        "--data", type=path, metavar="DIR", help="folder with the data sets' folders: mnist, ptb, music (default data)"
+        "--quick", action="store_true", help="scaled down: takes minutes on two cores, shows the same trend"
     )
-    parser.add_argument("--out", type=path, metavar="DIR", help="where runs and tables go (default runs/reproduce)")
-    parser.add_argument("--only", metavar="TEXT", help="train only the runs that have TEXT in their names")
-    parser.add_argument("--epochs", type=integer(1), metavar="N", help="train for N epochs, whatever the paper did")
-    parser.add_argument("--iterations", type=integer(1), metavar="N", help="the same for tasks without a data set")
-    parser.add_argument("--jobs", type=integer(1), metavar="N", help="runs at once (default 1)")
+    parser.add_argument(
+        "--data", type=path, metavar="DIR", help="folder that contains the folders mnist, ptb and music (default data)"
+    )
+    parser.add_argument("--out", type=path, metavar="DIR", help="folder for runs and tables (default runs/reproduce)")
+    parser.add_argument("--only", metavar="TEXT", help="train only the runs with TEXT in their names")
+    parser.add_argument(
+        "--epochs", type=integer(1), metavar="N", help="train for N epochs, instead of the number in the paper"
+    )
+    parser.add_argument(
+        "--iterations", type=integer(1), metavar="N", help="train for N iterations, for tasks without a data set"
+    )
+    parser.add_argument("--jobs", type=integer(1), metavar="N", help="number of runs in parallel (default 1)")
     parser.add_argument(
         "--threads",
         type=integer(1, MAX_THREADS),
         metavar="N",
-        help="CPU threads of a run (default: what torch chooses, over --jobs)",
+        help="CPU threads of a run (default: the number of threads of torch, divided by --jobs)",
     )
-    parser.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: the task's)")
-    parser.add_argument("--report", action="store_true", help="train nothing: table and figure of what is there")
+    parser.add_argument(
+        "--budget", type=duration, metavar="TIME",
+        help="train what fits into this time, for example 2h or 30m; runs under way are saved",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: that of the task)"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="train nothing; write the table and the figure of the existing runs"
+    )
     return parser
 
 
@@ -77,17 +103,19 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
     folder = given.get("out", Path("runs") / "reproduce") / ("quick" if quick else "full")
     jobs = given.get("jobs", 1)
     if experiment.alone and jobs > 1:
-        raise InputError(f"--jobs {jobs}: the runs of {experiment.name} are timed, so one at a time; leave it out")
+        raise InputError(f"--jobs {jobs}: the runs of {experiment.name} are timed and run one at a time; leave it out")
     longer: tuple[str, ...] = ()
     for option, wanted in (("epochs", experiment.epochs), ("iterations", not experiment.epochs)):
         if option in given:
             if not wanted:
                 other = "iterations" if option == "epochs" else "epochs"
-                raise InputError(f"--{option}: the runs of {experiment.name} are counted in {other}; give --{other}")
+                raise InputError(
+                    f"--{option}: the length of the runs of {experiment.name} is in {other}; give --{other}"
+                )
             longer = (f"--{option}", str(given[option]))
     data = None
     if experiment.data is None and "data" in given:
-        raise InputError(f"--data: the runs of {experiment.name} draw their data; leave it out")
+        raise InputError(f"--data: the runs of {experiment.name} generate their data; leave it out")
     if experiment.data is not None:
         root = given.get("data", Path("data"))
         data = root / experiment.data if (root / experiment.data).is_dir() else root
@@ -103,6 +131,7 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
         threads=given.get("threads", default_threads(jobs)),
         longer=longer,
         device=given.get("device"),
+        budget=given.get("budget"),
     )
 
 
@@ -110,7 +139,7 @@ def _chosen(experiment: Experiment, only: str | None) -> list[Run]:
     runs = [run for run in experiment.runs if only is None or only in run.name]
     if not runs:
         names = ", ".join(run.name for run in experiment.runs)
-        raise InputError(f"--only {only}: no run of {experiment.name} has that in its name; they are {names}")
+        raise InputError(f"--only {only}: no run of {experiment.name} has this text in its name; the runs are {names}")
     return runs
 
 
@@ -121,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return _run(_parser().parse(arguments))
         except KeyboardInterrupt:
-            say("interrupted; the runs are saved: give the same command again", sys.stderr)
+            say("interrupted; the runs are saved: repeat the command to continue", sys.stderr)
             return EXIT_INTERRUPTED
 
     return command(body, arguments)
@@ -150,7 +179,7 @@ def _run(given: Settings) -> int:
 
 
 def _show(files: Sequence[Path]) -> None:
-    """Prints a report's table, the first of its files, and names all."""
+    """Prints the table, which is the first file of a report, and the names of all files."""
     say(files[0].read_text(encoding="utf-8"))
     say("written: " + ", ".join(str(file) for file in files))
 

@@ -145,14 +145,14 @@ SVD_EVERY = 10  # iterations
 
 
 def _naive(w: Tensor, limit: float) -> Tensor:
-    """P_delta as eq. 12 to 14 have it: w [N, N] with no singular value above `limit`."""
+    """P_delta of eq. 12 to 14: w [N, N] with its singular values limited to `limit`."""
     u, s, vh = torch.linalg.svd(w, full_matrices=False)
     return (u * s.clamp(max=limit)) @ vh
 
 
 def _growth(w: Tensor) -> Tensor:
-    """A change of w [N, N] as training at the bound makes it: the largest singular value grows by 0.01, and noise of
-    norm 0.02 comes in."""
+    """A change of w [N, N] similar to a training step at the bound: the largest singular value grows by 0.01, and noise
+    of norm 0.02 is added."""
     u, _, vh = torch.linalg.svd(w)
     noise = torch.randn(w.shape, generator=torch.Generator().manual_seed(0))
     return 0.01 * torch.outer(u[:, 0], vh[0]) + 0.02 * noise / noise.norm()
@@ -166,8 +166,8 @@ def _timed(into: list[float], work: Callable[[], Any]) -> Any:
 
 
 def _language_model(given: Settings) -> word_lm.WordLm:
-    """The task of Table 1 without its own projection, which would run within its optimizer's step and could not be
-    timed alone."""
+    """The task of Table 1 without its own projection, which would be part of the optimizer step and could not be timed
+    separately."""
     root = given.get("data", Path("data"))
     data = root / "ptb" if (root / "ptb").is_dir() else root
     if not data.is_dir():
@@ -181,13 +181,14 @@ def _language_model(given: Settings) -> word_lm.WordLm:
 
 
 def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Path) -> tuple[str, list[Tensor]]:
-    """Where the timed iterations begin, in words, and what every step adds to the matrices beside the gradient."""
+    """A description of the initial parameters of the timed iterations, and the changes that are added to the matrices
+    in every step."""
     earlier = folder / f"words-delta-{DELTA}" / "checkpoint.pt"
     if earlier.exists():
         found = load_checkpoint(earlier)
         task.model.load_state_dict(found["model"])
         return f"iteration {found['iteration']} of the run words-delta-{DELTA}", []
-    # an untrained model takes thousands of iterations to reach the bound, and until then there is nothing to project
+    # an untrained model takes thousands of iterations to reach the bound; before that, the projection changes nothing
     for w in projection.matrices:  # orthogonal columns: these become the singular values
         w.mul_(torch.linspace(projection.limit, 0.2, w.shape[1]))
     began_with = f"candidate's matrices with singular values from {projection.limit:g} to 0.2, the largest growing"
@@ -197,7 +198,7 @@ def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Pat
 def _measure(
     task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int, stream: TextIO
 ) -> tuple[dict[str, list[float]], float]:
-    """Milliseconds of every part of every iteration, by name, and the largest difference of the two projections."""
+    """The time of each part of each iteration in ms, by name; and the largest difference of the two projections."""
     times: dict[str, list[float]] = {name: [] for name in ("iteration", *PUBLISHED)}
     worst = 0.0
 
@@ -210,7 +211,7 @@ def _measure(
     warm_up = 3
     for i in range(warm_up + iterations):
         _timed(times["iteration"], train)
-        # with a bound that no gradient exceeds, the same work and no change
+        # the threshold is above every gradient norm: the same work, and no change
         _timed(times["gradient clipping"], lambda: nn.utils.clip_grad_norm_(task.model.parameters(), 1e30))
         began = time.perf_counter()
         task.optimizer.step()
@@ -263,9 +264,9 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     if projection.counts["projections"] == 0:
         raise InputError(
             f"gru-table3: no singular value rose above {projection.limit:g} in {iterations} iterations from "
-            f"{began_with}: there was no projection to time; give more --iterations"
+            f"{began_with}: there was no projection to time; increase --iterations"
         )
-    # the projection works now and then: its mean is its cost, and that of the others is their median
+    # the projection does its work in some iterations only, so its cost is the mean; that of the others is the median
     each = {name: (statistics.fmean if name == "projection" else statistics.median)(v) for name, v in times.items()}
     rows: list[dict[str, Any]] = [
         {
@@ -294,10 +295,15 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {
-        "experiment": study.name, "source": study.source, "quick": quick, "rows": rows,
-        "iteration_ms": each["iteration"], "iterations": iterations, "counts": projection.counts,
+        "experiment": study.name,
+        "source": study.source,
+        "quick": quick,
+        "rows": rows,
+        "iteration_ms": each["iteration"],
+        "iterations": iterations,
+        "counts": projection.counts,
         "largest_difference": worst,
-    }  # fmt: skip
+    }
     write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
     return [table, numbers]
 

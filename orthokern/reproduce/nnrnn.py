@@ -33,7 +33,7 @@ CHARACTERS = Measure("test accuracy (%)", "test_accuracy", scale=100.0)
 
 # ---- Figure 2: the copy task -----------------------------------------------------------------------------------------
 
-# A tenth of the steps and twice the batch: half a minute, and the same order.
+# A tenth of the steps and twice the batch: half a minute, with the same ranking.
 COPY_QUICK = ("--T", "20", "--iterations", "600", "--batch", "20", "--eval-every", "20")
 
 
@@ -85,7 +85,7 @@ def _psmnist() -> tuple[Run, ...]:
 # ---- Figure 4: the adding task ---------------------------------------------------------------------------------------
 
 
-# A third of the steps, and rates ten times as high.
+# A third of the steps, and learning rates ten times as high.
 ADDING_QUICK = ("--T", "30", "--lr", "2e-3", "--batch", "20", "--iterations", "1500")
 
 
@@ -206,15 +206,15 @@ with d = 0; (c) the memory curves J(k)."""
 
 
 def chain(alpha: float, beta: float, d: float, n: int = UNITS) -> tuple[Tensor, Tensor]:
-    """The report's Theta [n,n], d on the diagonal, alpha below it, beta further down, and the input's place [n] at the
-    top; float64."""
+    """Theta [n,n] of the report: d on the diagonal, alpha on the first subdiagonal, beta below it; and the input vector
+    [n], the first unit vector; float64."""
     ones = torch.ones(n, n, dtype=torch.float64)
     theta = d * torch.eye(n, dtype=torch.float64) + alpha * (ones.tril(-1) - ones.tril(-2)) + beta * ones.tril(-2)
     return theta, torch.eye(n, dtype=torch.float64)[0]
 
 
 def _fisher(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
-    quick = given.get("quick", False)  # it is quick enough: no difference
+    quick = given.get("quick", False)  # the full size is fast enough
     found = {key: fisher_memory(*chain(*key), steps=2 * UNITS) for key in MEMORY}
     rows = [
         {"alpha": key[0], "beta": key[1], "d": key[2], "published": MEMORY[key], "ours": memory.total}
@@ -229,7 +229,9 @@ def _fisher(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         cells += [f"{theirs:.3g}", f"{ours:.3f}", f"{ours - theirs:+.3f}", f"{memory.curve[0]:.4f}", str(alive)]
         lines.append("| " + " | ".join(cells) + " |")
     study = STUDIES[0]
+    drawn = _draw(found, folder / f"{study.name}.png")
     text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, ""]
+    text += [] if drawn is None else [f"![{study.title}]({drawn.name})", ""]
     text += [
         "Longest memory: the largest k for which J(k) is above 0.001. A higher J_tot is more memory.",
         "",
@@ -239,7 +241,6 @@ def _fisher(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
     write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    drawn = _draw(found, folder / f"{study.name}.png")
     return [table, numbers, *([] if drawn is None else [drawn])]
 
 

@@ -30,8 +30,8 @@ PAPER = "Manchev and Spratling"
 
 # ---- the steps of learned orthogonality, section II-A ----------------------------------------------------------------
 
-CHUNK = 1000  # matrices drawn at once
-GUARDED = 1000  # the most that the second rule is given: it has no published mean to be compared with
+CHUNK = 1000  # number of matrices drawn together
+GUARDED = 1000  # matrices for the guarded rule, which has no published mean to compare with
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Sample:
     """Random square matrices to make orthogonal.
 
     Attributes:
-        label: their law.
+        label: their distribution.
         side: n.
-        count, quick: how many, and how many with --quick. The guarded rule is given no more than GUARDED of them.
+        count, quick: their number, and their number with --quick. The guarded rule uses at most GUARDED of them.
         draw: (count, n, generator) -> [count, n, n] float32.
         published: the paper's mean number of steps, or None.
     """
@@ -69,7 +69,7 @@ def _glorot(count: int, n: int, generator: torch.Generator) -> Tensor:
 SAMPLES = (
     Sample("N(0, 0.1)", 100, 10_000, 200, _normal, 22.77),
     Sample("U[-0.1, 0.1]", 100, 10_000, 200, _uniform, 24.00),
-    # beyond the paper: where its rule stops to converge, and where it does not
+    # not in the paper: distributions for which its rule no longer converges
     Sample("N(0, 0.1)", 150, 200, 20, _normal),
     Sample("N(0, 0.1)", 200, 100, 10, _normal),
     Sample("N(0, 0.1)", 400, 20, 3, _normal),
@@ -79,7 +79,7 @@ SAMPLES = (
 
 
 def _measure(sample: Sample, guard: bool, quick: bool) -> dict[str, Any]:
-    """One row: the descent of the paper (rate 0.1, tolerance 1e-6) on a sample, always the same one."""
+    """One row: the gradient descent of the paper (rate 0.1, tolerance 1e-6) on a sample with a fixed seed."""
     generator = torch.Generator().manual_seed(1234)
     count = sample.quick if quick else sample.count
     count = min(count, GUARDED) if guard else count
@@ -196,11 +196,11 @@ TABLE1: dict[tuple[str, str], tuple[int, str, str | None]] = {
     ("random-permutation", "oinit"): (240, "0.1", None),
 }
 NETWORKS = {"srnn": "plain", "open": "penalty", "oinit": "learned initialisation"}
-# Evaluations of 10 000 sequences cost more than the 100 iterations between them: they end when the goal, all of them
-# right, is out of reach.
+# An evaluation of 10 000 sequences takes longer than the 100 iterations between evaluations. Since the goal is that all
+# answers are correct, an evaluation ends at the first wrong one.
 SEARCHING = ("--short-evaluations", "--diagnose-every", "100", "--checkpoint-every", "500", "--no-plots")
 SEARCH_QUICK = ("--hidden", "40", "--iterations", "3000", "--eval-sequences", "500", "--checkpoint-every", "1000")
-# What the tasks' own networks share with the paper's: size, batches, length, and the criterion.
+# The settings that our networks share with those of the paper: size, batch, length, and the criterion.
 OURS = ("--hidden", "100", "--batch", "20", "--iterations", "100000", "--eval-sequences", "10000")
 ADDING = ("--target", "mean", "--positions", "pascanu", "--goal", "0", "--right", "100")
 RMSPROP = ("--preset", "oinit", "--optimizer", "rmsprop", "--lr", "0.001", "--clip", "1")
@@ -259,7 +259,9 @@ def _table1(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     chosen = [search for search in SEARCHES if only is None or only in search.name]
     if not chosen:
         names = ", ".join(search.name for search in SEARCHES)
-        raise InputError(f"--only {only}: no search of {study.name} has that in its name; they are {names}")
+        raise InputError(
+            f"--only {only}: no search of {study.name} has this text in its name; the searches are {names}"
+        )
     jobs = given.get("jobs", 1)
     longer = ("--iterations", str(given["iterations"])) if "iterations" in given else ()
     plan = Plan(
@@ -270,6 +272,7 @@ def _table1(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         threads=given.get("threads", default_threads(jobs)),
         longer=longer,
         device=given.get("device"),
+        budget=given.get("budget"),
     )
     failed: dict[str, str] = {}
     try:
@@ -344,7 +347,7 @@ EXPERIMENTS = (
                 "open-0.01-0.01", "penalty", "--preset", "open", "--lr", "0.01", "--penalty", "0.01", published=97.03
             ),
             _deep("oinit-0.01", "learned initialisation", "--preset", "oinit", "--lr", "0.01", published=96.77),
-            # beyond the paper: what learning the matrices costs or gains beside drawing them, and both together
+            # not in the paper: matrices that are drawn orthogonal, to compare with learned ones; both remedies together
             _deep("qr-0.01", "orthogonal by QR (ours)", "--preset", "ff", "--init", "orthogonal", "--lr", "0.01"),
             _deep(
                 "both-0.01-0.01", "learned initialisation and penalty (ours)",
@@ -388,7 +391,7 @@ STUDIES = (
         "oinit-table1",
         "The longest sequences that a network solves, T growing by 10",
         f"{PAPER}, Table I",
-        ("jobs", "threads", "iterations", "only", "report", "device"),
+        ("jobs", "threads", "iterations", "only", "report", "device", "budget"),
         _table1,
     ),
 )

@@ -1,4 +1,4 @@
-"""Parts of a page of results that all pages share."""
+"""Parts that all pages of results share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 120
 
 
 def paragraph(text: str) -> str:
-    """Text in lines of at most 120 columns."""
+    """The text, wrapped at 120 columns."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -27,6 +27,6 @@ def directions(measures: Sequence[Measure]) -> str:
 
 
 def commands(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """A table of (row, command): how each row was trained."""
+    """A table of (row, command as Markdown): how each row was trained."""
     lines = ["How each row was trained:", "", "| row | command |", "| --- | --- |"]
-    return lines + [f"| {name} | `{command}` |" for name, command in rows]
+    return lines + [f"| {name} | {command} |" for name, command in rows]

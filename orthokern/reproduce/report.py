@@ -27,13 +27,13 @@ __all__ = ["QUANTITIES", "report"]
 
 
 def _seconds_per_1000(record: RunRecord) -> float | None:
-    """From the median iteration: the first few warm up, a checkpoint now and then is not the method's cost."""
+    """Computed from the median iteration, which excludes the warm-up and the time of checkpoints."""
     times = [ms for r in record.records if (ms := number_at(r, "ms_per_iteration")) is not None]
     return statistics.median(times) if len(times) > 5 else None  # ms per iteration are seconds per 1000
 
 
 def _epochs_to_99(record: RunRecord) -> float | None:
-    """Epochs of 100 batches until the accuracy of ten training batches running, which are fresh, was 99 %."""
+    """Epochs of 100 batches until the accuracy of ten consecutive training batches, which are new data, was 99 %."""
     streak = 0
     for r in record.records:
         streak = streak + 1 if (number_at(r, "accuracy") or 0.0) >= 0.99 else 0
@@ -44,13 +44,21 @@ def _epochs_to_99(record: RunRecord) -> float | None:
 
 
 def _success(record: RunRecord) -> float | None:
-    """Whether a run did what its task calls a success so far; one that diverged did not."""
+    """Whether a run is a success so far, as defined by its task; a run that diverged is not."""
     return 0.0 if record.result.get("diverged") else record.last("held_out_success")
+
+
+def _iterations_to_goal(record: RunRecord) -> float | None:
+    """Training iterations until the run's goal was reached on held-out data."""
+    if not record.result.get("reached") or record.settings.get("goal") is None:
+        return None
+    return number_at(record.result, "iteration")
 
 
 QUANTITIES: dict[str, Callable[[RunRecord], float | None]] = {
     "seconds_per_1000": _seconds_per_1000,
     "epochs_to_99": _epochs_to_99,
+    "iterations_to_goal": _iterations_to_goal,
     "success": _success,
 }
 _LESS_IS_BETTER = ("loss", "bpc", "perplexity")
@@ -73,10 +81,10 @@ def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> fl
 
 
 def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], RunRecord | None]:
-    """One row: its labels, published and measured numbers, how far the run is, its command; and its records."""
+    """One row: labels, published and measured numbers, progress of the run, and its command; and the records."""
     folder = plan.run_folder(run)
     intended = planned(run, plan.quick)
-    row: dict[str, Any] = {"name": run.name, "published": dict(run.published), "ours": {}}
+    row: dict[str, Any] = {"name": run.name, "group": run.group, "published": dict(run.published), "ours": {}}
     try:
         record = load_run(folder)
     except InputError:
@@ -103,7 +111,7 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
     if result.get("diverged"):
         row["state"] = "diverged"
     elif result:
-        # without a goal to solve, what a task calls reached is the end of its schedule
+        # in a task without a goal, "reached" means that the learning-rate schedule has ended
         row["state"] = "solved" if result.get("reached") and record.settings.get("goal") is not None else "done"
     else:
         row["state"] = "unfinished"
@@ -111,7 +119,7 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
 
 
 def _labels(run: Run, settings: dict[str, Any]) -> dict[str, str]:
-    """What the table says of a run with these settings."""
+    """The text of a label for a run with these settings."""
 
     def text(label: str) -> str:
         return str(settings[label.removeprefix("--").replace("-", "_")]) if label.startswith("--") else label
@@ -124,48 +132,94 @@ def _command(run: Run, plan: Plan, length: tuple[str, ...]) -> str:
     return f"python -m orthokern.tasks.{run.task} {' '.join(options)}"
 
 
-def _title(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan) -> str:
-    return experiment.titled(rows[0].get("settings") or planned(experiment.runs[0], plan.quick))
-
-
 def _number(value: float | None, digits: int, plus: bool = False) -> str:
     return "–" if value is None else f"{value:+.{digits}f}" if plus else f"{value:.{digits}f}"
 
 
-def markdown(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan) -> str:
-    """The table as Markdown, with its title, settings and note."""
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
+    """One number as it is; of several the median and the range."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    middle, low, high = (form(function(known)) for function in (statistics.median, min, max))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _groups(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows that stand in one row of the table: those of a group, which differ in their seed."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row.get("group") or row["name"], []).append(row)
+    return list(groups.values())
+
+
+def _state(group: Sequence[dict[str, Any]]) -> str:
+    states = [row["state"] for row in group]
+    counts = [f"{states.count(state)} of {len(states)} {state}" for state in dict.fromkeys(states)]
+    return states[0] if len(states) == 1 else ", ".join(counts)
+
+
+def _cells(
+    experiment: Experiment, group: Sequence[dict[str, Any]], labels: Sequence[str], published: bool
+) -> list[str]:
+    """One row of the table."""
+    cells = [group[0]["labels"].get(heading, "") for heading in labels]
+    for measure in experiment.measures:
+        theirs, ours = group[0]["published"].get(measure.title), [row["ours"].get(measure.title) for row in group]
+        text = _spread(ours, f"{{:.{measure.digits}f}}".format)
+        if published:
+            median = _median(ours)
+            difference = None if theirs is None or median is None else median - theirs
+            cells += [_number(theirs, measure.digits), text, _number(difference, measure.digits, plus=True)]
+        else:
+            cells.append(text)
+    if any(row.get("epochs") is not None for row in group):
+        cells.append(_spread([row.get("epochs") for row in group], "{:.4g}".format))
+    else:
+        cells.append(_spread([row.get("iterations") for row in group], "{:.0f}".format))
+    return [*cells, _spread([row.get("seconds") for row in group], "{:.0f}".format), _state(group)]
+
+
+def _command_of(group: Sequence[dict[str, Any]]) -> str:
+    """The command of a row; of several seeds the first one's, with the others named behind it."""
+    last = group[-1]["command"].split("--seed ")
+    others = "" if len(group) == 1 else f", and so to `--seed {last[-1].split()[0]}`"
+    return f"`{group[0]['command']}`{others}"
+
+
+def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
+    """The page of an experiment: table, note, commands and conditions.
+
+    Args:
+        experiment: which.
+        summary: what its JSON file holds.
+    """
+    rows: list[dict[str, Any]] = summary["rows"]
     labels = list(dict.fromkeys(heading for row in rows for heading in row["labels"]))
     published = any(row["published"] for row in rows)
     headings = list(labels)
     for measure in experiment.measures:
         headings += [f"published {measure.title}", "ours", "difference"] if published else [measure.title]
     headings += ["epochs" if any(row.get("epochs") for row in rows) else "iterations", "seconds", "state"]
+    groups = _groups(rows)
     lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-    for row in rows:
-        cells = [row["labels"].get(heading, "") for heading in labels]
-        for measure in experiment.measures:
-            theirs, ours = row["published"].get(measure.title), row["ours"].get(measure.title)
-            if not published:
-                cells.append(_number(ours, measure.digits))
-                continue
-            difference = None if theirs is None or ours is None else ours - theirs
-            cells += [
-                _number(theirs, measure.digits),
-                _number(ours, measure.digits),
-                _number(difference, measure.digits, plus=True),
-            ]
-        length = row.get("epochs")
-        cells.append(f"{length:.4g}" if length is not None else str(row.get("iterations", "–")))
-        cells += [f"{row['seconds']:.0f}" if row.get("seconds") is not None else "–", row["state"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [f"# {experiment.name}: {_title(experiment, rows, plan)}", "", paragraph(f"{experiment.source}.{scale}"), ""]
-    text += [directions(experiment.measures), "", *lines, ""]
+    lines += ["| " + " | ".join(_cells(experiment, group, labels, published)) + " |" for group in groups]
+    scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if summary["quick"] else ""
+    spread = " Several seeds: median, and the range in parentheses." if len(groups) < len(rows) else ""
+    text = [f"# {experiment.name}: {summary['title']}", "", paragraph(f"{experiment.source}.{scale}"), ""]
+    text += [paragraph(directions(experiment.measures) + spread), "", *lines, ""]
+    if summary["figure"]:
+        text += [f"![{summary['title']}]({summary['figure']})", ""]
     if experiment.note:
         text += [paragraph(experiment.note), ""]
-    text += commands((", ".join(row["labels"].values()), row["command"]) for row in rows)
+    text += commands((", ".join(group[0]["labels"].values()), _command_of(group)) for group in groups)
     machines = ", ".join(sorted({row["machine"] for row in rows if "machine" in row})) or "nothing trained yet"
-    text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
+    text += ["", f"{summary['versions']}; {machines}; {summary['date']}."]
     return "\n".join(text) + "\n"
 
 
@@ -173,31 +227,35 @@ def markdown(experiment: Experiment, rows: Sequence[dict[str, Any]], plan: Plan)
 
 
 def report(experiment: Experiment, plan: Plan) -> list[Path]:
-    """Writes the experiment's table (Markdown and JSON) and figure (PNG) beside the run folders.
+    """Writes the table (Markdown and JSON) and the figure (PNG) of an experiment next to the run folders.
 
     Args:
-        experiment: which.
-        plan: where its runs are.
+        experiment: the experiment.
+        plan: holds the folder of the runs.
 
     Returns:
         The files written; without matplotlib, no figure.
 
     Raises:
-        OSError: a file can't be written.
+        OSError: a file cannot be written.
     """
     found = [_row(experiment, run, plan) for run in experiment.runs]
     rows = [row for row, _ in found]
     table, numbers = plan.folder / f"{experiment.name}.md", plan.folder / f"{experiment.name}.json"
     plan.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(table, markdown(experiment, rows, plan).encode())
-    summary = {"experiment": experiment.name, "source": experiment.source, "quick": plan.quick, "rows": rows}
-    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    files = [table, numbers]
+    title = experiment.titled(rows[0].get("settings") or planned(experiment.runs[0], plan.quick))
     records = [record for _, record in found if record is not None]
+    figure = None
     if experiment.figure is not None and records:
-        drawn = _draw(experiment, _title(experiment, rows, plan), records, plan.folder / f"{experiment.name}.png")
-        files += [drawn] if drawn is not None else []
-    return files
+        figure = _draw(experiment, title, records, plan.folder / f"{experiment.name}.png")
+    summary = {
+        "experiment": experiment.name, "title": title, "source": experiment.source, "quick": plan.quick,
+        "versions": f"orthokern {__version__}, torch {torch.__version__}", "date": time.strftime("%Y-%m-%d"),
+        "figure": None if figure is None else figure.name, "rows": rows,
+    }  # fmt: skip
+    write_atomically(table, markdown(experiment, summary).encode())
+    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
+    return [table, numbers] if figure is None else [table, numbers, figure]
 
 
 def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], path: Path) -> Path | None:

@@ -1,8 +1,9 @@
-"""Trains the runs of an experiment that are not trained yet, several at once; continues interrupted runs."""
+"""Trains the unfinished runs of an experiment, several in parallel. Interrupted runs are resumed."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from orthokern.training.loop import EXIT_DIVERGED
 
 __all__ = ["Plan", "is_done", "result_of", "train_all"]
 
-POLL = 0.2  # seconds between two looks at the children
+POLL = 0.2  # seconds between two polls of the child processes
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ class Plan:
     Attributes:
         folder: holds one run folder per run.
         data: the folder for --data, or None.
-        quick: scaled down.
-        jobs: runs at once.
+        quick: whether the runs are scaled down.
+        jobs: number of runs in parallel.
         threads: CPU threads of a run.
-        longer: options that replace how long a run is, for example ("--epochs", "20").
+        longer: options that replace the length of a run, for example ("--epochs", "20").
         device: for --device, or None.
+        budget: seconds after which no run trains on, or None.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class Plan:
     threads: int
     longer: tuple[str, ...] = ()
     device: str | None = None
+    budget: float | None = None
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / run.name
@@ -66,7 +69,7 @@ class Plan:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """What a run folder's result.json holds; {} if there is none, or none that can be read."""
+    """The content of the result.json in a run folder; {} if it is missing or unreadable."""
     try:
         return read_object(folder / "result.json")
     except (OSError, InputError):
@@ -74,11 +77,11 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
-    """Whether the run in a folder came to its end: its result.json says so, for at least as many epochs or iterations
-    as are asked for.
+    """Whether the run in a folder is finished: its result.json says so, for at least the requested number of epochs or
+    iterations.
 
     Args:
-        folder: a run folder, or none yet.
+        folder: a run folder, which need not exist yet.
         longer: as in Plan.
     """
     result = result_of(folder)
@@ -90,7 +93,7 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
         return False
     if result.get("diverged") or result.get("reached"):
         return True
-    # config.json keeps the length that a run began with; result.json tells how far it has come since.
+    # config.json has the length that a run was started with; result.json has the number of iterations done.
     target = count(settings.get("iterations")) or 0
     for option, value in zip(longer[::2], longer[1::2], strict=True):
         per_unit = 1 if option == "--iterations" else count(settings.get("iterations_per_epoch")) or 0
@@ -99,7 +102,7 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
 
 
 def _last_record(path: Path) -> dict[str, Any] | None:
-    """The last whole record of a metrics.jsonl that somebody is writing, or None."""
+    """The last complete record of a metrics.jsonl that may be being written, or None."""
     try:
         file, size = open_regular(path, RECORDS_LIMIT)
         with file:
@@ -112,7 +115,7 @@ def _last_record(path: Path) -> dict[str, Any] | None:
 
 
 class _Board:
-    """Says how the runs stand: one line that is written over on a terminal, a line a minute elsewhere."""
+    """Prints the progress of the runs: one line that is overwritten on a terminal, one line per minute elsewhere."""
 
     def __init__(self, total: int, stream: TextIO, what: str) -> None:
         self.total = total
@@ -147,7 +150,7 @@ class _Board:
 
 
 class _Child:
-    """A run that is being trained."""
+    """A run in progress."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self.run = run
@@ -173,21 +176,21 @@ class _Child:
 def train_all(
     plan: Plan, runs: Sequence[Run], stream: TextIO, successor: Callable[[Run], Run | None] | None = None
 ) -> dict[str, str]:
-    """Trains what is not done.
+    """Trains the runs that are not done. At the end of the budget it saves the running ones and starts no others.
 
     Args:
-        plan: how.
-        runs: which.
-        stream: where to say how it stands.
-        successor: a run that is done -> the one that comes after it, or None: each of `runs` is then the first of a
-            chain, and counts as done when the chain is.
+        plan: how the runs are trained.
+        runs: the runs.
+        stream: where progress is printed.
+        successor: maps a finished run to the run that follows it, or to None. Each of `runs` is then the first run of a
+            chain, and is done when the last run of the chain is done.
 
     Returns:
-        Name -> last line of output of the runs that failed or diverged.
+        Name -> last line of output, for the runs that failed or diverged.
 
     Raises:
-        InputError: a run's command line or data was refused: all others would be, too.
-        KeyboardInterrupt: after the children saved their runs.
+        InputError: the command line or the data of a run was rejected. The other runs would be rejected as well.
+        KeyboardInterrupt: raised again after the child processes have saved their runs.
     """
     board = _Board(len(runs), stream, "runs" if successor is None else "searches")
     waiting = [open_run for run in runs if (open_run := _open(run, plan, successor)) is not None]
@@ -196,8 +199,14 @@ def train_all(
         board.say(f"{done} of {len(runs)} {board.what} are done already")
     children: dict[str, _Child] = {}
     failed: dict[str, str] = {}
+    deadline = math.inf if plan.budget is None else time.monotonic() + plan.budget
     try:
         while waiting or children:
+            if time.monotonic() >= deadline:
+                left = f"{len(runs) - done} {board.what} are not done"
+                board.say(f"the budget is spent: {left}; the same command goes on")
+                _stop(children)
+                break
             while waiting and len(children) < plan.jobs:
                 run = waiting.pop(0)
                 children[run.name] = _Child(run, plan)
@@ -216,9 +225,7 @@ def train_all(
                 if code != 0:
                     failed[name] = line
                 following = _open(child.run, plan, successor)
-                if (
-                    following is None or following.name == name
-                ):  # the chain's end, or a run that did not come to its own
+                if following is None or following.name == name:  # the end of the chain, or an unfinished run
                     done += 1
                 else:
                     waiting.insert(0, following)
@@ -226,13 +233,18 @@ def train_all(
                 board.status(done, children)
     except BaseException:
         board.clear()
-        for child in children.values():  # an interrupt from a terminal has reached them already; this one is harmless
-            child.process.send_signal(signal.SIGINT)
-        for child in children.values():
-            child.process.wait()
+        _stop(children)  # an interrupt from the terminal has reached them already; a second one is harmless
         raise
     board.clear()
     return failed
+
+
+def _stop(children: dict[str, _Child]) -> None:
+    """Interrupts the runs under way, which save themselves, and waits for them."""
+    for child in children.values():
+        child.process.send_signal(signal.SIGINT)
+    for child in children.values():
+        child.process.wait()
 
 
 def _open(run: Run, plan: Plan, successor: Callable[[Run], Run | None] | None) -> Run | None:
@@ -244,11 +256,11 @@ def _open(run: Run, plan: Plan, successor: Callable[[Run], Run | None] | None) -
 
 
 def _mark_diverged(folder: Path, line: str) -> None:
-    """So that a run that can only diverge again is not tried again."""
+    """Records in result.json that the run has diverged, so that it is not repeated."""
     result: dict[str, Any] = {"diverged": True, "message": line}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def default_threads(jobs: int) -> int:
-    """CPU threads per run when `jobs` run at once."""
+    """CPU threads per run with `jobs` parallel runs."""
     return max(1, torch.get_num_threads() // jobs)

@@ -1,4 +1,4 @@
-"""The search for the longest sequences that a network solves: T grows until one training run doesn't reach its goal."""
+"""A search for the longest sequences that a network solves: T grows until a training run does not reach its goal."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Search:
     """One row: a problem and a network, trained at T = step, 2 step, ... until it fails.
 
     Attributes:
-        name: its run folders' names begin with it.
-        problem, network: what the table says of it.
-        parameters: the same of its rates.
-        task: a module of orthokern.tasks with --T, whose runs end early when they reach their goal.
-        options: its command line, but for --T.
-        quick: options that come after those with --quick, and overrule them.
-        published: the paper's longest T, or None.
-        step: what T begins with and grows by.
-        longest, quick_longest: where the search ends at the latest.
+        name: prefix of the names of its run folders.
+        problem, network: texts of the row in the table.
+        parameters: the learning rates, as a text of the row.
+        task: a module of orthokern.tasks with --T. Its runs end when they reach their goal.
+        options: its command line, without --T.
+        quick: options that are appended with --quick, and override the others.
+        published: the longest T in the paper, or None.
+        step: the first T, and the increment of T.
+        longest, quick_longest: the largest T that is tried.
     """
 
     name: str
@@ -60,16 +60,16 @@ class Search:
 
 @dataclass
 class Found:
-    """How far a search is.
+    """The state of a search.
 
     Attributes:
-        solved: T -> iterations that it took.
+        solved: T -> number of iterations until solved.
         failed: the T that was not solved, or None.
-        outcome: what became of that one.
-        complete: whether there is nothing more to train.
-        seconds: of training, all runs together.
-        machine: what they ran on.
-        length: the option that tells how long the last of them was to be, see `trained_for`; None without a run.
+        outcome: how the run with that T ended.
+        complete: whether the search is finished.
+        seconds: training time of all runs together.
+        machine: the machine of the runs.
+        length: the option with the planned length of the last run, see `trained_for`; None without a run.
     """
 
     solved: dict[int, int] = field(default_factory=dict)
@@ -82,13 +82,13 @@ class Found:
 
 
 def find(searches: Sequence[Search], plan: Plan, stream: TextIO) -> dict[str, str]:
-    """Trains what the searches need, several at once, and continues those that were interrupted.
+    """Trains the runs of the searches, several in parallel. Interrupted runs are resumed.
 
     Args, Raises:
-        As `orthokern.reproduce.runner.train_all`, for searches in the place of runs.
+        As `orthokern.reproduce.runner.train_all`, with searches instead of runs.
 
     Returns:
-        Name -> last line of output of the runs that failed otherwise than by not reaching their goal.
+        Name -> last line of output, for the runs that failed for another reason than not reaching their goal.
     """
     place = {search.run(T).name: (search, T) for search in searches for T in _lengths(search, plan.quick)}
 
@@ -110,7 +110,7 @@ def _lengths(search: Search, quick: bool) -> range:
 
 
 def look(search: Search, plan: Plan) -> Found:
-    """How far a search is, from its run folders alone."""
+    """The state of a search, read from its run folders."""
     found = Found()
     for T in _lengths(search, plan.quick):
         run = search.run(T)
@@ -144,7 +144,7 @@ def look(search: Search, plan: Plan) -> Found:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What a run folder's config.json holds.
+    """The content of the config.json in a run folder.
 
     Raises:
         InputError: there is no run.
@@ -158,19 +158,19 @@ def _config(folder: Path) -> dict[str, Any]:
 def report_searches(
     name: str, title: str, source: str, note: str, searches: Sequence[Search], plan: Plan
 ) -> list[Path]:
-    """Writes the table (Markdown and JSON) and the figure (PNG) of what is there.
+    """Writes the table (Markdown and JSON) and the figure (PNG) of the existing runs.
 
     Args:
-        name, title, source: as of an Experiment.
-        note: under the table.
+        name, title, source: as in Experiment.
+        note: text under the table.
         searches: the rows.
-        plan: where their runs are.
+        plan: holds the folder of the runs.
 
     Returns:
         The files written; without matplotlib, or with nothing solved, no figure.
 
     Raises:
-        OSError: a file can't be written.
+        OSError: a file cannot be written.
     """
     found = {search.name: look(search, plan) for search in searches}
     headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]
@@ -208,7 +208,10 @@ def report_searches(
             }
         )
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", "", *lines, "", note, ""]
+    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", "", *lines, ""]
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    drawn = _draw(searches, found, plan.folder / f"{name}.png", title)
+    text += [*([] if drawn is None else [f"![{title}]({drawn.name})", ""]), note, ""]
     trained = []
     for search in searches:
         length = found[search.name].length
@@ -216,16 +219,14 @@ def report_searches(
             (*search.options, *(search.quick if plan.quick else ()), *(plan.longer if length is None else length))
         )
         command = f"python -m orthokern.tasks.{search.task} {' '.join(options)} --T N"
-        trained.append((f"{search.problem}, {search.network}", command))
+        trained.append((f"{search.problem}, {search.network}", f"`{command}`"))
     text += commands(trained)
     machines = ", ".join(sorted({state.machine for state in found.values() if state.machine})) or "nothing trained yet"
     text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
     table, numbers = plan.folder / f"{name}.md", plan.folder / f"{name}.json"
-    plan.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": name, "source": source, "quick": plan.quick, "rows": rows}
     write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    drawn = _draw(searches, found, plan.folder / f"{name}.png", title)
     return [table, numbers, *([drawn] if drawn is not None else [])]
 
 

@@ -1,16 +1,16 @@
-"""What an experiment is: runs of our tasks, and the numbers that a paper publishes for them."""
+"""Experiments: runs of our tasks, with the numbers that a paper reports for them."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from orthokern._files import count
 from orthokern.commandline import Settings
 
-__all__ = ["Experiment", "Measure", "Run", "each_once", "planned", "trained_for"]
+__all__ = ["Experiment", "Measure", "Run", "each_once", "over_seeds", "planned", "trained_for"]
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Measure:
     """A number to compare.
 
     Attributes:
-        title: its column's heading, unit included.
-        quantity: "test_<name>" or "best_<name>", of what the task's test or best evaluation reports, or a name of
-            `report.QUANTITIES`.
-        scale: what our number is multiplied by, to be in the published number's unit.
-        digits: after the decimal point.
-        higher_is_better: which of two numbers wins.
+        title: heading of its column, with the unit.
+        quantity: "test_<name>" or "best_<name>" for a number of the test or of the best evaluation of the task, or a
+            name in `report.QUANTITIES`.
+        scale: factor that converts our number to the unit of the published one.
+        digits: digits after the decimal point.
+        higher_is_better: whether a higher number is better.
     """
 
     title: str
@@ -38,12 +38,13 @@ class Run:
     """One training run.
 
     Attributes:
-        name: its folder's name; experiments that share a run give it the same name and options.
+        name: name of its folder; experiments that share a run use the same name and options for it.
         task: a module of orthokern.tasks.
-        options: its command line, but for --data, --out, --threads and what "how long" says.
-        quick: options that come after those with --quick, and overrule them.
-        labels: what the table says of it, heading -> text; "--NAME" for what that option was.
-        published: the paper's numbers, measure's title -> number; none for a row that is ours alone.
+        options: its command line, without --data, --out, --threads and the options in `Plan.longer`.
+        quick: options that are appended with --quick, and override the others.
+        labels: cells of its row, heading -> text; "--NAME" stands for the value of that option.
+        published: the published numbers, title of the measure -> number; empty for a run that is not in the paper.
+        group: runs of the same group differ only in their seed and share a row of the table; "" for a row of its own.
     """
 
     name: str
@@ -52,6 +53,21 @@ class Run:
     quick: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, float] = field(default_factory=dict)
+    group: str = ""
+
+
+def over_seeds(run: Run, seeds: Iterable[int]) -> tuple[Run, ...]:
+    """The run once for each seed, as one row of the table: the median over the seeds, and the range.
+
+    Example:
+        >>> run = Run("copy-200", "copy", ("--T", "200"))
+        >>> [(each.name, each.options) for each in over_seeds(run, (0, 1))]
+        [('copy-200-seed-0', ('--T', '200', '--seed', '0')), ('copy-200-seed-1', ('--T', '200', '--seed', '1'))]
+    """
+    return tuple(
+        replace(run, name=f"{run.name}-seed-{seed}", options=(*run.options, "--seed", str(seed)), group=run.name)
+        for seed in seeds
+    )
 
 
 @dataclass(frozen=True)
@@ -61,17 +77,17 @@ class Experiment:
     Attributes:
         name: as on the command line.
         title: one line; "{NAME}" for a setting of its first run.
-        source: where the published numbers stand.
-        runs: what is trained.
+        source: paper and table or figure of the published numbers.
+        runs: the training runs.
         measures: the columns of numbers.
         figure: how the runs are drawn: "curves", "gradients", "spectrum", "stability", "dynamics" or None.
-        quantity: for "curves": what is drawn.
-        panel: for "curves": the setting that has a panel of its own for each of its values, or None.
-        legend: the settings that legends and panels' titles tell; None for those in which the runs differ.
-        data: the data set's folder under --data, or None.
+        quantity: for "curves": the quantity to draw.
+        panel: for "curves": a setting; there is one panel for each of its values. None: one panel.
+        legend: the settings in legends and titles of panels; None for those in which the runs differ.
+        data: folder of the data set under --data, or None.
         epochs: whether its tasks take --epochs (else --iterations).
-        alone: whether the runs are timed, so that no two may run at once.
-        note: what a reader must know, under the table.
+        alone: whether the runs are timed, and must not run in parallel.
+        note: explanation under the table.
     """
 
     name: str
@@ -97,7 +113,7 @@ class Experiment:
 
 
 def each_once(options: Sequence[str]) -> tuple[str, ...]:
-    """A command line without the options that later ones overrule."""
+    """A command line without the options that later ones override."""
     given: dict[str, list[str]] = {}
     name = ""
     for text in options:
@@ -109,19 +125,19 @@ def each_once(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def planned(run: Run, quick: bool) -> Settings:
-    """The settings that a run's command line stands for; what the task fills in from others may be None."""
+    """The settings of a run according to its command line. Settings that the task derives from others may be None."""
     task = importlib.import_module(f"orthokern.tasks.{run.task}")
     given = task._parser().parse([*run.options, *(run.quick if quick else ())])
     return {**task.DEFAULTS, **task.PRESETS.get(given.get("preset"), {}), **given}
 
 
 def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...]:
-    """The option that tells how long a run was to be, or () where that is what its command line stands for anyway.
+    """The option for the length of a run, or () if the run has the length of its command line.
 
     Args:
-        settings: the run's own, of config.json, which keeps the length that it began with.
-        done: iterations: more, where it went on further.
-        plan: what `planned` says of it.
+        settings: the settings in config.json, with the length that the run was started with.
+        done: iterations done, which is more if the run was continued further.
+        plan: the settings returned by `planned`.
     """
     wanted = count(settings.get("epochs"))
     if wanted is not None:

@@ -1,4 +1,4 @@
-"""What `python -m orthokern.reproduce` makes where it is no table of training runs."""
+"""Reports of `python -m orthokern.reproduce` that are not tables of training runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Study", "conditions"]
 
 @dataclass(frozen=True)
 class Study:
-    """What `python -m orthokern.reproduce NAME` makes, where it is no Experiment.
+    """A report of `python -m orthokern.reproduce NAME` that is not an Experiment.
 
     Attributes:
         name: as on the command line.
         title: one line.
-        source: where the published numbers stand.
-        options: those of the command line that it takes.
-        produce: the options given, the folder to write to and where to say how it stands -> the files written, a
-            Markdown file first.
+        source: paper and table or figure of the published numbers.
+        options: the command-line options that it accepts.
+        produce: takes the given options, the output folder and the stream for progress messages; returns the files
+            written, a Markdown file first.
     """
 
     name: str
@@ -38,21 +38,21 @@ class Study:
     produce: Callable[[Settings, Path, TextIO], list[Path]]
 
     def make(self, given: Settings, stream: TextIO) -> list[Path]:
-        """Checks the options and produces.
+        """Checks the options and writes the report.
 
         Raises:
-            InputError: an option that says nothing here.
+            InputError: an option that the study does not accept.
         """
         for option in given:
             if option not in ("experiment", "quick", "out", *self.options):
-                raise InputError(f"--{option}: {self.name} does not take it")
+                raise InputError(f"--{option}: {self.name} does not accept it")
         folder = given.get("out", Path("runs") / "reproduce") / ("quick" if given.get("quick") else "full")
         folder.mkdir(parents=True, exist_ok=True)
         return self.produce(given, folder, stream)
 
 
 def conditions() -> str:
-    """A line on versions, machine and date."""
+    """One line with versions, machine and date."""
     threads = torch.get_num_threads()
     machine = f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
     return f"orthokern {__version__}, torch {torch.__version__}; {machine}; {time.strftime('%Y-%m-%d')}."

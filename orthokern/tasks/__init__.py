@@ -1,4 +1,4 @@
-"""Experiments. Each module is one, with a command line; `run` calls it as a function, for sweeps."""
+"""Training tasks. Each module is a task with a command line; `run` trains one from Python, e.g. for sweeps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Result", "names", "run"]
 
 @dataclass(frozen=True)
 class Result:
-    """How a run of a task ended.
+    """The result of a run.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         folder: the run folder, with all records, the checkpoints and the plots.
         settings: all settings of the run, by name, defaults included.
         exit_code: 0 goal reached or all iterations done, 3 diverged, 130 or 143 interrupted.
-        message: the run's last line.
-        values: the numbers of result.json: "reached", "iteration", "seconds", those of the last evaluation, ...
+        message: the last line that the run prints.
+        values: the numbers in result.json: "reached", "iteration", "seconds", the last evaluation, ...
         records: one dictionary for each iteration, as in metrics.jsonl.
     """
 
@@ -42,28 +42,34 @@ class Result:
 
 
 def names() -> list[str]:
-    """The tasks that `run` takes."""
+    """The names of all tasks, for `run`.
+
+    Example::
+
+        >>> "copy" in names()
+        True
+    """
     found = [each.name for each in pkgutil.iter_modules(__path__)]
     return [name for name in found if hasattr(importlib.import_module(f"{__name__}.{name}"), "main")]
 
 
 def run(task: str, out: str | Path, **settings: Any) -> Result:
-    """Train one run of a task in this process, as its command line does.
+    """Train one run of a task in this process, like its command line.
 
-    Numbers of threads and the flushing of denormals are set for the process. Nothing is printed. The global random
-    generators are seeded with the setting `seed`.
+    The number of threads and the flushing of denormals are set for the whole process. Nothing is printed. The global
+    random generators are seeded with the setting `seed`.
 
     Args:
-        task: a name, as "copy", "adding" or "pixel_mnist"; see `names`.
+        task: a name, e.g. "copy", "adding" or "pixel_mnist"; see `names`.
         out: run folder, new or empty.
-        settings: the options of the task's command line, with underscores: ``hidden=128, margin=0.1, plots=False``.
-            An option that takes "none" takes None; one without a value takes True or False.
+        settings: the options of the command line, with underscores: ``hidden=128, margin=0.1, plots=False``. Use None
+            for the value "none", and True or False for an option without a value.
 
     Returns:
         `Result`.
 
     Raises:
-        InputError: an unknown task or setting, a value that the option does not take, data that is not there.
+        InputError: an unknown task or setting, a value that the option does not accept, or missing data.
 
     Example::
 
@@ -86,7 +92,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     if code == 2:
         raise InputError(message.removeprefix("error: "))
     folder = Path(out)
-    with contextlib.suppress(FileNotFoundError):  # of a run that was interrupted at its beginning
+    with contextlib.suppress(FileNotFoundError):  # a run that was interrupted before its first iteration has no records
         values = json.loads((folder / "result.json").read_text())
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         chosen = json.loads((folder / "config.json").read_text())["settings"]
@@ -95,7 +101,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
 
 
 def _words(task: str, parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
-    """Settings as the words of a command line."""
+    """Converts settings to command-line arguments."""
     options: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
         if action.option_strings and action.dest not in ("help", "out", "resume"):

@@ -1,11 +1,32 @@
 """The adding task: `python -m orthokern.tasks.adding --T 1000`.
 
-A recurrent network reads T pairs of a number and a mark, and must say the sum of the two marked numbers (Hochreiter &
-Schmidhuber 1997; Vorontsov et al. 2017, section 3.1.1 and Figure 5; the data are `orthokern.data.AddingTask`'s).
+A recurrent network reads T pairs of a number and a mark, and must output the sum of the two marked numbers (Hochreiter
+& Schmidhuber 1997; Vorontsov et al. 2017, section 3.1.1 and Figure 5). The data come from `orthokern.data.AddingTask`.
+
+Note [Settings that solve it at any length]
+    The last state has to hold two of T numbers and nothing of the other T - 2. What stands in the way, and what the
+    defaults do about it (`--start silent`, "silent" below):
+    - A unit that keeps what it gets, with an eigenvalue of W at 1, adds its input up over T steps. A weight w from the
+      numbers to such a unit adds w T / 2 to the state on average, with a standard deviation of w sqrt(T / 12). The
+      gradient of w is larger than that of a weight that the answer needs by the same factor, and a step of RMSprop
+      moves both alike. So units that remember have no input of their own: their input weights and biases are zero and
+      are held there. This is the counterpart of the silent blank of the copy task.
+    - The product of number and mark takes a unit that is silent without a mark. Every eighth unit is such a gate: with
+      w ~ U(-1, 1) it gets w v + 2 m - 1 - max(w, 0) from number v and mark m, which is at most -1 for m = 0 and
+      between 0 and 1 for m = 1. The relu is then exactly zero between the marks, and the next step clears the gate.
+    - W starts as exp(A), with A[i, j] = -A[j, i] = a / sqrt(7) between a gate j and the seven units i that remember for
+      it. W is orthogonal, so what goes from the gate to its seven is sin(a) of it, and they lose 1 - cos(a) in every
+      step, which is T a^2 / 2 in all. a = 0.5 / sqrt(T) keeps that loss at an eighth.
+    - The states are then of order 1 / sqrt(T), and N of them add up in the answer. The readout's rate is
+      sqrt(T) / (8 N), so that the number of iterations does not grow with T. A mark at the last step reaches the gates
+      only, which happens in 2 / T of the sequences. The readout's noise there grows with its rate, so all rates fall as
+      1 / (1 + 0.01 iteration). The readout's bias starts at the mean of the targets.
+    - Spectrum, bases and A act T times in a row. Their rates are divided by T, as in the copy task.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +38,29 @@ from orthokern import init
 from orthokern.commandline import Needs, Parser, Settings, integer, real
 from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
+from orthokern.errors import InputError
+from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import OF_OTHERS, build_recurrence
-from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
+from orthokern.tasks.network import EXPONENTIALS, OF_EXPONENTIALS, OF_FACTORIZED, OF_OTHERS, build_recurrence
+from orthokern.tasks.optimization import SCHEDULES
+from orthokern.tasks.recurrent import STARTS, DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
 from orthokern.training.options import defaults, named, option, switch
 
-# An answer counts as right if it is this close: the criterion of Pascanu et al. 2013, an error squared of 0.04.
+# An answer is correct if its error is at most CLOSE: the criterion of Pascanu et al. 2013, a squared error of 0.04.
 CLOSE = 0.2
+
+# Note [Settings that solve it at any length]
+SILENT_MODELS = ("factorized", "rnn", "exprnn")
+UNITS_PER_GATE = 8  # the gate, and those that remember for it
+ANGLE_TIMES_ROOT_T = 0.5
+READOUT_RATE_TIMES_N_BY_ROOT_T = 0.125
+INPUT_RATE = RATE = 1e-3
+MEAN = {"sum": 1.0, "mean": 0.5}  # of the targets
+RATES_TIMES_T = {"geodesic_lr": 1e-2, "spectrum_lr": 2e-2, "skew_lr": 1e-4}
+DECAY = 0.01
 
 
 @dataclass(kw_only=True)
@@ -35,41 +69,76 @@ class AddingOptions(StartOptions, DrawnOptions):
 
     GROUP = "the task"
     T: int = option(1000, integer(2), "numbers per sequence", "N")
-    target: str = named("sum", "target", TARGETS, "sum or mean of the two")
+    target: str = named("sum", "target", TARGETS, "sum or mean of the two numbers")
     positions: str = named(
         "halves",
         "positions",
         POSITIONS,
         "halves: one mark in each half; pascanu: one in the first tenth, one before the middle",
     )
-    goal: float = option(1e-3, real(0.0), "mean squared error to reach")
+    goal: float = option(1e-3, real(0.0), "mean squared error on new sequences at which training ends")
     right: float | None = option(
         None,
         real(0.0, exclusive=True, maximum=100.0, none=True),
-        f"also solved if this share of new sequences is answered to within {CLOSE:g}; none",
+        f"also solved if this percentage of new sequences has an error of at most {CLOSE:g}; none",
         "PERCENT",
     )
     short_evaluations: bool = switch(False, SHORT_EVALUATIONS, needs=(Needs("right"), Needs("goal", (0,))))
     eval_sequences: int = 500
-    # A rectified identity passes numbers on from the first step (Le et al. 2015), and the mark must only learn to let
-    # them in. Narrow margins leave no room for that: with 0.1, or geodesic steps along the plain gradient, the error
-    # stays at the baseline for thousands of iterations, as the paper found for margin 0.
+    start: str = named(
+        "auto",
+        "start",
+        ("auto", "silent", *STARTS),
+        "silent: gates that are zero without a mark, and units without input that remember; auto: silent for relu "
+        "and --init identity with --model factorized, rnn or exprnn, else torch; the others as in the other tasks",
+    )
     nonlinearity: str = "relu"
     init: str = "identity"
-    margin: float | None = 1.0
-    spectrum_lr: float | None = 1e-2
-    geodesic: str = "rmsprop"
-    geodesic_lr: float = 1e-3
+    lr: float = option(
+        None, real(0.0), "learning rate; of the readout", shown=f"by T with the start silent, else {RATE:g}"
+    )
+    input_lr: float | None = option(
+        None,
+        real(0.0),
+        "rate of the recurrent network's other weights",
+        shown=f"{INPUT_RATE:g} with the start silent, else as --lr",
+    )
+    spectrum_lr: float | None = option(
+        None,
+        real(0.0),
+        "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
+        needs=(OF_FACTORIZED,),
+        shown="by T",
+    )
+    geodesic_lr: float = option(
+        None, real(0.0), "factorized: rate of the geodesic steps on U and V", needs=(OF_FACTORIZED,), shown="by T"
+    )
+    skew_lr: float | None = option(
+        None,
+        real(0.0),
+        "exprnn, nnrnn: rate of A in the orthogonal exp(A)",
+        needs=(OF_EXPONENTIALS,),
+        shown="by T",
+    )
+    schedule: str = named(
+        "auto",
+        "schedule",
+        ("auto", *SCHEDULES),
+        f"as in the other tasks; auto: with the start silent inverse with D = {DECAY:g}, else constant",
+    )
     clip: float | None = 1.0
+    basis_clip: float | None = 1.0
     iterations: int = 10_000
 
 
 DEFAULTS = defaults(AddingOptions)
 
-# Manchev and Spratling, section III-A, in the variant of their released code: half the sum, marks at the places of
-# Pascanu et al. 2013, solved when every answer of 10 000 is no more than 0.2 off. (Their text says 0.0001.)
+# Manchev and Spratling, section III-A, in the variant of their released code: the target is half the sum, the marks are
+# placed as in Pascanu et al. 2013, and the problem is solved if all of 10 000 answers have an error of at most 0.2.
+# (Their text says 0.0001.)
 _ORTHOGONAL: Settings = {
     **PAPER,
+    "schedule": "constant",
     "nonlinearity": "tanh",
     "target": "mean",
     "positions": "pascanu",
@@ -89,7 +158,7 @@ _REPORT: Settings = {
     "nonlinearity": "modrelu",
     "start": "glorot-normal",
     "lr": 2e-4,
-    "spectrum_lr": None,
+    "schedule": "constant",
     "alpha": 0.99,
     "clip": None,
     "batch": 10,
@@ -105,14 +174,16 @@ PRESETS: dict[str, Settings] = {
     # matrix. What the text leaves open is as in the released code; eps: see pixel_mnist.
     "paper": {
         "init": "orthogonal",
-        "geodesic": "sgd",
-        "spectrum_lr": None,
+        "margin": 1.0,
         "start": "small",
         "learned_h0": True,
+        "schedule": "constant",
         "lr": 1e-4,
+        "spectrum_lr": 1e-4,
         "geodesic_lr": 1e-6,
         "eps": 1e-3,
         "clip": 100.0,
+        "basis_clip": None,
         "weight_decay": 1e-4,
         "iterations": 200_000,
         "goal": 0.0,
@@ -143,6 +214,44 @@ PRESET_HELP = {
 }
 
 
+def gates(hidden: int) -> Tensor:
+    """Which of the units are gates: bool [hidden], the last of every UNITS_PER_GATE, and of fewer units the last."""
+    unit = torch.arange(hidden, device="cpu") % UNITS_PER_GATE
+    return unit == min(UNITS_PER_GATE, hidden) - 1
+
+
+@torch.no_grad()
+def start_silent(rnn: nn.Module, T: int) -> None:
+    """Redraws the input weights and biases and turns the recurrent matrix, as the module's Note describes. Draws from
+    torch's global generator on the CPU.
+
+    Args:
+        rnn: RNN, FactorizedRNN or ExpRNN with one layer of N units and two inputs, number and mark.
+        T: the numbers of a sequence.
+    """
+    weight = rnn.get_parameter("weight_ih_l0")
+    hidden, gate = len(weight), gates(len(weight))
+    number = torch.rand(hidden, device="cpu") * 2 - 1
+    columns = torch.stack([number, torch.full_like(number, 2.0)], 1)  # [N, 2]
+    weight.copy_(columns * gate.unsqueeze(1))
+    biases = [parameter for name, parameter in rnn.named_parameters() if name.startswith("bias")]
+    for parameter in biases:  # torch's plain recurrence has two
+        parameter.zero_()
+    biases[0].copy_((-1.0 - number.clamp(min=0.0)) * gate)
+
+    # A[i, j] = angle / sqrt(7) for gate j and a unit i of its group, A[j, i] = -A[i, j], else 0
+    group = torch.arange(hidden, device="cpu") // UNITS_PER_GATE
+    lower = (group.unsqueeze(1) == group) & gate.unsqueeze(1) & ~gate  # [j, i], below the diagonal
+    size = ANGLE_TIMES_ROOT_T / math.sqrt(T) / math.sqrt(UNITS_PER_GATE - 1)
+    skew = -size * lower.double()
+    turn = torch.linalg.matrix_exp(skew - skew.mT)
+    if isinstance(rnn, ExpRNN):
+        rnn.get_parameter("skew_l0").add_(skew)
+        return
+    turned = rnn.get_parameter("u_l0" if isinstance(rnn, FactorizedRNN) else "weight_hh_l0")
+    turned.copy_(turn @ turned.double().cpu())
+
+
 class AddingModel(nn.Module):
     """A recurrence and a linear readout of its last state.
 
@@ -154,7 +263,10 @@ class AddingModel(nn.Module):
         super().__init__()
         self.rnn = build_recurrence(2, settings)
         self.readout = nn.Linear(settings.hidden, 1)
-        start_recurrence(self.rnn, settings)
+        if settings.start == "silent":
+            start_silent(self.rnn, settings.T)
+        else:
+            start_recurrence(self.rnn, settings)
         with torch.no_grad():
             if settings.start == "learned":
                 init.learned_(self.readout.weight)
@@ -162,13 +274,13 @@ class AddingModel(nn.Module):
                 nn.init.xavier_normal_(self.readout.weight)
             else:
                 nn.init.xavier_uniform_(self.readout.weight)
-            self.readout.bias.zero_()
+            self.readout.bias.fill_(MEAN[settings.target] if settings.start == "silent" else 0.0)
         start_normal(self.rnn, self.readout, settings)
         self.readout.to(settings.device)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """inputs [T, B, 2], targets [B] float32 -> mean squared error (0-dim); "accuracy", the share of answers no
-        more than CLOSE off (0-dim)."""
+        """inputs [T, B, 2], targets [B] float32 -> mean squared error (0-dim); "accuracy", the fraction of answers with
+        an error of at most CLOSE (0-dim)."""
         states, _ = self.rnn(inputs)
         error = self.readout(states[-1]).squeeze(-1) - targets
         return error.square().mean(), {"accuracy": (error.detach().abs() <= CLOSE).double().mean()}
@@ -187,9 +299,17 @@ class Adding(DrawnTask):
         check_recurrent(settings, 2, 1, steps=data.length, features=2, evaluated=self.evaluation_batch(settings))
         super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
+        self.held = ~gates(settings.hidden).to(self.device)  # without input: Note [Settings ...]
+
+    def clip_gradients(self) -> None:
+        if self.settings.start == "silent":
+            for name, parameter in self.rnn.named_parameters():
+                if name.startswith(("weight_ih", "bias")) and parameter.grad is not None:
+                    parameter.grad[self.held] = 0.0
+        super().clip_gradients()
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """When a training batch, which is fresh too, is as good as the goal; and every so often for the record."""
+        """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
         every = self.settings.eval_every
         return metrics["loss"] < self.settings.goal or (every > 0 and iteration % every == 0)
 
@@ -226,17 +346,19 @@ class Adding(DrawnTask):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 DESCRIPTION = """\
-Train a recurrent network to add two numbers that it reads far apart.
+Train a recurrent network to add two numbers that are far apart in a sequence.
 
-The network reads T numbers, two of them marked, and must say the sum of those two at the end. The
-best guess without memory has a mean squared error of 1/6, the "baseline" that is shown beside the
-loss. Solved means: a mean squared error below --goal on fresh sequences, or, with --right, so many of
-them answered to within 0.2.
+The network reads T numbers, two of which are marked, and must output the sum of these two at the end.
+The best constant answer has a mean squared error of 1/6, which is shown as the "baseline" of the loss.
+The task is solved if the mean squared error on new sequences is below --goal or, with --right, if that
+percentage of them is answered with an error of at most 0.2.
 """
 
 EXAMPLES = """\
 examples:
-  python -m orthokern.tasks.adding --T 200                          solve T = 200 with the defaults
+  python -m orthokern.tasks.adding --T 1000                         solve T = 1000 with the defaults
+  python -m orthokern.tasks.adding --T 1000 --model exprnn          with W = exp(A)
+  python -m orthokern.tasks.adding --T 200 --start torch            without gates at the start
   python -m orthokern.tasks.adding --T 1000 --margin 10             another margin
   python -m orthokern.tasks.adding --T 1000 --preset paper          the paper's hyper-parameters (slow)
   python -m orthokern.tasks.adding --T 100 --positions pascanu --target mean    another variant
@@ -251,13 +373,39 @@ Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 
 
 def _parser() -> Parser:
     parser = cli.make_parser("adding", DESCRIPTION, EXAMPLES, AddingOptions, PRESETS, PRESET_HELP)
-    parser.needs["backend"] = ((OF_OTHERS,),)  # the readout is torch's, and so are the lstms
+    parser.needs["backend"] = ((OF_OTHERS,),)  # the readout is computed by torch, and so are LSTMs
     return parser
 
 
 def complete(settings: Settings) -> AddingOptions:
-    """The settings as an object, checked; see `recurrent.complete`."""
-    return recurrent.complete(AddingOptions, settings)
+    """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`.
+
+    Raises:
+        InputError: settings that are not compatible.
+    """
+    possible = settings["nonlinearity"] == "relu" and settings["model"] in SILENT_MODELS and settings["hidden"] > 1
+    if settings["start"] == "auto":
+        chosen = possible and settings["init"] == "identity" and settings["sigma"] is None
+        settings = {**settings, "start": "silent" if chosen else "torch"}
+    silent = settings["start"] == "silent"
+    if silent and not possible:
+        raise InputError(
+            f"--start silent: for --nonlinearity relu, --model {' or '.join(SILENT_MODELS)} and --hidden of at least 2,"
+            f" not {settings['nonlinearity']}, {settings['model']} and {settings['hidden']}"
+        )
+    T = settings["T"]
+    if settings["schedule"] == "auto":
+        settings = {**settings, "schedule": "inverse" if silent else "constant"}
+        if silent and settings["lr_decay"] == 0.0:
+            settings["lr_decay"] = DECAY
+    rates = {name: rate / T for name, rate in RATES_TIMES_T.items()}
+    if settings["model"] not in EXPONENTIALS:
+        del rates["skew_lr"]
+    rates["lr"] = READOUT_RATE_TIMES_N_BY_ROOT_T / settings["hidden"] * math.sqrt(T) if silent else RATE
+    if silent:
+        rates["input_lr"] = INPUT_RATE
+    missing = {name: rate for name, rate in rates.items() if settings[name] is None}
+    return recurrent.complete(AddingOptions, {**settings, **missing})
 
 
 def main(arguments: list[str] | None = None) -> int:

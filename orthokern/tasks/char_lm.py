@@ -1,9 +1,9 @@
 """Characters of the Penn Treebank: `python -m orthokern.tasks.char_lm --data FOLDER --length 75`.
 
-A recurrent network reads a sentence character by character and predicts the next one at every step; sentences are
-independent and of different lengths (Vorontsov et al. 2017, section 3.1.2, Tables 3 and 4; the data are
-`orthokern.data.load_ptb`'s). With --bptt the text is one stream of characters instead, read in rows that never end, and
-the state is carried from batch to batch (Kerg, Goyette et al. 2019, section 4.3; `orthokern.data.load_ptb_stream`).
+A recurrent network reads a sentence character by character and predicts the next one at every step. Sentences are
+independent and have different lengths (Vorontsov et al. 2017, section 3.1.2, Tables 3 and 4; data of
+`orthokern.data.load_ptb`). With --bptt the text is one stream of characters instead: it is cut into rows, and the state
+is carried from batch to batch (Kerg, Goyette et al. 2019, section 4.3; data of `orthokern.data.load_ptb_stream`).
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class CharOptions(StartOptions, DataOptions):
 DEFAULTS = defaults(CharOptions)
 
 # The README of the code released with Kerg, Goyette et al. 2019, "Hyperparameters for reported results", PTB; batches
-# of 128 rows and 100 epochs as in that code. (Its embedding of 200, U(-0.1, 0.1), goes through the input matrix: here
-# characters select columns of it.) After every epoch whose validation loss is no better than the best before, that code
-# halves all rates.
+# of 128 rows and 100 epochs as in that code. (That code has an embedding of size 200, U(-0.1, 0.1), before the input
+# matrix; here a character selects a column of the input matrix.) That code halves all rates after every epoch whose
+# validation loss is not below the best one so far.
 _NNRNN: Settings = {
     "model": "nnrnn",
     "hidden": 1024,
@@ -118,8 +118,8 @@ _NNRNN: Settings = {
 PRESETS: dict[str, Settings] = {
     # Vorontsov et al. 2017, sections 3.1 and 3.1.2: 512 tanh units, 200 epochs, batches of 50, RMSprop at 1e-3 and
     # geodesic descent at 1e-6, clipping at 30, weight decay 1e-4 on the composite matrix. What the text leaves open is
-    # as in the released code; eps: see pixel_mnist. (Its embedding of the characters, N(0, 0.01), goes through a matrix
-    # of U(-0.01, 0.01): here characters select columns of the input matrix.)
+    # as in the released code; eps: see pixel_mnist. (That code has an embedding of the characters, N(0, 0.01), before a
+    # matrix of U(-0.01, 0.01); here a character selects a column of the input matrix.)
     "paper": {
         "nonlinearity": "tanh",
         "start": "small",
@@ -152,7 +152,7 @@ class CharModel(nn.Module):
 
     Args:
         settings: as DEFAULTS, complete.
-        characters: how many there are.
+        characters: their number.
     """
 
     def __init__(self, settings: CharOptions, characters: int = len(ALPHABET)) -> None:
@@ -167,7 +167,8 @@ class CharModel(nn.Module):
             self.readout.get_parameter("bias").zero_()
 
     def features(self, ids: Tensor) -> Tensor:
-        """What the recurrence is given for ids [...] int64: [..., characters] float for torch's LSTM, else the ids."""
+        """The input of the recurrence for ids [...] int64: one-hot [..., characters] float for torch's LSTM, else the
+        ids."""
         if not self.embed:
             return ids
         return nn.functional.one_hot(ids, self.characters).to(self.readout.weight.dtype)
@@ -188,7 +189,7 @@ class CharModel(nn.Module):
 
 
 class StreamModel(CharModel):
-    """The same over a piece of a stream, from the state that the piece before it left.
+    """The same model for a segment of a stream. It starts from the last state of the previous segment.
 
     Args:
         settings: as DEFAULTS, complete.
@@ -201,7 +202,7 @@ class StreamModel(CharModel):
         self, inputs: Tensor, targets: Tensor, state: State | None
     ) -> tuple[Tensor, dict[str, Tensor], State]:
         """inputs, targets [T, B] int64, state as the recurrence's (None: its own initial one) -> cross-entropy in nats
-        per character (0-dim), "accuracy", the state after the piece, detached."""
+        per character (0-dim), "accuracy", the last state, detached."""
         states, last = self.rnn(self.features(inputs), state)
         loss, right = self.read(states, targets)
         carried = last.detach() if isinstance(last, Tensor) else (last[0].detach(), last[1].detach())
@@ -209,7 +210,7 @@ class StreamModel(CharModel):
 
 
 class CharTask(RecurrentTask):
-    """What both ways of reading the text have in common; a subclass has `model`, `_evaluate` and `parts`."""
+    """The common part of both ways of reading the text; a subclass has `model`, `_evaluate` and `parts`."""
 
     name = "char_lm"
     loss_label = "cross-entropy (nats per character)"
@@ -235,7 +236,7 @@ class CharTask(RecurrentTask):
         return {**means, "bpc": means["loss"] / math.log(2.0)}
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """On the validation text, all characters alike: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
+        """Means over the characters of the validation text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
         return self._evaluate(self.parts["validation"])
 
     def test(self) -> dict[str, float]:
@@ -251,7 +252,7 @@ class CharTask(RecurrentTask):
     # ---- records
 
     def diagnose(self) -> dict[str, Any]:
-        return {**super().diagnose(), "time_steps": self.steps}  # norms through time are of this many steps
+        return {**super().diagnose(), "time_steps": self.steps}  # number of steps of the norms through time
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         bits = metrics["loss"] / math.log(2.0)
@@ -284,8 +285,8 @@ class CharLm(CharTask):
         self.build(CharModel(settings))
 
     def next_batch(self) -> tuple[PackedSequence, Tensor, float]:
-        """Inputs, targets, and the weight of this process's mean loss: 1, or where several share a batch, what makes
-        the mean of their weighted means the mean over all targets."""
+        """Inputs, targets, and the weight of the mean loss of this process. The weight is 1 in one process; if several
+        share a batch, it makes the average of their losses equal to the mean over all targets."""
         batch = next(self.batches)
         self.steps = len(batch.batch_sizes)
         weight = len(batch.targets) * current_shard().world / self.batches.joint_targets
@@ -315,9 +316,9 @@ class CharStream(CharTask):
     """Penn Treebank characters as one stream for the training loop, --bptt of them at a time; settings as DEFAULTS,
     complete.
 
-    The stream is cut into --batch rows of equal length, read side by side. The state that a piece leaves is where the
-    next one starts, through checkpoints and across validations; gradients end at the piece. An epoch starts at zero, or
-    at the learned initial state.
+    The stream is cut into --batch rows of equal length, which are read in parallel. Each segment starts from the last
+    state of the previous one, also after a checkpoint or a validation; gradients do not cross segments. An epoch starts
+    from zero, or from the learned initial state.
     """
 
     def __init__(self, settings: CharOptions) -> None:
@@ -325,7 +326,9 @@ class CharStream(CharTask):
         check_recurrent(settings, characters, characters)
         super().__init__(settings, classes=characters)
         if current_shard().world > 1:
-            raise InputError(f"--bptt in {current_shard().world} processes: its state is carried in one, run it in one")
+            raise InputError(
+                f"--bptt in {current_shard().world} processes: accepted: one process, which carries the state"
+            )
         data = load_ptb_stream(settings.data)
         self.data_digest = digest(data.train)
         assert settings.bptt is not None  # see _task
@@ -336,12 +339,12 @@ class CharStream(CharTask):
         check_recurrent(settings, characters, characters, steps=self.time_steps, evaluated=STREAM_ROWS)
         self.pieces = -(-(len(self.parts["train"]) - 1) // self.length)
         self.iterations_per_epoch = count_epochs(settings, self.pieces)
-        self.position = 0  # of the next piece in the epoch
+        self.position = 0  # index of the next segment in the epoch
         self.carried: State | None = None
         self.build(StreamModel(settings))
 
     def _piece(self, tokens: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """tokens [L, B] uint8 -> inputs, targets [T, B] int64 of piece `index`; the last one of a text is shorter."""
+        """tokens [L, B] uint8 -> inputs, targets [T, B] int64 of segment `index`; the last one of a text is shorter."""
         length = self.length
         piece = tokens[index * length : (index + 1) * length + 1].long()
         return piece[:-1], piece[1:]
@@ -397,7 +400,7 @@ Train a recurrent network to predict the next character of Penn Treebank sentenc
 
 --data names the folder with the text, as words (ptb.train.txt, ptb.valid.txt, ptb.test.txt) or as
 characters (ptb.char.train.txt, ...). Sentences of up to --length characters are used, each as one
-sequence. There is no work on padding. The test sentences are evaluated once, at the end, with the
+sequence. Padding is not computed. The test sentences are evaluated once, at the end, with the
 parameters that are best on the validation sentences.
 
 With --bptt N the whole text is one stream, cut into --batch rows that are read N characters at a time;

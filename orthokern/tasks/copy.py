@@ -1,27 +1,29 @@
 """The copy task: `python -m orthokern.tasks.copy --T 10000`.
 
 A factorized RNN without a non-linearity learns to repeat ten symbols after T blank steps (Vorontsov et al. 2017,
-section 3.1.1; the data are `orthokern.data.CopyTask`'s).
+section 3.1.1). The data come from `orthokern.data.CopyTask`.
 
 Note [Settings that solve it in a hundred iterations]
-    The paper's hyper-parameters (`--preset paper`) take small steps from a random start. The defaults differ in what
-    the signal sees first:
-    - The readout starts at zero, and so does the blank's input column, which stays there: the state then holds the
-      symbols and nothing else, and the first gradient that reaches the recurrence is not noise. A blank that speaks
-      is added to the state at T steps; learned along, it doubles the iterations at T = 1000. Other input columns are
-      N(0, 2 / (N + ids)), with `--learn-blank` the blank's too, and then it is trained like them.
-    - The output bias of the blank starts at the log-odds of blank and symbol, 9.0 at T = 10 000: otherwise much of the
-      training goes into how often the target is blank.
-    - RMSprop at 2e-2 on the readout and 1e-3 on the input table, all rates falling as 1 / (1 + 0.005 iteration).
-    - The spectrum's rate is 0.02 / T (1e-3 on p for a margin of 0.001 at T = 10 000). A step of RMSprop moves s by a
-      quarter of it; s counts T times in a row, so a hundred steps of one sign change the signal by no more than
-      exp(100 T 0.005 / T) = 1.6. At a rate of 1e-3 all s would be at the margin in ten iterations, and
-      1.001^10000 is 22 000.
-    - Bases: geodesic steps at 0.01 / T, their gradients clipped to a joint norm of 1.
-    Haar-random U and V make W's eigenvalues spread evenly over the circle, so that the ten symbols, each at its own
-    distance from the recall, lie along nearly orthogonal directions: readout and input table alone can solve the task.
-    With the bases held fixed (`--geodesic-lr 0`), or unclipped, it takes as many iterations at T = 1000: the geodesic
-    step earns its keep where the recurrence must change, and does no harm here.
+    The hyper-parameters of the paper (`--preset paper`) take small steps from a random start. The defaults differ in
+    the initial values and in the learning rates:
+    - The readout is initialised to zero. The input column of the blank is zero and is not trained: the state then
+      depends on the symbols alone, and the first gradient that reaches the recurrence is not noise. With any other
+      value, the blank is added to the state in T steps; if it is trained, T = 1000 takes twice as many iterations. The
+      other input columns are drawn from N(0, 2 / (N + ids)). With `--learn-blank` the column of the blank is drawn and
+      trained like the others.
+    - The output bias of the blank is initialised to the log-odds of blank and symbol, 9.0 at T = 10 000. Otherwise a
+      large part of the training is needed to learn how often the target is blank.
+    - RMSprop with a rate of 2e-2 for the readout and 1e-3 for the input table; all rates decrease as
+      1 / (1 + 0.005 iteration).
+    - The rate of the spectrum is 0.02 / T (1e-3 on p for a margin of 0.001 at T = 10 000). A step of RMSprop changes s
+      by a quarter of the rate, and s is applied T times. A hundred steps of the same sign therefore change the signal
+      by a factor of at most exp(100 T 0.005 / T) = 1.6. With a rate of 1e-3 all s would reach the margin in ten
+      iterations, and 1.001^10000 is 22 000.
+    - Bases: geodesic steps with a rate of 0.01 / T; the joint norm of their gradients is clipped to 1.
+    With Haar-random U and V the eigenvalues of W are spread evenly over the unit circle. The ten symbols, which are
+    read at different distances from the recall, are then stored along nearly orthogonal directions, and training the
+    readout and the input table is enough to solve the task. With fixed bases (`--geodesic-lr 0`) or without clipping,
+    the number of iterations at T = 1000 is the same: in this task the geodesic steps are not needed.
 """
 
 import math
@@ -47,7 +49,7 @@ from orthokern.training.options import defaults, named, option, switch
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
-RECURRENCES = (RNN, ExpRNN, FactorizedRNN, NonNormalRNN)  # those with a `loss` of their own
+RECURRENCES = (RNN, ExpRNN, FactorizedRNN, NonNormalRNN)  # modules with a `loss` method
 STARTS = ("zero", "random", "glorot-normal")
 GEODESIC_RATE_TIMES_T, LARGEST_GEODESIC_RATE = 1e-2, 1e-4
 SPECTRUM_RATE_TIMES_T, LARGEST_SPECTRUM_RATE = 2e-2, 1e-3
@@ -78,25 +80,30 @@ class CopyOptions(DrawnOptions):
         "value of the marker in scalar input: -1 or 9 in released codes",
         needs=(Needs("input", ("scalar",)),),
     )
-    goal: float = option(99.9, real(0.0, exclusive=True, maximum=100.0), "recall accuracy to reach", "PERCENT")
+    goal: float = option(
+        99.9,
+        real(0.0, exclusive=True, maximum=100.0),
+        "recall accuracy on new sequences at which training ends",
+        "PERCENT",
+    )
     start: str = named(
         "zero",
         "start",
         STARTS,
-        "zero: readout of zeros, with the blank's bias at its log-odds; random: as in the paper; glorot-normal: "
+        "zero: readout of zeros, bias of the blank at its log-odds; random: as in the paper; glorot-normal: "
         "both Glorot-normal",
     )
     algorithm: str = named(
         "auto",
         "algorithm",
         ALGORITHMS,
-        "of the recurrence: modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
-        "auto: modal where it is faster and as accurate",
+        "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
+        "auto: modal if it is faster and as accurate",
         needs=(OF_OTHERS,),
     )
     learn_blank: bool = switch(
         False,
-        "start and train the blank's input column like the others (default: it is held at zero)",
+        "initialise and train the input column of the blank like the others (default: fixed at zero)",
         needs=(Needs("start", ("zero",)), Needs("input", ("onehot",))),
     )
     nonlinearity: str = "identity"
@@ -143,11 +150,11 @@ _REPORT: Settings = {
 PRESETS: dict[str, Settings] = {
     # Vorontsov et al. 2017, section 3: RMSprop at 1e-4, geodesic descent on the bases at 1e-6, batches of 50, clipping
     # at 100, weight decay 1e-4 on the composite matrix; section 3.1.1: 128 units, no non-linearity. What the text
-    # leaves open is as in the released code where it acts on the memory: RMSprop's decay of 0.9, inputs U(-0.01, 0.01),
-    # a Glorot-uniform readout. Not so: the input is one-hot, not one number; the initial state stays zero, since the
-    # blanks add to it anyway; and torch's eps of 1e-8 stays (with --eps 1e-3, as in the other tasks' presets, T = 200
-    # takes 1423 iterations in place of 1007, seed 0).
-    # The margin is completed below: it is the variable of Figure 1.
+    # leaves open is as in the released code if it affects the memory: RMSprop's decay of 0.9, inputs U(-0.01, 0.01),
+    # a Glorot-uniform readout. There are three differences: the input is one-hot instead of one number; the initial
+    # state is zero, since the blanks add to it anyway; and eps is torch's 1e-8 (with --eps 1e-3, as in the presets of
+    # the other tasks, T = 200 takes 1423 iterations instead of 1007, seed 0).
+    # The default of the margin is set below. It is the variable of Figure 1.
     "paper": {
         "margin": "by T",
         "start": "random",
@@ -185,8 +192,7 @@ PRESET_HELP = {
 class CopyModel(nn.Module):
     """A recurrence and a readout.
 
-    The recurrence has no bias: the input column of the blank, which is the token of nearly every step, is as good as
-    one.
+    The recurrence has no bias: the blank is the token of nearly every step, so that its input column acts as a bias.
 
     Args:
         data: the task.
@@ -205,7 +211,7 @@ class CopyModel(nn.Module):
         self.readout = LinearCrossEntropy(hidden, classes, device=settings.device, backend=settings.backend)
         table = self.rnn.get_parameter("weight_ih_l0")
         bias = self.readout.get_parameter("bias")
-        # Drawn on the CPU, so that a seed means the same model on every device.
+        # Drawn on the CPU, so that a seed gives the same model on every device.
         with torch.no_grad():
             nn.init.zeros_(bias)
             if settings.start == "zero":
@@ -223,7 +229,7 @@ class CopyModel(nn.Module):
                 self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
 
     def inputs(self, tokens: Tensor) -> Tensor:
-        """What the recurrence is fed with: ids [T, B], or features [T, B, D]."""
+        """The input of the recurrence: ids [T, B], or features [T, B, D]."""
         if self.embed:
             return nn.functional.one_hot(tokens.long(), self.data.num_ids).to(self.readout.weight.dtype)
         return tokens if self.marker is None else self.data.scalar(tokens, self.marker)
@@ -235,8 +241,8 @@ class CopyModel(nn.Module):
         return states
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens, targets [T, B] -> the loss over all steps (0-dim, nats per step), and "wrong", the number of recalled
-        symbols that are (0-dim int64)."""
+        """tokens, targets [T, B] -> the loss over all steps (0-dim, nats per step), and "wrong", the number of wrong
+        symbols in the recall (0-dim int64)."""
         recall = self.data.recall
         if isinstance(self.rnn, RECURRENCES):
             loss, hits = self.rnn.loss(self.inputs(tokens), self.readout, targets, algorithm=self.algorithm)
@@ -249,12 +255,12 @@ class CopyModel(nn.Module):
 
 
 def silent_blank(settings: CopyOptions) -> bool:
-    """Whether the blank's input column is held at zero: Note [Settings ...]. As a scalar the blank is 0 already."""
+    """Whether the input column of the blank is fixed at zero: Note [Settings ...]. In scalar input the blank is 0."""
     return settings.start == "zero" and settings.input == "onehot" and not settings.learn_blank
 
 
 def _inputs(data: CopyTask, settings: CopyOptions) -> int:
-    """Input features of the recurrence, or token ids."""
+    """Number of input features of the recurrence, or of token ids."""
     return data.num_ids if settings.input == "onehot" else 1
 
 
@@ -271,7 +277,7 @@ class CopyExperiment(DrawnTask):
         self.data = CopyTask(settings.T, layout=settings.layout, dtype=torch.uint8)
         inputs = _inputs(self.data, settings)
         classes = self.data.num_classes
-        # A batch and one of an evaluation, tokens and targets of a byte each.
+        # A training batch and an evaluation batch; tokens and targets have one byte each.
         ids = 4 * self.data.length * settings.batch
         check_recurrent(settings, inputs, classes, bias=False, ids=ids)
         super().__init__(self.data, settings, classes=classes)
@@ -279,11 +285,13 @@ class CopyExperiment(DrawnTask):
         self.build(CopyModel(self.data, settings))
 
         self.way, states = ("sequential", ""), None
-        if isinstance(self.rnn, RECURRENCES):  # raises where "modal" is asked for and cannot serve
+        if isinstance(self.rnn, RECURRENCES):  # raises if "modal" is requested and not possible
             sizes = self.time_steps, settings.batch // current_shard().world, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
-            if self.way[0] == "modal" or not settings.last_step_gradient:  # else that needs the states of all steps
+            if (
+                self.way[0] == "modal" or not settings.last_step_gradient
+            ):  # the other algorithms need the states of all steps
                 states = _loss.state_bytes(self.rnn, *sizes, **call)
         check_recurrent(settings, inputs, classes, bias=False, steps=self.time_steps, ids=ids, states=states)
 
@@ -314,21 +322,21 @@ class CopyExperiment(DrawnTask):
         if silent_blank(self.settings):
             blank = self.rnn.get_parameter("weight_ih_l0").grad
             if blank is not None:
-                blank[:, 0] = 0.0  # Note [Settings ...]: blanks stay silent
+                blank[:, 0] = 0.0  # Note [Settings ...]: the input column of the blank stays zero
         super().clip_gradients()
 
     # ---- evaluation
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """When a training batch, which is fresh too, is as good as the goal; and every so often for the record."""
+        """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
         every = self.settings.eval_every
         return metrics["accuracy"] >= self.goal or (every > 0 and iteration % every == 0)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Recall accuracy on fresh sequences, given up as soon as the goal is out of reach.
+        """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached.
 
         Returns:
-            "accuracy" (fraction), "loss" (nats per step), "sequences" (how many were tried), "reached" (1.0 or 0.0).
+            "accuracy" (fraction), "loss" (nats per step), "sequences" (number evaluated), "reached" (1.0 or 0.0).
         """
         batch = self.settings.batch
         batches = -(-self.settings.eval_sequences // batch)
@@ -373,10 +381,10 @@ class CopyExperiment(DrawnTask):
 DESCRIPTION = """\
 Train a recurrent network on the copy task until it is solved.
 
-The network reads ten symbols out of eight, then blanks, a marker after T steps, and must then output
-the ten symbols in order, which it read T steps before. Without memory the best
-guess costs 10 ln 8 / (T + 20) nats per step, the "baseline" that is shown beside the loss. Solved
-means: recall accuracy of at least --goal % on fresh sequences.
+The network reads ten symbols from an alphabet of eight, then blanks, and a marker after T steps. It
+must then output the ten symbols in order. The best guess without memory has a loss of
+10 ln 8 / (T + 20) nats per step, which is shown as the "baseline". The task is solved if the recall
+accuracy on new sequences is at least --goal %.
 
 The network is h_t = phi(U S V^T h_{t-1} + x_t): U and V stay orthogonal (steps along geodesics), the
 singular values S stay within 1 ± margin. By default phi is the identity, as in the paper.
@@ -407,13 +415,13 @@ def _parser() -> Parser:
 
 
 def complete(settings: Settings) -> CopyOptions:
-    """The settings as an object: fills in what depends on T, and checks what argparse can't.
+    """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings.
 
     Raises:
         InputError: settings that are not compatible.
     """
     if settings["margin"] == "by T":
-        # Figure 1: up to T = 1000 wide margins learn faster, at T = 10000 only those up to 0.001 learn fast
+        # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
         settings = {**settings, "margin": 0.1 if settings["T"] <= 2000 else 0.001}
     if settings["geodesic_lr"] is None:
         settings = {**settings, "geodesic_lr": min(GEODESIC_RATE_TIMES_T / settings["T"], LARGEST_GEODESIC_RATE)}

@@ -1,7 +1,7 @@
 """Deep feedforward MNIST: `python -m orthokern.tasks.deep_mnist --data FOLDER`.
 
-Ten layers of tanh between an image and its label: deep enough that a small random start learns nothing, and that one
-which is made orthogonal, before training or during it, does (Manchev & Spratling, section III-C, Tables III and IV).
+A network of ten tanh layers. It is so deep that it learns nothing from small random weights. It does learn if the
+weight matrices are made orthogonal, before or during training (Manchev & Spratling, section III-C, Tables III and IV).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from orthokern import init
 from orthokern.commandline import Needs, Parser, Settings, integer, real
 from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
+from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.memory import Part, check, model_parts
-from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule
+from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
@@ -37,7 +38,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
     """The settings of deep feedforward MNIST."""
 
     GROUP = "the network"
-    HIDDEN = frozenset({"backend"})  # everything is torch's
+    HIDDEN = frozenset({"backend"})  # all computation is done by torch
     layers: int = option(10, integer(1), "hidden layers", "N")
     hidden: int = option(100, integer(1), "units per hidden layer", "N")
     init: str = named(
@@ -93,16 +94,16 @@ PRESET_HELP = {
 
 
 def _sides(settings: DeepOptions) -> list[int]:
-    """Numbers of units, from the input's to the output's."""
+    """Numbers of units, from the input to the output."""
     return [PIXELS, *[settings.hidden] * settings.layers, CLASSES]
 
 
 def _check_memory(settings: DeepOptions, rows: int = 0) -> None:
-    """Refuses a network that does not fit.
+    """Raises an error for a network that does not fit into memory.
 
     Args:
         settings: as DEFAULTS, complete.
-        rows: images of a batch; 0 where they are not known yet.
+        rows: number of images of a batch; 0 if it is not known yet.
 
     Raises:
         InputError: as `orthokern.tasks.memory.check`.
@@ -147,7 +148,7 @@ class DeepNetwork(nn.Module):
         return nn.functional.cross_entropy(logits, labels), {"accuracy": right}
 
     def weights(self) -> list[Tensor]:
-        """From the input's [hidden, 784] to the readout's [10, hidden]."""
+        """The weight matrices, from the input layer [hidden, 784] to the readout [10, hidden]."""
         return [layer.get_parameter("weight") for layer in self.layers]
 
 
@@ -165,7 +166,7 @@ class DeepMnist(DigitsTask):
         _check_memory(settings)
         self.settings = settings
         self.device = torch.device(settings.device)
-        self.rows = current_shard().rows(settings.batch)  # of a joint batch, this process's
+        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
         data = load_mnist(settings.data, validation=settings.validation)
         mean, deviation = torch.zeros(PIXELS), torch.full((PIXELS,), 255.0)
         if settings.standardize:
@@ -179,17 +180,9 @@ class DeepMnist(DigitsTask):
         _check_memory(settings, settings.batch // current_shard().world)
         self.model = DeepNetwork(settings)
         self.penalty = OrthogonalPenalty(settings.penalty, squared=settings.penalty_norm == "squared")
-        self.optimizer = self._optimizer()
+        kind, options = euclidean(settings)
+        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
         self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        settings, parameters = self.settings, list(self.model.parameters())
-        if settings.optimizer == "adam":
-            return torch.optim.Adam(parameters, lr=settings.lr, eps=settings.eps)
-        if settings.optimizer == "rmsprop":
-            return torch.optim.RMSprop(parameters, lr=settings.lr, alpha=settings.alpha, eps=settings.eps)
-        momentum = settings.momentum
-        return torch.optim.SGD(parameters, lr=settings.lr, momentum=momentum, nesterov=momentum > 0.0)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -210,8 +203,8 @@ class DeepMnist(DigitsTask):
     # ---- what is told ------------------------------------------------------------------------------------------------
 
     def diagnose(self) -> dict[str, Any]:
-        """The rate; and, from the input's layer to the readout's: ||W W^T - I||_F^2 of the smaller Gram matrix,
-        and the norm of the loss's gradient (the penalty's part included) for the weight."""
+        """The learning rate; and for each layer, from the input to the readout: ||W W^T - I||_F^2 of the smaller Gram
+        matrix, and the norm of the gradient of the loss (including the penalty) for the weight."""
         weights = self.model.weights()
         with torch.no_grad():
             distance = OrthogonalPenalty()
@@ -248,8 +241,8 @@ class DeepMnist(DigitsTask):
 DESCRIPTION = """\
 Train a deep feedforward network of tanh units to classify MNIST digits.
 
-With every weight from N(0, --sigma), signal and gradient vanish over ten layers, and the network does
-no better than to predict the most frequent digit. There are two remedies: matrices that are made
+If all weights are drawn from N(0, --sigma), signal and gradient vanish over ten layers, and the network
+only predicts the most frequent digit. There are two remedies: matrices that are made
 orthogonal before training (--init learned: gradient descent on ||W W^T - I||^2), or a penalty that
 makes them orthogonal during training (--init normal --penalty X).
 

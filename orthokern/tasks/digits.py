@@ -1,4 +1,4 @@
-"""What the tasks on MNIST's images share: epochs over them, evaluations, and their options."""
+"""The common part of the MNIST tasks: epochs, evaluations, and options."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ class DigitsOptions(DataOptions):
     data: str = option("", file_name, "folder with the four MNIST files (required)", "DIR", shown="")
     validation: int = option(10_000, integer(1), "training images held out for validation", "N")
     goal: float | None = option(
-        None, real(0.0, exclusive=True, maximum=100.0, none=True), "stop at this validation accuracy; none", "PERCENT"
+        None,
+        real(0.0, exclusive=True, maximum=100.0, none=True),
+        "stop at this validation accuracy; none: train for all epochs",
+        "PERCENT",
     )
-    batch: int = 50  # declared by the optimizer's options
+    batch: int = 50  # declared by the options of the optimizer
 
 
 class DigitsTask(Task):
-    """Every training image once an epoch, in an order of the epoch's own; evaluated after every epoch.
+    """Uses every training image once per epoch, in a new random order; evaluates after every epoch.
 
-    A subclass sets the three sets, calls `begin_epochs`, and says what a batch is (`_batch`).
+    A subclass sets the training, validation and test sets, calls `begin_epochs`, and defines `_batch`.
     """
 
     EVALUATION_BATCH = 500  # images
@@ -47,15 +50,17 @@ class DigitsTask(Task):
     iterations_per_epoch: int
 
     def begin_epochs(self) -> None:
-        """Turns the epochs into iterations.
+        """Converts the number of epochs to iterations.
 
         Raises:
-            InputError: a batch larger than the training set.
+            InputError: the batch is larger than the training set.
         """
         settings, count = self.settings, len(self.train_set[1])
         if settings.batch > count:
             raise InputError(f"--batch {settings.batch}: there are {count} training images")
-        self.batches_per_epoch = count // settings.batch  # what is left of the last batch comes in another epoch
+        self.batches_per_epoch = (
+            count // settings.batch
+        )  # an incomplete last batch is left out; its images come in other epochs
         self.iterations_per_epoch = count_epochs(settings, self.batches_per_epoch)
         self.data_digest = digest(*self.train_set)
         self.position = 0  # in batches
@@ -63,7 +68,7 @@ class DigitsTask(Task):
 
     @abstractmethod
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """What the model takes of the chosen images, and their labels [B]."""
+        """The model's input for the chosen images, and their labels [B]."""
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, batch = divmod(self.position, self.batches_per_epoch)

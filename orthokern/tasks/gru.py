@@ -1,5 +1,5 @@
-"""What the experiments of Kanai et al. 2017 have in common: a GRU with a state carried between batches, trained under a
-spectral-norm constraint or with clipped gradients (section 4.1 of the paper)."""
+"""The common part of the experiments of Kanai et al. 2017: a GRU whose state is carried from batch to batch, trained
+with a spectral-norm constraint or with gradient clipping (section 4.1 of the paper)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
-from orthokern.optim import SpectralNormProjection
+from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.tasks.memory import check_gru
+from orthokern.tasks.optimization import OPTIMIZERS
 from orthokern.tasks.recurrent import DataOptions
 from orthokern.training import Task
 from orthokern.training.distributed import current_shard
@@ -33,8 +34,6 @@ MODELS = ("gru", "torch-gru")
 CONSTRAINTS = ("projection", "none")
 THRESHOLDS = ("2-delta", "2")
 INPUTS = ("upper", "all", "none")
-OPTIMIZERS = ("sgd", "adam", "rmsprop")
-
 
 _PROJECTED = Needs("constraint", ("projection",))
 
@@ -44,8 +43,8 @@ class GruOptions(DataOptions):
     """The settings of a task with a GRU.
 
     Attributes:
-        variant, init_std, constraint: None until they are complete; so are delta, threshold and constrained_inputs
-            where there is a constraint.
+        variant, init_std, constraint: None before `complete`; with a constraint also delta, threshold and
+            constrained_inputs.
     """
 
     GROUP = "the network"
@@ -54,7 +53,7 @@ class GruOptions(DataOptions):
         None,
         "variant",
         ("kanai", "torch"),
-        "gru: the reset gate before the recurrent matrix (kanai) or after it (torch)",
+        "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
         needs=(Needs("model", ("gru",)),),
         shown="kanai",
     )
@@ -75,12 +74,14 @@ class GruOptions(DataOptions):
         "projection: after every step no singular value above 2 - delta; none",
         shown="none with --clip, else projection",
     )
-    delta: float = option(None, real(), "projection: in (0, 2)", needs=(_PROJECTED,), shown="0.2")
+    delta: float = option(
+        None, real(), "projection: the bound is 2 - X, with X in (0, 2)", needs=(_PROJECTED,), shown="0.2"
+    )
     threshold: str = named(
         None,
         "threshold",
         THRESHOLDS,
-        "projection: which singular values become 2 - delta: those above 2-delta, or above 2",
+        "projection: singular values to set to 2 - delta: those above 2-delta, or those above 2",
         needs=(_PROJECTED,),
         shown="2-delta",
     )
@@ -88,17 +89,17 @@ class GruOptions(DataOptions):
         None,
         "constrained-inputs",
         INPUTS,
-        "projection: candidate's input matrices that are also constrained: those of the upper layers, all, none",
+        "projection: input matrices of the candidate that are also constrained: those of the upper layers, all, none",
         needs=(_PROJECTED,),
         shown="upper",
     )
     clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
-    bias: bool = switch(True, "a readout without bias")
-    batch: int = option(20, integer(1), "sequences at once", "N")
-    window: int = option(35, integer(1), "time steps of back-propagation; the state is carried on", "N")
-    optimizer: str = named("sgd", "optimizer", OPTIMIZERS, ", ".join(OPTIMIZERS))
+    bias: bool = switch(True, "use a readout without bias")
+    batch: int = option(20, integer(1), "sequences per batch", "N")
+    window: int = option(35, integer(1), "time steps of back-propagation; the state is carried to the next window", "N")
+    optimizer: str = named("sgd", "optimizer", tuple(OPTIMIZERS), ", ".join(OPTIMIZERS))
     lr: float = option(1.0, real(0.0, exclusive=True), "learning rate")
-    momentum: float = option(0.0, real(0.0, maximum=1.0), "of sgd", needs=(Needs("optimizer", ("sgd",)),))
+    momentum: float = option(0.0, real(0.0, maximum=1.0), "momentum of sgd", needs=(Needs("optimizer", ("sgd",)),))
     checkpoint_every: int = 500
     diagnose_every: int = 50
 
@@ -108,7 +109,7 @@ Chosen = TypeVar("Chosen", bound=GruOptions)
 
 
 def complete(options: type[Chosen], settings: Settings, what: str) -> Chosen:
-    """The settings as an object: fills in what depends on other options, and checks what argparse can't.
+    """The settings as an object. Sets the defaults that depend on other options, and checks combinations of settings.
 
     Args:
         options: the task's class.
@@ -138,7 +139,7 @@ def complete(options: type[Chosen], settings: Settings, what: str) -> Chosen:
 
 
 def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
-    """The recurrence that the settings ask for, initialised as in section 4.1 of the paper.
+    """Builds the GRU of the settings, initialised as in section 4.1 of the paper.
 
     Args:
         inputs: number of input features.
@@ -148,7 +149,7 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
         A module with torch.nn.GRU's interface, its parameters drawn from torch's global generator on the CPU.
     """
     layers = settings.layers
-    dropout = settings.dropout if layers > 1 else 0.0  # of the last layer's output it is the task's
+    dropout = settings.dropout if layers > 1 else 0.0  # the task applies dropout to the output of the last layer
     if settings.model == "gru":
         return GRU(
             inputs,
@@ -172,21 +173,22 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
 class GruTask(Task):
     """A GRU whose state is carried from batch to batch.
 
-    A subclass sets its data up, calls `build`, and says what a batch is (`read`) and how the model is evaluated
-    (`measure`). Its model is a module with `rnn` (a GRU), and
+    A subclass sets up its data, calls `build`, and defines `read`, which returns a batch, and `measure`, which
+    evaluates the model. The model is a module with `rnn` (a GRU) and the call
 
         model(inputs [T, B, ...], targets [T, B, ...], valid [T, B] bool or None, h0 [layers, B, N])
             -> (negative log-likelihood, the sum over all valid steps of all rows, 0-dim; h_T)
 
-    What is minimised is the mean over the batch of the sum over the window's steps: so gradient norms are those that
-    the paper clips. Records hold it as "loss", and as "nll" the mean over steps.
+    The training loss is the mean over the batch of the sum over the steps of a window. The norms of its gradient can
+    therefore be compared with the clipping thresholds of the paper. In the records it is "loss"; the mean over steps is
+    "nll".
 
-    A run is a success as the paper defines it (section 4.1) if the validation loss after every epoch is no greater than
-    that of the untrained model.
+    A run is a success, as defined in section 4.1 of the paper, if the validation loss after every epoch is at most that
+    of the untrained model.
     """
 
     settings: GruOptions
-    unit = "step"  # what a loss is per
+    unit = "step"  # the loss is given per unit
     iterations_per_epoch: int
 
     def __init__(self, settings: GruOptions) -> None:
@@ -200,24 +202,21 @@ class GruTask(Task):
         if settings.model == "gru":
             dispatch.resolve(
                 "gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype()
-            )  # raises now, not in the first iteration
+            )  # raises now, rather than in the first iteration
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
         self.worst_loss = -math.inf  # on the validation data, after any epoch so far
         self.epoch_ended = False
 
     def build(self, model: nn.Module) -> None:
-        """Takes the model over and makes its optimizer, with the projection attached."""
+        """Registers the model and creates its optimizer, with the projection attached."""
         settings = self.settings
         self.model = model.to(self.device)
         self.rnn: nn.Module = model.get_submodule("rnn")
-        parameters = self.model.parameters()
-        if settings.optimizer == "adam":
-            self.optimizer = torch.optim.Adam(parameters, lr=settings.lr)
-        elif settings.optimizer == "rmsprop":
-            self.optimizer = torch.optim.RMSprop(parameters, lr=settings.lr)
-        else:
-            self.optimizer = torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
+        kind = OPTIMIZERS[settings.optimizer]
+        # The paper uses plain SGD: momentum, if it is not 0, is not Nesterov momentum as in `optimization.euclidean`.
+        options: dict[str, Any] = {"momentum": settings.momentum} if kind is torch.optim.SGD else {}
+        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
         self.projection: SpectralNormProjection | None = None
         if settings.constraint == "projection":
             self.projection = SpectralNormProjection(
@@ -236,8 +235,8 @@ class GruTask(Task):
 
     @abstractmethod
     def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | bool]:
-        """The next window: inputs, targets, valid (None: all steps are) and fresh, the rows whose state is to be zero:
-        [B] bool, or one bool for all."""
+        """The next window: inputs, targets, valid (None: all steps are valid) and fresh, the rows that start from a
+        zero state: [B] bool, or one bool for all rows."""
 
     @abstractmethod
     def measure(self, part: str) -> float:
@@ -277,8 +276,8 @@ class GruTask(Task):
         return self.epoch_ended
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """On the validation data: "loss" (nats per word or time step), "initial_loss", the untrained model's, and
-        "success", 1 or 0, whether the loss has never been greater than that."""
+        """On the validation data: "loss" (nats per word or time step), "initial_loss" (of the untrained model), and
+        "success" (1 if no loss so far was above the initial loss, else 0)."""
         loss, initial = self.measure("validation"), self.initial_loss
         assert initial is not None  # since the first batch
         worst = max(self.worst_loss, loss)
@@ -288,7 +287,7 @@ class GruTask(Task):
         return {"loss": self.measure("test")}
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        if not self.epoch_ended:  # the run's last iteration, in the middle of an epoch
+        if not self.epoch_ended:  # the last iteration of the run, within an epoch
             return False
         loss = evaluation["loss"]
         self.worst_loss = math.inf if math.isnan(loss) else max(self.worst_loss, loss)
@@ -304,8 +303,8 @@ class GruTask(Task):
     # ---- records
 
     def diagnose(self) -> dict[str, Any]:
-        """Spectral radius of the Jacobian at rest and norm of the recurrent matrix, per layer, the learning rate, and
-        how often the projection had work."""
+        """Spectral radius of the Jacobian at state 0 and norm of the recurrent matrix, per layer; the learning rate;
+        and the number of projections that changed a matrix."""
         found: dict[str, Any] = {**diagnose_stability(self.rnn), "lr": self.optimizer.param_groups[0]["lr"]}
         if self.projection is not None:
             found["projection"] = dict(self.projection.counts)
@@ -333,7 +332,7 @@ class GruTask(Task):
         return f"{metrics['nll']:.3f} nats per {self.unit}, gradient {metrics['grad_norm']:.3g}"
 
     def result_text(self, loss: float) -> str:
-        """How the summary says a validation loss."""
+        """The text of a validation loss in the summary."""
         return f"{loss:.4f} nats per {self.unit}"
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
@@ -344,7 +343,7 @@ class GruTask(Task):
         return f"validation: {self.result_text(evaluation['loss'])}{verdict}, {done}"
 
     def title(self) -> str:
-        """What the plots' titles say of the settings."""
+        """The settings shown in the titles of plots."""
         settings = self.settings
         parts = [f"{self.name}, {settings.model}, {settings.layers} x {settings.hidden} units"]
         if settings.constraint == "projection":

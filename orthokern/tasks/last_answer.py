@@ -1,5 +1,5 @@
-"""What the tasks share in which a network reads symbols and names a class after the last one: temporal_order and
-random_permutation (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A)."""
+"""The common part of temporal_order and random_permutation, in which a network reads symbols and outputs a class after
+the last one (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from orthokern.training.options import option, switch
 __all__ = ["PAPER", "PRESETS", "PRESET_HELP", "SHORT_EVALUATIONS", "LastAnswer", "LastAnswerOptions", "out_of_reach"]
 
 SHORT_EVALUATIONS = (
-    "end an evaluation as soon as so many answers are wrong that the goal is out of reach: the record then has the "
-    "loss and accuracy of the sequences so far"
+    "end an evaluation as soon as the goal can no longer be reached: the record then has the loss and accuracy of "
+    "the sequences so far"
 )
 
 
 @dataclass(kw_only=True)
 class LastAnswerOptions(StartOptions, DrawnOptions):
-    """The settings of such a task."""
+    """The settings of a task with one answer per sequence."""
 
     GROUP = "the task"
     T: int = option(100, integer(2), "symbols in a sequence", "N")
@@ -42,8 +42,8 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
     iterations: int = 20_000
 
 
-# Manchev and Spratling, section III-A: 100 tanh units, batches of 20, SGD, up to 100 000 iterations, every 100 of them
-# a test on 10 000 sequences; every matrix Glorot-uniform. The rates are those of their Table I for temporal order.
+# Manchev and Spratling, section III-A: 100 tanh units, batches of 20, SGD, up to 100 000 iterations, a test on 10 000
+# sequences every 100 iterations; every matrix Glorot-uniform. The rates are those of their Table I for temporal order.
 PAPER: Settings = {
     "model": "rnn",
     "hidden": 100,
@@ -58,7 +58,7 @@ PAPER: Settings = {
 
 PRESETS: dict[str, Settings] = {
     "srnn": {**PAPER, "lr": 0.01},
-    # the strengths of the paper's tables are for the norm, not for its square as in its text
+    # the penalties in the tables of the paper are for the norm, not for its square as in the text
     "open": {**PAPER, "lr": 0.001, "soft_orthogonality": 1.0, "soft_orthogonality_norm": "plain"},
     "oinit": {**PAPER, "lr": 1e-4, "init": "learned", "start": "learned"},
 }
@@ -70,7 +70,7 @@ PRESET_HELP = {
 
 
 def out_of_reach(right: int, done: int, count: int, goal: float) -> bool:
-    """Whether `goal` percent of `count` answers can't be right any more after `right` of `done` were."""
+    """Whether `goal` percent correct of `count` answers are impossible, given that `right` of `done` were correct."""
     return 100.0 * (right + count - done) < goal * count
 
 
@@ -78,7 +78,7 @@ class LastAnswerModel(nn.Module):
     """A recurrence and a readout of its last state.
 
     Args:
-        features: per time step; classes: to choose from; settings: complete.
+        features: number of input features; classes: number of classes; settings: complete.
     """
 
     def __init__(self, features: int, classes: int, settings: LastAnswerOptions) -> None:
@@ -101,7 +101,7 @@ class LastAnswerModel(nn.Module):
 
 
 class LastAnswer(DrawnTask):
-    """Such a task for the training loop; settings as DEFAULTS, complete."""
+    """A task with one answer per sequence, for the training loop; settings as DEFAULTS, complete."""
 
     settings: LastAnswerOptions
     iterations_per_epoch = None
@@ -138,5 +138,5 @@ class LastAnswer(DrawnTask):
         goal = f"goal {self.settings.goal:g} %"
         if evaluation is None:
             return f"not solved ({goal}): {done}"
-        result = f"{100 * evaluation['accuracy']:.2f} % of fresh sequences answered right ({goal})"
+        result = f"{100 * evaluation['accuracy']:.2f} % of new sequences answered correctly ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, {done}"

@@ -1,7 +1,7 @@
-"""The memory that a run needs at least, computed from its sizes before anything is read, drawn or allocated.
+"""A lower bound of the memory that a run needs, computed from its sizes before anything is read, drawn or allocated.
 
-Every number here is a lower bound: a run that is refused could not have been trained on this machine. A run that is not
-refused may still end with torch's own error.
+Since it is a lower bound, a run that is rejected could not have been trained on this machine. A run that is accepted
+may still end with torch's out-of-memory error.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from orthokern.training.distributed import current_shard
 
 __all__ = ["Part", "check", "check_gru", "check_recurrent", "gru_size", "machine_memory", "model_parts", "network_size"]
 
-# What the states of a batch grow with, where a task has it.
+# The settings that determine the size of the states of a batch.
 _OF_STATES = ("T", "bptt", "window", "batch", "layers", "hidden")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the things that are in memory at the same time.
+    """One of the allocations that exist at the same time.
 
     Attributes:
-        what: its name in an error.
+        what: its name in an error message.
         size: bytes.
-        options: settings that make it smaller when they are lowered; those that a task has not, or that are None, are
-            passed over.
+        options: settings that reduce it when they are lowered; settings that the task does not have, or that are None,
+            are ignored.
     """
 
     what: str
@@ -42,14 +42,14 @@ class Part:
 
 
 def check(settings: RunOptions, parts: Iterable[Part]) -> None:
-    """Refuses what the device cannot hold.
+    """Raises an error if the parts do not fit into the memory of the device.
 
     Args:
         settings: with "device".
-        parts: all of them in memory at once.
+        parts: allocations that exist at the same time.
 
     Raises:
-        InputError: names the largest part and the options to lower.
+        InputError: they do not fit. The message has the largest part and the options to lower.
     """
     parts = list(parts)
     needed, there = sum(part.size for part in parts), machine_memory(settings.device)
@@ -59,7 +59,7 @@ def check(settings: RunOptions, parts: Iterable[Part]) -> None:
     sizes = {name: getattr(settings, name, None) for name in largest.options}
     lower = [f"--{name.replace('_', '-')} ({sizes[name]})" for name in largest.options if sizes[name]]
     raise InputError(
-        f"out of memory on {settings.device}: at least {_gib(needed)} would be allocated, there are {_gib(there)}; "
+        f"out of memory on {settings.device}: at least {_gib(needed)} are needed, {_gib(there)} are available; "
         f"the largest part is {largest.what}, {_gib(largest.size)}: lower {' or '.join(lower)}"
     )
 
@@ -72,10 +72,10 @@ def _gib(size: int) -> str:
 
 
 def network_size(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> tuple[int, int, int]:
-    """Numbers of elements of what `orthokern.tasks.network.build_recurrence` makes of the same arguments.
+    """Numbers of elements in the module that `orthokern.tasks.network.build_recurrence` builds for these arguments.
 
     Returns:
-        All parameters; those of them that move along geodesics; buffers.
+        The number in all parameters, in the bases (which move along geodesics), and in buffers.
     """
     n, k, model = settings.hidden, settings.rank or settings.hidden, settings.model
     if model in ("lstm", "peephole-lstm"):
@@ -94,7 +94,7 @@ def network_size(inputs: int, settings: NetworkOptions, *, bias: bool = True) ->
 
 
 def gru_size(settings: Any) -> int:
-    """Number of parameters of what `orthokern.tasks.gru.build_gru` makes for as many inputs as hidden units."""
+    """Number of parameters of the module that `orthokern.tasks.gru.build_gru` builds for `hidden` input features."""
     return int(6 * settings.layers * settings.hidden**2)
 
 
@@ -104,11 +104,11 @@ def model_parts(
     """Parameters, gradients and the optimizer's state, in the default dtype.
 
     Args:
-        parameters: their number of elements, bases included.
+        parameters: number of elements of the parameters, including bases.
         settings: with "optimizer"; "momentum" and, for bases, "geodesic".
         options: as in Part.
-        bases: elements that geodesic steps move.
-        buffers: elements of the model that are not trained.
+        bases: number of elements of the bases.
+        buffers: number of elements of the model that are not trained.
     """
     size = torch.get_default_dtype().itemsize
     copies = {"adam": 2, "rmsprop": 1, "sgd": 1 if settings.momentum else 0}[settings.optimizer]
@@ -141,11 +141,11 @@ def check_recurrent(
         settings: of a task with a network's and an optimizer's options.
         inputs, bias: as in `build_recurrence`.
         outputs: of the readout.
-        steps: time steps of a batch; 0 where they are not known yet.
-        features: floating-point numbers of a batch's inputs per sequence and step.
-        evaluated: sequences of a batch of an evaluation, which keeps no gradients.
-        ids: bytes of all batches of token ids and targets that there are at one time.
-        states: bytes of states with their gradients, where the loss says what it holds; None: those of all steps.
+        steps: time steps of a batch; 0 if unknown.
+        features: number of floating-point inputs per sequence and step.
+        evaluated: number of sequences in an evaluation batch, which has no gradients.
+        ids: bytes of all batches of token ids and targets that exist at the same time.
+        states: bytes of the states and their gradients if the loss computes this number; None: the states of all steps.
 
     Raises:
         InputError: as `check`.
@@ -160,11 +160,11 @@ def check_recurrent(
     check(settings, [*model, Part("the states of a batch with their gradients", states, _OF_STATES)])
     numbers = steps * evaluated * (settings.hidden + features)
     options = ("T", "bptt", "eval_sequences", "hidden")
-    check(settings, [*model, Part("the states of an evaluation's batch", size * numbers, options)])
+    check(settings, [*model, Part("the states of an evaluation batch", size * numbers, options)])
 
 
 def check_gru(settings: Any, *, steps: int = 0) -> None:
-    """`check` for a stack of GRU layers; what stands around it is not counted.
+    """`check` for a stack of GRU layers, without the input layer and the readout.
 
     Args:
         settings: of a task with a GRU's options.

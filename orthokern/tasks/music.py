@@ -1,17 +1,18 @@
 """Polyphonic music: `python -m orthokern.tasks.music --data FOLDER --delta 0.2`.
 
-A GRU reads piano rolls and predicts the notes of the next time step, each of 88 by a logistic unit (Kanai et al. 2017,
-section 4.1.2, Table 2; the data are `orthokern.data.load_music`'s).
+A GRU reads piano rolls and predicts the notes of the next time step, each of the 88 notes by a logistic unit (Kanai et
+al. 2017, section 4.1.2, Table 2). The data come from `orthokern.data.load_music`.
 
     x_t in {0, 1}^88  ->  0.01 E x_t [200]  ->  two GRU layers of 200  ->  W h_t + b [88]  ->  logistic
 
-with dropout of 50 % between layers. What the paper leaves open: a row of the batch begins a piece
-with a zero state and keeps to it through its windows of 35 steps; the first step of a piece is not predicted.
+with dropout of 50 % between layers. The paper does not specify the following: each row of a batch reads one piece in
+windows of 35 steps, starting from a zero state; the first step of a piece is not predicted.
 
 Note [First weights]
-    The paper draws them from N(0, 1e-4/200), but for orthogonal W_hn. Read so, states begin at 1e-7, and the gradient
-    of all weights but the readout's bias below 1e-5: after a thousand iterations at a rate of 0.1 they have not moved
-    (`--init-std 0.000707` shows it). The default here is N(0, 1/200), as the paper has it for its language model.
+    In the paper they are drawn from N(0, 1e-4/200), except for orthogonal W_hn. With this variance, the first states
+    are about 1e-7, and the gradients of all weights except the readout bias are below 1e-5: the weights do not change
+    noticeably in a thousand iterations at a rate of 0.1 (`--init-std 0.000707` shows this). The default here is
+    N(0, 1/200), as in the language model of the paper.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class MusicOptions(GruOptions):
     GROUP = "the task"
     data: str = option("", file_name, "folder with the piano rolls (required)", "DIR", shown="")
     collection: str = named("nottingham", "collection", COLLECTIONS, ", ".join(COLLECTIONS))
-    patience: int = option(10, integer(1), "epochs without a better validation loss before the rate decreases", "N")
-    decay: float = option(1.25, real(1.0, exclusive=True), "divisor of the learning rate then")
-    lr_floor: float = option(1e-4, real(0.0), "training ends if the learning rate is below this")
+    patience: int = option(10, integer(1), "decrease the rate after N epochs without a better validation loss", "N")
+    decay: float = option(1.25, real(1.0, exclusive=True), "divisor of the learning rate for --patience")
+    lr_floor: float = option(1e-4, real(0.0), "end training when the learning rate is below this")
     layers: int = 2
     lr: float = 0.1
     epochs: int | None = 1000
@@ -57,7 +58,7 @@ DEFAULTS = defaults(MusicOptions)
 
 
 class MusicModel(nn.Module):
-    """Notes in, the likelihood of the next notes out.
+    """Reads notes and computes the likelihood of the next notes.
 
     Args:
         settings: as DEFAULTS, complete.
@@ -117,7 +118,7 @@ class MusicTask(GruTask):
         return total / rolls.predictions
 
     def schedule_ended(self, loss: float) -> bool:
-        """Over when the rate has fallen below "lr_floor"."""
+        """Whether the learning rate has fallen below "lr_floor"."""
         return bool(self.optimizer.param_groups[0]["lr"] < self.settings.lr_floor)
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +158,7 @@ Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 in
 
 def _parser() -> Parser:
     parser = cli.make_parser("music", DESCRIPTION, EXAMPLES, MusicOptions)
-    parser.needs["backend"] = ((Needs("model", ("gru",)),),)  # all else is torch's
+    parser.needs["backend"] = ((Needs("model", ("gru",)),),)  # everything else is computed by torch
     return parser
 
 

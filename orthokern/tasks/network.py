@@ -1,4 +1,4 @@
-"""The recurrent networks that every task can train, and the options that choose them."""
+"""The recurrent networks that every task can train, and their options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPONENTIALS = ("exprnn", "nnrnn")
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
 ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 
-# What an option must come with to play a part.
+# Options that have an effect only together with another option.
 OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
 OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
 OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))
@@ -47,7 +47,7 @@ class NetworkOptions(RunOptions):
         "factorized",
         "model",
         MODELS,
-        "factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch's; peephole-lstm: gates see the cell; "
+        "factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch.nn.LSTM; peephole-lstm: gates read the cell; "
         "exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, with learned moduli of its eigenvalues",
     )
     hidden: int = option(128, integer(1), "hidden units", "N")
@@ -55,7 +55,7 @@ class NetworkOptions(RunOptions):
         "tanh",
         "nonlinearity",
         NONLINEARITIES,
-        f"{', '.join(NONLINEARITIES)}; an lstm has its own",
+        f"{', '.join(NONLINEARITIES)} (not for an lstm)",
         needs=(OF_OTHERS,),
     )
     slope: float = option(
@@ -84,7 +84,7 @@ class NetworkOptions(RunOptions):
         "orthogonal",
         "init",
         tuple(dict.fromkeys((*init.INITS, *SCHUR_INITS))),
-        f"initial recurrent matrix: {', '.join(init.INITS)}; of exp(A) in exprnn and nnrnn: "
+        f"initial recurrent matrix: {', '.join(init.INITS)}; initial exp(A) in exprnn and nnrnn: "
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn)",
     )
     rank: int | None = option(
@@ -129,7 +129,7 @@ class NetworkOptions(RunOptions):
         "transport",
         "rebase-state",
         OPTIMIZER_STATES,
-        f"with --rebase-every: what happens to the optimizer's state: {', '.join(OPTIMIZER_STATES)}",
+        f"with --rebase-every: effect on the state of the optimizer: {', '.join(OPTIMIZER_STATES)}",
         needs=(OF_EXPONENTIALS, Needs("rebase_every")),
     )
     schur_mask: str = named(
@@ -144,11 +144,10 @@ class NetworkOptions(RunOptions):
 
 
 def check_network(settings: NetworkOptions) -> None:
-    """Checks what a single option can't, wherever the settings come from. (The parser also
-    refuses given options that have no effect.)
+    """Checks combinations of settings. (The parser also rejects options that have no effect.)
 
     Raises:
-        InputError: options that don't go together.
+        InputError: settings that are not compatible.
     """
     if settings.rank is not None and settings.rank > settings.hidden:
         raise InputError(f"--rank {settings.rank}: at most --hidden, which is {settings.hidden}")
@@ -173,7 +172,7 @@ def check_network(settings: NetworkOptions) -> None:
                 raise InputError(f"{option}: not for an lstm; leave the option out, or choose another --model")
 
 
-# setting -> (the value that asks for nothing, the models that know it)
+# setting -> (the value without an effect, the models that have the setting)
 _FOR_SOME_MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "rebase_every": (None, EXPONENTIALS),
     "skew_lr": (None, EXPONENTIALS),
@@ -184,7 +183,7 @@ _FOR_SOME_MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def _check_exponential(settings: NetworkOptions) -> None:
-    """Of check_network, what concerns exprnn and nnrnn."""
+    """The part of check_network for exprnn and nnrnn."""
     model = settings.model
     for key, (nothing, models) in _FOR_SOME_MODELS.items():
         if getattr(settings, key, nothing) != nothing and model not in models:
@@ -208,7 +207,7 @@ def _check_exponential(settings: NetworkOptions) -> None:
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:
-    """The recurrence that the settings ask for.
+    """Builds the recurrence of the settings.
 
     Args:
         inputs: number of input features, or of token ids.
@@ -216,8 +215,8 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         bias: whether the pre-activation has a bias.
 
     Returns:
-        A module with torch.nn.RNN's interface, its parameters drawn from torch's global generator on the CPU, so that a
-        seed means the same network on every device.
+        A module with the interface of torch.nn.RNN. Its parameters are drawn from torch's global generator on the CPU,
+        so that a seed gives the same network on every device.
     """
     device = torch.device(settings.device)
     hidden, backend = settings.hidden, settings.backend
@@ -279,8 +278,8 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
 
 @torch.no_grad()
 def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> None:
-    """Every gate's recurrent matrix by `init`, the forget gate's bias at `forget_bias` (Vorontsov et al. 2017,
-    section 3.1.2: orthogonal, and 1)."""
+    """Initialises the recurrent matrix of every gate by `init`, and the bias of the forget gate to `forget_bias`
+    (Vorontsov et al. 2017, section 3.1.2: orthogonal, and 1)."""
     n = lstm.hidden_size
     for gate in lstm.get_parameter("weight_hh_l0").view(4, n, n):  # input, forget, cell, output
         init.initialize_(gate, settings.init)
@@ -291,11 +290,11 @@ def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> 
 
 
 def check_backend(settings: NetworkOptions, classes: int) -> None:
-    """Raises BackendUnavailable at once, and not in the first iteration, when a run folder is made already.
+    """Raises BackendUnavailable before the run folder is created, rather than in the first iteration.
 
     Args:
-        settings: of the network.
-        classes: of the readout; 0 if it is no classification.
+        settings: settings of the network.
+        classes: number of classes of the readout; 0 if it is not a classifier.
     """
     ops = {
         "factorized": ("factored_scan" if settings.apply == "factored" else "dense_scan", "cayley"),

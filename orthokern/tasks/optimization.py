@@ -1,4 +1,4 @@
-"""The optimizer, its schedule and the penalties that every task can train with, and the options that choose them."""
+"""The optimizer, its schedule and the penalties that every task can use, and their options."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ __all__ = [
     "build_optimizer",
     "build_schedules",
     "check_schedule",
+    "euclidean",
     "penalty",
     "plateau",
     "schedule_factor",
 ]
 
-OPTIMIZERS = ("rmsprop", "adam", "sgd")
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "rmsprop": torch.optim.RMSprop,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
-SKEW_RATE = 0.1  # of --lr: what the searches of Kerg et al. 2019 and Lezcano-Casado 2019 begin with
-CURVES = ("inverse", "exponential", "cosine")  # of the iteration alone
+SKEW_RATE = 0.1  # times --lr: the first value in the searches of Kerg et al. 2019 and Lezcano-Casado 2019
+CURVES = ("inverse", "exponential", "cosine")  # schedules that depend on the iteration only
 SCHEDULES = ("constant", *CURVES, "plateau")
 
 _RMSPROP, _PLATEAU = Needs("optimizer", ("rmsprop",)), Needs("schedule", ("plateau",))
@@ -52,12 +57,15 @@ _GEODESIC_RMSPROP = (Needs("geodesic", ("rmsprop",)), OF_FACTORIZED)
 
 @dataclass(kw_only=True)
 class DescentOptions(RunOptions):
-    """An optimizer of torch's and its schedule."""
+    """A torch optimizer and its schedule."""
 
     GROUP = "the optimizer"
     batch: int = option(50, integer(1), "sequences per batch", "N")
     optimizer: str = named(
-        "rmsprop", "optimizer", OPTIMIZERS, f"of all but U and V: {', '.join(OPTIMIZERS)} (with Nesterov's momentum)"
+        "rmsprop",
+        "optimizer",
+        tuple(OPTIMIZERS),
+        f"optimizer of all parameters except U and V: {', '.join(OPTIMIZERS)} (with Nesterov momentum)",
     )
     lr: float = option(1e-3, real(0.0), "learning rate; in a recurrent network, of the readout")
     alpha: float = option(0.9, real(0.0, below=1.0), "rmsprop: decay of the running mean square", needs=(_RMSPROP,))
@@ -67,7 +75,7 @@ class DescentOptions(RunOptions):
         "rmsprop, adam: added to the RMS of the gradient",
         needs=(Needs("optimizer", ("rmsprop", "adam")),),
     )
-    momentum: float = option(0.9, real(0.0, maximum=1.0), "of sgd", needs=(_SGD,))
+    momentum: float = option(0.9, real(0.0, maximum=1.0), "momentum of sgd", needs=(_SGD,))
     schedule: str = named(
         "constant",
         "schedule",
@@ -113,7 +121,9 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     beta1: float = option(0.9, real(0.0, below=1.0), "adam: decay of the running mean", needs=(_ADAM,))
     beta2: float = option(0.999, real(0.0, below=1.0), "adam: decay of the running mean square", needs=(_ADAM,))
-    input_lr: float | None = option(None, real(0.0), "rate of the recurrent network's other weights", shown="as --lr")
+    input_lr: float | None = option(
+        None, real(0.0), "rate of the other weights of the recurrent network", shown="as --lr"
+    )
     spectrum_lr: float | None = option(
         None,
         real(0.0),
@@ -125,8 +135,8 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         "sgd",
         "geodesic",
         GEODESICS,
-        "factorized: update of U and V: sgd: along their gradients, as the paper; rmsprop: every entry "
-        "of them divided by its running size",
+        "factorized: update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry "
+        "of them divided by its running RMS",
         needs=(OF_FACTORIZED,),
     )
     geodesic_lr: float = option(
@@ -178,63 +188,63 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
 
 
 def check_schedule(settings: DescentOptions) -> None:
-    """Refuses a decreasing schedule under which the rates would stay constant.
+    """Rejects a decreasing schedule whose settings would keep the rates constant.
 
     Args:
-        settings: complete; "eval_every" counts where the task has it.
+        settings: complete; "eval_every" is used if the task has it.
 
     Raises:
-        InputError: see above.
+        InputError: the rates would stay constant, or would become negative.
     """
     schedule, decay = settings.schedule, settings.lr_decay
     if schedule == "plateau" and getattr(settings, "eval_every", None) == 0:
-        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never fall")
+        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never decrease")
     if schedule in ("inverse", "exponential") and decay == 0.0:
         raise InputError(
-            f"--schedule {schedule} with --lr-decay 0: the rates never fall; give --lr-decay a number above 0"
+            f"--schedule {schedule} with --lr-decay 0: the rates never decrease; accepted: --lr-decay above 0"
         )
     if schedule == "cosine" and decay > 1.0:
-        raise InputError(f"--lr-decay {decay:g}: a cosine goes down to a part of the rates; accepted: 0 to 1")
+        raise InputError(f"--lr-decay {decay:g}: with cosine it is the final factor of the rates; accepted: 0 to 1")
 
 
 def build_schedules(
     optimizer: torch.optim.Optimizer, settings: DescentOptions
 ) -> tuple[LRScheduler | None, ReduceLROnPlateau | None]:
-    """The schedules of all of an optimizer's rates, for `Task.scheduler` and `Task.plateau`.
+    """The learning-rate schedules of an optimizer, for `Task.scheduler` and `Task.plateau`.
 
     Args:
-        optimizer: with its first rates.
+        optimizer: with its initial rates.
         settings: complete.
 
     Returns:
-        A scheduler to be stepped once an iteration, and one to be stepped with the score of every evaluation; None
-        where there is nothing to do.
+        A scheduler that is stepped once per iteration, and one that is stepped with the score of every evaluation. None
+        for a schedule that is not needed.
     """
     if settings.schedule != "plateau":
         return LambdaLR(optimizer, schedule_factor(settings)), None
-    # LambdaLR would put every rate back at the next iteration; LinearLR multiplies what it finds, as the plateau does.
+    # LambdaLR would reset the rates in the next iteration. LinearLR multiplies the current rates, like the plateau.
     warmup = settings.warmup
     rise = LinearLR(optimizer, start_factor=1.0 / (warmup + 1), total_iters=warmup) if warmup else None
     return rise, plateau(optimizer, settings.plateau_factor, settings.patience)
 
 
 def plateau(optimizer: torch.optim.Optimizer, factor: float, patience: int) -> ReduceLROnPlateau:
-    """A schedule for `Task.plateau`: all rates fall when evaluations get no better.
+    """A schedule for `Task.plateau`: all rates decrease if evaluations do not improve.
 
     Args:
-        optimizer: whose rates they are, geodesic and spectral ones included.
-        factor: what they are multiplied by, in (0, 1).
-        patience: evaluations in a row, at least 1, none of which is better than the best before them, until they fall;
-            then counting restarts. A score of NaN is not better.
+        optimizer: all its rates are changed, including those of bases and spectra.
+        factor: factor of the rates, in (0, 1).
+        patience: number of consecutive evaluations without a new best, at least 1, after which the rates decrease and
+            the count restarts. A score of NaN is not a new best.
     """
-    # torch counts those that are put up with; and its eps would spare rates below 1e-8, which a geodesic one may have.
+    # torch's patience is one less. Its default eps would keep rates below 1e-8, which a geodesic rate may have.
     return ReduceLROnPlateau(
         optimizer, mode="max", factor=factor, patience=patience - 1, threshold=0.0, threshold_mode="abs", eps=0.0
     )
 
 
 def schedule_factor(settings: DescentOptions) -> Callable[[int], float]:
-    """What all learning rates are multiplied by, as a function of the iteration (0 is the first) alone.
+    """The factor of all learning rates as a function of the iteration (0 is the first).
 
     Args:
         settings: complete; the schedule is not plateau.
@@ -251,18 +261,18 @@ def schedule_factor(settings: DescentOptions) -> Callable[[int], float]:
 
 
 def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> CombinedOptimizer:
-    """One optimizer for a recurrence and its readout, each kind of parameter at its own rate.
+    """One optimizer for a recurrence and its readout, with one rate per kind of parameter.
 
     Args:
         rnn: any recurrence; its bases, if it has any, move along geodesics.
-        readout: everything else.
+        readout: the module with all other parameters.
         settings: complete, with a number for geodesic_lr.
 
     Returns:
         The optimizer; groups have "role": "readout", "input", "rotation", "skew", "spectrum" or "geodesic".
     """
     lr = settings.lr
-    euclidean, options = _euclidean(settings)
+    kind, options = euclidean(settings)
     rmsprop = settings.geodesic == "rmsprop"
     return optimizer_for(
         nn.ModuleDict({"readout": readout, "input": rnn}),
@@ -270,7 +280,7 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
         geodesic_lr=settings.geodesic_lr,
         spectrum_lr=lr if settings.spectrum_lr is None else settings.spectrum_lr,
         skew_lr=SKEW_RATE * lr if settings.skew_lr is None else settings.skew_lr,
-        euclidean=euclidean,
+        euclidean=kind,
         max_basis_grad_norm=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
         geodesic_options={
@@ -281,19 +291,23 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
     )
 
 
-def _euclidean(settings: OptimizerOptions) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of the optimizer of all but the bases, and its arguments besides the rates."""
-    if settings.optimizer == "adam":
-        return torch.optim.Adam, {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
-    return torch.optim.RMSprop, {"alpha": settings.alpha, "eps": settings.eps}
+def euclidean(settings: DescentOptions) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer class for all parameters except the bases, and its arguments except the rates."""
+    kind = OPTIMIZERS[settings.optimizer]
+    if kind is torch.optim.SGD:
+        return kind, {"momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
+    if kind is torch.optim.RMSprop:
+        return kind, {"alpha": settings.alpha, "eps": settings.eps}
+    if isinstance(settings, OptimizerOptions):
+        return kind, {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    return kind, {"eps": settings.eps}
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> Tensor | None:
-    """What the settings add to the loss: weight decay on the matrices, for factorized ones on the composite; what
-    draws the recurrent matrix to an orthogonal one (Vorontsov et al. 2017, section 3.2); and an nnRNN's moduli and T
-    to those of a rotation (Kerg et al. 2019). An orthogonal matrix, and what nnrnn makes of one, has no weight decay.
+    """The penalties that are added to the loss: weight decay on the matrices (for a factorized matrix, on the product
+    U S V^T); a penalty on the deviation of the recurrent matrix from an orthogonal one (Vorontsov et al. 2017, section
+    3.2); and penalties on the moduli and on T of an nnRNN (Kerg et al. 2019). There is no weight decay on the recurrent
+    matrices of exprnn and nnrnn.
 
     Args:
         rnn: the recurrence.

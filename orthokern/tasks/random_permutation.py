@@ -1,7 +1,7 @@
 """The random permutation problem: `python -m orthokern.tasks.random_permutation --T 100`.
 
-A recurrent network reads T symbols and must name the first of them at the end (Hochreiter & Schmidhuber 1997; Manchev &
-Spratling, section III-A; the data are `orthokern.data.RandomPermutationTask`'s).
+A recurrent network reads T symbols and must output the first one at the end (Hochreiter & Schmidhuber 1997; Manchev &
+Spratling, section III-A). The data come from `orthokern.data.RandomPermutationTask`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class RandomPermutation(LastAnswer):
 DESCRIPTION = """\
 Train a recurrent network to remember the first of T symbols.
 
-The first symbol is one of two, the others are drawn from 98 more; the network must name the first at
-the end, out of all 100. The best guess without memory costs ln 2 nats, the "baseline" that is shown
-beside the loss. Solved means: --goal percent of fresh sequences answered right.
+The first symbol is one of two, the others are drawn from 98 more. At the end the network must output
+the first symbol, out of all 100. The best guess without memory has a loss of ln 2 nats, which is shown
+as the "baseline". The task is solved if --goal percent of new sequences are answered correctly.
 """
 
 EXAMPLES = """\

@@ -1,4 +1,4 @@
-"""What the tasks with one recurrent network have in common."""
+"""The common part of the tasks with one recurrent network."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DataOptions(RunOptions):
     """A task that reads its data from files, in epochs.
 
     Attributes:
-        iterations: counted from the epochs unless it is given.
+        iterations: by default computed from the number of epochs.
     """
 
     GROUP = "the task"
@@ -60,7 +60,7 @@ class DataOptions(RunOptions):
 
 @dataclass(kw_only=True)
 class StartOptions(OptimizerOptions):
-    """How the weights besides the recurrent matrix are drawn."""
+    """The initialisation of the weights other than the recurrent matrix."""
 
     GROUP = "the task"
     start: str = named(
@@ -68,37 +68,37 @@ class StartOptions(OptimizerOptions):
         "start",
         STARTS,
         "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
-        "glorot, glorot-normal: Glorot's, uniform or normal, biases 0; learned: as --init learned, biases 0, and the "
-        "readout where the task says so; an lstm keeps torch's",
+        "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
+        "readout in some tasks; an lstm always uses torch",
     )
     sigma: float | None = option(
         None,
         real(0.0, exclusive=True, none=True),
-        "rnn: draw all matrices from N(0, X), whatever --init and --start, biases 0; those that are to be learned "
-        "are then made orthogonal from there; none",
+        "rnn: draw all matrices from N(0, X) instead of --init and --start, biases 0; those with the value learned "
+        "are then made orthogonal; none",
         needs=(Needs("model", ("rnn",)),),
     )
 
 
 @dataclass(kw_only=True)
 class DrawnOptions(OptimizerOptions):
-    """A task whose sequences are drawn."""
+    """The settings of a task whose sequences are generated."""
 
     GROUP = "the task"
-    T: int = 1000  # declared by each task, whose T counts different things
+    T: int = 1000  # declared by each task, because T has a different meaning in each
     eval_every: int = option(100, integer(0), "evaluate every N iterations, 0 for never", "N")
     eval_sequences: int = option(200, integer(1), "new sequences per evaluation", "N")
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A seed for one of a run's random streams: a function of the run's seed and the stream's name, the same on every
-    machine."""
+    """A seed for one of the random streams of a run: a function of the seed of the run and the name of the stream, the
+    same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed} {stream}".encode()).digest()[:7], "big")
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
-    """The order of the examples in an epoch, int64 [count]: a function of seed and epoch alone, so that a run's
-    position in its data is its iteration and nothing else."""
+    """The order of the examples in an epoch, int64 [count]. It depends on the seed and the epoch only, so that the
+    iteration alone determines the position of a run in its data."""
     generator = torch.Generator().manual_seed(stream_seed(seed, f"epoch {epoch}"))
     return torch.randperm(count, generator=generator)
 
@@ -112,13 +112,13 @@ def digest(*data: Tensor) -> int:
 
 
 def count_epochs(settings: DataOptions, batches: int) -> int:
-    """Iterations of an epoch of `batches` batches; the epochs become iterations.
+    """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations.
 
     Raises:
-        InputError: an iteration takes more than an epoch.
+        InputError: an iteration uses more batches than an epoch has.
     """
     if settings.accumulate > batches:
-        raise InputError(f"--accumulate {settings.accumulate}: an epoch has {batches} batches, which is the most")
+        raise InputError(f"--accumulate {settings.accumulate}: accepted: at most {batches}, the batches of an epoch")
     per_epoch: int = batches // settings.accumulate
     if settings.epochs is not None:
         settings.iterations = settings.epochs * per_epoch
@@ -127,8 +127,9 @@ def count_epochs(settings: DataOptions, batches: int) -> int:
 
 @torch.no_grad()
 def start_normal(rnn: nn.Module, readout: nn.Module, settings: StartOptions) -> None:
-    """Where "sigma" is set, draws the matrices of a plain recurrence and of its readout anew from N(0, sigma), those
-    that are "learned" made orthogonal from there, biases 0 (Manchev and Spratling, sections III-B and II-A)."""
+    """If "sigma" is set, redraws the matrices of a plain recurrence and of its readout from N(0, sigma), and sets the
+    biases to 0. Matrices with the start "learned" are then made orthogonal (Manchev and Spratling, sections III-B and
+    II-A)."""
     sigma = settings.sigma
     if sigma is None:
         return
@@ -193,8 +194,8 @@ def complete(options: type[Chosen], settings: Settings, *, data: str | None = No
 
 @torch.no_grad()
 def plain_numbers(rnn: RNN) -> dict[str, float]:
-    """For the record, of the first layer's recurrent matrix W [N, N]: "orthogonality_error_of_w", ||W W^T - I||_F; and
-    "recurrent_grad_norm", the norm of the whole loss's gradient for it, after clipping."""
+    """Two numbers about the recurrent matrix W [N, N] of the first layer, for the record: "orthogonality_error_of_w",
+    ||W W^T - I||_F; and "recurrent_grad_norm", the norm of its gradient of the whole loss, after clipping."""
     weight = rnn.get_parameter("weight_hh_l0")
     found = {"orthogonality_error_of_w": OrthogonalPenalty(squared=False)(weight).item()}
     if weight.grad is not None:
@@ -205,20 +206,20 @@ def plain_numbers(rnn: RNN) -> dict[str, float]:
 class RecurrentTask(Task):
     """A recurrence and a readout, trained together.
 
-    A subclass sets its data up, then calls `build`. `model` is a module with `rnn` and `readout`, and its forward takes
-    a batch and returns the loss and further numbers, as `Task.loss` does.
+    A subclass sets up its data, then calls `build`. `model` is a module with `rnn` and `readout`. Its forward takes a
+    batch, and returns the loss and further numbers as `Task.loss` does.
     """
 
     model: nn.Module
     settings: OptimizerOptions
     loss_label = "cross-entropy (nats)"
-    goal: float | None = None  # accuracy to reach, a fraction, drawn into the plot
+    goal: float | None = None  # the goal, an accuracy as a fraction, for the plot
 
     def __init__(self, settings: OptimizerOptions, classes: int) -> None:
         """Args: settings: complete; classes: of the readout (0: not a classification)."""
         self.settings = settings
         self.device = torch.device(settings.device)
-        self.rows = current_shard().rows(settings.batch)  # of a joint batch, this process's
+        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
         check_backend(settings, classes)
 
     def build(self, model: nn.Module) -> None:
@@ -239,7 +240,7 @@ class RecurrentTask(Task):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
 
     def diagnose(self) -> dict[str, Any]:
-        """Numbers on the recurrent matrix, and "lr", the readout's learning rate."""
+        """Numbers about the recurrent matrix, and "lr", the learning rate of the readout."""
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["role"] == "readout")
         found: dict[str, Any] = {"lr": rate}
         if isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)):
@@ -247,7 +248,7 @@ class RecurrentTask(Task):
         return found | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
     def title(self) -> str:
-        """What the plots' titles say of the settings."""
+        """The settings shown in the titles of plots."""
         settings = self.settings
         network = f"{settings.hidden} units"
         if settings.model == "factorized":
@@ -279,7 +280,7 @@ class RecurrentTask(Task):
 
 
 class DrawnData(Protocol):
-    """A generator of sequences; those of orthokern.data are some."""
+    """The interface of a generator of sequences, such as those of orthokern.data."""
 
     length: int
     baseline: float
@@ -294,10 +295,10 @@ class DrawnData(Protocol):
 
 
 class DrawnTask(RecurrentTask):
-    """A task whose sequences are drawn, each seen once. A subclass calls `build` after this constructor."""
+    """A task whose sequences are generated, and each is used once. A subclass calls `build` after this constructor."""
 
     settings: DrawnOptions
-    EVALUATION_BATCH = 250  # sequences; what their states need is what limits it
+    EVALUATION_BATCH = 250  # sequences; limited by the memory of their states
 
     def __init__(self, data: DrawnData, settings: DrawnOptions, classes: int) -> None:
         """Args: data: the generator; settings: complete; classes: of the readout (0: not a classification)."""
@@ -310,7 +311,7 @@ class DrawnTask(RecurrentTask):
 
     @classmethod
     def evaluation_batch(cls, settings: DrawnOptions) -> int:
-        """Sequences that an evaluation reads at once."""
+        """The number of sequences in an evaluation batch."""
         return min(cls.EVALUATION_BATCH, settings.eval_sequences)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -319,7 +320,7 @@ class DrawnTask(RecurrentTask):
         return inputs[:, self.rows], targets[..., self.rows]
 
     def held_out(self, iteration: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Fresh batches of `size` sequences, the same whenever an iteration is evaluated, in tensors of their own."""
+        """New batches of `size` sequences, in tensors of their own. An iteration always gets the same batches."""
         generator = torch.Generator().manual_seed(stream_seed(self.settings.seed, f"held-out {iteration}"))
         inputs, targets = self.drawn.buffers(size, self.device)
         while True:
@@ -327,8 +328,8 @@ class DrawnTask(RecurrentTask):
             yield inputs, targets
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """On "eval_sequences" fresh sequences: their mean "loss", and "accuracy" (a fraction). Fewer, where the rest of
-        them can change nothing that matters: see `settled`."""
+        """The mean "loss" and the "accuracy" (a fraction) on "eval_sequences" new sequences, or on fewer if `settled`
+        ends the evaluation."""
         count = self.settings.eval_sequences
         size = self.evaluation_batch(self.settings)
         loss, right, done = 0.0, 0.0, 0
@@ -343,8 +344,7 @@ class DrawnTask(RecurrentTask):
         return {"loss": loss / done, "accuracy": round(right) / done}
 
     def settled(self, right: int, done: int) -> bool:
-        """Whether an evaluation that has seen `done` sequences, `right` of them answered right, may end here. Default:
-        never."""
+        """Whether an evaluation may end after `done` sequences with `right` correct answers. Default: never."""
         return False
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The temporal order problems: `python -m orthokern.tasks.temporal_order --T 100 [--bits 3]`.
 
-A recurrent network reads T symbols and must say which of X and Y stood at two (or three) places far apart (Hochreiter &
-Schmidhuber 1997; Manchev & Spratling, section III-A; the data are `orthokern.data.TemporalOrderTask`'s).
+A recurrent network reads T symbols and must report, in order, which of X and Y occurred at two (or three) distant
+positions (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A). The data come from
+`orthokern.data.TemporalOrderTask`.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class TemporalOrder(LastAnswer):
 
 
 DESCRIPTION = """\
-Train a recurrent network to tell the order of symbols that it reads far apart.
+Train a recurrent network to report the order of symbols that are far apart in a sequence.
 
-The network reads T symbols, all but two (or three) of them distractors, and must report those two in
-order at the end: X X, X Y, Y X or Y Y. The best guess without memory costs ln 4 nats
-(ln 8), the "baseline" that is shown beside the loss. Solved means: --goal percent of new sequences
-answered correctly.
+The network reads T symbols. Two (or three) of them are X or Y, the others are distractors. At the end
+the network must report the two in order: X X, X Y, Y X or Y Y. The best guess without memory has a
+loss of ln 4 nats (ln 8), which is shown as the "baseline". The task is solved if --goal percent of new
+sequences are answered correctly.
 """
 
 EXAMPLES = """\

@@ -1,11 +1,11 @@
 """Words of the Penn Treebank: `python -m orthokern.tasks.word_lm --data FOLDER --delta 0.2`.
 
-A GRU reads the text word by word and predicts the next one (Kanai et al. 2017, section 4.1.1, Table 1, after Zaremba et
-al. 2014; the data are `orthokern.data.load_words`'s).
+A GRU reads the text word by word and predicts the next word (Kanai et al. 2017, section 4.1.1, Table 1, after Zaremba
+et al. 2014). The data come from `orthokern.data.load_words`.
 
     word  ->  0.01 E[word] [650]  ->  a GRU layer of 650  ->  W h_t + b [10 000]  ->  softmax
 
-with dropout of 50 % between layers. The text is cut into 20 streams side by side; the state goes on
+with dropout of 50 % between layers. The text is cut into 20 streams, which are read in parallel; the state is carried
 from window to window, and is zero at the beginning of an epoch.
 """
 
@@ -50,7 +50,7 @@ DEFAULTS = defaults(WordOptions)
 
 
 class WordModel(nn.Module):
-    """Words in, the likelihood of the next word out.
+    """Reads words and computes the likelihood of the next word.
 
     Args:
         words: C, size of the vocabulary.
@@ -110,7 +110,7 @@ class WordLm(GruTask):
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda iteration: self._rate(iteration))
 
     def _rate(self, iteration: int) -> float:
-        """What the learning rate is multiplied by; iteration 0 is the first."""
+        """The factor of the learning rate; iteration 0 is the first."""
         epoch = iteration // self.iterations_per_epoch
         return float(self.settings.decay ** -max(0, epoch + 1 - self.settings.decay_after))
 
@@ -122,7 +122,7 @@ class WordLm(GruTask):
         return self.streams[begin:end], self.streams[begin + 1 : end + 1], None, window == 0
 
     def _evaluation_windows(self, text: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Inputs, targets and valid, [T, B] each: every word of the text but the first is a target once."""
+        """Inputs, targets and valid, [T, B] each. Every word of the text except the first is a target once."""
         count, rows, steps = len(text) - 1, self.settings.batch, self.settings.window
         length = -(-count // rows)
         first = length * torch.arange(rows)
@@ -142,7 +142,7 @@ class WordLm(GruTask):
         return total / (len(text) - 1)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """As GruTask's, and "perplexity"."""
+        """The values of GruTask.evaluate, and "perplexity"."""
         found = super().evaluate(iteration)
         return {**found, "perplexity": _perplexity(found["loss"])}
 

@@ -1,9 +1,9 @@
-"""Checkpoints that survive a kill at any moment, random states included: a resumed run equals one never stopped.
+"""Checkpoints, which include the states of the random generators: a resumed run equals an uninterrupted one.
 
-A checkpoint is one file, written whole under a temporary name in the same folder, flushed to the disk and renamed over
-the old one: at any moment the name holds either the old checkpoint or the new one. Files are read with
-`torch.load(weights_only=True)`, so that a checkpoint from a stranger can't run code, and every record's CRC is checked
-first, which torch.load doesn't do.
+A checkpoint is one file. It is written under a temporary name in the same folder, flushed to the disk, and renamed over
+the old one, so that a process that is killed at any time leaves the old or the new checkpoint. Files are read with
+`torch.load(weights_only=True)`, so that an untrusted checkpoint cannot run code. The CRC of every record, which
+torch.load does not check, is checked first.
 """
 
 import contextlib
@@ -25,17 +25,25 @@ VERSION = 1
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces the file `path` by `content`, all or nothing.
+    """Replaces the content of the file `path` atomically.
 
-    The temporary name is fixed (`<name>.tmp`), so that what a killed process leaves behind is overwritten by the next
-    one.
+    The temporary name is fixed (`<name>.tmp`), so that the temporary file of a killed process is overwritten by the
+    next one.
 
     Args:
         path: file to replace or create, in an existing folder.
         content: its new content.
 
     Raises:
-        OSError: the disk is full, the folder is gone or not writable. The old file is then as it was.
+        OSError: the disk is full, or the folder is missing or not writable. The old file is unchanged.
+
+    Example::
+
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "result.txt"
+        >>> write_atomically(file, b"done")
+        >>> file.read_bytes()
+        b'done'
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -52,7 +60,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power failure; not every file system can, and the file itself is safe by now."""
+    """Flushes a rename to the disk, if the file system supports it. The content of the file has been flushed before."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -62,14 +70,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def checkpoint_bytes(payload: dict[str, Any]) -> bytes:
-    """A checkpoint as the content of its file.
+    """The content of a checkpoint file.
 
     Args:
-        payload: nested dicts, lists, tuples, numbers, strings, None and tensors only (what `weights_only=True` reads
-            back).
+        payload: nested dicts, lists, tuples, numbers, strings, None and tensors only (the types that
+            `weights_only=True` reads).
     """
-    # To memory first: torch's own file writer reports a full disk as a RuntimeError without errno, and only after part
-    # of it is written.
+    # Written to memory first: torch's file writer reports a full disk as a RuntimeError without errno, and only after a
+    # part has been written.
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "version": VERSION, **payload}, buffer)
     return buffer.getvalue()
@@ -84,23 +92,31 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
     Raises:
         OSError: see `write_atomically`.
+
+    Example::
+
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "checkpoint.pt"
+        >>> save_checkpoint(file, {"iteration": 3, "w": torch.zeros(2)})
+        >>> load_checkpoint(file)["iteration"]
+        3
     """
     write_atomically(path, checkpoint_bytes(payload))
 
 
 def load_checkpoint(path: Path, limit: int = CHECKPOINT_LIMIT) -> dict[str, Any]:
-    """Reads a checkpoint onto the CPU and checks that it is whole and ours.
+    """Reads a checkpoint onto the CPU and checks its integrity and format.
 
     Args:
         path: the file.
-        limit: bytes that it may have. As its parts are not compressed, it takes no more memory than that.
+        limit: largest accepted size in bytes. The parts are not compressed, so that they need at most this memory.
 
     Returns:
-        What `save_checkpoint` was given, and "format" and "version".
+        The payload given to `save_checkpoint`, with "format" and "version" added.
 
     Raises:
-        CheckpointError: no such file, too large, truncated, damaged, not a checkpoint of orthokern, or of a newer
-            version.
+        CheckpointError: the file is missing, too large, truncated, damaged, not a checkpoint of orthokern, or of a
+            newer version.
     """
     try:
         file, size = open_regular(path, limit)
@@ -124,7 +140,7 @@ def load_checkpoint(path: Path, limit: int = CHECKPOINT_LIMIT) -> dict[str, Any]
 
 
 def _check_archive(path: Path, archive: zipfile.ZipFile, size: int) -> None:
-    """Refuses an archive that would unpack to more than it has, and one with a wrong checksum."""
+    """Rejects an archive with compressed records or a wrong checksum."""
     for entry in archive.infolist():
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise CheckpointError(f"checkpoint {path} is no checkpoint: {entry.filename!r} is compressed or encrypted")
@@ -139,12 +155,21 @@ def seed_all(seed: int) -> None:
     """Seeds every global random generator that `rng_state` saves."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (what users draw from)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (the generator that user code may use)
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global random generator: torch (CPU and each GPU), Python and NumPy, in types that a
-    checkpoint may hold."""
+    """The states of all global random generators: torch (CPU and each GPU), Python and NumPy, in types that a
+    checkpoint may contain.
+
+    Example::
+
+        >>> state = rng_state()
+        >>> first = torch.rand(2)
+        >>> set_rng_state(state)
+        >>> torch.equal(torch.rand(2), first)
+        True
+    """
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (see seed_all)
     version, internal, gauss_next = random.getstate()
     return {
@@ -162,7 +187,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restores what `rng_state` returned. GPU states are skipped on a machine with another number of GPUs."""
+    """Restores the states returned by `rng_state`. GPU states are ignored if the number of GPUs is different."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

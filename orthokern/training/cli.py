@@ -1,4 +1,4 @@
-"""What the command lines of all tasks share: one-line errors, settings and presets, resuming, exit codes."""
+"""The common part of the command lines of all tasks: one-line errors, settings and presets, resuming, exit codes."""
 
 import argparse
 import contextlib
@@ -56,27 +56,29 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class RunOptions(Options):
-    """The settings that every task has. Their names are those of the options, with underscores.
+    """The settings of every task. Their names are the names of the options, with underscores.
 
     Attributes:
         preset: name of the preset; None for none.
         processes: number of processes that train together; recorded.
-        iterations_per_epoch: of the task, None where it has no epochs; recorded.
-        iterations, backend: None until the settings are complete, and not in those that a task is built from.
+        iterations_per_epoch: iterations of an epoch; None if the task has no epochs; recorded.
+        iterations, backend: None until the settings are complete; never None in the settings of a task.
     """
 
     GROUP = "the run"
     preset: str | None = None
     processes: int = 1
     iterations_per_epoch: int | None = None
-    iterations: int = option(None, integer(1), "stop after N iterations, solved or not", "N", shown="by --epochs")
+    iterations: int = option(
+        None, integer(1), "stop after N iterations, even if the task is not solved", "N", shown="by --epochs"
+    )
     seed: int = option(0, integer(0, 2**63 - 1), "seed of the model, the data and the held-out data", "N")
     device: str = option(
         "cuda" if torch.cuda.is_available() else "cpu",
         device,
         "cpu, cuda, cuda:1, ...",
         "NAME",
-        shown="cuda if there is one",
+        shown="cuda if available",
     )
     backend: str = named(
         None,
@@ -85,24 +87,24 @@ class RunOptions(Options):
         f"auto, {', '.join(BACKENDS)}",
         shown=f"the environment variable {ENVIRONMENT_VARIABLE}, else auto",
     )
-    threads: int | None = option(None, integer(1, MAX_THREADS), "CPU threads", "N", shown="as many as torch chooses")
+    threads: int | None = option(None, integer(1, MAX_THREADS), "CPU threads", "N", shown="set by torch")
     checkpoint_every: int = option(50, integer(1), "iterations between checkpoints", "N")
     diagnose_every: int = option(10, integer(0), "iterations between records of spectrum and gradient, 0 for none", "N")
     last_step_gradient: bool = switch(
         False,
-        "also record the gradient of the last time step's loss, where a task has one (one more pass per record)",
+        "also record the gradient of the loss of the last time step, if the task has one (an extra pass per record)",
         needs=(Needs("diagnose_every", nothing=0),),
     )
     accumulate: int = option(
         1,
         integer(1),
-        "batches per iteration, their gradients averaged: as a batch K times as large, in less memory",
+        "average the gradients of K batches per iteration: like a batch K times as large, with less memory",
         "K",
     )
     profile: int | None = option(
         None,
         integer(1),
-        "after three iterations, time the stages of N more (10) and the operators of three; writes profile.json",
+        "after 3 iterations, time the stages of N iterations (10) and the operators of 3; writes profile.json",
         "N",
         shown="",
         optional=10,
@@ -110,10 +112,10 @@ class RunOptions(Options):
     process_timeout: int = option(
         600,
         integer(1, 365 * 86_400),
-        "under torchrun, seconds that a process waits for another: more than an evaluation takes",
+        "under torchrun, seconds that a process waits for the others; must exceed the time of an evaluation",
         "S",
     )
-    plots: bool = switch(True, "draw no plots at the end")
+    plots: bool = switch(True, "do not draw plots at the end")
 
 
 def make_parser(
@@ -127,8 +129,9 @@ def make_parser(
     """The parser of a task's command line.
 
     Args:
-        name: the task's module in orthokern.tasks; description, epilog: of the help.
-        options, presets, preset_help: as `add_options`.
+        name: module of the task in orthokern.tasks.
+        description, epilog: texts of the help.
+        options, presets, preset_help: as in `add_options`.
     """
     parser = Parser(prog=f"python -m orthokern.tasks.{name}", description=description, epilog=epilog)
     add_options(parser, options, presets, preset_help)
@@ -140,7 +143,7 @@ def make_parser(
         nargs="?",
         const=None,
         metavar="DIR",
-        help="resume the run in DIR (or in --out) with its settings, exactly as if it had never stopped",
+        help="resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run",
     )
     return parser
 
@@ -149,18 +152,18 @@ Chosen = TypeVar("Chosen", bound=RunOptions)
 
 
 def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings], stored: Settings | None) -> Settings:
-    """All settings of a run, from the strongest source to the weakest: the command line, the run to resume, the preset,
-    the defaults.
+    """All settings of a run. The sources, in order of precedence, are the command line, the run to resume, the preset
+    and the defaults.
 
     Args:
-        given: what the command line says; keys as in `defaults`.
-        defaults: every setting.
-        presets: by name; `given` or `stored` may choose one under the key "preset".
+        given: settings of the command line, by name.
+        defaults: all settings.
+        presets: presets by name; `given` or `stored` may select one with the key "preset".
         stored: settings of the run to resume, or None for a new run.
 
     Raises:
-        CheckpointError: the command line differs from the run to resume in a setting that a resumed run can't change.
-        InputError: both --epochs and --iterations were given, or ORTHOKERN_BACKEND, where it counts, names no backend.
+        CheckpointError: the command line changes a setting that cannot be changed when a run is resumed.
+        InputError: both --epochs and --iterations were given, or ORTHOKERN_BACKEND is used and names no backend.
     """
     if "iterations" in given and "epochs" in defaults:
         if "epochs" in given:
@@ -177,9 +180,7 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
         settings = {**defaults, **stored, **given}
     else:
         settings = {**defaults, **presets.get(given.get("preset") or "", {}), **given}
-    if (
-        settings.get("backend") is None
-    ):  # from here on a name: the record says what was used, and a resumed run keeps it
+    if settings.get("backend") is None:  # a name from here on: it is recorded, and a resumed run uses the same one
         settings["backend"] = requested(None)
     return settings
 
@@ -203,10 +204,10 @@ def run(
         parser: of `make_parser`.
         options: the class of the task's settings.
         presets: settings by preset name.
-        complete: makes the object of settings given by name: fills in those that depend on others, and checks those
-            that only make sense together.
-        build: makes the task from complete settings; the global random generators are seeded by then.
-        arguments: the command line; by default the process's.
+        complete: converts settings by name to an object: sets defaults that depend on other settings, and checks
+            combinations.
+        build: creates the task from complete settings, after the global random generators have been seeded.
+        arguments: the command line; by default that of the process.
 
     Returns:
         The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143
@@ -226,26 +227,26 @@ def run(
             return EXIT_BAD_INPUT
         except distributed.EndedElsewhere:
             return EXIT_BAD_INPUT
-        except KeyboardInterrupt:  # before the loop took over the signals, or the second one within it
+        except KeyboardInterrupt:  # a signal before the loop handles signals, or the second one within the loop
             say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
             return EXIT_INTERRUPTED
 
     return command(body, arguments)
 
 
-# what a run's memory grows with
+# settings that determine the memory of a run
 _SIZES = ("T", "length", "bptt", "window", "hidden", "layers", "batch")
-# what torch's allocators say, the native module's CUDA calls, and torch of a size beyond all numbers
+# messages of torch's allocators, of CUDA calls in the native module, and of torch for a size that overflows
 _NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED")
 _NO_SIZE = re.compile(r"[Ss]torage size calculation overflowed|[Oo]verflow when unpacking")
 
 
 @contextlib.contextmanager
 def _enough_memory(settings: RunOptions) -> Iterator[None]:
-    """Turns an allocation that failed into one line: what could not be had, and what to lower.
+    """Converts a failed allocation to an error of one line, with the size and the settings to lower.
 
     Raises:
-        InputError: the memory is not enough.
+        InputError: there is not enough memory.
     """
     try:
         yield
@@ -267,7 +268,7 @@ def _enough_memory(settings: RunOptions) -> Iterator[None]:
 
 
 def _check_device(recorded: Any) -> None:
-    """Refuses a recorded device that is none, or that this machine lacks."""
+    """Rejects a recorded device that is invalid, or that this machine does not have."""
     try:
         device(recorded if isinstance(recorded, str) else str(type(recorded).__name__))
     except argparse.ArgumentTypeError as error:
@@ -275,7 +276,7 @@ def _check_device(recorded: Any) -> None:
 
 
 def _may_be_none(parser: Parser, name: str, settings: Settings) -> bool:
-    """Whether a recorded setting whose default is something may be None."""
+    """Whether a recorded setting may be None although its default is not."""
     if name == "epochs":  # --iterations takes its place
         return settings.get("iterations") is not None
     convert = next((action.type for action in parser._actions if action.dest == name and action.nargs != 0), None)
@@ -300,7 +301,7 @@ def _run(
     resume = "resume" in given
     out, folder = given.pop("out", None), given.pop("resume", None)
     if folder is not None and out is not None and out != folder:
-        raise InputError(f"--resume {folder} and --out {out}: a run goes on in its own folder; give one of the two")
+        raise InputError(f"--resume {folder} and --out {out}: a run is resumed in its own folder; give one of the two")
     folder = folder or out
     stored = None
     run_folder = None
@@ -309,7 +310,7 @@ def _run(
             raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
         run_folder = distributed.on_first(lambda: RunFolder.open(folder, name))
         stored = dict(run_folder.config["settings"])
-        stored.pop("profile", None)  # asked for once
+        stored.pop("profile", None)  # --profile applies to one call
 
     def settle() -> Chosen:
         if stored is not None:
@@ -333,8 +334,8 @@ def _run(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     settings.threads = torch.get_num_threads()
-    # Numbers below 1e-38 mean nothing here and cost a CPU a hundred cycles each: in long runs the softmax's vanishing
-    # probabilities and the gradients they make would be full of them.
+    # Denormal numbers (below 1e-38) are irrelevant here and cost about a hundred cycles each on a CPU. In long runs the
+    # probabilities of a softmax, and the gradients computed from them, would contain many.
     torch.set_flush_denormal(True)
     distributed.together(lambda: distributed.use_device(settings.device))
     seed_all(settings.seed)
@@ -342,13 +343,13 @@ def _run(
     def make() -> Task:
         task = build(settings)
         if given.get("last_step_gradient") and not task.has_last_step_loss:
-            raise InputError(f"--last-step-gradient: the task {name} has no loss of its last time step beside its own")
+            raise InputError(f"--last-step-gradient: the task {name} has no separate loss of its last time step")
         return task
 
     with _enough_memory(settings):
         task = distributed.together(make)
     settings.iterations_per_epoch = task.iterations_per_epoch
-    if shard.world > 1:  # the models are the same; from here on dropout differs
+    if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
         seed_all(settings.seed + shard.rank)
     facts = {"baseline": task.baseline, "time_steps": task.time_steps}
     if run_folder is None:

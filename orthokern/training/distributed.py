@@ -1,15 +1,17 @@
 """One run in several processes: `torchrun --nproc-per-node 4 -m orthokern.tasks.copy ...`.
 
-Every process draws the joint batch and computes on its part of the rows; DistributedDataParallel averages the
-gradients, and then every process takes the same step. So the order of the data is that of one process, the loss curve
-too, to rounding, and the bases stay the same on all ranks, bit for bit. Rank 0 evaluates and writes the files.
+Every process generates the joint batch and computes its part of the rows. DistributedDataParallel averages the
+gradients, and every process takes the same optimizer step. The order of the data and, up to rounding, the loss curve
+are therefore those of a run in one process, and the bases are bitwise equal on all ranks. Rank 0 evaluates and writes
+the files.
 
 Note [How a run in several processes ends]
-    Together, or with one line. What every rank decides from the same numbers needs no message: losses, stop signals and
-    evaluations are exchanged first. A step that may fail on one rank (reading data, making the run folder) goes through
-    `together` or `on_first`: either all go on, or all raise, and only one says why. And where a process disappears, the
-    rank before it notices: a thread of each rank waits for a farewell that only comes at the end. It doesn't depend on
-    what the main thread is waiting for: a kernel, NCCL, or another rank's evaluation.
+    All ranks end together, or one error line is printed. Losses, stop signals and evaluations are exchanged, so that
+    decisions made from them are the same on all ranks without further messages. A step that may fail on one rank
+    (reading data, creating the run folder) runs in `together` or `on_first`: it either succeeds on all ranks or raises
+    on all, and only one rank prints the error. A process that disappears is detected by the rank before it: on each
+    rank a thread waits for a closing message from the next rank, which is sent only at the end of the run. The thread
+    works whatever the main thread is waiting for: a kernel, NCCL, or the evaluation of another rank.
 """
 
 from __future__ import annotations
@@ -56,15 +58,15 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 EXIT_LOST = 2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the weaker first
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # in ascending order of precedence
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's part in the run.
+    """The part of this process in the run.
 
     Attributes:
-        rank: its number, from 0.
+        rank: number of the process, from 0.
         world: the number of processes.
     """
 
@@ -73,21 +75,26 @@ class Shard:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that evaluates, writes and talks."""
+        """Whether this is rank 0, which evaluates, writes files and prints."""
         return self.rank == 0
 
     def rows(self, batch: int) -> slice:
-        """This process's rows of the joint batch.
+        """The rows of the joint batch for this process.
 
         Args:
-            batch: sequences of the joint batch, as --batch says.
+            batch: number of sequences of the joint batch (--batch).
 
         Returns:
-            A slice; those of all ranks, in order, make up range(batch), and are equally long, so that the mean of the
-            ranks' mean losses is the joint mean.
+            A slice. The slices of all ranks, in order, cover range(batch). They have the same length, so that the mean
+            of the mean losses of the ranks is the mean over the joint batch.
 
         Raises:
-            InputError: the processes can't share the batch evenly.
+            InputError: the batch is not a multiple of the number of processes.
+
+        Example::
+
+            >>> Shard(rank=1, world=4).rows(20)
+            slice(5, 10, None)
         """
         if batch % self.world:
             raise InputError(
@@ -99,7 +106,8 @@ class Shard:
 
 
 def current_shard() -> Shard:
-    """This process's rank and the number of processes: those of the process group, else torchrun's, else 0 and 1."""
+    """The rank of this process and the number of processes: from the process group, else from the variables of
+    torchrun, else 0 and 1."""
     if dist.is_available() and dist.is_initialized():
         return Shard(dist.get_rank(), dist.get_world_size())
     return Shard(_environment("RANK", 0), _environment("WORLD_SIZE", 1))
@@ -114,12 +122,12 @@ def _environment(name: str, default: int) -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine."""
+    """The number of this process on its machine."""
     return _environment("LOCAL_RANK", 0)
 
 
 class EndedElsewhere(Exception):
-    """Another rank met an error and says so; this one ends without a word."""
+    """Another rank has an error and prints it; this rank ends without output."""
 
 
 # ---- the process group -----------------------------------------------------------------------------------------------
@@ -127,18 +135,18 @@ class EndedElsewhere(Exception):
 
 @contextlib.contextmanager
 def processes(timeout: float = 600.0) -> Iterator[Shard]:
-    """Joins the processes that torchrun started, until the block is left; without torchrun it does nothing.
+    """Context manager: joins the processes started by torchrun in a process group. Without torchrun it does nothing.
 
-    CPU tensors travel by gloo, CUDA tensors by NCCL (see `use_device`).
+    CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`).
 
-    The block is left by all ranks at the same point, or by none: an exception that doesn't come from `together` or
-    `on_first` ends this process at once (os._exit), with one line for an InputError, and the others then notice.
+    All ranks must leave the block at the same point. An exception that is not raised by `together` or `on_first` ends
+    this process at once (os._exit), with one line for an InputError, and the other ranks detect the lost process.
 
     Args:
-        timeout: seconds that a rank waits for another, which may be evaluating or writing. 0 < timeout.
+        timeout: seconds that a rank waits for another, which may be evaluating or writing; above 0.
 
     Raises:
-        InputError: torchrun's variables are incomplete, or the others can't be reached.
+        InputError: variables of torchrun are missing, or the other processes cannot be reached.
     """
     shard = current_shard()
     if shard.world == 1 or dist.is_initialized():
@@ -147,14 +155,14 @@ def processes(timeout: float = 600.0) -> Iterator[Shard]:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"WORLD_SIZE={shard.world} without {', '.join(missing)}; start with torchrun")
-    # NCCL connects when the first CUDA tensor travels: on CPUs it costs nothing.
+    # NCCL connects when the first CUDA tensor is sent: on CPUs it costs nothing.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise InputError(
-            f"rank {shard.rank} found no connection to the other {shard.world - 1} processes: {reason}"
+            f"rank {shard.rank} cannot connect to the other {shard.world - 1} processes: {reason}"
         ) from None
     watch = _Watch(shard)
     watch.start()
@@ -169,17 +177,17 @@ def processes(timeout: float = 600.0) -> Iterator[Shard]:
 
 
 def use_device(device: str) -> None:
-    """In several processes "cuda" means the GPU of the process's LOCAL_RANK: makes it the current one.
+    """Sets the current GPU: with several processes, "cuda" is the GPU with the number LOCAL_RANK.
 
     Raises:
-        InputError: too few GPUs, or a device of a number, which all processes would share.
+        InputError: too few GPUs, or a device with a number, which all processes would share.
     """
     shard = current_shard()
     if shard.world == 1 or device == "cpu":
         return
     if device != "cuda":
         raise InputError(
-            f"--device {device} with {shard.world} processes; accepted: cpu, or cuda: each process takes a GPU"
+            f"--device {device} with {shard.world} processes; accepted: cpu, or cuda, for one GPU per process"
         )
     if local_rank() >= torch.cuda.device_count():
         raise InputError(
@@ -194,27 +202,27 @@ def _agreed(error: BaseException) -> bool:
 
 
 def _leave_alone(shard: Shard, watch: _Watch, error: BaseException, timeout: float) -> None:
-    """Ends this process without the others, or returns if the error is a bug, whose traceback should be seen."""
+    """Ends this process alone. Returns if the error is a bug, so that its traceback is shown."""
     if isinstance(error, KeyboardInterrupt):
         _end(f"rank {shard.rank}: stopped at once, nothing saved since the last checkpoint", 130)
     if isinstance(error, (InputError, BackendUnavailable)):
         _end(f"error: rank {shard.rank}: {one_line(str(error))}", EXIT_LOST)
     if isinstance(error, RuntimeError):
-        watch.join(1.0)  # if the reason is a lost process, the thread ends this one before the wait is over
+        watch.join(1.0)  # if a process is lost, the watching thread ends this process during the wait
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            watch.lost(f"another process gave no answer for {timeout:g} s")
+            watch.lost(f"another process did not respond for {timeout:g} s")
     sys.excepthook(type(error), error, error.__traceback__)
     _end("", 1)
 
 
 def _end(line: str, code: int) -> NoReturn:
-    """Ends the process without clean-up, which would wait for ranks that may be gone."""
+    """Ends the process without clean-up, which would wait for ranks that may be lost."""
     write(line + "\n" if line else "", sys.stderr)
     os._exit(code)
 
 
 class _Watch(threading.Thread):
-    """Waits for the next rank's farewell; a connection that breaks before is a lost process."""
+    """Waits for the closing message of the next rank. If the connection breaks first, that process is lost."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__(name="orthokern-watch", daemon=True)
@@ -236,7 +244,7 @@ class _Watch(threading.Thread):
         _end(f"error: rank {self.shard.rank}: {what}; {self.advice}", EXIT_LOST)
 
     def finish(self) -> None:
-        """Waits until all ranks are here, says farewell, and closes the process group."""
+        """Waits for all ranks, sends the closing message, and closes the process group."""
         try:
             dist.all_reduce(torch.zeros(1))
             dist.send(torch.zeros(1), dst=(self.shard.rank - 1) % self.shard.world, group=self._group)
@@ -252,16 +260,16 @@ _watch: _Watch | None = None
 
 
 def tell_on_loss(advice: str) -> None:
-    """What the line about a lost process ends with: the last good checkpoint, and how to go on."""
+    """Sets the end of the error line for a lost process: the last good checkpoint, and how to resume."""
     if _watch is not None:
         _watch.advice = advice
 
 
 def joined() -> Shard:
-    """`current_shard`, once its processes are joined.
+    """`current_shard`, after a check that its processes are joined.
 
     Raises:
-        InputError: torchrun started several processes, and nobody has opened `processes`: each would train on its own.
+        InputError: torchrun started several processes outside of `processes`: each would train independently.
     """
     shard = current_shard()
     if shard.world > 1 and not _several():
@@ -277,14 +285,14 @@ def _several() -> bool:
 
 
 def agree(values: Sequence[float], stop: int | None) -> tuple[list[float], int | None]:
-    """The means over the ranks, and a signal that came on any of them, in one all-reduce.
+    """Averages numbers over the ranks, and combines stop signals, in one all-reduce.
 
     Args:
-        values: numbers, as many on every rank.
+        values: numbers; the same count on every rank.
         stop: SIGINT, SIGTERM, or None.
 
     Returns:
-        The same on every rank, bit for bit.
+        The means, and the signal if any rank has one; bitwise equal on all ranks.
     """
     if not _several():
         return list(values), stop
@@ -297,7 +305,7 @@ def agree(values: Sequence[float], stop: int | None) -> tuple[list[float], int |
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, in order, on every rank; pickled."""
+    """The values of all ranks, in order, on every rank. Values are pickled."""
     if not _several():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -306,11 +314,11 @@ def gather(value: T) -> list[T]:
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """Runs `work` on rank 0 alone and hands its result, pickled, to all.
+    """Runs `work` on rank 0 and broadcasts its result, which is pickled.
 
     Raises:
-        InputError, BackendUnavailable, OSError: on rank 0, what `work` raised.
-        EndedElsewhere: on the others, then.
+        InputError, BackendUnavailable, OSError: on rank 0, the error raised by `work`.
+        EndedElsewhere: in this case, on the other ranks.
     """
     if not _several():
         return work()
@@ -331,11 +339,11 @@ def on_first(work: Callable[[], T]) -> T:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Runs `work` on every rank; it succeeds on all, or raises on all.
+    """Runs `work` on every rank. If it raises on one rank, all ranks raise.
 
     Raises:
-        InputError, BackendUnavailable, OSError: what `work` raised, on the first rank where it did.
-        EndedElsewhere: on the others, then.
+        InputError, BackendUnavailable, OSError: the error raised by `work`, on the first rank that has one.
+        EndedElsewhere: in this case, on the other ranks.
     """
     if not _several():
         return work()
@@ -358,13 +366,13 @@ def _marked(error: E) -> E:
 
 
 def same_scope(error: E, original: Exception) -> E:
-    """`error`, which is about to be raised in the place of `original`, on all ranks if that was."""
+    """Returns `error`, which replaces `original`. It counts as raised on all ranks if `original` was."""
     return _marked(error) if _agreed(original) else error
 
 
 def speaks(error: Exception) -> bool:
-    """Whether this process is the one that tells of an error: where `together` or `on_first` raised it, and else, of an
-    error that came before the processes were joined and so on each of them, the first one of each machine."""
+    """Whether this process prints an error. This is the rank where `together` or `on_first` raised it. An error before
+    the processes are joined occurs on all of them, and the first process of each machine prints it."""
     return _agreed(error) or local_rank() == 0
 
 
@@ -372,7 +380,7 @@ def speaks(error: Exception) -> bool:
 
 
 class _Averaging(nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that knows whether it was called."""
+    """DistributedDataParallel that records whether it was called."""
 
     called = False
 
@@ -382,16 +390,17 @@ class _Averaging(nn.parallel.DistributedDataParallel):
 
 
 def wrap(model: nn.Module) -> nn.Module:
-    """The model as DistributedDataParallel, which hands rank 0's parameters to all and from then on averages gradients;
-    the model itself in a single process.
+    """Wraps the model in DistributedDataParallel, which broadcasts the parameters of rank 0 and averages gradients. In
+    a single process, returns the model itself.
 
     Note [Same bits after a resume]
-        DDP sends gradients in buckets, arranged anew after a process's first iteration, and an all-reduce's order of
-        summation follows from the place in the bucket: with more than two ranks a resumed run would round otherwise
-        than one never stopped. Here the ranks' gradients are gathered and added in the order of the ranks. That sends
-        world / 2 times as much as a ring would, and a recurrent network has few parameters.
+        DDP sends gradients in buckets, which are rebuilt after the first iteration of a process. The order of summation
+        in an all-reduce depends on the position in the bucket, so that with more than two ranks the rounding of a
+        resumed run would differ from that of an uninterrupted one. Here the gradients of the ranks are gathered and
+        added in the order of the ranks. This sends world / 2 times as much data as a ring all-reduce; a recurrent
+        network has few parameters.
 
-    Buffers are those of rank 0, sent before every forward pass if there are any.
+    Buffers are broadcast from rank 0 before every forward pass, if there are any.
     """
     if not _several():
         return model
@@ -402,20 +411,21 @@ def wrap(model: nn.Module) -> nn.Module:
 
 
 def keep_own_gradients(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Within it, forward and backward add to this rank's gradients and send nothing: for all but the last batch of an
-    iteration."""
+    """Context manager in which gradients are accumulated on this rank without communication, for all but the last batch
+    of an iteration."""
     return module.no_sync() if isinstance(module, _Averaging) else contextlib.nullcontext()
 
 
 def check_averaged(module: nn.Module, name: str) -> None:
-    """Called after a process's first backward: gradients that were not averaged would let the ranks drift apart.
+    """Checks, after the first backward of a process, that the gradients were averaged. Otherwise the parameters of the
+    ranks would diverge.
 
     Args:
-        module: what `wrap` returned.
-        name: of the task.
+        module: the module returned by `wrap`.
+        name: name of the task.
 
     Raises:
-        RuntimeError: a mistake in the task: its loss goes past `module`, or leaves out a parameter.
+        RuntimeError: an error in the task: its loss does not call `module`, or does not use a parameter.
     """
     if not isinstance(module, _Averaging):
         return
@@ -443,7 +453,7 @@ def _mean_in_rank_order(bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 class Silent(Progress):
-    """The progress of every rank but the first."""
+    """The progress display of all ranks except the first: no output."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total, io.StringIO())

@@ -1,4 +1,4 @@
-"""One iteration of the training loop: the gradients of its batches, one optimizer step, and what is recorded of it."""
+"""One iteration of the training loop: the gradients of its batches, one optimizer step, and its record."""
 
 import math
 from contextlib import nullcontext
@@ -18,20 +18,20 @@ from orthokern.training.task import Task
 
 __all__ = ["LoopSettings", "Step", "diagnosis", "joint_profile", "step"]
 
-Profiles = dict[str, Tensor]  # name of the record's field -> norms [T] of one batch
+Profiles = dict[str, Tensor]  # field of the record -> norms [T] of one batch
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long and how often.
+    """The length of a training run, and the intervals of checkpoints and records.
 
     Attributes:
-        iterations: number of the last iteration (1 is the first).
+        iterations: number of the last iteration (the first is 1).
         checkpoint_every: iterations between checkpoints; one is also written at the end and at an interrupt.
         diagnose_every: iterations between records of the spectrum and of the gradient through time; 0 for never.
-        plots: draw the task's plots at the end and at an interrupt.
+        plots: draw the plots of the task at the end and at an interrupt.
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
-        last_step_gradient: also record, at diagnosed iterations, the gradient through time of `Task.last_step_loss`.
+        last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
         profile: number of iterations to time by stage; None for no profile.
     """
 
@@ -46,13 +46,13 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Step:
-    """What an iteration computed.
+    """The results of an iteration.
 
     Attributes:
-        metrics: loss, grad_norm and the task's own numbers, averaged over batches and ranks.
-        taken: whether loss and gradient were finite, and the optimizer took its step.
-        stop: a signal that came on any rank, or None.
-        profiles: of each of this rank's batches; empty unless asked for.
+        metrics: loss, grad_norm and the numbers of the task, averaged over batches and ranks.
+        taken: whether the loss and the gradient were finite, and the optimizer took a step.
+        stop: a signal received on any rank, or None.
+        profiles: norms through time of each batch of this rank; empty in an iteration without diagnostics.
     """
 
     metrics: dict[str, float]
@@ -64,10 +64,10 @@ class Step:
 def step(
     task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, check: bool
 ) -> Step:
-    """Gradients of all batches, then one optimizer step, left out if loss or gradient is not finite."""
+    """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
-    rows: list[Tensor] = []  # of each batch, the loss and the task's numbers
+    rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
     profiles: list[Profiles] = []
     for index in range(settings.accumulate):
         last = index + 1 == settings.accumulate
@@ -104,10 +104,10 @@ def step(
 
 
 def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Profiles:
-    """The last layer's norms through time, of one batch."""
+    """The norms through time of the last layer for one batch."""
     profiles = {}
     if taken.grad_norms:
-        # Of the batch's own loss, not of its part in the mean.
+        # For the loss of this batch, without the factor of the mean over batches.
         profiles["grad_norm_through_time"] = taken.grad_norms[0] * settings.accumulate
     if taken.state_norms:
         profiles["state_norm_through_time"] = taken.state_norms[-1]
@@ -119,8 +119,8 @@ def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Pro
 
 
 def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
-    """‖dL/dh_t‖ [T] for L the loss of the last step alone. Gradients, buffers and random states are restored, and
-    there is no communication with other ranks."""
+    """‖dL/dh_t‖ [T], where L is the loss of the last step. Gradients, buffers and random states are restored. There is
+    no communication with other ranks."""
     rng = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
     module, task.module = task.module, task.model
@@ -143,8 +143,8 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
 
 
 def joint_profile(parts: list[Tensor], mean: bool) -> Tensor:
-    """Norms [T] over the joint batch from those over its parts; a part that is shorter than the longest counts as zero
-    beyond its end. With `mean`, of the gradient of the parts' mean loss."""
+    """Norms [T] over the joint batch, from the norms over its parts. A part is padded with zeros to the length of the
+    longest one. With `mean`, the norms are those of the gradient of the mean of the losses."""
     if len(parts) == 1:
         return parts[0]
     squares = torch.zeros(max(len(part) for part in parts), dtype=torch.float64)
@@ -154,7 +154,7 @@ def joint_profile(parts: list[Tensor], mean: bool) -> Tensor:
 
 
 def diagnosis(task: Task, shard: Shard, profiles: list[Profiles]) -> dict[str, Any]:
-    """The record of a diagnosed iteration: the task's numbers, and the norms through time over the joint batch."""
+    """The record of a diagnosed iteration: the numbers of the task, and the norms through time over the joint batch."""
     if shard.world > 1:
         mine = [{name: norms.cpu() for name, norms in part.items()} for part in profiles]
         profiles = [part for parts in distributed.gather(mine) for part in parts]

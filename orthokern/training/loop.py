@@ -30,7 +30,7 @@ EXIT_OK, EXIT_DIVERGED = 0, 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
         exit_code: 0 goal reached or all iterations done, 3 diverged, 130 or 143 interrupted.
@@ -38,7 +38,7 @@ class Outcome:
         iteration: number of iterations done, over all resumed parts.
         seconds: wall time, over all resumed parts.
         evaluation: the last evaluation, or None.
-        message: one line that says all this.
+        message: a summary in one line.
     """
 
     exit_code: int
@@ -61,35 +61,41 @@ def train(
 ) -> Outcome:
     """Trains until the goal is reached, all iterations are done, the loss is not finite, or SIGINT or SIGTERM arrives.
 
-    Files are written to the run's folder: a record per iteration to metrics.jsonl, checkpoint.pt every
-    `settings.checkpoint_every` iterations and at the end, best.pt at every evaluation better than all before, the
-    task's plots at the end. A full disk causes warnings only: the old checkpoint is kept, records are buffered in
-    memory, and training continues.
+    Files in the run folder: metrics.jsonl gets a record per iteration; checkpoint.pt is written every
+    `settings.checkpoint_every` iterations and at the end, best.pt at every new best evaluation, and plots at the end. A
+    full disk causes warnings only: the old checkpoint is kept, records are buffered in memory, and training continues.
 
-    In several processes, joined by `distributed.processes`, all ranks call this with the same arguments; `run` is the
-    folder as rank 0 sees it, and only rank 0 writes and evaluates.
+    With several processes, joined by `distributed.processes`, all ranks call this function with the same arguments.
+    `run` is the folder on rank 0; only rank 0 writes and evaluates.
 
     Args:
-        task: the experiment. Its model and optimizer are changed.
-        run: its folder.
-        settings: how long and how often.
-        resume: continue from the folder's checkpoint: every later iteration equals, bit for bit, that of a run never
-            stopped (on the same machine, versions and number of threads), and so does metrics.jsonl but for its timing
-            fields.
-        progress: where to show how far it is; by default standard output.
-        started: `time.perf_counter()` at which the wall time begins to count; by default now.
-        announce: called on rank 0 once nothing can refuse the run any more: its state is restored, its files are open,
-            and its first iteration, if it has one, has had the memory that it needs.
+        task: the task. Its model and optimizer are modified.
+        run: the run folder.
+        settings: length of the run and intervals of checkpoints and records.
+        resume: continue from the checkpoint in the folder. All later iterations are bitwise equal to those of an
+            uninterrupted run (on the same machine, with the same versions and number of threads), and so is
+            metrics.jsonl except for its timing fields.
+        progress: display of the progress; by default on standard output.
+        started: value of `time.perf_counter()` at the start of the wall time; by default now.
+        announce: called on rank 0 after the state is restored, the files are open, and the first iteration, if there is
+            one, is done, so that no error for bad input or missing memory can follow.
 
     Returns:
-        How the run ended; the caller prints the message.
+        The result; the caller prints its message.
 
     Raises:
-        CheckpointError: the checkpoint to resume from is damaged, or of another run; or the ranks' parameters differ.
-            (Without a checkpoint the run begins at its beginning; `RunFolder.open` refuses a folder that lost one.)
-        InputError: several processes that are not joined.
-        OSError: metrics.jsonl can't be opened.
-        EndedElsewhere: another rank raised one of these.
+        CheckpointError: the checkpoint to resume from is damaged, or of another run; or the parameters of the ranks
+            differ. (Without a checkpoint the run starts from the beginning; `RunFolder.open` rejects a folder whose
+            checkpoint is missing.)
+        InputError: there are several processes that are not joined.
+        OSError: metrics.jsonl cannot be opened.
+        EndedElsewhere: another rank raised one of these errors.
+
+    Example::
+
+        run = RunFolder.create(Path("runs/first"), task.name, {"seed": 0}, {})
+        outcome = train(task, run, LoopSettings(iterations=100))
+        print(outcome.message)
     """
     shard = distributed.joined()
     if progress is None:
@@ -105,7 +111,7 @@ def train(
         with StopRequest() as stop:
             return _train(state, settings, stop, profiler, announce if shard.first else None)
     except OutOfRange as error:
-        if not state.moved:  # it was so before any step: the checkpoint's fault
+        if not state.moved:  # not finite before the first step: the checkpoint is the cause
             raise
         return _diverged(state, settings, {}, str(error).partition("; accepted")[0])
     finally:
@@ -123,7 +129,7 @@ def _train(
     first = state.iteration
     shown_ms = None
     task.model.train()
-    stopped = None if several else stop.signal  # with several processes, only once all know of the signal
+    stopped = None if several else stop.signal  # with several processes, only after all have received the signal
     while state.iteration < settings.iterations and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
@@ -154,8 +160,7 @@ def _train(
         record["seconds"] = state.seconds()
         record["ms_per_iteration"] = milliseconds
         record["us_per_step"] = 1e3 * milliseconds / time_steps
-        # The first iteration of a process warms up; the shown time is a running mean that forgets in about ten
-        # iterations.
+        # The first iteration of a process is a warm-up. The time shown is a running mean over about ten iterations.
         shown_ms = (
             milliseconds if shown_ms is None or state.iteration - first <= 2 else 0.9 * shown_ms + 0.1 * milliseconds
         )
@@ -175,7 +180,7 @@ def _train(
                 if failure is not None:
                     progress.line(
                         f"warning: checkpoint at iteration {state.iteration} not written: {failure}; "
-                        f"{state.last_good()}; training goes on"
+                        f"{state.last_good()}; training continues"
                     )
         if profiler.end():
             state.show_profile(profiler)
@@ -186,7 +191,7 @@ def _train(
     if profiler.close():
         state.show_profile(profiler)
     elif settings.profile is not None and profiler.timed == 0:
-        progress.line(f"no profile: training ended within the first {WARM_UP} iterations, which warm up")
+        progress.line(f"no profile: training ended within the {WARM_UP} warm-up iterations")
     if not _parameters_are_finite(task):
         return _diverged(state, settings, {"loss": math.nan})
     ended = state.reached or state.iteration >= settings.iterations
@@ -209,17 +214,18 @@ def _train(
 
 
 def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
-    """Evaluates, lets the rates fall if they are to, keeps best.pt, and returns the numbers for the record, their names
-    beginning with HELD_OUT.
+    """Evaluates, steps the plateau schedule, updates best.pt, and returns the numbers for the record. Their names begin
+    with HELD_OUT.
 
     Args:
-        state: of the run.
-        wanted: whether the task asked for it, and not only the run's end, which a longer run doesn't have here.
+        state: the state of the run.
+        wanted: whether the task requested the evaluation. False for an evaluation that is done only because the run
+            ends, which a longer run would not have.
     """
     task = state.task
 
     def evaluate() -> dict[str, float]:
-        module, task.module = task.module, task.model  # a wrapper's forward would wait for the other ranks
+        module, task.module = task.module, task.model  # the forward of the DDP wrapper would wait for the other ranks
         task.model.eval()
         try:
             with torch.no_grad():
@@ -241,7 +247,7 @@ def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
 
 
 def _finish(state: RunState, seconds: float) -> str:
-    """Tests with the best parameters and writes result.json, on rank 0; returns what to say of the test."""
+    """Tests with the best parameters and writes result.json, on rank 0. Returns a summary of the test."""
     task = state.task
 
     def finish() -> str:
@@ -276,7 +282,7 @@ def _finish(state: RunState, seconds: float) -> str:
             state.progress.line(f"warning: {state.run.result} not written: {error.strerror or error}")
         if not test:
             return ""
-        # A share in per cent, as evaluations tell it.
+        # An accuracy is shown in percent, as in evaluations.
         each = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
         told = ", ".join(each)
         return f"; on the test data with the parameters of iteration {tested}: {told}"
@@ -285,12 +291,12 @@ def _finish(state: RunState, seconds: float) -> str:
 
 
 def _parameters_are_finite(task: Task) -> bool:
-    """So that no checkpoint is written that could only diverge."""
+    """Whether all parameters are finite. Otherwise no checkpoint is written."""
     return bool(torch.stack([torch.isfinite(p).all() for p in task.model.parameters()]).all())
 
 
 def _diverged(state: RunState, settings: LoopSettings, metrics: dict[str, float], what: str | None = None) -> Outcome:
-    """What to tell of a divergence: `what`, or what the numbers of the iteration show."""
+    """The message for a divergence: `what`, or the cause according to the numbers of the iteration."""
     if what is not None:
         pass
     elif not math.isfinite(metrics["loss"]):

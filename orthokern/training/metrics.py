@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line and iteration, on the disk as soon as it is known."""
+"""metrics.jsonl: one JSON object per line and iteration, written at the end of each iteration."""
 
 import contextlib
 import fcntl
@@ -15,14 +15,14 @@ from orthokern.errors import CheckpointError
 
 __all__ = ["TIMING_FIELDS", "Lock", "MetricsLog", "plain", "read_metrics"]
 
-HELD_OUT = "held_out_"  # begins the names of what an evaluation found
-# All other fields of a resumed run equal those of one that was never stopped, bit for bit.
+HELD_OUT = "held_out_"  # prefix of the results of an evaluation
+# All other fields of a resumed run are bitwise equal to those of an uninterrupted run.
 TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
 
 
 class Lock:
-    """The right to write in a run folder: a lock on its metrics.jsonl, until `release` or the end of the process. Two
-    processes that train in one folder would write over each other's records and checkpoints.
+    """Exclusive access to a run folder: a lock on its metrics.jsonl, until `release` or the end of the process. Two
+    processes that train in the same folder would overwrite each other's records and checkpoints.
 
     Args:
         path: the file; created if missing.
@@ -33,7 +33,7 @@ class Lock:
 
     Raises:
         OSError: the file cannot be opened.
-        CheckpointError: it is no regular file, or another process has it locked.
+        CheckpointError: it is not a regular file, or another process holds the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Lock:
             raise
 
     def _take(self) -> bool:
-        """Whether the lock is on the file that has the name now, and not on one that its owner has removed."""
+        """Whether the locked file is still the one with this name. Its owner may have removed it in the meantime."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self.descriptor, self.created = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
@@ -94,18 +94,18 @@ class Lock:
 
 
 class MetricsLog:
-    """Appends records to a file; a full disk delays them, and loses none while the process lives.
+    """Appends records to a file. If the disk is full, records are kept in memory and written later.
 
-    The file is locked until `close`, or the process's end, see `Lock`.
+    The file is locked until `close` or the end of the process, see `Lock`.
 
     Args:
         path: the file; created if missing.
-        keep: on resuming, the number of the last iteration whose records stay; later ones, and a line that a kill cut
-            short, are removed, so that the file ends as that of an uninterrupted run. None: start an empty file.
-        lock: on the file, if the caller has it; the log closes it.
+        keep: for a resumed run, the last iteration whose records are kept. Later records and an incomplete last line
+            are removed, so that the file ends like that of an uninterrupted run. None: start an empty file.
+        lock: the lock on the file, if the caller has it; the log releases it.
 
     Attributes:
-        held_out: names of the numbers of the last evaluation among the records that stay.
+        held_out: names of the numbers of the last evaluation in the records that are kept.
 
     Raises:
         OSError: the file cannot be opened.
@@ -127,7 +127,7 @@ class MetricsLog:
             raise
 
     def _end_of(self, keep: int) -> int:
-        """Size in bytes of the file up to the records of iteration `keep`."""
+        """Size of the file in bytes up to the records of iteration `keep`."""
         good, last = 0, 0
         for line, record in json_lines(self.path):
             iteration = None if record is None else count(record.get("iteration"))
@@ -143,35 +143,35 @@ class MetricsLog:
         return good
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one record, after any that a full disk held back.
+        """Writes one record, after those that could not be written before.
 
         Args:
-            record: JSON values; "iteration" is required. Floats that JSON can't say (NaN, infinity) become null.
+            record: JSON values; "iteration" is required. NaN and infinity, which JSON does not have, become null.
 
         Raises:
-            OSError: the disk is full: the record is kept in memory and comes with the next one.
+            OSError: the disk is full. The record is kept in memory and written with the next one.
         """
         self._pending += json.dumps(plain(record), allow_nan=False).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Writes what a full disk held back.
+        """Writes the records that could not be written before.
 
         Raises:
-            OSError: it still cannot be written.
+            OSError: they still cannot be written.
         """
         try:
             written = 0
             while written < len(self._pending):
                 written += os.pwrite(self._descriptor, self._pending[written:], self._good + written)
         except OSError:
-            os.ftruncate(self._descriptor, self._good)  # no half line stays
+            os.ftruncate(self._descriptor, self._good)  # removes an incomplete line
             raise
         self._good += len(self._pending)
         self._pending = b""
 
     def sync(self) -> None:
-        """Forces all records to the disk: called before a checkpoint, which must never be ahead of its metrics.
+        """Flushes all records to the disk. It is called before a checkpoint, which must not be ahead of its metrics.
 
         Raises:
             OSError: as `flush`.
@@ -184,7 +184,7 @@ class MetricsLog:
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON, which has no NaN and no infinity: they become null."""
+    """Converts a value for JSON: NaN and infinity become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

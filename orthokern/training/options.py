@@ -1,8 +1,9 @@
-"""Settings as dataclasses: each field is an option of the command line, and knows all that is told and checked of it.
+"""Settings as dataclasses: each field declares an option of the command line.
 
-A class of options derives from `RunOptions` (training/cli.py). Each field is declared once, by `option` or `switch`,
-with its default, the values it takes, its help and what it needs to have an effect. The parser, the help text and the
-check for options without effect follow from that. A derived class changes a default by a plain assignment.
+A class of options derives from `RunOptions` (training/cli.py). Each field is declared once, by `option`, `choice` or
+`switch`, with its default, its accepted values, its help and the conditions under which it has an effect. The parser,
+the help text and the check for options without effect are generated from the fields. A derived class changes a default
+by a plain assignment.
 
 Example:
     @dataclass(kw_only=True)
@@ -28,15 +29,16 @@ Ways = tuple[tuple[Needs, ...], ...]
 
 @dataclass(frozen=True)
 class Option:
-    """What a field knows of its option.
+    """The declaration of an option in a field.
 
     Attributes:
         convert: argparse type of the value; None for a switch without a value.
-        help: without the default.
-        metavar: of the value.
-        ways: what must be met for the option to have an effect: all conditions of one of them; (): nothing.
-        shown: what the help says of the default; None: its value; "": nothing.
-        optional: what the option means without a value; None: it needs one.
+        help: help text without the default.
+        metavar: placeholder of the value in the help.
+        ways: alternatives, each a tuple of conditions. The option has an effect if all conditions of one alternative
+            are met; (): always.
+        shown: text of the default in the help; None: its value; "": none.
+        optional: the value of the option if it is given without one; None: a value is required.
     """
 
     convert: Callable[[str], Any] | None
@@ -58,18 +60,18 @@ def option(
     shown: str | None = None,
     optional: Any = None,
 ) -> Any:
-    """A field whose option takes a value; `needs` and `or_needs` are the ways of `Option`."""
+    """A field for an option with a value; `needs` and `or_needs` are the two alternatives of `Option.ways`."""
     ways = tuple(way for way in (needs, or_needs) if way)
     return _field(default, Option(convert, help, metavar, ways, shown, optional))
 
 
 def named(default: str | None, name: str, choices: Any, help: str, **more: Any) -> Any:
-    """A field whose option takes one of some names."""
+    """A field for an option whose value is one of some names."""
     return option(default, one_of(name, choices), help, "NAME", **more)
 
 
 def switch(default: bool, help: str, *, needs: tuple[Needs, ...] = ()) -> Any:
-    """A field whose option takes no value: --name for a default of False, --no-name for True."""
+    """A field for an option without a value: --name for a default of False, --no-name for a default of True."""
     return _field(default, Option(None, help, "", (needs,) if needs else (), ""))
 
 
@@ -82,8 +84,8 @@ class Options:
     """The complete settings of a run.
 
     Attributes:
-        GROUP: title of the class's own options in the help.
-        HIDDEN: names of options that this class's command line lacks.
+        GROUP: heading in the help for the options declared in this class.
+        HIDDEN: names of inherited options that are not on the command line of this class.
     """
 
     GROUP: ClassVar[str] = "options"
@@ -120,7 +122,7 @@ def defaults(options: type[Options]) -> Settings:
 
 
 def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
-    """Settings as an object; those of other versions that the class does not know are left out."""
+    """Settings as an object. Names that the class does not have (from other versions) are left out."""
     known = {field.name for field in dataclasses.fields(options)}
     return options(**{name: value for name, value in settings.items() if name in known})
 
@@ -131,13 +133,13 @@ def add_options(
     presets: Mapping[str, object] | None = None,
     preset_help: Mapping[str, str] | None = None,
 ) -> None:
-    """Adds the options of a class to a parser, and what they need.
+    """Adds the options of a class to a parser, with the conditions under which they have an effect.
 
     Args:
-        parser: a task's.
-        options: the task's class.
-        presets: the task's presets by name; adds --preset where there are any.
-        preset_help: name, or several names in one, -> a line of help.
+        parser: the parser of a task.
+        options: the class of options of the task.
+        presets: presets by name; --preset is added if there are any.
+        preset_help: name, or several names in one string -> a line of help.
     """
     usual = defaults(options)
     groups: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Where an iteration's time goes: stages by the clock, operators by torch.profiler."""
+"""Profile of an iteration: wall time of its stages, and time of its operators by torch.profiler."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STAGES = (
 
 
 class Profiler:
-    """Times the stages of some iterations, then has torch.profiler look at a few more. Training doesn't notice: the
-    stages are the same calls in the same order, with a wait for the GPU between them.
+    """Times the stages of some iterations, then runs torch.profiler for a few more. The results of training do not
+    change: the stages are the same calls in the same order, with a synchronisation of the GPU between them.
 
-    The first WARM_UP iterations of the process pass unmeasured: they compile, allocate and fill caches.
+    The first WARM_UP iterations of the process are not measured: they compile, allocate and fill caches.
 
     Args:
-        iterations: how many to time; None for no profile at all, which costs a comparison per stage.
-        device: where the model lives.
+        iterations: number of iterations to time; None for no profile, which costs a comparison per stage.
+        device: device of the model.
     """
 
     def __init__(self, iterations: int | None, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Profiler:
             self._operators.start()
 
     def end(self) -> bool:
-        """Called at the end of every iteration; whether the profile is complete with it."""
+        """Called at the end of every iteration. Returns whether the profile is now complete."""
         if self.timing:
             self._wait()
             self.total += time.perf_counter() - self._begun
@@ -85,7 +85,7 @@ class Profiler:
         return False
 
     def close(self) -> bool:
-        """Called when training ends; whether there is an incomplete profile to show."""
+        """Called when training ends. Returns whether there is an incomplete profile to show."""
         if self.done:
             return False
         self._stop()
@@ -93,11 +93,11 @@ class Profiler:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts the block's time, and on a GPU that of the work it has started, as the stage `name`."""
+        """Adds the time of the block to the stage `name`. On a GPU it includes the kernels that the block launched."""
         if not self.timing:
             yield
             return
-        begun = time.perf_counter()  # the GPU is idle: the block before this one waited for it
+        begun = time.perf_counter()  # the GPU is idle: the previous block synchronised with it
         yield
         self._wait()
         self.seconds[name] += time.perf_counter() - begun
@@ -116,8 +116,8 @@ class Profiler:
         """The numbers of profile.json. Times are in ms per iteration.
 
         Returns:
-            "iterations" [first, last], "ms_per_iteration", "stages": {name: ms}, with "other" for what lies between
-            the stages, "operators": [{"name", "calls", "self_cpu_ms", "self_cuda_ms"}, ...], slowest first, of
+            "iterations" [first, last], "ms_per_iteration", "stages": {name: ms}, with "other" for the time between
+            stages, "operators": [{"name", "calls", "self_cpu_ms", "self_cuda_ms"}, ...], slowest first, measured over
             "operator_iterations" iterations (0: training ended before).
         """
         count = max(self.timed, 1)

@@ -1,4 +1,4 @@
-"""What a user sees during a run: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Display of the progress of a run: a bar on a terminal, a plain line every few seconds elsewhere."""
 
 import shutil
 import sys
@@ -9,15 +9,24 @@ from orthokern.commandline import write
 
 
 class Progress:
-    """Shows how far a run is.
+    """Shows the progress of a run.
 
     Args:
         total: number of iterations of the whole run.
         stream: where to write; standard output by default.
-        every: seconds between plain lines when the stream is no terminal.
+        every: seconds between plain lines if the stream is not a terminal.
+
+    Example::
+
+        >>> import io
+        >>> stream = io.StringIO()
+        >>> progress = Progress(100, stream)
+        >>> progress.update(3, "loss 0.5", force=True)
+        >>> "3" in stream.getvalue() and "loss 0.5" in stream.getvalue()
+        True
     """
 
-    REDRAW = 0.1  # seconds between two drawings of the bar: faster is unreadable, and writing to a terminal is not free
+    REDRAW = 0.1  # seconds between updates of the bar: faster updates are unreadable and cost time
 
     def __init__(self, total: int, stream: TextIO | None = None, every: float = 5.0) -> None:
         self.total = total
@@ -28,12 +37,12 @@ class Progress:
         self._drawn = False
 
     def update(self, iteration: int, text: str, *, force: bool = False) -> None:
-        """Shows `text` for `iteration` if the last time was long enough ago.
+        """Shows `text` for `iteration` if the last update was long enough ago.
 
         Args:
             iteration: number of iterations done.
             text: numbers to show, one line.
-            force: show it in any case.
+            force: always show it.
         """
         now = time.monotonic()
         if now < self._next and not force:
@@ -49,12 +58,12 @@ class Progress:
             self._write(f"iteration {iteration}/{self.total}: {text}\n")
 
     def line(self, text: str) -> None:
-        """Writes a message on a line of its own, above the bar."""
+        """Writes a message on a separate line above the bar."""
         self._clear()
         self._write(text + "\n")
 
     def close(self) -> None:
-        """Leaves the bar as it stands and begins a new line."""
+        """Keeps the current bar and begins a new line."""
         if self._drawn:
             self._write("\n")
             self._drawn = False

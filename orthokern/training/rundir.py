@@ -22,11 +22,11 @@ from orthokern.training.schema import json_value
 
 
 class RunFolder:
-    """Paths of one run; in several processes, of all of them. Make it by `create` or `open`.
+    """The paths of a run. Several processes of a run share one folder. Use `create` or `open` to construct it.
 
     Attributes:
         path: the folder.
-        config: what config.json holds: task, settings, versions, device, seed, threads.
+        config: the content of config.json: task, settings, versions, device, seed, threads.
     """
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class RunFolder:
         self._begun = False  # whether `create` may have written config.json
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the other ranks: without the lock, which is this process's."""
+        """The state for the other ranks, without the lock, which belongs to this process."""
         return {**self.__dict__, "_lock": None, "_made": [], "_begun": False}
 
     @property
@@ -46,7 +46,7 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """The last state: what a resumed run continues from."""
+        """The last state, from which a resumed run continues."""
         return self.path / "checkpoint.pt"
 
     @property
@@ -56,28 +56,36 @@ class RunFolder:
 
     @property
     def result(self) -> Path:
-        """How the run ended: written when the goal is reached or all iterations are done."""
+        """The result, written when the goal is reached or all iterations are done."""
         return self.path / "result.json"
 
     @property
     def profile(self) -> Path:
-        """Where an iteration's time goes, if --profile asked."""
+        """The profile, if --profile was given."""
         return self.path / "profile.json"
 
     @classmethod
     def create(
         cls, path: Path | None, task: str, settings: dict[str, Any], facts: Mapping[str, Any] | None = None
     ) -> "RunFolder":
-        """Makes a new folder, locks it (see `Lock`) and writes config.json.
+        """Creates a new folder, locks it (see `Lock`) and writes config.json.
 
         Args:
-            path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` under the working directory.
-            task: the task's name.
-            settings: everything that the run depends on, as JSON values.
-            facts: what plots of the run tell besides, for config.json: "baseline", "time_steps", ...
+            path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` in the working directory.
+            task: name of the task.
+            settings: all settings of the run, as JSON values.
+            facts: further values for config.json that plots use: "baseline", "time_steps", ...
 
         Raises:
-            InputError: the folder is in use, can't be made, or can't be written.
+            InputError: the folder is in use, or cannot be created or written.
+
+        Example::
+
+            >>> import pathlib, tempfile
+            >>> folder = pathlib.Path(tempfile.mkdtemp()) / "first"
+            >>> run = RunFolder.create(folder, "copy", {"seed": 0}, {"baseline": 0.1})
+            >>> run.config["task"], run.checkpoint.name
+            ('copy', 'checkpoint.pt')
         """
         what = "the run folder" if path is None else f"--out {path}: the folder"
         own = path is None
@@ -103,7 +111,7 @@ class RunFolder:
                 _check_empty(path, what)
                 run._made = make_folder(path)
             run._lock = Lock(run.metrics)
-            # the one who had the lock may have come and gone since the folder was looked at
+            # another process may have used the folder since it was checked
             _check_empty(run.path, what)
             run._begun = True
             write_atomically(run.path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
@@ -118,13 +126,13 @@ class RunFolder:
         return run
 
     def _made_new(self) -> None:
-        """Makes the folder, with a number behind its name if another run, of the same second, has it."""
+        """Creates the folder. A number is appended to its name if another run of the same second has this name."""
         above, wanted = make_folder(self.path.parent), self.path
         self._made = above
         copy = 1
         while True:
             try:
-                self.path.mkdir()  # not asked for first: of two processes, one makes it
+                self.path.mkdir()  # created without a check first, so that only one of two processes succeeds
             except FileExistsError:
                 copy += 1
                 self.path = wanted.with_name(f"{wanted.name}-{copy}")
@@ -133,19 +141,19 @@ class RunFolder:
                 return
 
     def lock(self) -> Lock:
-        """Hands over the right to write in the folder, which `create` and `open` took.
+        """Transfers the lock that `create` or `open` acquired to the caller.
 
         Raises:
-            OSError, CheckpointError: it was handed over before, and cannot be had again; see `Lock`.
+            OSError, CheckpointError: the lock was transferred before and cannot be acquired again; see `Lock`.
         """
         lock, self._lock = self._lock, None
         return Lock(self.metrics) if lock is None or lock.descriptor < 0 else lock
 
     def discard(self) -> None:
-        """Takes back what `create` or `open` made for a run that was then refused, before its first iteration; what
-        others made stays, and so does a run that has begun or that another process has locked."""
+        """Removes the files that `create` or `open` made for a run that was rejected before its first iteration. Files
+        of others are kept, and so is a run that has started or that another process has locked."""
         lock, self._lock = self._lock, None
-        if self._begun:  # and its lock was handed over
+        if self._begun:  # its lock was transferred
             try:
                 lock = Lock(self.metrics) if lock is None or lock.descriptor < 0 else lock
             except (OSError, CheckpointError):
@@ -167,9 +175,9 @@ class RunFolder:
         """Opens the folder of an earlier run, to resume it.
 
         Raises:
-            CheckpointError: no run in this folder, one of another task, or one whose checkpoint.pt is gone. (One that
-                was killed before its first checkpoint has nothing else to lose either: it may begin again.)
-            InputError: the folder can't be written.
+            CheckpointError: no run in this folder, a run of another task, or a run whose checkpoint.pt is missing. (A
+                run that was killed before its first checkpoint is accepted and starts again.)
+            InputError: the folder cannot be written.
         """
         file = path / "config.json"
         try:
@@ -200,18 +208,19 @@ class RunFolder:
         return run
 
     def _check_nothing_is_lost(self) -> None:
-        """Without a checkpoint a run begins again and writes over what is there: refused where that was trained."""
+        """Rejects a folder without a checkpoint whose run got further than its first checkpoint: the run would start
+        again and overwrite its files."""
         if self.checkpoint.exists():
             return
         every = count(self.config["settings"].get("checkpoint_every"), 1)
         done = max((record["iteration"] for record in read_metrics(self.metrics)), default=0)
         due = every is None or done > every  # the record of an iteration is written before its checkpoint
-        if due and self.best.exists():  # one of before the first checkpoint comes again with its iteration
-            found = "best.pt is there"
+        if due and self.best.exists():  # a best.pt from before the first checkpoint is written again
+            found = "best.pt exists"
         elif self.result.exists():
-            found = "result.json is there"
+            found = "result.json exists"
         elif due and done:
-            found = f"metrics.jsonl goes to iteration {done}, and a checkpoint was due every {every}"
+            found = f"metrics.jsonl ends at iteration {done}, and a checkpoint is written every {every}"
         else:
             found = None
         if found is not None:
@@ -222,12 +231,12 @@ class RunFolder:
 
 
 def _check_empty(path: Path, what: str) -> None:
-    """Refuses a folder that holds more than what a start leaves that was killed before config.json was there."""
+    """Rejects a folder with any files other than those of a run that was killed before config.json was written."""
     if path.is_dir():
         for file in path.iterdir():
             if file.name != "config.json.tmp" and not (file.name == "metrics.jsonl" and file.lstat().st_size == 0):
                 raise InputError(
-                    f"{what} is in use (not empty); give another one, or --resume to continue the run in it"
+                    f"{what} is in use (not empty); give another folder, or --resume to continue the run in it"
                 )
 
 

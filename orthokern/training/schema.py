@@ -1,8 +1,8 @@
-"""What a checkpoint must hold to be resumed from: checked before any of it is loaded.
+"""Checks of the content of a checkpoint, done before any of it is loaded.
 
-The structure is that of the freshly built run: its model, task, schedules and generators have the state that the
-checkpoint's must be like (`orthokern._state`), and an optimizer, whose state comes with its first step, takes one on a
-copy. What an optimizer or a schedule was constructed with must be as it is now.
+The expected structure is that of a new run: the states of its model, task, schedules and generators are the templates
+(`orthokern._state`). The state of an optimizer is created by its first step, so that a copy of the optimizer takes a
+step to provide the template. Constructor arguments of optimizers and schedules must be the same as those now.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["check_payload", "check_rng", "json_value"]
 
 MOST_RANKS = 2**16
 LARGEST_SECONDS = 1e12
-LARGEST_RISE = 1e6  # of a learning rate, over what it began with
+LARGEST_RISE = 1e6  # largest ratio of a learning rate to its initial value
 _WORD = 2**32 - 1
 
 
 def json_value(value: Any, depth: int = 8) -> bool:
-    """Whether a value is one that config.json may hold for a setting."""
+    """Whether config.json may have this value for a setting."""
     if isinstance(value, list):
         return depth > 0 and all(json_value(inner, depth - 1) for inner in value)
     return value is None or type(value) in (bool, int, float, str)
@@ -38,12 +38,12 @@ def check_payload(payload: Mapping[str, Any], fresh: Mapping[str, Any], task: Ta
     """Checks everything that is loaded from a checkpoint.
 
     Args:
-        payload: the checkpoint's, with all names of `fresh`; "task" and "settings" were compared already.
-        fresh: what a checkpoint of the new run would hold.
-        task: of the new run.
+        payload: the payload of the checkpoint, with all names of `fresh`; "task" and "settings" were compared already.
+        fresh: the payload that a checkpoint of the new run would have.
+        task: the task of the new run.
 
     Raises:
-        InputError: names the first place that does not fit.
+        InputError: a value does not fit. The message has its place.
     """
     iteration = check_integer("iteration", payload["iteration"])
     check_real("seconds", payload["seconds"], 0.0, LARGEST_SECONDS)
@@ -65,7 +65,7 @@ def check_payload(payload: Mapping[str, Any], fresh: Mapping[str, Any], task: Ta
 
 
 def check_model(state: Any, task: Task) -> None:
-    """Raises InputError unless a state fits the task's model, its parameters finite."""
+    """Raises InputError unless a state fits the model of the task and its parameters are finite."""
     check_like("model", state, {**task.model.state_dict(), **_bases(state, task.model)})
     for name, _ in task.model.named_parameters():
         if not bool(state[name].isfinite().all()):
@@ -73,7 +73,7 @@ def check_model(state: Any, task: Task) -> None:
 
 
 def _bases(state: Any, model: nn.Module) -> dict[str, Any]:
-    """The eigenbases in a state, which its modules check when they load them; a new model has none."""
+    """The cached eigenbases in a state. The modules check them when they load them; a new model has none."""
     prefixes = tuple(f"{name}." if name else "" for name, _ in model.named_modules())
     names = [name for name in state if isinstance(name, str) and BASIS in name] if isinstance(state, dict) else []
     return {name: state[name] for name in names if name[: name.index(BASIS)] in prefixes and _is_basis(state[name])}
@@ -124,7 +124,7 @@ def _check_optimizer(saved: Any, fresh: Mapping[str, Any], task: Task, iteration
 
 def _check_group(name: str, group: Any, own: Mapping[str, Any], kind: type, moving: set[str]) -> None:
     kept = (constants(kind, own) | {"params", "param_names", "margin", "spectrum_map"} & own.keys()) - moving
-    if isinstance(group, dict):  # an older version may lack what has a default now
+    if isinstance(group, dict):  # keys with a default may be missing in a checkpoint of an older version
         for key in kept - group.keys() - {"params"}:
             group[key] = own[key]
     check_like(name, group, own)
@@ -135,8 +135,8 @@ def _check_group(name: str, group: Any, own: Mapping[str, Any], kind: type, movi
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]] | None:
-    """The "state" of an optimizer like this one after its first step, taken on a copy, with gradients of zero; None of
-    an optimizer that cannot be copied or needs more than gradients for a step."""
+    """The "state" of a copy of the optimizer after one step with zero gradients. None for an optimizer that cannot be
+    copied, or whose step needs more than gradients."""
     try:
         probe = copy.deepcopy(optimizer)  # without its hooks
         for group in probe.param_groups:
@@ -144,7 +144,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]
                 parameter.grad = torch.zeros_like(parameter)
         probe.step()
         found: dict[Any, dict[str, Any]] = probe.state_dict()["state"]
-    except Exception:  # of a class that this project does not know
+    except Exception:  # an optimizer class of another package
         return None
     return found
 
@@ -169,7 +169,7 @@ def _check_optimizer_state(
                 check_real(f"{place}.step", steps, 0.0, iteration)
             elif isinstance(value, Tensor) and like is None and value.dim() > 0:
                 check_tensor(f"{place}.{entry}", value, parameters[key])
-            # running means of squares, as torch's optimizers and this project's name them
+            # names of running means of squares in the optimizers of torch and of this project
             if isinstance(value, Tensor) and ("_sq" in str(entry) or str(entry).startswith("square")):
                 if value.is_floating_point() and bool((value < 0).any()):
                     raise misfit(f"{place}.{entry}", value, "no negative numbers")
@@ -181,7 +181,7 @@ def _check_optimizer_state(
 def _check_schedule(name: str, saved: Any, fresh: dict[str, Any], kind: type, iteration: int) -> None:
     check_like(name, saved, fresh)
     made_with = constants(kind, fresh) - {"last_epoch"}
-    # integers among them may be lengths, which grow if a run is continued for longer
+    # integers may be lengths, which are larger if a run is continued for more iterations
     check_constants(name, saved, fresh, {key for key in made_with if type(fresh[key]) is not int})
     check_constants(name, saved, fresh, {"base_lrs", "min_lrs"} & fresh.keys())
     for key in made_with:
@@ -195,7 +195,7 @@ def _check_schedule(name: str, saved: Any, fresh: dict[str, Any], kind: type, it
 
 
 def check_rng(name: str, value: Any, like: Mapping[str, Any]) -> None:
-    """Raises InputError unless a value has the structure and ranges of what `rng_state` returns."""
+    """Raises InputError unless a value has the structure and ranges of the result of `rng_state`."""
     if not isinstance(value, dict) or value.keys() != like.keys():
         raise misfit(name, value, f"a dict of {', '.join(like)}")
     check_tensor(f"{name}.torch", value["torch"], like["torch"])
@@ -209,7 +209,9 @@ def check_rng(name: str, value: Any, like: Mapping[str, Any]) -> None:
         check_integer(f"{name}.python.1.{index}", word, 0, _WORD if index + 1 < len(words) else len(words) - 1)
     if saved[2] is not None:
         check_real(f"{name}.python.2", saved[2])
-    check_like(f"{name}.numpy", value["numpy"], [*like["numpy"][:4], -1.0])  # the last, of a normal draw, has any sign
+    check_like(
+        f"{name}.numpy", value["numpy"], [*like["numpy"][:4], -1.0]
+    )  # the last one, a cached normal draw, has any sign
     _, keys, position, has_gauss, _ = value["numpy"]
     if bool((keys < 0).any()) or bool((keys > _WORD).any()):
         raise misfit(f"{name}.numpy.1", keys, f"integers of at most {_WORD}")
@@ -218,7 +220,7 @@ def check_rng(name: str, value: Any, like: Mapping[str, Any]) -> None:
 
 
 def _check_cuda(name: str, states: Any) -> None:
-    """Of a machine with any number of GPUs, none included."""
+    """Checks the states of GPU generators; there may be any number of GPUs, including none."""
     if not isinstance(states, list) or len(states) > 1024:
         raise misfit(name, states, "a list of tensors")
     for index, state in enumerate(states):

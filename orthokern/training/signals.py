@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to stop after the iteration under way."""
+"""SIGINT and SIGTERM as a request to stop after the current iteration."""
 
 import signal
 from types import FrameType, TracebackType
@@ -6,11 +6,16 @@ from typing import Any
 
 
 class StopRequest:
-    """Context manager that turns the first SIGINT or SIGTERM into a flag; a second one acts as usual, for those who
-    don't want to wait.
+    """Context manager that converts the first SIGINT or SIGTERM to a flag. A second one has its usual effect.
 
     Attributes:
-        signal: number of the signal that came, or None.
+        signal: number of the signal received, or None.
+
+    Example::
+
+        >>> with StopRequest() as stop:
+        ...     print(stop.signal)
+        None
     """
 
     def __init__(self) -> None:
@@ -21,7 +26,7 @@ class StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not in the main thread: the caller's handlers stay
+            except ValueError:  # not in the main thread: the handlers of the caller are kept
                 break
         return self
 
@@ -41,5 +46,5 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT, 143 for SIGTERM, as shells count; 0 if none came."""
+        """The exit code in the convention of shells: 130 for SIGINT, 143 for SIGTERM, 0 without a signal."""
         return 128 + self.signal if self.signal is not None else 0

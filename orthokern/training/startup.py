@@ -1,4 +1,4 @@
-"""A quicker start of a command line."""
+"""Faster start of a command line."""
 
 import contextlib
 import functools
@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-_MARK = "__dynamo_disable"  # where torch's decorators look for the function that they call
+_MARK = "__dynamo_disable"  # the module in which torch's decorators look up the function that they call
 
 
 @contextlib.contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Within it torch's optimizers do not load torch.compile's front end, which takes as long as torch itself.
+    """Context manager in which torch's optimizers do not import the front end of torch.compile, an import that takes as
+    long as that of torch itself.
 
-    Their methods are decorated for a compiler that traces them, and the decorators load it at the first call. A command
-    line compiles nothing: the undecorated functions are called. Everything is put back at the end. Where the front end
-    is loaded already, or torch has no such decorators, nothing is changed.
+    The methods of optimizers are decorated for tracing, and the decorators import the front end at the first call. A
+    command line does not compile, so that the undecorated functions are called. All changes are undone at the end. If
+    the front end is imported already, or torch has no such decorators, nothing is changed.
     """
     with contextlib.ExitStack() as undo:
         if "torch._dynamo" not in sys.modules:
@@ -46,7 +47,7 @@ def _forget(plain: Any) -> None:
 
 
 def _below_hooks(step: Any) -> Callable[..., Any] | None:
-    """The undecorated step of an optimizer, if its decorator is the one that loads the front end."""
+    """The undecorated step of an optimizer, if its decorator imports the front end."""
     names = getattr(getattr(step, "__code__", None), "co_names", ())
     return getattr(step, "__wrapped__", None) if "graph_break" in names else None
 

@@ -1,4 +1,4 @@
-"""The state of a training run: what a checkpoint holds, how it is written, restored and checked."""
+"""The state of a training run: the content of a checkpoint, and how it is written, restored and checked."""
 
 import hashlib
 import io
@@ -30,16 +30,16 @@ from orthokern.training.task import Task
 
 __all__ = ["FREE_SETTINGS", "RunState"]
 
-# Settings that a resumed run may change: none of them changes what an iteration computes. (Another number of threads or
-# processes may change rounding, and another number of processes what dropout draws; and a schedule that
-# ends with the run, a cosine, continues along the longer curve.)
+# Settings that a resumed run may change: none of them changes the computation of an iteration. (Another number of
+# threads or processes may change rounding, and another number of processes changes dropout. A schedule that depends on
+# the length of the run, a cosine, continues along the longer curve.)
 FREE_SETTINGS = frozenset(
     {"iterations", "epochs", "data", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
 )
 
 
 class RunState:
-    """State of one call of `train`, in one process."""
+    """The state of one call of `train` in one process."""
 
     def __init__(self, task: Task, run: RunFolder, progress: Progress, started: float, shard: Shard) -> None:
         self.task = task
@@ -56,7 +56,7 @@ class RunState:
         self.moved = False  # whether the optimizer has taken a step in this call
         self.earlier_seconds = 0.0
         self._disk_warned = False
-        self._best_bytes: bytes | None = None  # a best.pt that is not on the disk yet
+        self._best_bytes: bytes | None = None  # a best.pt that is not written yet
 
     def seconds(self) -> float:
         return self.earlier_seconds + time.perf_counter() - self.started
@@ -79,12 +79,12 @@ class RunState:
         distributed.on_first(open_file)
 
     def restore(self) -> None:
-        """Continues from the folder's checkpoint, which rank 0 reads for all; without one (killed before the first, see
-        `RunFolder.open`) the run begins again at its beginning.
+        """Continues from the checkpoint in the folder, which rank 0 reads for all ranks. Without a checkpoint (the run
+        was killed before the first one, see `RunFolder.open`), the run starts from the beginning.
 
         Raises:
-            CheckpointError: see `load_checkpoint`, or the checkpoint is of another task, of other settings or sizes, or
-                the best state that it knows of is gone.
+            CheckpointError: see `load_checkpoint`; or the checkpoint has another task, other settings or sizes; or it
+                refers to a best.pt that is missing.
         """
         payload = distributed.on_first(self._read)
         if payload is not None:
@@ -98,7 +98,7 @@ class RunState:
         if payload.get("best") is not None:
             if not self.run.best.exists():
                 raise CheckpointError(
-                    f"no {self.run.best.name} beside checkpoint {path}, which knows of one; "
+                    f"no {self.run.best.name} beside checkpoint {path}, which refers to it; "
                     "put it back, or start a new run"
                 )
             self.read_best()
@@ -121,7 +121,7 @@ class RunState:
             raise CheckpointError(f"checkpoint {self.run.best} does not fit this run: {error}") from None
 
     def _size_limit(self) -> int:
-        """Bytes that a checkpoint of this run may have: much more than the model and what optimizers keep for it."""
+        """The size limit of a checkpoint of this run in bytes: far above the model and the state of any optimizer."""
         tensors = [value for value in self.task.model.state_dict().values() if isinstance(value, Tensor)]
         return 2**30 + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -129,7 +129,7 @@ class RunState:
         path = self.run.checkpoint
         fresh = self._payload([rng_state()])
         lacking = fresh.keys() - payload.keys() - {"rng_of_other_ranks"}
-        lacking -= {"data"}  # an older version's does as well
+        lacking -= {"data"}  # a checkpoint of an older version does not have it either
         if self.task.plateau is None:  # then too
             lacking -= {"plateau"}
         if lacking:
@@ -142,7 +142,9 @@ class RunState:
         saved = payload["settings"]
         if not isinstance(saved, dict) or not all(type(key) is str and json_value(saved[key]) for key in saved):
             raise CheckpointError(f"checkpoint {path} does not fit this run: {misfit('settings', saved, 'a dict')}")
-        for key, theirs in sorted(saved.items()):  # an older version had fewer: it did as the defaults say
+        for key, theirs in sorted(
+            saved.items()
+        ):  # a setting that an older version did not have: it behaved like the default
             ours = settings.get(key)
             if key not in FREE_SETTINGS and theirs != ours:
                 raise CheckpointError(
@@ -198,10 +200,10 @@ class RunState:
         }
 
     def payload(self) -> dict[str, Any]:
-        """What a checkpoint holds: rank 0's state, and the random states of all. Called by all ranks together.
+        """The payload of a checkpoint: the state of rank 0, and the random states of all ranks. A collective call.
 
         Raises:
-            CheckpointError: the ranks have drifted apart, so that no state is the run's.
+            CheckpointError: the parameters of the ranks differ, so that there is no common state.
         """
         parts = distributed.gather((rng_state(), self._digest() if self.shard.world > 1 else ""))
         others = [str(rank) for rank, (_, digest) in enumerate(parts) if digest != parts[0][1]]
@@ -212,11 +214,11 @@ class RunState:
     def _drifted(self, others: list[str]) -> None:
         raise CheckpointError(
             f"iteration {self.iteration}: the parameters of rank {', '.join(others)} differ from those of rank 0, "
-            f"which processors that round differently can cause; {self.last_good()}"
+            f"which can be caused by processors that round differently; {self.last_good()}"
         )
 
     def _digest(self) -> str:
-        """Of the parameters' bits."""
+        """A checksum of the bits of the parameters."""
         digest = hashlib.sha256()
         for parameter in self.task.model.parameters():
             digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
@@ -228,7 +230,7 @@ class RunState:
         return f"last good checkpoint: iteration {self.saved_at}, {self.run.checkpoint}"
 
     def save(self) -> str | None:
-        """Writes checkpoint.pt, called by all ranks together; returns None, or why it could not."""
+        """Writes checkpoint.pt. A collective call. Returns None, or the reason of a failure."""
         payload = self.payload()
         failure = distributed.on_first(lambda: self._write(payload))
         if failure is None:
@@ -247,11 +249,11 @@ class RunState:
         return None
 
     def prepare_for_loss(self) -> None:
-        """Sets what a rank prints if another one disappears."""
+        """Sets the text that a rank prints if another one is lost."""
         distributed.tell_on_loss(f"{self.last_good()}; continue with --resume {self.run.path}")
 
     def save_best(self) -> None:
-        """Writes best.pt, called by all ranks together; on a full disk later."""
+        """Writes best.pt; if the disk is full, it is written later. A collective call."""
         payload = self.payload()
         if not self.shard.first:
             return
@@ -259,14 +261,14 @@ class RunState:
         try:
             self.write_best()
         except OSError as error:
-            self.progress.line(f"warning: {self.run.best} not written: {error.strerror or error}; training goes on")
+            self.progress.line(f"warning: {self.run.best} not written: {error.strerror or error}; training continues")
 
     def has_best(self) -> bool:
-        """Whether the best state is on the disk, or waits for space there."""
+        """Whether there is a best state, on the disk or waiting to be written."""
         return self._best_bytes is not None or self.run.best.exists()
 
     def write_best(self) -> None:
-        """Writes best.pt, if the last attempt failed or there was none yet."""
+        """Writes best.pt if it is not written yet."""
         if self._best_bytes is not None:
             write_atomically(self.run.best, self._best_bytes)
             self._best_bytes = None
@@ -281,7 +283,7 @@ class RunState:
             if not self._disk_warned:  # once, not at every iteration
                 self.progress.line(
                     f"warning: {self.log.path} cannot be written: {error.strerror or error}; "
-                    "training goes on, records wait"
+                    "training continues, records are kept in memory"
                 )
             self._disk_warned = True
 
@@ -297,6 +299,6 @@ class RunState:
 
 
 def _short(value: Any) -> str:
-    """A setting's value, cut to what one line holds."""
+    """The value of a setting, shortened to fit on a line."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

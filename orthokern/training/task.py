@@ -1,4 +1,4 @@
-"""What an experiment tells the training loop."""
+"""The interface between a task and the training loop."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -9,28 +9,30 @@ from torch import Tensor, nn
 
 
 class Task(ABC):
-    """One experiment: a model, its optimizer, its data, and when it is done.
+    """Base class of tasks: a model, its optimizer, its data, and the goal.
 
-    The loop (`orthokern.training.train`) owns the order of things, the files and the signals; a task owns the
-    arithmetic. Subclasses set the attributes below in their constructor.
+    The loop (`orthokern.training.train`) controls the order of operations, the files and the signals; a task does the
+    computation. Subclasses set the attributes below in their constructor.
 
     Attributes:
-        name: the task's name: part of the run folder's name, and written into checkpoints.
-        model: every parameter that is trained or must be in a checkpoint.
+        name: name of the task, used in the name of the run folder and in checkpoints.
+        model: module with all parameters that are trained or saved in checkpoints.
         optimizer: one optimizer for all of them (`orthokern.optim.CombinedOptimizer` joins several).
-        scheduler: learning-rate schedule stepped once an iteration, or None.
-        plateau: learning-rate schedule stepped with the score of every evaluation that the task wanted, or None.
-        baseline: loss of the best guess without memory, shown beside the loss; None if the task has none.
+        scheduler: learning-rate schedule stepped once per iteration, or None.
+        plateau: learning-rate schedule stepped with the score of every evaluation that the task requests, or None.
+        baseline: loss of the best guess without memory, shown with the loss; None if the task has none.
         time_steps: time steps per sequence, for "µs per time step".
-        device: where the model lives.
-        data_digest: a checksum of the training data, which a resumed run must find again; None where they are drawn.
-        iterations_per_epoch: iterations that go once through the training data; None if there is no such thing. Where
-            an iteration takes several batches (setting "accumulate"), fewer.
+        device: device of the model.
+        data_digest: a checksum of the training data, which must be the same in a resumed run; None for generated data.
+        iterations_per_epoch: iterations per epoch, with the setting "accumulate" taken into account; None if there are
+            no epochs.
 
-    Several processes (`torchrun`, see `orthokern.training.distributed`): a task draws the joint batch on every rank
-    from the same generator, and keeps the rows `current_shard().rows(batch)`. Its loss calls `self.module`, and is
-    the mean over the shard such that the mean over the ranks is that of the joint batch. Where sequences have weights
-    (their lengths, say), that means: divide by the joint batch's total weight and multiply by the number of ranks.
+    Several processes (`torchrun`, see `orthokern.training.distributed`): a task generates the joint batch on every rank
+    from the same generator, and uses the rows `current_shard().rows(batch)`. Its loss calls `self.module`. The mean of
+    the losses over the ranks must be the loss of the joint batch. If sequences have weights (e.g. their lengths),
+    divide by the total weight of the joint batch and multiply by the number of ranks.
+
+    Example: docs/tutorials/own_training_loop.py has a complete training loop, orthokern/tasks/adding.py a task.
     """
 
     name: str
@@ -47,9 +49,9 @@ class Task(ABC):
 
     @property
     def module(self) -> nn.Module:
-        """What `loss` calls for the forward pass: the model, or, in several processes, the loop's wrapper around it,
-        which averages the gradients. Every parameter must get a gradient in every iteration; that some are also used
-        outside the forward pass (in a penalty, in a readout of its result) does no harm.
+        """The module that `loss` must call for the forward pass: the model, or, with several processes, a wrapper that
+        averages the gradients. Every parameter must get a gradient in every iteration. Parameters may also be used
+        outside the forward pass (in a penalty, or in a readout of its result).
 
         In `evaluate` and `last_step_loss` it is the model itself.
         """
@@ -61,25 +63,24 @@ class Task(ABC):
 
     @abstractmethod
     def next_batch(self) -> Any:
-        """The next training batch. It may be the same tensors with new content: the loop keeps no batch beyond its
-        iteration."""
+        """The next training batch. It may reuse the tensors of the previous one."""
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The batch's loss (0-dim, to be minimised) and other numbers worth a record (0-dim tensors, detached): fetched
-        together, so that an iteration waits for the device once."""
+        """The loss of a batch (0-dim) and other numbers for the record (0-dim tensors, detached). They are copied from
+        the device together, so that an iteration synchronises once."""
 
     def last_step_loss(self, batch: Any) -> Tensor | None:
-        """The loss of the last time step alone (0-dim, a mean as in `loss`), for the gradient through time of the
-        paper's Figure 2 (Vorontsov et al. 2017); asked for with the setting "last_step_gradient", at diagnosed
-        iterations. It must draw nothing from the task's own generators; the global ones are put back. Default: None,
-        the task has no such loss."""
+        """The loss of the last time step only (0-dim, a mean as in `loss`), for the gradient through time in Figure 2
+        of Vorontsov et al. 2017. It is called in diagnosed iterations if the setting "last_step_gradient" is on. It
+        must not use the generators of the task; the global generators are restored. Default: None, for a task without
+        such a loss."""
         return None
 
     def last_step_norms(self, batch: Any) -> Tensor | None:
-        """‖dL/dh_t‖ [T] for L = `last_step_loss(batch)`, where a task can tell it without the states of all steps; only
-        the elements at `orthokern.diagnostics.profile_steps(T)` are read. Called as `last_step_loss`. Default: None,
-        then the loss is differentiated."""
+        """‖dL/dh_t‖ [T] for L = `last_step_loss(batch)`, if a task can compute it without the states of all steps. Only
+        the elements at `orthokern.diagnostics.profile_steps(T)` are read. Default: None; then `last_step_loss` is
+        differentiated."""
         return None
 
     @property
@@ -88,65 +89,64 @@ class Task(ABC):
         return type(self).last_step_loss is not Task.last_step_loss
 
     def clip_gradients(self) -> None:
-        """Called between backward and the optimizer's step. Default: nothing."""
+        """Called between the backward pass and the optimizer step. Default: does nothing."""
         return None
 
     @abstractmethod
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """Whether to evaluate after this iteration; `metrics` are this iteration's numbers. The loop also evaluates
-        after the last one."""
+        """Whether to evaluate after this iteration; `metrics` has its numbers. The loop also evaluates after the last
+        iteration."""
 
     @abstractmethod
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Forward-only evaluation on held-out data; the loop has switched the model to eval mode and gradients off.
+        """Evaluation on held-out data. The loop calls it with the model in eval mode and gradients disabled.
 
-        In several processes only rank 0 evaluates. What follows from it for the training belongs into `goal_reached`,
-        which every rank calls with the same numbers.
+        With several processes, only rank 0 evaluates. Decisions about the training belong in `goal_reached`, which all
+        ranks call with the same numbers.
 
-        What is drawn at random must depend on the seed and `iteration` alone, so that an evaluation more or less
-        changes nothing else.
+        Random numbers must depend on the seed and `iteration` only, so that additional evaluations change nothing else.
         """
 
     @abstractmethod
     def score(self, evaluation: dict[str, float]) -> float:
-        """The evaluation as one number, higher is better: the best one so far is kept as best.pt."""
+        """The evaluation as one number; higher is better. The state with the best score is saved as best.pt."""
 
     def test(self) -> dict[str, float]:
-        """Forward-only numbers on the test data, which no decision of the run may depend on: called once, when the run
-        is over, with the parameters of the best evaluation. Default: none, the task has no test data."""
+        """Numbers on the test data, on which no decision of the run may depend. It is called once, at the end of the
+        run, with the parameters of the best evaluation. Default: {}, for a task without test data."""
         return {}
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        """Whether the run may end here. Default: never."""
+        """Whether the goal is reached and the run ends. Default: never."""
         return False
 
     def diagnose(self) -> dict[str, Any]:
-        """Numbers on the model's state for the record, taken every few iterations, on rank 0 only: must cost little.
-        Default: none."""
+        """Numbers about the state of the model for the record, computed every few iterations on rank 0. It should be
+        fast. Default: none."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data and the state of the task's own generators: with it, `next_batch` and `evaluate` go on
-        as if never stopped. Types that a checkpoint may hold only."""
+        """The position in the data and the states of the task's generators. After they are restored, `next_batch` and
+        `evaluate` continue as in an uninterrupted run. Only types that a checkpoint may contain."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores a state returned by `state_dict`."""
         return None
 
     def headline(self) -> str:
-        """What the run's first line says behind the folder's name. Default: nothing."""
+        """Text after the folder name in the first line of output. Default: ""."""
         return ""
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
-        """One line of numbers for the bar."""
+        """The numbers shown in the progress bar, one line."""
         beside = f" (baseline {self.baseline:.4g})" if self.baseline is not None else ""
         return f"loss {metrics['loss']:.4g}{beside}"
 
     @abstractmethod
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        """The run's last line."""
+        """The last line of output."""
 
     def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
-        """Draws the run's plots from its records; returns the files. Default: none."""
+        """Draws plots from the records of the run; returns the files. Default: none."""
         return []

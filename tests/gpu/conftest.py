@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device. Without one they are skipped, all for the one reason; with one, some must have run."""
+"""Tests that need a CUDA device. Without a device all are skipped; with a device, at least one must have run."""
 
 from __future__ import annotations
 

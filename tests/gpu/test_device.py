@@ -936,8 +936,11 @@ def test_compute_sanitizer_finds_nothing(part: str, tool: str, backend: str) -> 
     code = f"{PREAMBLE}\nbackend = {backend!r}\n{SANITIZED[part]}\ntorch.cuda.synchronize()"
     done = subprocess.run(
         ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 

@@ -1,4 +1,4 @@
-"""The modal kernels on a device: parity with the float64 reference, and what the host waits for."""
+"""The modal kernels on a device: parity with the float64 reference, and device synchronisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of single ops: ``test_<op>.py`` has those of an op's reference, kernels and registration."""
+"""The tests of single ops: ``test_<op>.py`` tests the reference, the kernels and the registration of an op."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""activations: the table against the places that have the formulas, the reference against autograd, kernels against the
-reference, the op's registration."""
+"""activations: the table compared with the files that have the formulas, the reference with autograd, the kernels with
+the reference, and the registration of the op."""
 
 from __future__ import annotations
 

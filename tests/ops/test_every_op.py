@@ -1,4 +1,4 @@
-"""What holds for several ops at once: that they are built, torch.compile, second derivatives, half precision.
+"""What holds for several ops at once: that they are built, torch.compile, half precision.
 
 The opcheck of an op is in the file of the op.
 """
@@ -69,29 +69,6 @@ def test_compiled_code_checks_values_too() -> None:
         run(problem, list(problem.inputs()), lengths=torch.tensor([3, 9]))
     with pytest.raises(InputError, match="m holds 16 NaN or infinite values of 16"):
         compiled(functional.cayley)(torch.full((4, 4), torch.nan), torch.zeros(4, 4), 0.1)
-
-
-@pytest.mark.parametrize("op", [*SCANS, "activations", "linear_cross_entropy"])
-def test_second_derivative_names_the_way_out(op: str) -> None:
-    def first_gradient(backend: str | None) -> Tensor:
-        if op == "activations":
-            leaf = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-            out = functional.activation(leaf, "tanh", backend=backend).square().sum()
-        elif op == "linear_cross_entropy":
-            leaf = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-            weight = torch.randn(5, 4, dtype=torch.float64)
-            out = functional.linear_cross_entropy(leaf, weight, None, torch.tensor([0, 1, 4]), backend=backend) ** 2
-        else:
-            problem = scan_problem(op, B=2, T=3, N=4)
-            inputs = list(problem.inputs())
-            leaf = inputs[1] = inputs[1].requires_grad_()  # type: ignore[union-attr]
-            out = call_functional(problem, inputs, backend=backend).square().sum()
-        (grad,) = torch.autograd.grad(out, leaf, create_graph=True)
-        return grad.square().sum()
-
-    with pytest.raises(RuntimeError, match="no second derivative through its kernels: pass backend='reference'"):
-        first_gradient(None).backward()
-    first_gradient("reference").backward()
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

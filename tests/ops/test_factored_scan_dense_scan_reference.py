@@ -65,9 +65,16 @@ def by_hand(
         *problem.inputs(), activation=problem.activation, checkpoint_every=checkpoint_every, **cut
     )
     return backward_of(problem.op)(
-        problem.grad_hs, ckpt if checkpoint_every else hs, pre, *problem.inputs(), activation=problem.activation,
-        checkpoint_every=checkpoint_every, message_clip=message_clip, **cut, **needs,
-    )  # fmt: skip
+        problem.grad_hs,
+        ckpt if checkpoint_every else hs,
+        pre,
+        *problem.inputs(),
+        activation=problem.activation,
+        checkpoint_every=checkpoint_every,
+        message_clip=message_clip,
+        **cut,
+        **needs,
+    )
 
 
 def one_by_one(

@@ -1,4 +1,4 @@
-"""factored_scan and dense_scan as torch sees them: opcheck, torch.compile, autograd, what is saved, taps."""
+"""factored_scan and dense_scan in torch: opcheck, torch.compile, autograd, saved tensors, taps."""
 
 from __future__ import annotations
 
@@ -177,34 +177,31 @@ def test_a_profiler_sees_every_op_once() -> None:
     assert counts == {"orthokern::dense_scan_fwd": 1, "orthokern::dense_scan_bwd": 1}
 
 
-def test_forward_mode_is_refused() -> None:
-    """Not passed by: the tangent would be lost without a word."""
-    x, w = torch.randn(3, 2, 4), torch.randn(4, 4)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
+def test_an_op_alone_refuses_forward_mode_and_torch_func() -> None:
+    """Not passed by: the tangent would be lost without a word. The functionals have what they need around the op."""
+    problem = scan_problem("dense_scan", B=2, T=3, N=4)
+    x, w, *others = problem.inputs()
+    assert w is not None
+
+    def call(w: Tensor) -> Tensor:
+        return torch.ops.orthokern.dense_scan_fwd(x, w, *others, "tanh")[0].square().sum()
+
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
         with pytest.raises(NotImplementedError, match="jvp"):
-            functional.dense_scan(x, dual)
-
-
-def test_torch_func_gets_what_it_needs_or_is_told_where() -> None:
-    problem = scan_problem("dense_scan", B=2, T=3, N=4)
-
-    def loss(w: Tensor, backend: str | None) -> Tensor:
-        x, _, *others = problem.inputs()
-        return call_functional(problem, [x, w, *others], backend=backend).square().sum()
-
-    w = problem.inputs()[1]
-    assert w is not None
+            call(dual)
     several = torch.stack([w, 2 * w])
-    gradients_of = torch.func.vmap(torch.func.grad(loss), (0, None))(several, "reference")
+    ones = [one.clone().requires_grad_() for one in several]
+    expected = torch.stack([torch.autograd.grad(call(one), one)[0] for one in ones])
     for transform in (torch.func.grad, torch.func.jacrev):
-        torch.testing.assert_close(transform(loss)(w, None), gradients_of[0])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), (0, None))(several, None), gradients_of)
+        torch.testing.assert_close(transform(call)(w), expected[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(call))(several), expected)
     leaf = several.clone().requires_grad_()
-    losses = torch.func.vmap(loss, (0, None))(leaf, None)
-    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], gradients_of)
+    losses = torch.func.vmap(call)(leaf)
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], expected)
     with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(lambda w: loss(w, None), (w,), (w,))
+        torch.func.jvp(call, (w,), (w,))
 
 
 # ----------------------------------------------------------------------------------------------------------------- taps
@@ -241,9 +238,11 @@ def test_tap_ignores_padding(op: str) -> None:
     squares = torch.zeros(6, dtype=torch.float64)
     for b, length in enumerate(lengths.tolist()):
         alone = dataclasses.replace(
-            problem, x=problem.x[:length, b : b + 1], h0=problem.h0[b : b + 1],
+            problem,
+            x=problem.x[:length, b : b + 1],
+            h0=problem.h0[b : b + 1],
             grad_hs=problem.grad_hs[:length, b : b + 1],
-        )  # fmt: skip
+        )
         with tap() as one:
             gradients(alone, call_functional)
         squares[:length] += one.grad_norms[0].square()

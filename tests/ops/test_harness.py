@@ -1,5 +1,5 @@
-"""The harness that compares kernels with the reference: it accepts the reference in the place of a kernel, and rejects
-one that is slightly wrong."""
+"""The harness that compares kernels with the reference: it accepts the reference as a kernel, and rejects a kernel with
+small errors."""
 
 from __future__ import annotations
 

@@ -226,9 +226,13 @@ def test_a_deferred_refinement_reports_what_is_no_basis() -> None:
     bad = w.clone()
     bad[1, 2] = torch.nan
     cases = [
-        (w, far, None), (w, torch.full_like(right, torch.nan), None), (w, torch.zeros_like(right), None),
-        (real, paired, None), ((u * s) @ other.mT, thin, other), (bad, right, None),
-    ]  # fmt: skip
+        (w, far, None),
+        (w, torch.full_like(right, torch.nan), None),
+        (w, torch.zeros_like(right), None),
+        (real, paired, None),
+        ((u * s) @ other.mT, thin, other),
+        (bad, right, None),
+    ]
     for matrix, start, null in cases:
         with NoWaiting():
             report = diagonalise(matrix, start, v=null, defer=True).report
@@ -325,9 +329,13 @@ def test_gradient_of_nearly_equal_eigenvalues(gap: float) -> None:
 
 def test_the_direct_sums_are_needed() -> None:
     q, angles = haar(4, 8), (1.0, 1.0 + 1e-11)
-    parts = [torch.tensor([[c, -s], [s, c]], dtype=torch.float64) for c, s in
-             ((float(torch.tensor(a, dtype=torch.float64).cos()), float(torch.tensor(a, dtype=torch.float64).sin()))
-              for a in angles)]  # fmt: skip
+    parts = [
+        torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
+        for c, s in (
+            (float(torch.tensor(a, dtype=torch.float64).cos()), float(torch.tensor(a, dtype=torch.float64).sin()))
+            for a in angles
+        )
+    ]
     w = q @ torch.block_diag(*parts) @ q.mT
     none = torch.empty(0, 2, dtype=torch.int64)
     found, expected, _ = gradients(w, 40, pairs=none)

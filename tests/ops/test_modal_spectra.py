@@ -39,10 +39,12 @@ SPECTRA = {
     "repeated, real": torch.block_diag(0.9 * ONE, 0.9 * ONE, 0.9 * ONE, rotation(0.7)),
     "repeated pairs": torch.block_diag(rotation(0.7), rotation(0.7), rotation(1.3), -ONE),
     "a pair and its double": torch.block_diag(rotation(0.7), rotation(0.7), rotation(0.7), ONE, ONE),
-    **{f"gap {gap:g}": torch.block_diag(rotation(0.7), rotation(0.7 + gap), 0.9 * ONE, (0.9 + gap) * ONE)
-       for gap in (1e-2, 1e-4, 1e-7, 1e-10, 1e-13, 1e-15)},
+    **{
+        f"gap {gap:g}": torch.block_diag(rotation(0.7), rotation(0.7 + gap), 0.9 * ONE, (0.9 + gap) * ONE)
+        for gap in (1e-2, 1e-4, 1e-7, 1e-10, 1e-13, 1e-15)
+    },
     **{f"nearly real, {angle:g}": torch.block_diag(rotation(angle), rotation(1.0)) for angle in (1e-3, 1e-8, 1e-14)},
-}  # fmt: skip
+}
 DEFECTIVE = {
     "real": torch.block_diag(jordan(0.9 * ONE, 1.0), rotation(0.5)),
     "real, three": torch.eye(3, dtype=torch.float64) * 0.8 + torch.diag(torch.ones(2, dtype=torch.float64), 1),

@@ -172,19 +172,23 @@ def test_float32_is_nearer_than_the_sequential_scan(T: int, margin: float) -> No
     """To the float64 of the same float32 numbers; and near enough by itself."""
     wanted, arguments = problem(IDS, 48, 48, T, 4, margin=min(margin, 30 / T))
     narrow: dict[str, Any] = {
-        name: tuple(part.detach().float().requires_grad_() for part in value) if name == "matrix"
-        else value.detach().float().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point()
+        name: tuple(part.detach().float().requires_grad_() for part in value)
+        if name == "matrix"
+        else value.detach().float().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
         else value
         for name, value in arguments.items()
-    }  # fmt: skip
+    }
     names = [name for name in ("readout", "readout_bias", "h0", "weight", "bias") if name in narrow]
     leaves = [*narrow["matrix"], *(narrow[name] for name in names)]
     wide = {
-        name: tuple(part.detach().double().requires_grad_() for part in value) if name == "matrix"
-        else value.detach().double().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point()
+        name: tuple(part.detach().double().requires_grad_() for part in value)
+        if name == "matrix"
+        else value.detach().double().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
         else value
         for name, value in narrow.items()
-    }  # fmt: skip
+    }
     exact_leaves = [*wide["matrix"], *(wide[name] for name in names)]
     exact = functional.scan_cross_entropy(**wide, algorithm="sequential")
     expected = torch.autograd.grad(exact.loss, exact_leaves)
@@ -192,9 +196,7 @@ def test_float32_is_nearer_than_the_sequential_scan(T: int, margin: float) -> No
     for algorithm in ("modal", "sequential"):
         found = functional.scan_cross_entropy(**narrow, algorithm=algorithm)
         grads = torch.autograd.grad(found.loss, leaves)
-        errors[algorithm] = max(
-            float((a.double() - b).norm() / b.norm()) for a, b in zip(grads, expected, strict=True)
-        )  # fmt: skip
+        errors[algorithm] = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(grads, expected, strict=True))
     assert errors["modal"] < 1e-6 and errors["modal"] < errors["sequential"], errors
 
 
@@ -269,9 +271,12 @@ def test_a_defective_matrix_falls_back() -> None:
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
-        "x": torch.randn(6, 2, 6), "matrix": torch.eye(6), "readout": torch.ones(2, 6),
-        "target": torch.zeros(6, 2, dtype=torch.int64), "activation": "identity",
-    }  # fmt: skip
+        "x": torch.randn(6, 2, 6),
+        "matrix": torch.eye(6),
+        "readout": torch.ones(2, 6),
+        "target": torch.zeros(6, 2, dtype=torch.int64),
+        "activation": "identity",
+    }
     with pytest.raises(InputError, match=message) as error:
         functional.scan_cross_entropy(**{**arguments, **change})
     assert "\n" not in str(error.value)
@@ -293,7 +298,10 @@ def test_ids_and_targets_out_of_range(algorithm: str) -> None:
 @pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
 @pytest.mark.parametrize("kind", [IDS, FEATURES, TERMS])
 @pytest.mark.parametrize("form", ["dense", "factored", "thin"])
-def test_states(form: str, kind: str, lengths: bool) -> None:
+@pytest.mark.parametrize("steps", [64, 5], ids=["", "spans"])
+def test_states(form: str, kind: str, lengths: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_modal, "SPAN_STEPS", steps)
+    monkeypatch.setattr(_modal, "SPAN_ROWS", 4 * steps)
     wanted, a = problem(kind, 12, 5 if form == "thin" else 12, 17, 4, dense=form == "dense", lengths=lengths)
     scan = functional.dense_scan if form == "dense" else functional.factored_scan
     x = a["x"] if a["x"].is_floating_point() else a["x"].long()
@@ -323,10 +331,32 @@ def test_padding_may_hold_anything() -> None:
         assert loss.isfinite() and grad.isfinite().all()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_padding_of_states_may_hold_anything(weighted: bool) -> None:
+    x, lengths, alive = randn(9, 2, 5 if weighted else 6, seed=1), torch.tensor([9, 4]), torch.ones(9, 2, 6)
+    alive[4:, 1] = 0
+    w, weight, bias = (randn(*size, seed=2).requires_grad_() for size in ((6, 6), (6, 5), (6,)))
+    cotangent, results = randn(9, 2, 6, seed=3), []
+    for garbage in (0.0, torch.nan):
+        leaf, grad_hs = x.clone(), cotangent.clone()
+        leaf[4:, 1], grad_hs[4:, 1] = garbage, garbage
+        leaf.requires_grad_()
+        hs = functional.dense_scan(
+            leaf, w, weight=weight if weighted else None, bias=bias if weighted else None, lengths=lengths,
+            activation="identity", algorithm="modal",
+        )  # fmt: skip
+        wanted = [leaf, w, *([weight, bias] if weighted else [])]
+        results.append([hs, *torch.autograd.grad(hs, wanted, grad_hs)])
+    assert (results[0][0] == results[0][0] * alive).all()
+    for one, other in zip(*results, strict=True):
+        assert one.equal(other)
+
+
 def test_states_bad_input() -> None:
     with pytest.raises(InputError, match="algorithm is 'modal': W does not suit"):
-        functional.dense_scan(torch.randn(5, 2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]]), activation="identity",
-                              algorithm="modal")  # fmt: skip
+        functional.dense_scan(
+            torch.randn(5, 2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]]), activation="identity", algorithm="modal"
+        )
     with pytest.raises(InputError, match="algorithm is 'modal': the activation is 'tanh'"):
         functional.dense_scan(torch.randn(5, 2, 2), torch.eye(2), algorithm="modal")
 

@@ -1,4 +1,4 @@
-"""What the spectral-norm projection is made of, on the CPU and as the reference, against torch in float64."""
+"""The kernels of the spectral-norm projection, on the CPU and in the reference, against torch in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throw-away copies of the source tree, with native sources that compile in a second in place of its own."""
+"""Temporary copies of the source tree, whose native sources are replaced by ones that compile in a second."""
 
 from __future__ import annotations
 

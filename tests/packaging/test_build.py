@@ -1,4 +1,4 @@
-"""The rules of setup.py: what is compiled, when again, and what it says where it cannot."""
+"""The rules of setup.py: which sources are compiled, when they are recompiled, and the messages for errors."""
 
 from __future__ import annotations
 

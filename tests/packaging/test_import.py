@@ -1,4 +1,4 @@
-"""Importing orthokern works with nothing but torch, compiles nothing and touches no GPU."""
+"""Importing orthokern needs only torch, compiles nothing and does not use a GPU."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern._scan_contract import ScanGradients, ScanOptions
+from orthokern._scan_contract import Readout, ScanGradients, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
 from orthokern.triton_kernels import _chunks, _gradients, _inputs, _matrix, _scan, gru_scan
@@ -73,9 +73,15 @@ def run(
     states = forward(map_, inputs, chosen)
     x_needed = problem.weight is not None or checkpoint_every > 0
     grads = backward(
-        map_, inputs if x_needed else inputs._replace(x=None), chosen, problem.grad_hs,
-        states.ckpt if checkpoint_every else states.hs, states.pre, need_x=need_x, need_params=need_params,
-    )  # fmt: skip
+        map_,
+        inputs if x_needed else inputs._replace(x=None),
+        chosen,
+        problem.grad_hs,
+        states.ckpt if checkpoint_every else states.hs,
+        states.pre,
+        need_x=need_x,
+        need_params=need_params,
+    )
     results = {**states._asdict(), **dict(zip(GRADS, grads, strict=True))}
     return {name: problem.h0.new_empty(0) if result is None else result for name, result in results.items()}
 
@@ -121,9 +127,15 @@ def test_parity(op: str, activation: str) -> None:
     for index, (B, T, N) in enumerate(SIZES):
         dtype = DTYPES[(turn + index) % 2]
         problem = scan_problem(
-            op, B=B, T=T, N=N + N % 2 if activation == "oplu" else N, activation=activation,
-            inputs=INPUTS[(turn + index) % 3], param_size="1" if index % 2 else "N", seed=index,
-        )  # fmt: skip
+            op,
+            B=B,
+            T=T,
+            N=N + N % 2 if activation == "oplu" else N,
+            activation=activation,
+            inputs=INPUTS[(turn + index) % 3],
+            param_size="1" if index % 2 else "N",
+            seed=index,
+        )
         check(problem, dtype)
 
 
@@ -267,9 +279,15 @@ def test_lengths_and_clip(op: str, activation: str) -> None:
     for index, (B, T, N) in enumerate([(3, 4, 3), (2, 3, 17)]):
         N += N % 2 if activation == "oplu" else 0
         problem = scan_problem(
-            op, B=B, T=T, N=N, activation=activation, inputs=INPUTS[(turn + index) % 3],
-            param_size="1" if index % 2 else "N", seed=index,
-        )  # fmt: skip
+            op,
+            B=B,
+            T=T,
+            N=N,
+            activation=activation,
+            inputs=INPUTS[(turn + index) % 3],
+            param_size="1" if index % 2 else "N",
+            seed=index,
+        )
         dtypes = DTYPES if turn % 2 else DTYPES[::-1]
         check(problem, dtypes[index], lengths=some_lengths(B, T, "any"), message_clip=0.3, checkpoint_every=2 * index)
         check(problem, dtypes[1 - index], message_clip=0.3, checkpoint_every=2 * (1 - index))
@@ -342,10 +360,9 @@ def run_gru(
     p: GruProblem, fwd: str = "triton", bwd: str = "triton", *, need_params: bool = True, lengths: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Forward and backward of the leaves, everything that comes out."""
-    options: dict[str, Any] = {"variant": p.variant, "lengths": lengths}
-    saved = leaf("gru_scan", fwd).gru_scan_fwd(*p.inputs(), **options)
-    grads = leaf("gru_scan", bwd).gru_scan_bwd(p.grad_hs, *saved, p.w, p.h0, p.bias, need_params=need_params, **options)
-    return dict(zip(p.NAMES, (*saved, *grads), strict=True))
+    leaves = leaf("gru_scan", fwd), leaf("gru_scan", bwd)
+    found: dict[str, Tensor] = p.run_leaves(*leaves, need_params=need_params, lengths=lengths)
+    return found
 
 
 def check_gru(p: GruProblem, dtype: torch.dtype, lengths: Tensor | None = None) -> dict[str, Tensor]:
@@ -373,6 +390,8 @@ def test_gru_parity(variant: str, way: str, monkeypatch: pytest.MonkeyPatch) -> 
         lengths = some_lengths(B, T, "any", seed=index)
         lengths -= (lengths > 1).long() * (index % 2)  # nobody has the last step
         check_gru(problem, DTYPES[(turn + index + 1) % 2], lengths)
+        cut = problem.with_resets(state=index != 1, seed=index + turn)
+        check_gru(cut, DTYPES[(turn + index) % 2], lengths if index % 2 else None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -383,8 +402,8 @@ def test_gru_padding_plays_no_part(variant: str) -> None:
     lengths = torch.tensor([2, 1, 0, 2])
     first = run_gru(problem, lengths=lengths)
     padding = torch.arange(T).unsqueeze(1) >= lengths
-    for name in ("hs", "gates", "pre", "grad_x"):
-        assert not first[name].numel() or not first[name][padding].any(), name
+    for name in {"hs", "gates", "pre", "grad_x"} & set(first):
+        assert not first[name][padding].any(), name
     same_bits(first, run_gru(problem.with_poisoned_padding(lengths), lengths=lengths))
     same_bits(run_gru(problem), run_gru(problem, lengths=torch.tensor([T, 2**40, 2**63 - 1, T])))
     wrong = torch.tensor([2, 1, -(2**63), 2])
@@ -398,11 +417,11 @@ def test_gru_with_the_reference_and_without_parameters(variant: str) -> None:
     expected = run_gru(problem, "reference", "reference", lengths=lengths)
     for fwd, bwd in (("triton", "reference"), ("reference", "triton")):
         actual = run_gru(problem, fwd, bwd, lengths=lengths)
-        for name in problem.NAMES:
-            assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
+        for name, tensor in expected.items():
+            assert_matches_reference(actual[name], tensor, tensor, name=f"{fwd} + {bwd}: {name}")
     everything, some = run_gru(problem), run_gru(problem, need_params=False)
-    for name, tensor in some.items():
-        assert not tensor.numel() if name in ("grad_w", "grad_bias") else torch.equal(tensor, everything[name]), name
+    assert set(everything) - set(some) == {"grad_w", "grad_bias"}
+    same_bits(some, {name: everything[name] for name in some})
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
@@ -492,13 +511,17 @@ def test_linear_cross_entropy_parity(R: int, N: int, C: int, reduction: str, mon
         inputs = (5 * torch.randn(R, N), torch.randn(C, N), bias, torch.randint(0, C, (R,)))
         exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
         results = [
-            f.linear_cross_entropy_fwd(*args, reduction=reduction)
+            f.linear_cross_entropy_fwd(args[0], Readout(*args[1:], reduction))
             for f, args in ((ours, inputs), (reference, exact), (reference, inputs))
         ]
         for name, *three in zip(("loss", "grad_hidden", "grad_weight", "grad_bias"), *results, strict=True):
+            if bias is None and name == "grad_bias":
+                assert three == [None] * 3
+                continue
             assert_matches_reference(*three, name=name, gradient=name != "loss")
-        loss, *others = ours.linear_cross_entropy_fwd(*inputs, reduction=reduction, need_grad=False)
-        assert torch.equal(loss, results[0][0]) and all(t.numel() == 0 for t in others)
+        readout = Readout(*inputs[1:], reduction)
+        loss, *others = ours.linear_cross_entropy_fwd(inputs[0], readout, need_grad=False)
+        assert torch.equal(loss, results[0][0]) and others == [None] * 3
 
 
 @pytest.mark.parametrize("C", [9, 200])
@@ -506,11 +529,13 @@ def test_targets_out_of_range_and_large_logits(C: int) -> None:
     """Nobody looks at targets on the host: such a row is NaN, and no other one is. Logits of 1e4 do not overflow."""
     ours = leaf("linear_cross_entropy", "triton")
     hidden, weight, target = 1e3 * torch.randn(6, 10), 10 * torch.randn(C, 10), torch.randint(0, C, (6,))
-    loss, grad_hidden, *_ = ours.linear_cross_entropy_fwd(hidden, weight, None, target)
-    exact = leaf("linear_cross_entropy", "").linear_cross_entropy_fwd(hidden.double(), weight.double(), None, target)
+    loss, grad_hidden, *_ = ours.linear_cross_entropy_fwd(hidden, Readout(weight, None, target))
+    exact = leaf("linear_cross_entropy", "reference").linear_cross_entropy_fwd(
+        hidden.double(), Readout(weight.double(), None, target)
+    )
     torch.testing.assert_close(loss.double(), exact[0], rtol=1e-5, atol=0)
     target[1], target[4] = C, -1
-    loss, wrong, *_ = ours.linear_cross_entropy_fwd(hidden, weight, None, target)
+    loss, wrong, *_ = ours.linear_cross_entropy_fwd(hidden, Readout(weight, None, target))
     good = torch.tensor([0, 2, 3, 5])
     assert bool(loss.isnan()) and bool(wrong[[1, 4]].isnan().all()) and torch.equal(wrong[good], grad_hidden[good])
 
@@ -611,9 +636,7 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
         for op, inputs in zip(OPS, ("features", "tokens"), strict=True):
             run(contiguous(scan_problem(op, B=2, T=2, N=4, inputs=inputs).to(torch.float32)))
         assert products.seen == {"mm", "addmm_"}
-        problem = GruProblem.random("torch", 2, 2, 4).map(Tensor.float)
-        saved = gru_scan.gru_scan_fwd(*problem.inputs(), variant="torch")
-        gru_scan.gru_scan_bwd(problem.grad_hs, *saved, problem.w, problem.h0, problem.bias, variant="torch")
+        GruProblem.random("torch", 2, 2, 4).map(Tensor.float).run_leaves(gru_scan)
         for K in (2, 5):
             basis, g = torch.linalg.qr(torch.randn(1, 5, K))[0], torch.randn(1, 5, K)
             leaf("cayley", "triton").cayley(basis, g, 0.1)

@@ -2,11 +2,11 @@
 
 Functions named plot_... draw one run, from its records, to a file. Functions named compare_... draw several runs and
 return the figure; `save` writes it. Figures are built without pyplot: no global state, no window, and a shorter import.
-Records that lack what a plot needs are passed over; a function returns None, and draws nothing, when none has it.
-Colours are told apart by colour-blind readers too.
+Records without the fields that a plot needs are skipped. If no record has them, the function draws nothing and returns
+None. The colours can be distinguished by colour-blind readers.
 
-Long runs are thinned before anything is drawn: a curve of more than 1000 points becomes means over as many stretches of
-equal length, extremes become those of the stretch, and a heat map shows 600 of its columns.
+Long runs are downsampled: a curve of more than 1000 points is drawn as means over 1000 intervals of equal length,
+minima and maxima are taken over these intervals, and a heat map shows at most 600 columns.
 """
 
 from orthokern.diagnostics.plots._figures import AXES, save, thin_curve

@@ -1,4 +1,4 @@
-"""Figures, panels and axes, which the plots of all subjects are made of."""
+"""Figures, panels and axes that all plots share."""
 
 import io
 import os
@@ -58,15 +58,16 @@ def _panels(titles: Sequence[str], title: str, height: float = 3.8, **share: Any
 
 
 def save(figure: "Figure", path: Path) -> Path:
-    """Writes a figure as PNG, under a temporary name and renamed: a viewer, or a kill, never meets half a picture.
+    """Writes a figure as PNG, under a temporary name that is then renamed. A partial file is never visible under
+    `path`.
 
     Raises:
-        OSError: `path` can't be written.
+        OSError: `path` cannot be written.
     """
     for axis in figure.axes:
         for line in axis.get_lines():
             if len(np.asarray(line.get_xdata())) == 1 and line.get_marker() in ("None", "none", "", " "):
-                line.set_marker("o")  # a line of one point, as a short run has them, shows nothing
+                line.set_marker("o")  # a line with a single point, as in a short run, would be invisible
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     temporary = path.with_name(path.name + ".tmp")
@@ -80,12 +81,12 @@ def save(figure: "Figure", path: Path) -> Path:
 
 
 def _stretches(count: int, points: int) -> np.ndarray:
-    """Where the stretches begin into which `count` points are divided: `points` of them, or one for each point."""
+    """The first index of each interval when `count` points are divided into min(`points`, `count`) intervals."""
     return np.unique(np.linspace(0, count, min(points, count), endpoint=False).astype(int))
 
 
 def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """A curve of at most `points` points: means of `at` and `values` over stretches of equal length.
+    """A curve of at most `points` points: means of `at` and `values` over intervals of equal length.
 
     Args:
         at, values: [P] float.
@@ -103,7 +104,7 @@ def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -
 
 @dataclass(frozen=True)
 class _Abscissa:
-    """What the x axis counts, and in how many iterations it counts one."""
+    """The unit of the x axis, and the number of iterations per unit."""
 
     label: str
     per: float = 1.0
@@ -123,7 +124,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class _Panel(Generic[Found]):
-    """What one panel shows: of one run."""
+    """The content of a panel: data of one run."""
 
     title: str
     found: Found
@@ -132,7 +133,7 @@ class _Panel(Generic[Found]):
 
 
 def _common_abscissa(runs: Sequence[RunRecord], x: str | None) -> str:
-    """`x`, or if None: epochs where every run knows how long they are, else iterations."""
+    """`x`; if None: epochs if the length of an epoch is known for every run, else iterations."""
     if x is None:
         return "epoch" if runs and all(run.iterations_per_epoch is not None for run in runs) else "iteration"
     if x not in AXES:
@@ -143,7 +144,7 @@ def _common_abscissa(runs: Sequence[RunRecord], x: str | None) -> str:
 def _per_run(
     runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, find: Callable[[RunRecord], Found | None]
 ) -> list[_Panel[Found]]:
-    """A panel for every run in which `find` finds something to draw."""
+    """One panel for every run in which `find` finds data to draw."""
     x = _common_abscissa(runs, x)
     pairs = [(run, found) for run in runs if (found := find(run)) is not None]
     texts = labels([run for run, _ in pairs], legend) if pairs else []

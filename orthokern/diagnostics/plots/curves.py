@@ -1,4 +1,4 @@
-"""Numbers over iterations: loss and accuracy of a run or of several, layers, and how long a problem takes."""
+"""Curves over iterations: loss and accuracy of one or several runs, values per layer, and iterations until solved."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def plot_learning(
     title: str = "",
     loss_label: str = "cross-entropy (nats per time step)",
 ) -> Path | None:
-    """Loss against its baseline, and accuracy where records have it, over iterations.
+    """Loss with its baseline, and accuracy if the records have it, over iterations.
 
     Args:
         records: with "iteration" and "loss"; "held_out_loss", "accuracy" and "held_out_accuracy" (fractions) where
@@ -46,7 +46,7 @@ def plot_learning(
         baseline: loss of the best guess without memory, in the loss's unit.
         goal: accuracy to reach, a fraction.
         title: the figure's title.
-        loss_label: what the loss is, and its unit.
+        loss_label: name and unit of the loss.
 
     Returns:
         `path`, or None if no record has a loss.
@@ -120,11 +120,11 @@ def plot_losses(records: Records, path: Path, *, label: str, title: str = "") ->
 
 
 def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None:
-    """What happens in the layers of a feedforward network: how far each weight matrix is from orthogonal, and the norm
-    of the gradient for it, a curve for each layer, over iterations.
+    """Orthogonality error and gradient norm of each weight matrix of a feedforward network over iterations, one curve
+    per layer.
 
     Args:
-        records: with "orthogonality_by_layer" and "grad_norm_by_layer", from the input's layer to the readout's.
+        records: with "orthogonality_by_layer" and "grad_norm_by_layer", from the input layer to the readout.
         path, title: as `plot_learning`.
 
     Returns, Raises:
@@ -144,7 +144,7 @@ def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None
     iterations = np.array([at for at, _ in taken], dtype=float)
     for panel, (axis, (_, label)) in enumerate(zip(axes[:, 0], panels, strict=True)):
         curves = np.array([lists[panel] for _, lists in taken], dtype=float)  # [P, layers], NaN for null
-        curves = np.where(curves > 0, curves, math.nan)  # zero has no place on a logarithmic axis
+        curves = np.where(curves > 0, curves, math.nan)  # zero cannot be drawn on a logarithmic axis
         count = curves.shape[1]
         for index in range(count):
             at, values = thin_curve(iterations, curves[:, index])
@@ -175,13 +175,14 @@ def compare_curves(
 
     Args:
         runs: those whose records have the quantity are drawn.
-        quantity: a field of the records, or "field.part"; names that contain "accuracy" are fractions, drawn in
-            percent.
+        quantity: a field of the records, or "field.part". Quantities with "accuracy" in their names are fractions, and
+            are drawn in percent.
         panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
-        legend: settings that the legend tells; by default those in which the runs differ, see `labels`. Runs with the
-            same text have the same colour.
+        legend: settings to show in the legend; by default those in which the runs differ, see `labels`. Runs with the
+            same label have the same colour.
         x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
-        baseline: draw a line at this value, of `quantity`'s unit; None: at that of the runs' configurations for a loss.
+        baseline: draw a line at this value, in the unit of `quantity`; None: for a loss, the baseline in the
+            configuration of the runs.
         title: the figure's title.
 
     Returns:
@@ -189,7 +190,7 @@ def compare_curves(
 
     Raises:
         ImportError: matplotlib is not installed.
-        InputError: no run has such a setting; x is "epoch" and a run doesn't know how long that is.
+        InputError: no run has such a setting; or x is "epoch" and the length of an epoch is unknown for a run.
     """
     x = _common_abscissa(runs, x)
     if panel is not None:
@@ -215,7 +216,7 @@ def compare_curves(
                 color=_COLOURS[kind % len(_COLOURS)],
                 linestyle=_LINES[kind // len(_COLOURS) % len(_LINES)],
                 linewidth=1.2,
-                marker="o" if len(at) <= 50 else None,  # evaluations are few; a run may have only one
+                marker="o" if len(at) <= 50 else None,  # a run may have only one evaluation
                 markersize=3,
                 label=None if text in told else text,
             )
@@ -235,7 +236,8 @@ def compare_curves(
 
 
 def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[RunRecord]]:
-    """Runs by "name value" of a setting, numbers in order, before everything else; all under "" without one."""
+    """Groups the runs by "name value" of a setting: numbers first, in ascending order. Without a setting, one group
+    ""."""
     if panel is None:
         return {"": list(runs)}
 
@@ -252,7 +254,7 @@ def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[
 def _legend(
     runs: Sequence[RunRecord], groups: dict[str, list[RunRecord]], panel: str | None, legend: Sequence[str] | None
 ) -> dict[int, str]:
-    """The text of each run, by id. What a panel's title says needs no saying in its legend."""
+    """The label of each run, by id. The setting in the panel's title is left out of the label."""
     if legend is not None or panel is None:
         return {id(run): text for run, text in zip(runs, labels(runs, legend), strict=True)}
     names = dict.fromkeys(name for members in groups.values() for name in telling_settings(members))
@@ -279,12 +281,12 @@ _DYNAMICS = (
 def compare_dynamics(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, title: str = ""
 ) -> "Figure | None":
-    """How plain recurrent matrices become orthogonal, and what that does to gradient and accuracy, over the sequences
-    seen: Figure 3b of Manchev and Spratling.
+    """Spectral radius, orthogonality error and gradient norm of plain recurrent matrices, and the accuracy, over the
+    number of training sequences: Figure 3b of Manchev and Spratling.
 
     Args:
-        runs: those are drawn whose records have "spectral_radius", "orthogonality_error_of_w" and
-            "recurrent_grad_norm", as those of a plain network have.
+        runs: only those with "spectral_radius", "orthogonality_error_of_w" and "recurrent_grad_norm" in their records
+            are drawn. Networks with a plain recurrent matrix have these fields.
         legend, title: as `compare_curves`.
 
     Returns, Raises:
@@ -317,10 +319,11 @@ def compare_dynamics(
 
 
 def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]], title: str = "") -> "Figure | None":
-    """How many iterations networks took to solve a problem, over the length of its sequences.
+    """The number of iterations until a problem is solved, over the length of its sequences.
 
     Args:
-        panels: problem -> network -> T -> iterations; one panel for each problem. Networks have the same colour in all.
+        panels: problem -> network -> T -> iterations; one panel for each problem. A network has the same colour in all
+            panels.
         title: the figure's title.
 
     Returns:

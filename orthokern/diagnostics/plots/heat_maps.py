@@ -1,4 +1,4 @@
-"""Columns of numbers over iterations: norms through time, and eigenvalues by their angle."""
+"""Heat maps over iterations: norms through time, and histograms of the angles of eigenvalues."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ _ANGLE_BAR = "eigenvalues (%)"
 
 @dataclass(frozen=True)
 class Profiles:
-    """One quantity through time, at several iterations: what a heat map shows.
+    """The data of a heat map: one quantity through time, at several iterations.
 
     Attributes:
         iterations: [P] float64, increasing.
-        steps: [S] float64, time steps, or fractions of the sequence if they aren't known.
+        steps: [S] float64, time steps, or fractions of the sequence if the number of time steps is unknown.
         values: [P, S] float64; NaN where the record has null.
         in_steps: whether `steps` are time steps.
     """
@@ -44,14 +44,14 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
     """The lists that records hold under `key`, at most `columns` of them.
 
     Args:
-        records: those with a list of numbers under `key` count.
-        key: "grad_norm_through_time", say; the values of one record are those at `profile_steps(T)`.
-        length: number of time steps T. None if it isn't known, or not the same for all records: values are then
+        records: only records with a list of numbers under `key` are used.
+        key: for example "grad_norm_through_time"; a record has the values at `profile_steps(T)`.
+        length: number of time steps T. None if it is unknown, or not the same for all records: the values are then
             interpolated to 64 fractions of the sequence.
-        columns: how many records to keep, evenly chosen, first and last among them.
+        columns: number of records to keep, evenly spaced, including the first and the last.
 
     Returns:
-        None if no record has such a list (of the length that T asks for, if it is given).
+        None if no record has such a list (with the length of `profile_steps(T)`, if T is given).
     """
     points = min(64, length) if length is not None else 0
     found = [(r["iteration"], norms) for r in records if (norms := numbers_at(r, key)) is not None]
@@ -70,8 +70,8 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
 
 
 def _normalized(found: Profiles | None) -> Profiles | None:
-    """log10 of norms divided by the largest over time. Iterations without a gradient are left out: a readout that
-    starts at zero passes none in the first."""
+    """log10 of norms divided by the largest over time. Iterations with a zero gradient are left out, for example the
+    first one if the readout is initialised to zero."""
     if found is None:
         return None
     largest = found.values.max(axis=1)  # NaN if any is
@@ -83,7 +83,7 @@ def _normalized(found: Profiles | None) -> Profiles | None:
 
 
 def _decades(found: Profiles | None) -> Profiles | None:
-    """log10 of norms; a norm of zero, as of a state at rest, is shown as the smallest other one."""
+    """log10 of norms; a norm of zero is replaced by the smallest norm above zero."""
     if found is None:
         return None
     finite = np.isfinite(found.values).all(axis=1)
@@ -121,13 +121,13 @@ def _edges(centres: np.ndarray) -> np.ndarray:
 
 
 def _draw_heat_map(axis: "Axes", found: Profiles, x: _Abscissa, low: float, high: float, ylabel: str = "") -> Any:
-    """The picture, for a colour bar."""
+    """Draws the heat map; returns the image for a colour bar."""
     axis.grid(False)
     image = axis.pcolormesh(
         _edges(found.iterations / x.per),
         _edges(found.steps),
         found.values.T,
-        cmap="viridis",  # as readable in grey, and to a colour-blind reader
+        cmap="viridis",  # readable in greyscale and by colour-blind readers
         vmin=low,
         vmax=high,
         rasterized=True,
@@ -144,7 +144,7 @@ def _heat_maps(
     limits: Callable[[float, float], tuple[float, float]],
     ylabel: str = "",
 ) -> "Figure | None":
-    """Panels with one colour scale for all: `limits` of the smallest and largest value."""
+    """Panels that share one colour scale, with `limits` (smallest and largest value)."""
     if not panels:
         return None
     smallest = min(float(panel.found.values.min()) for panel in panels)
@@ -157,7 +157,7 @@ def _heat_maps(
 
 
 def _below_one(low: float, high: float) -> tuple[float, float]:
-    """At most six decades: one run whose gradient vanishes would leave no colours for the others."""
+    """Limits of at most six decades: with a wider range, one run with a vanishing gradient would use up all colours."""
     return min(-1.0, max(-6.0, math.floor(low))), 0.0
 
 
@@ -186,17 +186,17 @@ def _plot_heat_map(
 def plot_gradients(
     records: Records, path: Path, *, length: int | None, title: str = "", key: str = "grad_norm_through_time"
 ) -> Path | None:
-    """The gradient's norm through time over iterations, as the paper's Figure 2.
+    """The norm of the gradient through time over iterations, as in Figure 2 of Vorontsov et al. 2017.
 
-    Each iteration's norms are divided by their largest over time, so that a column shows how the gradient fares on its
-    way back and not how large the loss is. Unlike Figure 2 the loss is the training loss, over all steps.
+    The norms of each iteration are divided by the largest one, so that a column shows the relative change of the
+    gradient through time, whatever the loss is. Unlike in Figure 2, the loss is the training loss, over all steps.
 
     Args:
         records: those with "grad_norm_through_time" (values at `profile_steps(length)`) are drawn.
         path: PNG to write.
         length: number of time steps; None if it isn't known or varies.
         title: the figure's title.
-        key: the field of the records; "last_grad_norm_through_time" holds Figure 2's own quantity.
+        key: the field of the records; "last_grad_norm_through_time" holds the quantity of Figure 2.
 
     Returns, Raises:
         As `plot_learning`.
@@ -219,12 +219,12 @@ def plot_states(records: Records, path: Path, *, length: int | None, title: str 
 
 
 def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_angles") -> Path | None:
-    """How the eigenvalues' angles are distributed, over iterations.
+    """Histograms of the angles of the eigenvalues over iterations.
 
     Args:
         records: those with "eigenvalue_angles", as `angle_histogram` returns them, are drawn.
         path, title: as in `plot_learning`.
-        key: the field of the records, for another recurrence than the first.
+        key: the field of the records; set it for a recurrence other than the first.
 
     Returns, Raises:
         As `plot_learning`.
@@ -235,10 +235,10 @@ def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "ei
 def compare_gradients(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
 ) -> "Figure | None":
-    """The gradient's norm through time over iterations, a panel for each run: the paper's Figure 2.
+    """The norm of the gradient through time over iterations, one panel per run: Figure 2 of Vorontsov et al. 2017.
 
-    Norms are divided by their largest over time, as in `plot_gradients`. The loss is that of the last time step, as in
-    the paper, if every run that has norms recorded those; else the training loss.
+    Norms are divided by the largest over time, as in `plot_gradients`. The loss is that of the last time step, as in
+    the paper, if all runs with norms recorded it; else it is the training loss.
 
     Args, Returns, Raises:
         As `compare_curves`, with one panel per run.
@@ -271,7 +271,7 @@ def compare_angles(
     title: str = "",
     key: str = "eigenvalue_angles",
 ) -> "Figure | None":
-    """How the eigenvalues' angles are distributed, over iterations, a panel for each run.
+    """Histograms of the angles of the eigenvalues over iterations, a panel for each run.
 
     Args, Returns, Raises:
         As `compare_curves`, with one panel per run; key as in `plot_angles`.

@@ -1,4 +1,4 @@
-"""What a linear network does to its inputs."""
+"""The response of a linear network to its inputs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def memory(
     matrix: "Tensor", transients: Mapping[str, "Tensor"], curves: Mapping[str, "Tensor"], title: str = ""
 ) -> "Figure":
-    """What a non-normal matrix does to its inputs: the nnRNN report's Figure 1 (Jahagirdar et al. 2019).
+    """The response of non-normal matrices: Figure 1 of the nnRNN report (Jahagirdar et al. 2019).
 
     Args:
-        matrix: [N, N], drawn as it stands.
+        matrix: [N, N], drawn as an image.
         transients: name -> [T, M], the norms of M states over time (`transient_norms`): mean and standard deviation are
             drawn.
         curves: name -> [T], Fisher memory curves (`fisher_memory`).
@@ -37,7 +37,7 @@ def memory(
     for index, (name, norms) in enumerate(transients.items()):
         colour, line = _COLOURS[index % len(_COLOURS)], _LINES[index // 3 % len(_LINES)]
         mean, spread = norms.mean(1).numpy(), norms.std(1).numpy()
-        alive = mean > 0  # a nilpotent matrix ends in exact zeros
+        alive = mean > 0  # the powers of a nilpotent matrix become exactly zero
         at = np.arange(len(mean))[alive]
         axes[1].plot(at, mean[alive], color=colour, linestyle=line, linewidth=1.2, label=name)
         low = np.maximum(mean - spread, 0.1 * mean)[alive]

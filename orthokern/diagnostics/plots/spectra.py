@@ -68,7 +68,7 @@ def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Absc
     axis.plot(at, mean, color=_GREEN, linewidth=1.4, label="mean")
     axis.plot(at, found.high, color=_BLUE, linewidth=1.2, label="maximum")
     axis.plot(at, found.low, color=_RED, linewidth=1.2, label="minimum")
-    # Bounds that the values keep well away from would squeeze them into one line.
+    # Bounds far away from the values would compress the curves into one line.
     if margin is not None and margin > 0 and max(1 - found.low.min(), found.high.max() - 1) > 0.25 * margin:
         for bound in (1 - margin, 1 + margin):
             axis.axhline(
@@ -82,16 +82,16 @@ def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Absc
 def plot_spectrum(
     records: Records, path: Path, *, margin: float | None = None, title: str = "", key: str = "spectrum"
 ) -> Path | None:
-    """Singular values of the recurrent matrix over iterations, as the paper's Figure 3: mean, one standard deviation
-    about it, extremes.
+    """Singular values of the recurrent matrix over iterations: mean, mean ± one standard deviation, and extremes, as
+    in Figure 3 of Vorontsov et al. 2017.
 
     Args:
         records: those with "spectrum": {"mean", "std", "min", "max"} are drawn.
         path: PNG to write.
-        margin: the bounds 1 ± margin are drawn if a value goes at least a quarter of the way to them; None for no
+        margin: the bounds 1 ± margin are drawn if a value is at least a quarter of the margin away from 1; None: no
             bounds.
         title: the figure's title.
-        key: the field of the records, for another recurrence than the first.
+        key: the field of the records; set it for a recurrence other than the first.
 
     Returns, Raises:
         As `plot_learning`.
@@ -106,13 +106,13 @@ def plot_spectrum(
 
 
 def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
-    """Magnitudes of the eigenvalues over iterations, drawn as `plot_spectrum` draws singular values: those of an nnRNN
-    stay near the circle whatever its singular values do.
+    """Magnitudes of the eigenvalues over iterations, drawn as in `plot_spectrum`. Those of an nnRNN stay near 1 even if
+    its singular values do not.
 
     Args:
         records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
         path, title: as in `plot_learning`.
-        key: the field of the records, for another recurrence than the first.
+        key: the field of the records; set it for a recurrence other than the first.
 
     Returns, Raises:
         As `plot_learning`.
@@ -135,8 +135,8 @@ def compare_spectra(
     title: str = "",
     key: str = "spectrum",
 ) -> "Figure | None":
-    """Singular values over iterations, a panel for each run: the paper's Figure 3. Every panel has its own scale, as
-    margins from 0.001 to none go into one figure. The bounds are those of a setting "margin".
+    """Singular values over iterations, one panel per run: Figure 3 of Vorontsov et al. 2017. Every panel has its own
+    scale, because one figure has margins from 0.001 to none. The bounds are taken from the setting "margin".
 
     Args, Returns, Raises:
         As `compare_curves`, with one panel per run; key as in `plot_spectrum`.

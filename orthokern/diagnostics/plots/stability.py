@@ -1,4 +1,4 @@
-"""Of a GRU: the gradient's norm and the spectral radius of its Jacobian at rest, over iterations."""
+"""Plots for a GRU: the norm of the gradient and the spectral radius of the Jacobian at state 0, over iterations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Stability:
-    """Norms of the gradient, divided by the largest, and by layer the spectral radius of the Jacobian at rest."""
+    """Norms of the gradient, divided by the largest, and the spectral radius of the Jacobian at state 0 per layer."""
 
     norms: tuple[np.ndarray, np.ndarray]  # iterations [P], values [P]
     radii: dict[str, tuple[np.ndarray, np.ndarray]]  # field -> the same
@@ -61,11 +61,11 @@ def _draw_stability(axis: "Axes", found: _Stability, x: _Abscissa) -> None:
 
 
 def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | None:
-    """The gradient's norm and the spectral radius of a GRU's Jacobian at rest over iterations (Kanai et al. 2017,
-    Figure 1).
+    """The norm of the gradient and the spectral radius of the Jacobian of a GRU at state 0, over iterations (Kanai et
+    al. 2017, Figure 1).
 
     Args:
-        records: with "grad_norm", and "jacobian_radius" ("jacobian_radius_l1", ... for upper layers) where taken.
+        records: with "grad_norm", and with "jacobian_radius" ("jacobian_radius_l1", ... for upper layers) in some.
         path: PNG to write.
         title: the figure's title.
 
@@ -86,7 +86,7 @@ def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | N
 def compare_stability(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
 ) -> "Figure | None":
-    """As `plot_stability`, a panel for each run.
+    """Like `plot_stability`, with one panel per run.
 
     Args, Returns, Raises:
         As `compare_curves`, with one panel per run.

@@ -1,0 +1,59 @@
+"""The gradients of a GRU scan's parameters, as products over all steps behind the kernels of a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from orthokern._products import ieee_products
+from orthokern._scan_contract import GruInputs, GruOptions
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [N, D] += left [R, N]^T right [R, D]."""
+    total.addmm_(left.mT, right)
+
+
+@ieee_products()
+def parameter_gradients(
+    inputs: GruInputs,
+    options: GruOptions,
+    hs: Tensor,
+    grad_x: Tensor,
+    factor: Tensor,
+    add: Callable[[Tensor, Tensor, Tensor], None] = add_product,
+) -> tuple[Tensor, Tensor | None]:
+    """(grad_w [3N, N], grad_bias [3N] or None); the equations: Note [GRU scan backward] of the reference.
+
+    Args:
+        inputs, options: as the leaf takes them.
+        hs: [T, B, N], the states.
+        grad_x: [T, B, 3N], the rows d_r, d_z, d_n.
+        factor: [T, B, N], r h' in variant "kanai", d_q in variant "torch".
+        add: adds a product over rows to a sum, as ``add_product``.
+    """
+    (B, N), rows, rows_n = inputs.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
+    grad_w, first, later, resets = torch.zeros_like(inputs.w), inputs.h0, hs[:-1], options.resets
+    if resets is not None:
+        start = torch.zeros_like(first) if inputs.reset_state is None else inputs.reset_state
+        first, later = torch.where(resets[0, :, None], start, first), torch.where(resets[1:, :, None], start, later)
+
+    def add_states(to: Tensor, left: Tensor) -> None:
+        """to += sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
+        to.addmm_(left[:B].mT, first)
+        if len(left) > B:
+            add(to, left[B:], later.flatten(0, 1))
+
+    add_states(grad_w[: 2 * N], rows[:, : 2 * N])
+    if options.kanai:
+        add(grad_w[2 * N :], rows[:, 2 * N :], rows_n)
+    else:
+        add_states(grad_w[2 * N :], rows_n)
+    if inputs.bias is None:
+        return grad_w, None
+    grad_bias = rows.sum(0)
+    if not options.kanai:
+        grad_bias[2 * N :] = rows_n.sum(0)
+    return grad_w, grad_bias

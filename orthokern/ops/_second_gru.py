@@ -1,0 +1,407 @@
+"""Derivatives of the GRU beyond the first reverse one: double backward, forward mode, and torch.func.
+
+Note [Derivatives of the GRU]
+    Notation of Note [GRU scan backward]. The linearised step is v -> A_t v, with P = W v, one block for each gate, and
+
+        A v = z v + cz P_z + cn y,     cz = (h' - n) z (1 - z),   cn = (1 - z) (1 - n^2),
+        "torch"  y = k P_r + r P_n,         k = q r (1 - r)
+        "kanai"  y = W_n (k P_r + r v),     k = h' r (1 - r)
+
+    and its transpose, with d = cn ghat,
+
+        A^T ghat = z ghat + W_z^T (cz ghat) + y^,
+        "torch"  y^ = W_r^T (k d) + W_n^T (r d)
+        "kanai"  y^ = W_r^T (k d_m) + r d_m,        d_m = W_n^T d.
+
+    ``LinearGru`` computes the tangent out_t = g_t + A_t out_{t-1} and the adjoint out_t = g_t + A_{t+1}^T out_{t+1}. On
+    padding z = k = r = 0 and W v = P enters nowhere: A = 0 where g is zero, too.
+
+    First derivatives. Reverse: ghat is the adjoint of dL/dh, and the rest of Note [GRU scan backward] follows from it
+    without a recurrence. In a double backward the gates and q have cotangents of their own: they join d_r, d_z, d_n and
+    d_q, and what these send to the state before is added to g. Forward: h' is the tangent of what x', W' and b' add to
+    a step, cz a_z' + cn y' with the coefficients above.
+
+    Derivatives of the recurrence. With mu the cotangent of an adjoint's out, gam = tangent(mu) is the gradient of g,
+    and those of the coefficients and of W are the ones of sum_t <A_t gam_{t-1}, out_t>; its tangent is
+    adjoint(g'_t + A'_{t+1}^T out_{t+1}). Those of a tangent are the same with the roles exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern._autocast import keeps_dtype
+from orthokern.ops._second import joined, looped, total
+from orthokern.reference._scan import running, without_padding
+
+
+def neighbours(values: Tensor, first: Tensor | None, *, before: bool) -> Tensor:
+    """values [T, B, N] of the step before, or after, each step; `first`, or zeros, where there is none."""
+    edge = torch.zeros_like(values[:1]) if first is None else first.unsqueeze(0)
+    return torch.cat([edge, values[:-1]] if before else [values[1:], edge])
+
+
+COEFFICIENTS = ("z", "cz", "cn", "k", "r")
+
+
+def _applied(variant: str, v: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]) -> Tensor:
+    """A v, of one step or of all."""
+    z, cz, cn, k, r = coefficients
+    w_r, w_z, w_n = w.chunk(3)
+    p_r = v @ w_r.mT
+    y = k * p_r + r * (v @ w_n.mT) if variant == "torch" else (k * p_r + r * v) @ w_n.mT
+    return z * v + cz * (v @ w_z.mT) + cn * y
+
+
+def _applied_back(variant: str, ghat: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]) -> Tensor:
+    """A^T ghat, of one step or of all."""
+    z, cz, cn, k, r = coefficients
+    w_r, w_z, w_n = w.chunk(3)
+    d = cn * ghat
+    if variant == "torch":
+        return z * ghat + (cz * ghat) @ w_z + (k * d) @ w_r + (r * d) @ w_n
+    d_m = d @ w_n
+    return z * ghat + (cz * ghat) @ w_z + (k * d_m) @ w_r + r * d_m
+
+
+def _steps(variant: str, forwards: bool, g: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]) -> Tensor:
+    """out of LinearGru: ``_applied`` and ``_applied_back`` in few calls for each step."""
+    z, cz, cn, k, r = coefficients
+    T, B, N = g.shape
+    torch_variant = variant == "torch"
+    w_rz, w_n = w[: 2 * N], w[2 * N :]
+    gates = torch.stack([cn * k, cz, cn * r], 2) if torch_variant else torch.stack([k, cz], 2)  # [T, B, 2 or 3, N]
+    out = torch.empty_like(g, memory_format=torch.contiguous_format)
+    order = range(T) if forwards else range(T - 1, -1, -1)
+    last = None
+    for t in order:
+        if last is None:
+            out[t] = g[t]
+        elif forwards and torch_variant:
+            found = torch.addcmul(g[t], z[t], last)
+            torch.add(found, ((last @ w.mT).view(B, 3, N) * gates[t]).sum(1), out=out[t])
+        elif forwards:
+            p_r, p_z = ((last @ w_rz.mT).view(B, 2, N) * gates[t]).unbind(1)
+            y = torch.addcmul(p_r, r[t], last) @ w_n.mT
+            torch.addcmul(g[t] + p_z, z[t], last, out=out[t]).addcmul_(cn[t], y)
+        elif torch_variant:
+            d = (gates[t + 1] * last.unsqueeze(1)).view(B, 3 * N)
+            torch.addmm(torch.addcmul(g[t], z[t + 1], last), d, w, out=out[t])
+        else:
+            d_m = (cn[t + 1] * last) @ w_n
+            d = (gates[t + 1] * torch.stack([d_m, last], 1)).view(B, 2 * N)
+            found = torch.addcmul(g[t], z[t + 1], last).addcmul_(r[t + 1], d_m)
+            torch.addmm(found, d, w_rz, out=out[t])
+        last = out[t]
+    return out
+
+
+class LinearGru(torch.autograd.Function):
+    """out [T, B, N] of Note [Derivatives of the GRU].
+
+    Arguments of apply: variant; forwards, whether time runs forward (the tangent); g [T, B, N]; w [3N, N]; the
+    COEFFICIENTS [T, B, N] of every step.
+    """
+
+    @staticmethod
+    def forward(variant: str, forwards: bool, g: Tensor, w: Tensor, *coefficients: Tensor) -> Tensor:
+        return _steps(variant, forwards, g, w, coefficients)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.variant, ctx.forwards, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, output)
+        ctx.save_for_forward(*tensors, output)
+
+    @staticmethod
+    @keeps_dtype
+    def backward(ctx: Any, mu: Tensor | None) -> tuple[Tensor | None, ...]:
+        if mu is None:
+            return (None,) * 9
+        _, w, *coefficients, out = ctx.saved_tensors
+        gam = LinearGru.apply(ctx.variant, not ctx.forwards, mu, w, *coefficients)
+        if not any(ctx.needs_input_grad[3:]):
+            return None, None, gam, *(None,) * 6
+        v, ghat = (out, gam) if ctx.forwards else (gam, out)
+        v = neighbours(v, None, before=True)
+        return None, None, gam, *_pairing_gradients(ctx.variant, v, ghat, w, tuple(coefficients))
+
+    @staticmethod
+    @keeps_dtype
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        g, w, *coefficients, out = ctx.saved_tensors
+        _, _, dg, *changes = tangents
+        if ctx.forwards:
+            v = neighbours(out, None, before=True)
+            added = _changed(ctx.variant, v, w, tuple(coefficients), *changes)
+        else:
+            added = _changed_back(ctx.variant, out, w, tuple(coefficients), *changes)
+            added = None if added is None else neighbours(added, None, before=False)
+        dg = total(dg, added)
+        dg = torch.zeros_like(g) if dg is None else dg
+        found: Tensor = LinearGru.apply(ctx.variant, ctx.forwards, dg, w, *coefficients)
+        return found
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        """Into the batch of the sequences where w is shared, else one after the other."""
+        variant, forwards, g, w, *coefficients = arguments
+        size = info.batch_size
+        if in_dims[3] is not None:
+            return looped(LinearGru.apply, size, in_dims, arguments), 0
+        wide = [joined(t, dim, size, 1) for t, dim in zip((g, *coefficients), (in_dims[2], *in_dims[4:]), strict=True)]
+        return LinearGru.apply(variant, forwards, wide[0], w, *wide[1:]).unflatten(1, (size, -1)), 1
+
+
+def _pairing_gradients(
+    variant: str, v: Tensor, ghat: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Those of w and the coefficients of sum_t <A_t v_t, ghat_t>."""
+    _, cz, cn, k, r = coefficients
+    w_r, w_z, w_n = w.chunk(3)
+    p_r, d = v @ w_r.mT, cn * ghat
+
+    def outer(left: Tensor, right: Tensor) -> Tensor:
+        return left.flatten(0, 1).mT @ right.flatten(0, 1)
+
+    if variant == "torch":
+        p_n, d_m = v @ w_n.mT, d
+        y, for_r, for_w_n = k * p_r + r * p_n, d * p_n, outer(r * d, v)
+    else:
+        inner, d_m = k * p_r + r * v, d @ w_n
+        y, for_r, for_w_n = inner @ w_n.mT, d_m * v, outer(d, inner)
+    grad_w = torch.cat([outer(k * d_m, v), outer(cz * ghat, v), for_w_n])
+    return grad_w, v * ghat, (v @ w_z.mT) * ghat, y * ghat, d_m * p_r, for_r
+
+
+def _products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    """The sum of the products of those pairs that have no None."""
+    return total(*(None if a is None or b is None else a * b for a, b in pairs))
+
+
+def _through(rows: Tensor | None, matrix: Tensor | None) -> Tensor | None:
+    return None if rows is None or matrix is None else rows @ matrix
+
+
+def _changed(
+    variant: str, v: Tensor, w: Tensor, coefficients: tuple[Tensor, ...], dw: Tensor | None, *changes: Tensor | None
+) -> Tensor | None:
+    """A' v, where dw and changes are the tangents of w and the coefficients, None for zeros."""
+    _, cz, cn, k, r = coefficients
+    dz, dcz, dcn, dk, dr = changes
+    w_r, w_z, w_n = w.mT.chunk(3, 1)
+    dw_r, dw_z, dw_n = (None,) * 3 if dw is None else dw.mT.chunk(3, 1)
+    p_r, dp_r = v @ w_r, _through(v, dw_r)
+    if variant == "torch":
+        p_n = v @ w_n
+        y = k * p_r + r * p_n
+        dy = _products((dk, p_r), (k, dp_r), (dr, p_n), (r, _through(v, dw_n)))
+    else:
+        inner = k * p_r + r * v
+        y = inner @ w_n
+        dy = total(_through(inner, dw_n), _through(_products((dk, p_r), (k, dp_r), (dr, v)), w_n))
+    return _products((dz, v), (dcz, v @ w_z), (cz, _through(v, dw_z)), (dcn, y), (cn, dy))
+
+
+def _changed_back(
+    variant: str, ghat: Tensor, w: Tensor, coefficients: tuple[Tensor, ...], dw: Tensor | None, *changes: Tensor | None
+) -> Tensor | None:
+    """A'^T ghat; arguments as those of ``_changed``."""
+    _, cz, cn, k, r = coefficients
+    dz, dcz, dcn, dk, dr = changes
+    w_r, w_z, w_n = w.chunk(3)
+    dw_r, dw_z, dw_n = (None,) * 3 if dw is None else dw.chunk(3)
+    d, dd = cn * ghat, _products((dcn, ghat))
+    found = [_products((dz, ghat)), _through(_products((dcz, ghat)), w_z), _through(cz * ghat, dw_z)]
+    if variant == "torch":
+        found += [_through(r * d, dw_n), _through(_products((dr, d), (r, dd)), w_n)]
+        d_m, dd_m = d, dd
+    else:
+        d_m, dd_m = d @ w_n, total(_through(d, dw_n), _through(dd, w_n))
+        found.append(_products((dr, d_m), (r, dd_m)))
+    return total(*found, _through(k * d_m, dw_r), _through(_products((dk, d_m), (k, dd_m)), w_r))
+
+
+# ----------------------------------------------------------------------------------------------- derivatives of the GRU
+
+
+@dataclasses.dataclass
+class Taken:
+    """The tensors of a GRU that its derivatives are computed from, and its variant. pre is empty in "kanai"."""
+
+    variant: str
+    hs: Tensor
+    gates: Tensor
+    pre: Tensor
+    w: Tensor
+    h0: Tensor
+    bias: Tensor | None
+    lengths: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.before = neighbours(self.hs, self.h0, before=True)
+        self.r, self.z, self.n = self.gates.chunk(3, -1)
+        self.alive = running(self.hs.shape[0], self.lengths)
+        self.torch_variant = self.variant == "torch"
+        # derivatives of the gates' functions
+        self.by_r, self.by_z, self.by_n = self.r * (1 - self.r), self.z * (1 - self.z), 1 - self.n * self.n
+
+    def coefficients(self) -> tuple[Tensor, ...]:
+        cz, cn = (self.before - self.n) * self.by_z, (1 - self.z) * self.by_n
+        return self.z, cz, cn, (self.pre if self.torch_variant else self.before) * self.by_r, self.r
+
+
+@keeps_dtype
+def gradients(
+    taken: Taken,
+    grad_hs: Tensor | None,
+    grad_gates: Tensor | None,
+    grad_pre: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Of x, w, h0 and bias, as functions that can be differentiated again. needs: which of them are wanted."""
+    w, coefficients = taken.w, taken.coefficients()
+    _, cz, cn, k, r = coefficients
+    w_n = w.chunk(3)[2]
+    g = torch.zeros_like(taken.hs) if grad_hs is None else without_padding(grad_hs, taken.alive)
+    of_gates: tuple[Tensor | None, ...] = (None,) * 3
+    if grad_gates is not None:
+        of_gates = without_padding(grad_gates, taken.alive).chunk(3, -1)
+    if grad_pre is not None:
+        grad_pre = without_padding(grad_pre, taken.alive) if taken.torch_variant else None
+    extra_r, extra_z, extra_n = (
+        _products((of_gate, by)) for of_gate, by in zip(of_gates, (taken.by_r, taken.by_z, taken.by_n), strict=True)
+    )
+
+    def plus(term: Tensor, extra: Tensor | None) -> Tensor:
+        return term if extra is None else term + extra
+
+    def parts(ghat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """d_r, d_z, d_n, and d_q or, in "kanai", d_m."""
+        d_n, d_z = plus(cn * ghat, extra_n), plus(cz * ghat, extra_z)
+        if taken.torch_variant:
+            return plus(k * d_n, extra_r), d_z, d_n, plus(r * d_n, grad_pre)
+        d_m = d_n @ w_n
+        return plus(k * d_m, extra_r), d_z, d_n, d_m
+
+    def sent(ghat: Tensor) -> Tensor:
+        """What the states before get."""
+        d_r, d_z, d_n, d_m = parts(ghat)
+        if taken.torch_variant:
+            return taken.z * ghat + torch.cat([d_r, d_z, d_m], -1) @ w
+        return taken.z * ghat + torch.cat([d_r, d_z], -1) @ w[: 2 * g.shape[-1]] + r * d_m
+
+    if grad_gates is not None or grad_pre is not None:
+        g = g + neighbours(sent(torch.zeros_like(g)), None, before=False)
+    ghat = LinearGru.apply(taken.variant, False, g, w, *coefficients)
+    d_r, d_z, d_n, d_m = parts(ghat)
+    rows = torch.cat([d_r, d_z, d_m if taken.torch_variant else d_n], -1).flatten(0, 1)
+    found: list[Tensor | None] = [torch.cat([d_r, d_z, d_n], -1) if needs[0] else None, None, None, None]
+    if needs[1]:
+        before, split = taken.before.flatten(0, 1), 2 * g.shape[-1]
+        with_n = before if taken.torch_variant else (r * taken.before).flatten(0, 1)
+        found[1] = torch.cat([rows[:, :split].mT @ before, rows[:, split:].mT @ with_n])
+    if needs[2]:
+        found[2] = sent(ghat)[0]
+    if needs[3] and taken.bias is not None:
+        found[3] = rows.sum(0)
+    return tuple(found)
+
+
+@keeps_dtype
+def tangent(
+    taken: Taken, dx: Tensor | None, dw: Tensor | None, dh0: Tensor | None, dbias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Those of hs, gates and pre, from those of the inputs, None for zeros."""
+    w, coefficients = taken.w, taken.coefficients()
+    _, cz, cn, k, r = coefficients
+    w_n = w.chunk(3)[2]
+    zero = torch.zeros_like(taken.gates)
+    dx = zero if dx is None else without_padding(dx, taken.alive)
+    added = zero if dbias is None else dbias.expand_as(zero)  # to W h' without the change of h'
+    if dw is not None:
+        if taken.torch_variant:
+            added = added + taken.before @ dw.mT
+        else:
+            dw_r, dw_z, dw_n = dw.chunk(3)
+            rows = [taken.before @ dw_r.mT, taken.before @ dw_z.mT, (r * taken.before) @ dw_n.mT]
+            added = added + torch.cat(rows, -1)
+    (x_r, x_z, x_n), (b_r, b_z, b_n) = dx.chunk(3, -1), added.chunk(3, -1)
+
+    def step(through: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tangents of a_r, a_z, of the argument of n's tanh, and of q."""
+        a_r, a_z, q = x_r + b_r, x_z + b_z, b_n
+        if through is not None:
+            a_r, a_z = a_r + through[0], a_z + through[1]
+            q = q + through[2]
+        if taken.torch_variant:
+            return a_r, a_z, x_n + k * a_r + r * q, q
+        return a_r, a_z, x_n + q + (k * a_r) @ w_n.mT, q
+
+    _, a_z, a_n, _ = step(None)
+    g = without_padding(cz * a_z + cn * a_n, taken.alive)
+    if dh0 is not None:
+        first = _applied(taken.variant, dh0, w, tuple(c[0] for c in coefficients))
+        g = torch.cat([(g[0] + first).unsqueeze(0), g[1:]])
+    dhs = LinearGru.apply(taken.variant, True, g, w, *coefficients)
+    before = neighbours(dhs, dh0, before=True)
+    w_r, w_z, _ = w.chunk(3)
+    to_n = before if taken.torch_variant else r * before
+    a_r, a_z, a_n, q = step((before @ w_r.mT, before @ w_z.mT, to_n @ w_n.mT))
+    dgates = torch.cat([taken.by_r * a_r, taken.by_z * a_z, taken.by_n * a_n], -1)
+    dpre = without_padding(q, taken.alive) if taken.torch_variant else None
+    return dhs, without_padding(dgates, taken.alive), dpre
+
+
+class Gru(torch.autograd.Function):
+    """(hs, gates, pre) of a GRU under forward mode and torch.func; arguments of apply: those of the forward op."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.orthokern.gru_scan_fwd(
+            x, w, h0, bias, variant, backend, lengths
+        )
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, w, h0, bias, ctx.variant, _, lengths = inputs
+        if ctx.variant != "torch":
+            ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output, w, h0, bias, lengths)
+        ctx.save_for_forward(*output, w, h0, bias, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_hs, grad_gates, grad_pre = grads
+        if all(grad is None for grad in grads):
+            return (None,) * 7
+        taken = Taken(ctx.variant, *ctx.saved_tensors)
+        return *gradients(taken, grad_hs, grad_gates, grad_pre, ctx.needs_input_grad[:4]), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        return tangent(Taken(ctx.variant, *ctx.saved_tensors), *tangents[:4])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Into the batch of the sequences where the parameters are shared, else one after the other."""
+        x, w, h0, bias, variant, backend, lengths = arguments
+        size = info.batch_size
+        if in_dims[1] is not None or in_dims[3] is not None:
+            return looped(Gru.apply, size, in_dims, arguments), (0, 0, 0)
+        lengths = None if lengths is None else joined(lengths, in_dims[6], size, 0)
+        x, h0 = joined(x, in_dims[0], size, 1), joined(h0, in_dims[2], size, 0)
+        hs, gates, pre = Gru.apply(x, w, h0, bias, variant, backend, lengths)
+        hs, gates = hs.unflatten(1, (size, -1)), gates.unflatten(1, (size, -1))
+        if variant != "torch":
+            return (hs, gates, pre), (1, 1, None)
+        return (hs, gates, pre.unflatten(1, (size, -1))), (1, 1, 1)

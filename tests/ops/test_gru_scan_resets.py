@@ -1,0 +1,220 @@
+"""Resets of gru_scan and GRU: a step that starts from reset_state in place of the state before."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers import GruProblem, assert_matches_reference, assert_same_bits, compiled, served, some_lengths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from orthokern import functional
+from orthokern.errors import InputError
+from orthokern.nn import GRU
+from orthokern.ops.gru_scan import VARIANTS
+
+SERVED = served("gru_scan")
+LEAVES = ("x", "w", "h0", "bias", "reset_state")
+
+
+def leaves_of(p: GruProblem) -> dict[str, Tensor]:
+    """The tensors that have gradients, as leaves of a graph."""
+    return {name: getattr(p, name).clone().requires_grad_() for name in LEAVES if getattr(p, name) is not None}
+
+
+def cut_by_hand(p: GruProblem, leaves: dict[str, Tensor], lengths: Tensor) -> Tensor:
+    """hs [T, B, N]: every sequence on its own, cut at its resets into scans of their own, in plain torch code."""
+    assert p.resets is not None
+    options: dict[str, Any] = {"bias": leaves.get("bias"), "variant": p.variant, "backend": "reference"}
+    state = leaves.get("reset_state", torch.zeros_like(p.h0))
+    rows = []
+    for b, length in enumerate(lengths.tolist()):
+        borders = [t for t in range(length) if p.resets[t, b]]
+        pieces = [leaves["x"].new_zeros(len(p.x) - length, p.h0.shape[1])]
+        for start, stop in zip([0, *borders], [*borders, length], strict=True):
+            if start < stop:
+                h = (state if start in borders else leaves["h0"])[b : b + 1]
+                hs = functional.gru_scan(leaves["x"][start:stop, b : b + 1], leaves["w"], h, **options)
+                pieces.insert(-1, hs.squeeze(1))
+        rows.append(torch.cat(pieces))
+    return torch.stack(rows, 1)
+
+
+def check_against_cuts(p: GruProblem, lengths: Tensor) -> None:
+    """States and gradients of the op, and of plain torch code, in float64."""
+    leaves = leaves_of(p)
+    hs = cut_by_hand(p, leaves, lengths)
+    expected = torch.autograd.grad(hs, list(leaves.values()), p.grad_hs, allow_unused=True)
+    poisoned = p.with_poisoned_padding(lengths)
+
+    def op(backend: str, x: Tensor, w: Tensor, h0: Tensor, bias: Any = None, reset_state: Any = None) -> Tensor:
+        cuts = (backend, lengths, p.resets, reset_state)
+        states: Tensor = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, p.variant, *cuts)[0]
+        return states
+
+    def plain(backend: str, **tensors: Tensor) -> Tensor:
+        tensors.setdefault("reset_state", torch.zeros_like(p.h0))
+        options: dict[str, Any] = {"variant": p.variant, "lengths": lengths, "resets": p.resets, "backend": backend}
+        return functional.gru_scan(**tensors, **options)
+
+    cpu = [backend for backend in SERVED if not isinstance(backend, str) and not backend.marks[0].args[0]]
+    for run, backend in ((op, "reference"), (plain, "reference"), *((op, "cpu") for _ in cpu)):
+        ours = leaves_of(poisoned)
+        found = run(backend, **ours)
+        torch.testing.assert_close(found, hs, rtol=1e-12, atol=1e-13)
+        grads = torch.autograd.grad(found, list(ours.values()), poisoned.grad_hs)
+        for name, grad, want in zip(ours, grads, expected, strict=True):
+            want = torch.zeros_like(grad) if want is None else want
+            torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@settings(max_examples=30)
+@given(
+    T=st.integers(1, 7), B=st.integers(1, 5), N=st.integers(1, 19), variant=st.sampled_from(VARIANTS),
+    bias=st.booleans(), state=st.booleans(), share=st.sampled_from((0.0, 0.2, 0.7, 1.0)),
+    order=st.sampled_from(("full", "any", "falling", "rising")), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_resets_and_lengths_are_cuts(
+    T: int, B: int, N: int, variant: str, bias: bool, state: bool, share: float, order: str, seed: int
+) -> None:
+    p = GruProblem.random(variant, T, B, N, bias=bias, seed=seed).with_resets(share, state=state, seed=seed)
+    check_against_cuts(p, some_lengths(B, T, order, seed=seed))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck_with_resets(variant: str) -> None:
+    p = GruProblem.random(variant, 5, 2, 3).with_resets(0.4)
+    assert p.resets is not None and p.resets.any() and not p.resets.all()
+
+    def run(*tensors: Tensor) -> Tensor:
+        return functional.gru_scan(**dict(zip(LEAVES, tensors, strict=True)), variant=variant, resets=p.resets)
+
+    assert torch.autograd.gradcheck(run, tuple(leaves_of(p).values()))
+
+
+@pytest.mark.parametrize("backend", SERVED[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parity_with_resets(variant: str, dtype: torch.dtype, backend: str) -> None:
+    sizes = [(7, 3, 63), (5, 2, 1), (9, 1, 16), (6, 26, 33), (4, 230, 20), (12, 9, 40)]
+    for index, (T, B, N) in enumerate(sizes):
+        torch.set_num_threads(1 + index % 2)
+        lengths = None if index % 3 == 0 else some_lengths(B, T, "any", seed=index)
+        p = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
+        p = p.with_resets((0.1, 0.6)[index % 2], state=index != 2, seed=index)
+        expected, plain = p.map(Tensor.double).run("reference", lengths=lengths), p.run("reference", lengths=lengths)
+        for name, tensor in p.run(backend, lengths=lengths).items():
+            what = f"{name} of {(T, B, N)}"
+            assert_matches_reference(tensor, expected[name], plain[name], name=what, gradient="grad" in name)
+
+
+@pytest.mark.parametrize("backend", SERVED)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_true_one_resets_change_no_bit(variant: str, backend: str) -> None:
+    p = GruProblem.random(variant, 12, 5, 19).map(Tensor.float)
+    cut = p.with_resets(0.0)
+    for lengths in (None, torch.tensor([3, 12, 7, 1, 12])):
+        found = cut.run(backend, lengths=lengths)
+        assert not found["grad_reset_state"].any() and found["grad_reset_state"].shape == p.h0.shape
+        assert_same_bits(p.run(backend, lengths=lengths), found, skip=("grad_reset_state",))
+
+
+def test_reset_state_defaults_to_h0_and_then_to_zeros() -> None:
+    p = GruProblem.random("kanai", 6, 3, 5).with_resets()
+    h0, apart, both = (p.h0.clone().requires_grad_() for _ in range(3))
+    functional.gru_scan(p.x, p.w, h0, resets=p.resets).backward(p.grad_hs)
+    functional.gru_scan(p.x, p.w, both, resets=p.resets, reset_state=apart).backward(p.grad_hs)
+    assert h0.grad is not None and apart.grad is not None and both.grad is not None and apart.grad.abs().max() > 0
+    torch.testing.assert_close(h0.grad, apart.grad + both.grad)
+    zeros = torch.zeros_like(p.h0)
+    wanted = functional.gru_scan(p.x, p.w, zeros, resets=p.resets, reset_state=zeros)
+    assert torch.equal(functional.gru_scan(p.x, p.w, resets=p.resets), wanted)
+
+
+def test_bad_resets_are_one_line() -> None:
+    p = GruProblem.random("kanai", 4, 3, 5)
+    good = torch.zeros(4, 3, dtype=torch.bool)
+    for options, message in (
+        ({"resets": good.int()}, "resets has dtype int32: accepted is bool"),
+        ({"resets": good.mT}, r"resets has shape \[3, 4\]: accepted is \[T, B\] = \[4, 3\]"),
+        ({"resets": [True]}, "resets must be a torch.Tensor, got list"),
+        ({"reset_state": p.h0}, "reset_state is shape .* without resets: accepted with resets only"),
+        ({"resets": good, "reset_state": p.h0[:1]}, r"reset_state has shape \[1, 5\]: accepted is \[B, N\]"),
+        ({"resets": good, "reset_state": p.h0.float()}, "reset_state has dtype float32: accepted is the dtype"),
+    ):
+        with pytest.raises(InputError, match=message):
+            functional.gru_scan(p.x, p.w, p.h0, **options)
+    with pytest.raises(InputError, match="resets are given to a bidirectional module; accepted: bidirectional=False"):
+        GRU(3, 4, bidirectional=True)(torch.randn(4, 3, 3), resets=good)
+    with pytest.raises(InputError, match=r"resets is torch.bool \(4, 3\) .*; accepted: torch.bool \(3, 4\) \(\[B, T\]"):
+        GRU(3, 4, batch_first=True)(torch.randn(3, 4, 3), resets=good)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_opcheck_and_compile_with_resets(variant: str) -> None:
+    p = GruProblem.random(variant, 5, 3, 4).with_resets()
+    fwd, bwd = (getattr(torch.ops.orthokern, f"gru_scan_{way}").default for way in ("fwd", "bwd"))
+    leaves, lengths = leaves_of(p), torch.tensor([5, 2, 4])
+    state = leaves.pop("reset_state")
+    torch.library.opcheck(fwd, (*leaves.values(), variant, None, lengths, p.resets, state))
+    cuts = (None, lengths, p.resets, p.reset_state)
+    saved = fwd(*p.inputs(), variant, *cuts)
+    torch.library.opcheck(bwd, (p.grad_hs, *saved, p.w, p.h0, p.bias, variant, True, *cuts))
+
+    def run(function: Any) -> list[Tensor]:
+        tensors = leaves_of(p)
+        hs = function(**tensors, variant=variant, lengths=lengths, resets=p.resets)
+        return [hs.detach(), *torch.autograd.grad(hs, list(tensors.values()), p.grad_hs)]
+
+    for one, other in zip(run(compiled(functional.gru_scan)), run(functional.gru_scan), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_modules_start_anew(batch_first: bool, learned: bool) -> None:
+    """A sequence with a reset is two sequences; all layers, every layout, and the gradients of a learned state."""
+    module = GRU(3, 5, num_layers=2, batch_first=batch_first, learned_h0=learned, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.5)
+    x, resets = torch.randn(7, 2, 3, dtype=torch.float64), torch.zeros(7, 2, dtype=torch.bool)
+    resets[4] = True
+
+    def layout(t: Tensor) -> Tensor:
+        return t.transpose(0, 1) if batch_first else t
+
+    states, last = module(layout(x), resets=layout(resets))
+    parts = [module(layout(part)) for part in (x[:4], x[4:])]
+    expected = torch.cat([part[0] for part in parts], int(batch_first))
+    torch.testing.assert_close(states, expected)
+    torch.testing.assert_close(last, parts[1][1])
+    weights, g = list(module.parameters()), torch.randn_like(states)
+    for one, other in zip(
+        torch.autograd.grad(states, weights, g), torch.autograd.grad(expected, weights, g), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    alone = module(x[:, 0], resets=resets[:, 0])[0]
+    torch.testing.assert_close(alone, layout(states)[:, 0])
+
+
+def test_packed_sequences_start_anew() -> None:
+    module = GRU(3, 5, dtype=torch.float64)
+    x, lengths = torch.randn(6, 3, 3, dtype=torch.float64), torch.tensor([2, 6, 4])
+    resets = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) < 0.4
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    states, _ = torch.nn.utils.rnn.pad_packed_sequence(module(packed, resets=resets)[0])
+    dense = module(x, resets=resets)[0]
+    for b, length in enumerate(lengths.tolist()):
+        torch.testing.assert_close(states[:length, b], dense[:length, b])
+
+
+def test_a_strided_problem_with_resets() -> None:
+    p = GruProblem.random("torch", 6, 4, 7).with_resets()
+    assert p.resets is not None
+    strided = dataclasses.replace(p, resets=p.resets.mT.contiguous().mT)
+    assert_same_bits(p.run("auto"), strided.run("auto"))

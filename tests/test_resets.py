@@ -1,0 +1,290 @@
+"""Resets in the modules, in their loss, and with TorchRL's conventions."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from helpers import some_lengths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from orthokern import functional
+from orthokern.errors import InputError
+from orthokern.nn import RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN
+from orthokern.ops import _scan_loss
+
+KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN]
+
+
+def some_resets(T: int, B: int, seed: int = 0) -> Tensor:
+    resets = torch.rand(T, B, generator=torch.Generator().manual_seed(seed)) < 0.2
+    resets[T // 2, 0] = True
+    return resets
+
+
+def cut_by_hand(rnn: nn.Module, x: Tensor, resets: Tensor, hx: Tensor, reset_state: Tensor) -> tuple[Tensor, Tensor]:
+    """The module called on every part between resets: (output [T, B, N], h_n)."""
+    outputs, ends = [], []
+    for b in range(x.shape[1]):
+        borders = [t for t in range(len(x)) if resets[t, b]]
+        pieces, h = [], hx[:, b : b + 1]
+        for start, stop in zip([0, *borders], [*borders, len(x)], strict=True):
+            if start in borders:
+                h = reset_state[:, b : b + 1]
+            if stop > start:
+                out, h = rnn(x[start:stop, b : b + 1], h.contiguous())
+                pieces.append(out)
+        outputs.append(torch.cat(pieces))
+        ends.append(h)
+    return torch.cat(outputs, 1), torch.cat(ends, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_cut_every_layer(kind: Any) -> None:
+    torch.manual_seed(0)
+    T, B, N = 11, 4, 6
+    rnn = kind(3, N, num_layers=2, dtype=torch.float64)
+    x, hx, state = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((T, B, 3), (2, B, N), (2, B, N)))
+    resets, grad = some_resets(T, B), torch.randn(T, B, N, dtype=torch.float64)
+    leaves = [x, hx, state, *rnn.parameters()]
+    found = []
+    for out, h_n in (rnn(x, hx, resets=resets, reset_state=state), cut_by_hand(rnn, x, resets, hx, state)):
+        found.append([out, h_n, *torch.autograd.grad([out, h_n], leaves, [grad, torch.ones_like(h_n)])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+    first = kind(3, N, num_layers=2, batch_first=True, dtype=torch.float64)
+    first.load_state_dict(rnn.state_dict())
+    out, h_n = first(x.transpose(0, 1), hx, resets=resets.mT, reset_state=state)
+    assert torch.equal(out.transpose(0, 1), found[0][0]) and torch.equal(h_n, found[0][1])
+    one, last = rnn(x[:, 0], hx[:, 0], resets=resets[:, 0], reset_state=state[:, 0])
+    torch.testing.assert_close(one, found[0][0][:, 0], rtol=1e-12, atol=1e-13)
+    assert last.shape == (2, N)
+
+
+def test_resets_start_from_given_learned_or_zero_states() -> None:
+    torch.manual_seed(0)
+    rnn, plain = RNN(2, 5, learned_h0=True, dtype=torch.float64), RNN(2, 5, dtype=torch.float64)
+    nn.init.normal_(rnn.h0_l0)
+    plain.load_state_dict(rnn.state_dict(), strict=False)
+    x, resets = torch.randn(9, 3, 2, dtype=torch.float64), some_resets(9, 3)
+    hx, zeros = torch.randn(1, 3, 5, dtype=torch.float64), torch.zeros(1, 3, 5, dtype=torch.float64)
+    learned = rnn.h0_l0.expand(1, 3, 5)
+    torch.testing.assert_close(rnn(x, resets=resets)[0], cut_by_hand(plain, x, resets, learned, learned)[0])
+    torch.testing.assert_close(rnn(x, hx, resets=resets)[0], cut_by_hand(plain, x, resets, hx, hx)[0])
+    torch.testing.assert_close(plain(x, resets=resets)[0], cut_by_hand(plain, x, resets, zeros, zeros)[0])
+    rnn(x, resets=resets)[0].square().sum().backward()
+    assert rnn.h0_l0.grad is not None and rnn.h0_l0.grad.abs().min() > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(0, 10**6), st.booleans()
+)  # fmt: skip
+def test_resets_and_lengths_together(T: int, B: int, N: int, share: float, seed: int, factored: bool) -> None:
+    """Against every sequence on its own, for the steps it has, cut by hand."""
+    generator = torch.Generator().manual_seed(seed)
+    x, h0, state, grad = (
+        torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((T, B, N), (B, N), (B, N), (T, B, N))
+    )
+    matrices = [torch.randn(N, N, dtype=torch.float64, generator=generator) / N**0.5 for _ in range(2)]
+    resets, lengths = torch.rand(T, B, generator=generator) < share, some_lengths(B, T, "any", seed)
+    leaves = [t.clone().requires_grad_() for t in (x, h0, state, *matrices)]
+
+    def scan(x: Tensor, h0: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if factored:
+            return functional.factored_scan(x, u, u.new_ones(N), v, h0, **options)
+        return functional.dense_scan(x, u @ v.mT, h0, **options)
+
+    def by_hand(x: Tensor, h0: Tensor, state: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for b in range(B):
+            h, steps, row = h0[b : b + 1], int(lengths[b]), []
+            for t in range(steps):
+                h = scan(x[t : t + 1, b : b + 1], state[b : b + 1] if resets[t, b] else h, u, v)[0]
+                row.append(h)
+            rows.append(torch.cat([*row, h0.new_zeros(T - steps, N)]))
+        return torch.stack(rows, 1)
+
+    x_, h0_, state_, u_, v_ = leaves
+    ours = scan(x_, h0_, u_, v_, lengths=lengths, resets=resets, reset_state=state_)
+    theirs = by_hand(*leaves)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    grads = [torch.autograd.grad(out, leaves, grad, allow_unused=True) for out in (ours, theirs)]
+    for leaf, one, other in zip(leaves, *grads, strict=True):
+        torch.testing.assert_close(one, torch.zeros_like(leaf) if other is None else other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_packed_sequences(kind: Any, enforce_sorted: bool) -> None:
+    torch.manual_seed(0)
+    T, B, N = 9, 4, 5
+    rnn = kind(3, N, num_layers=2, dtype=torch.float64)
+    lengths = torch.tensor([9, 6, 6, 2] if enforce_sorted else [2, 9, 6, 6])
+    x, resets, state = torch.randn(T, B, 3, dtype=torch.float64), some_resets(T, B), torch.randn(2, B, N).double()
+    packed = pack_padded_sequence(x, lengths, enforce_sorted=enforce_sorted)
+    out, h_n = rnn(packed, resets=resets, reset_state=state)
+    padded = pad_packed_sequence(out, total_length=T)[0]
+    for b, length in enumerate(lengths.tolist()):
+        own = {"resets": resets[:length, b : b + 1], "reset_state": state[:, b : b + 1]}
+        alone, end = rnn(x[:length, b : b + 1], **own)
+        torch.testing.assert_close(padded[:length, b : b + 1], alone, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(h_n[:, b : b + 1], end, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "identity"])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_the_loss_takes_resets(nonlinearity: str, with_lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece, and in chunks whose entering state is not the one that resets start from."""
+    torch.manual_seed(0)
+    T, B, N = 13, 3, 5
+    rnn = FactorizedRNN(4, N, nonlinearity=nonlinearity, dtype=torch.float64)
+    readout = nn.Linear(N, 3, dtype=torch.float64)
+    x, target = torch.randint(4, (T, B)), torch.randint(3, (T, B))
+    resets, lengths = some_resets(T, B), some_lengths(B, T, "any") if with_lengths else None
+    hx, state = (torch.randn(1, B, N, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    leaves = [hx, state, *rnn.parameters(), *readout.parameters()]
+    more = {"resets": resets, "reset_state": state}
+    states, _ = rnn(x, hx, **more)
+    counts = torch.ones(T, B, dtype=torch.bool) if lengths is None else torch.arange(T)[:, None] < lengths
+    expected = nn.functional.cross_entropy(readout(states)[counts], target[counts])
+    wanted = torch.autograd.grad(expected, leaves)
+    for chunk in (None, 4):
+        if chunk:
+            monkeypatch.setattr(_scan_loss, "_is_kept_whole", lambda *_: False)
+            monkeypatch.setattr(_scan_loss, "_chunk_steps", lambda _: 4)
+        loss, hits = rnn.loss(x, readout, target, hx, lengths=lengths, **more)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
+        right = (readout(states).argmax(-1) == target) & counts
+        assert torch.equal(hits, right.sum(1))
+        for one, other in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_the_modal_loss_says_that_resets_make_it_step_by_step() -> None:
+    torch.manual_seed(0)
+    w, table, readout = torch.linalg.qr(torch.randn(8, 8))[0], torch.randn(8, 4), torch.randn(5, 8)
+    x, target, resets = torch.randint(4, (50, 3)), torch.randint(5, (50, 3)), some_resets(50, 3)
+    options: dict[str, Any] = {"weight": table, "activation": "identity", "resets": resets}
+    found = functional.scan_cross_entropy(x, w, readout, target, **options)
+    assert found.basis is None and found.refused.startswith("resets replace states between steps")
+    with pytest.raises(InputError, match="algorithm is 'modal': resets replace states between steps"):
+        functional.scan_cross_entropy(x, w, readout, target, algorithm="modal", **options)
+
+
+def test_bad_resets_are_one_line() -> None:
+    rnn, x = RNN(3, 5), torch.randn(7, 2, 3)
+    good = torch.zeros(7, 2, dtype=torch.bool)
+    first, both = RNN(3, 5, batch_first=True), RNN(3, 5, bidirectional=True)
+    cases: list[tuple[RNN, Any, dict[str, Any], str]] = [
+        (rnn, x, {"resets": good.int()}, r"resets is torch.int32 \(7, 2\).*; accepted: torch.bool \(7, 2\) \(\[T, B\]"),
+        (rnn, x, {"resets": good.mT}, r"resets is torch.bool \(2, 7\)"),
+        (first, x.transpose(0, 1), {"resets": good}, r"accepted: torch.bool \(2, 7\) \(\[B, T\]\)"),
+        (rnn, x[:, 0], {"resets": good}, r"accepted: torch.bool \(7,\) \(\[T\]\)"),
+        (rnn, x, {"resets": [True]}, "resets must be a Tensor or None, got list"),
+        (both, x, {"resets": good}, "resets are given to a bidirectional module"),
+        (rnn, x, {"reset_state": torch.zeros(1, 2, 5)}, "reset_state is given without resets"),
+        (rnn, x, {"resets": good, "reset_state": torch.zeros(2, 5)}, r"reset_state has shape \(2, 5\)"),
+        (rnn, x, {"resets": good, "reset_state": torch.zeros(1, 2, 5).double()}, "reset_state is torch.float64"),
+    ]
+    for module, given_, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            module(given_, **options)
+
+
+def test_compiled_module_with_resets() -> None:
+    torch._dynamo.reset()
+    rnn, x, resets = FactorizedRNN(3, 5, num_layers=2), torch.randn(6, 2, 3), some_resets(6, 2)
+    compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, resets=resets)[0], rnn(x, resets=resets)[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- TorchRL
+
+
+def test_episodes_step_by_step_and_in_sequences() -> None:
+    """Steps one at a time and whole sequences give the same states; tensors of any number of dimensions."""
+    torch.manual_seed(0)
+    for rnn in (RNN(3, 5, num_layers=2), FactorizedRNN(3, 5, num_layers=2, batch_first=True)):
+        core = EpisodeRNN(rnn)
+        value, is_init = torch.randn(4, 9, 3), some_resets(9, 4).mT.unsqueeze(-1)
+        start = torch.randn(4, 9, 2, 5)
+        states, last = core(value, start, is_init)
+        held, found = start[:, 0], []
+        for t in range(9):
+            state, held = core(value[:, t], held, is_init[:, t])
+            found.append(state)
+        torch.testing.assert_close(states, torch.stack(found, 1))
+        torch.testing.assert_close(last[:, -1], held)
+        assert not last[:, :-1].any()
+        wide = core(value.view(2, 2, 9, 3), start.view(2, 2, 9, 2, 5), is_init.view(2, 2, 9, 1))
+        assert torch.equal(wide[0].flatten(0, 1), states) and torch.equal(wide[1].flatten(0, 1), last)
+        alone = EpisodeRNN(rnn, recurrent=True)(value[0], start[0], is_init[0])
+        torch.testing.assert_close(alone[0], states[0])
+        with pytest.raises(InputError, match=r"is_init is torch.bool \(4, 9\)"):
+            core(value, start, is_init.squeeze(-1))
+        with pytest.raises(InputError, match="recurrent_state has shape"):
+            core(value, start[:, 0], is_init)
+    with pytest.raises(InputError, match="rnn is bidirectional"):
+        EpisodeRNN(RNN(3, 5, bidirectional=True))
+
+
+def as_gru(rnn: RNN) -> nn.GRU:
+    """The same recurrence as a GRU whose update gate is 0 and whose reset gate is 1, exactly."""
+    N = rnn.hidden_size
+    gru = nn.GRU(rnn.input_size, N, batch_first=True)
+    with torch.no_grad():
+        for parameter in gru.parameters():
+            parameter.zero_()
+        gru.weight_ih_l0[2 * N :], gru.weight_hh_l0[2 * N :] = rnn.weight_ih_l0, rnn.recurrent_matrix()
+        gru.bias_ih_l0[:N], gru.bias_ih_l0[N : 2 * N] = 1e4, -1e4
+        gru.bias_ih_l0[2 * N :] = rnn.bias_ih_l0 + rnn.bias_hh_l0
+    return gru
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_episodes_are_those_of_torchrl() -> None:
+    """TorchRL's own GRUModule on the same weights, in both modes, with gradients."""
+    from tensordict import TensorDict
+    from tensordict.nn import TensorDictModule
+    from torchrl.modules import GRUModule, set_recurrent_mode
+
+    torch.manual_seed(0)
+    B, T, N = 4, 12, 6
+    rnn = RNN(3, N)
+    keys = (["value", "recurrent_state", "is_init"], ["out", ("next", "recurrent_state")])
+    theirs = GRUModule(gru=as_gru(rnn), in_keys=keys[0], out_keys=keys[1])
+    ours = TensorDictModule(EpisodeRNN(rnn), in_keys=keys[0], out_keys=keys[1])
+    is_init = some_resets(T, B).mT.unsqueeze(-1)
+    # as InitTracker and TensorDictPrimer leave it: zeros where an episode begins
+    state = torch.where(is_init.unsqueeze(-1), 0.0, torch.randn(B, T, 1, N))
+    value, grad = torch.randn(B, T, 3), torch.randn(B, T, N)
+
+    def run(module: nn.Module, recurrent: bool) -> list[Tensor]:
+        x = value.clone().requires_grad_()
+        given_ = TensorDict({"value": x, "recurrent_state": state, "is_init": is_init}, [B, T])
+        with set_recurrent_mode(recurrent):
+            if recurrent:
+                found = module(given_)
+                return [found["out"], *torch.autograd.grad(found["out"], x, grad)]
+            step = given_[:, 0]
+            outputs = []
+            for t in range(T):
+                step = module(step)
+                outputs.append(step["out"])
+                held = step["next", "recurrent_state"]
+                if t + 1 < T:
+                    step = given_[:, t + 1].set("recurrent_state", held)
+            out = torch.stack(outputs, 1)
+            return [out, *torch.autograd.grad(out, x, grad)]
+
+    for recurrent in (True, False):
+        for one, other in zip(run(ours, recurrent), run(theirs, recurrent), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
