@@ -9,7 +9,7 @@ Letters: B batch, T time, N hidden_size, D input_size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn

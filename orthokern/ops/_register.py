@@ -14,6 +14,7 @@ Inside a kernel autocast is off: ``orthokern/_autocast.py``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -136,7 +137,10 @@ class CustomOp:
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keys = arguments  # no keys: from __call__
-            with torch._C._AutoDispatchBelowAutograd():
+            # a Function turns grad mode off: transforms of torch.func below this one, and autograd, record by their own
+            below = torch._C._are_functorch_transforms_active()
+            grad_mode = torch.enable_grad() if below else contextlib.nullcontext()
+            with grad_mode, torch._C._AutoDispatchBelowAutograd():
                 output = self.kernel(*inputs) if keys is None else op.redispatch(keys, *inputs)
                 if setup_context is not None:
                     setup_context(ctx, inputs, output)

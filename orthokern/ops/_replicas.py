@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.errors import InputError
+from orthokern.ops._second import Taken
 
 # Where R is in a tensor, and how many dimensions the tensor has without it. x: features or states; token ids have one
 # dimension less.
@@ -131,6 +133,38 @@ def backward_one_by_one(
     ]  # fmt: skip
     gradients = [list(of_all) for of_all in zip(*found, strict=True)]
     return ScanGradients(_stacked(gradients[0], 1), *(_stacked(g, 0) for g in gradients[1:]))  # type: ignore[arg-type]
+
+
+def behind_time(tensor: Tensor | None, r: int) -> Tensor | None:
+    """[T, B, ...] of model r from [T, R, B, ...]; an empty tensor stands for none."""
+    return tensor if tensor is None or tensor.ndim == 1 else tensor[:, r]
+
+
+def taken(of_all: Taken, factors: tuple[str, ...], r: int, R: int, op: str) -> Taken:
+    """What the derivatives of model r are computed from; factors: the names of the map's tensors in a Map."""
+
+    def front(name: str, tensor: Tensor | None) -> Any:
+        whole = everywhere(name, tensor, R, op)
+        return None if whole is None else whole[r]
+
+    x, resets = of_all.x, of_all.resets
+    return dataclasses.replace(
+        of_all,
+        hs=of_all.hs[:, r],
+        pre=behind_time(of_all.pre, r),
+        x=x if x is None or is_shared(x) else x[:, r],
+        resets=resets if resets is None or resets.ndim == 2 else resets[:, r],
+        factors=tuple(front(name, factor) for name, factor in zip(factors, of_all.factors, strict=True)),
+        **{
+            name: front(name, getattr(of_all, name))
+            for name in ("h0", "weight", "bias", "act_param", "lengths", "reset_state")
+        },
+    )
+
+
+def gradients_of_all(models: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+    """The gradients of all models from those of each; that of x is first."""
+    return [_stacked(list(of_all), 0 if index else 1) for index, of_all in enumerate(zip(*models, strict=True))]
 
 
 def summed(gradients: list[Tensor | None], dimensions: list[int]) -> list[Tensor | None]:

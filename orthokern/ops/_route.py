@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -10,19 +9,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from orthokern import dispatch
+from orthokern.ops._common import values
 
 
-def _levels() -> list[str]:
-    """Names of the transforms of torch.func that are active: Grad, Jvp, Vmap, ..."""
-    return [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
-
-
-def route(backend: str | None, *, grad_rule: bool = False) -> Literal["op", "function", "reference"]:
-    """What a call runs: the op; an autograd Function around it under forward mode and derivatives of torch.func; or the
-    reference's plain torch code, where that is asked for.
-
-    grad_rule: whether the op itself serves one torch.func.grad, vjp or jacrev. It then keeps its batching rule for
-    torch.func.vmap, which runs all models in one call.
+def route(backend: str | None) -> Literal["op", "function", "reference"]:
+    """What a call runs: the op; an autograd Function around it under forward mode and derivatives of torch.func, for
+    which a torch.library op can have no rule; or the reference's plain torch code, where that is asked for.
 
     Forward mode over forward mode takes the reference, too: torch loses the outer tangent in the jvp of any Function,
     and says nothing (pytorch/pytorch#197867).
@@ -32,12 +24,17 @@ def route(backend: str | None, *, grad_rule: bool = False) -> Literal["op", "fun
     if dispatch.plain_reference(backend):
         return "reference"
     if torch._C._are_functorch_transforms_active():
-        levels = _levels()
+        levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
         if levels.count("Jvp") > 1:
             return "reference"
-        most = 1 if grad_rule else 0
-        return "function" if "Jvp" in levels or levels.count("Grad") > most else "op"
+        return "function" if "Jvp" in levels or "Grad" in levels else "op"
     return "function" if forward_ad._current_level >= 0 else "op"
+
+
+def first_reverse() -> bool:
+    """Whether torch.func takes one reverse derivative and no other, in whatever vmaps: the ops can serve that."""
+    levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return levels.count("Grad") == 1 and "Jvp" not in levels
 
 
 def plain(backend: str | None) -> bool:
@@ -45,26 +42,17 @@ def plain(backend: str | None) -> bool:
     return route(backend) != "op"
 
 
-def recording(saved: Iterable[Tensor | None] = ()) -> bool:
+def recording(*tensors: Tensor | None) -> bool:
     """Whether a backward has to be one that autograd can derive again: create_graph=True.
 
-    Not while torch.compile traces it, which has no second derivative. torch.func.grad always sets create_graph; where
-    it is the only derivative, it needs no such backward unless one of the saved tensors has a gradient outside it.
+    Not while torch.compile traces it, which has no second derivative. torch.func always asks for such a graph; where
+    it takes one derivative alone, autograd outside of it needs the graph only if it follows one of the tensors.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if not torch._C._are_functorch_transforms_active():
-        return True
-    levels = _levels()
-    if "Jvp" in levels or levels.count("Grad") != 1:
-        return True
-    return any(_innermost(tensor).requires_grad for tensor in saved if tensor is not None)
-
-
-def _innermost(tensor: Tensor) -> Tensor:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    if tensors and torch._C._are_functorch_transforms_active() and first_reverse():
+        return any(tensor is not None and values(tensor).requires_grad for tensor in tensors)
+    return True
 
 
 def last() -> bool:

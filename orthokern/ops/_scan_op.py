@@ -100,8 +100,8 @@ class ScanOp:
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
         """hs of the forward op's arguments, all of them; ``backend`` is one of them."""
-        route = _route.route(backend, grad_rule=True)
-        if route == "op":
+        route = _route.route(backend)
+        if route == "op" or (route == "function" and _route.first_reverse()):
             hs: Tensor = self.fwd(*arguments)[0]
             return hs
         if route == "function":
@@ -262,7 +262,7 @@ class ScanOp:
         *tensors, lengths, resets, reset_state = saved
         needs = ctx.needs_input_grad[: self.count + 5]
         wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
-        if grad_pre is not None or _route.recording(saved):
+        if grad_pre is not None or _route.recording(grad_hs, *saved):
             *found, last = self._differentiable(ctx, saved, grad_hs, grad_pre, (*needs, wanted))
             return (*found, *(None,) * 8, last)
         h0 = self.count + 1
@@ -296,6 +296,15 @@ class ScanOp:
         taken = _second.Taken(
             hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors)
         )  # fmt: skip
-        return _second.gradients(
-            self._plan(activation, ctx.choices, ctx.message_clip), taken, grad_hs, grad_pre, needs
-        )  # fmt: skip
+        plan = self._plan(activation, ctx.choices, ctx.message_clip)
+        if ctx.dimensions is None:
+            return _second.gradients(plan, taken, grad_hs, grad_pre, needs)
+        R, names = hs.shape[1], ("second",) if self.count == 1 else ("second", "scale", "first")
+        models = [
+            _second.gradients(
+                plan, _replicas.taken(taken, names, r, R, self.name), _replicas.behind_time(grad_hs, r),
+                _replicas.behind_time(grad_pre, r), needs,
+            )
+            for r in range(R)
+        ]  # fmt: skip
+        return tuple(_replicas.summed(_replicas.gradients_of_all(models), ctx.dimensions))

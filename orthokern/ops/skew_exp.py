@@ -56,7 +56,8 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; P itself is off by about
         eps |A|_2 at worst. |A|_2 above 768 (float64: 279) gives NaN in that matrix, and so do NaN and infinity in x.
     """
-    if _route.plain(backend):
+    route = _route.route(backend)
+    if route == "reference" or (route == "function" and not _route.first_reverse()):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
     result = _fwd(x, backend)[0]
@@ -133,7 +134,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
     if grad_p is None:
         return ()
     x, *rest = saved
-    if _route.recording():  # the same formulas, of what the forward computes as a function of x
+    if _route.recording(grad_p, *saved):  # the same formulas, of what the forward computes as a function of x
         reference = dispatch.leaf("skew_exp", "reference")
         with ieee_products():
             _, *rest = reference.skew_exp_fwd(x)

@@ -296,3 +296,38 @@ def test_resets_of_each_model_or_of_all(shared: bool) -> None:
     for index, one in enumerate(grad(total, (0, 1, 2, 3))(*given)):
         wanted = torch.stack([gradients[index] for gradients in alone])
         torch.testing.assert_close(one, wanted.sum(0) if places[index] is None else wanted)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "softsign"])
+def test_second_derivatives_of_replicas(activation: str) -> None:
+    """create_graph through vmap, and torch.func.grad of torch.func.grad of it, against one model at a time."""
+    of_all = problems("factored_scan", "features", activation, count=2)
+    x, u, s, v, h0, weight, bias, _ = stacked(of_all)
+    assert x is not None and u is not None and s is not None and v is not None and weight is not None
+    u = u.clone().requires_grad_()
+    weight = weight[0].clone().requires_grad_()  # shared
+
+    def loss(u: Tensor, s: Tensor, v: Tensor, h0: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+        hs = functional.factored_scan(x[0], u, s, v, h0, weight=weight, bias=bias, activation=activation)
+        return hs.square().sum()
+
+    places, others = (0, 0, 0, 0, 0, None), (s, v, h0, bias)
+    total = vmap(loss, places)(u, *others, weight).sum()
+    first = torch.autograd.grad(total, (u, weight), create_graph=True)
+    found = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), (u, weight))
+    looped = torch.stack([loss(u[r], s[r], v[r], h0[r], bias[r], weight) for r in range(2)]).sum()  # type: ignore[index]
+    first_looped = torch.autograd.grad(looped, (u, weight), create_graph=True)
+    wanted = torch.autograd.grad(first_looped[0].square().sum() + first_looped[1].square().sum(), (u, weight))
+    for one, other in zip((*first, *found), (*first_looped, *wanted), strict=True):
+        torch.testing.assert_close(one, other)
+
+    def norm(u: Tensor, *given: Tensor) -> Tensor:
+        return grad(loss)(u, *given).square().sum()
+
+    constants = [t.detach() for t in (u, *others, weight)]  # type: ignore[union-attr]
+    twice = vmap(grad(norm), places)(*constants)
+    through = vmap(norm, places)(u, *constants[1:]).sum()  # autograd outside of torch.func
+    (outside,) = torch.autograd.grad(through, u)
+    torch.testing.assert_close(twice, outside)
+    alone = [grad(norm)(*(t if p is None else t[r] for t, p in zip(constants, places, strict=True))) for r in range(2)]
+    torch.testing.assert_close(twice, torch.stack(alone))

@@ -191,25 +191,17 @@ def test_an_op_alone_refuses_forward_mode_and_torch_func() -> None:
         dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
         with pytest.raises(NotImplementedError, match="jvp"):
             call(dual)
-
-
-def test_torch_func_gets_what_it_needs_or_is_told_where() -> None:
-    problem = scan_problem("dense_scan", B=2, T=3, N=4)
-
-    def loss(w: Tensor, backend: str | None) -> Tensor:
-        x, _, *others = problem.inputs()
-        return call_functional(problem, [x, w, *others], backend=backend).square().sum()
-
-    w = problem.inputs()[1]
-    assert w is not None
     several = torch.stack([w, 2 * w])
-    gradients_of = torch.func.vmap(torch.func.grad(loss), (0, None))(several, "reference")
+    ones = [one.clone().requires_grad_() for one in several]
+    expected = torch.stack([torch.autograd.grad(call(one), one)[0] for one in ones])
     for transform in (torch.func.grad, torch.func.jacrev):
-        torch.testing.assert_close(transform(loss)(w, None), gradients_of[0])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), (0, None))(several, None), gradients_of)
+        torch.testing.assert_close(transform(call)(w), expected[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(call))(several), expected)
     leaf = several.clone().requires_grad_()
-    losses = torch.func.vmap(loss, (0, None))(leaf, None)
-    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], gradients_of)
+    losses = torch.func.vmap(call)(leaf)
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], expected)
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(call, (w,), (w,))
 
 
 # ----------------------------------------------------------------------------------------------------------------- taps
