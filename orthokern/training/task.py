@@ -24,6 +24,8 @@ class Task(ABC):
         time_steps: time steps per sequence, for "µs per time step".
         device: where the model lives.
         data_digest: a checksum of the training data, which a resumed run must find again; None where they are drawn.
+        capturable: whether an iteration can be a CUDA graph (`orthokern.training.graphs`): `loss` and `clip_gradients`
+            read no number of a tensor, and use no tensor but the batch and what the model and the optimizer own.
         iterations_per_epoch: iterations that go once through the training data; None if there is no such thing. Where
             an iteration takes several batches (setting "accumulate"), fewer.
 
@@ -42,6 +44,7 @@ class Task(ABC):
     time_steps: int
     device: torch.device
     data_digest: int | None = None
+    capturable: bool = False
     iterations_per_epoch: int | None = None
     _module: nn.Module | None = None
 
