@@ -309,6 +309,8 @@ class Model:
     barrier_latency: int = 16  # from the last arrival until the first instruction behind it
     other_latency: int = 30  # S2R and the like
     operand_latency: int = 12  # until a store has read its operands
+    tensor: int = 8  # of a scheduler's tensor core, m16n8k8 of TF32 or m16n8k16 of bfloat16
+    tensor_latency: int = 33
 
 
 MODELS = {"80": Model(fma=2, integer=2), "90": Model(), "100": Model()}
@@ -354,6 +356,8 @@ def estimate(
         base = instruction.base
         if base.startswith("D") and base in ("DFMA", "DADD", "DMUL", "DSETP"):
             return "double", model.double
+        if base == "HMMA":
+            return "tensor", model.tensor
         if instruction.kind == "fma" or base in ("FADD", "FMUL", "IMAD"):
             return "fma", model.fma
         if instruction.kind == "special":
@@ -402,6 +406,8 @@ def estimate(
                 result = clock + model.special_latency
             elif name == "double":
                 result = clock + model.special_latency
+            elif name == "tensor":
+                result = clock + model.tensor_latency
             if instruction.sets is not None:
                 warp.boards[instruction.sets] = max(warp.boards[instruction.sets], result)
             if instruction.releases is not None:

@@ -37,9 +37,9 @@ enum class ScanPath {
   kSteps = 2,     // a kernel for every product (scan_steps.h)
 };
 
-// The lowest precision allowed for products of float32; in the order of orthokern.functional.PRECISIONS. Only the path
-// kSteps has precisions other than IEEE, on tensor cores with float32 sums. The other paths always use IEEE, which is
-// at least as accurate.
+// The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. Those below
+// IEEE are for tensor cores, with sums in float32. A plan says which one its kernel has: the one asked for, or IEEE,
+// which is never less.
 enum ScanPrecision {
   kIeee = 0,
   kThreeTf32 = 1,  // each factor as the sum of two TF32 numbers, three of their four products
@@ -57,7 +57,8 @@ struct ScanPlan {
   int cluster;               // blocks of a cluster
   int chunks1, chunks2;      // columns of the first and the second map, in units of 128
   int shared_chunks;         // number of chunks in shared memory, besides those in registers
-  int64_t packed1, packed2;  // floats of workspace for the packed maps
+  int precision;             // of the products, enum ScanPrecision
+  int64_t packed1, packed2;  // words of 4 bytes of workspace for the packed maps
   int64_t work;              // floats of other workspace
   int graph_steps;           // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
@@ -65,7 +66,7 @@ struct ScanPlan {
   template <class Visit>
   void fields(Visit& visit) {
     ORTHOKERN_FIELDS(visit, path, group, blocks, norm_columns, sums_rows, cluster, chunks1, chunks2, shared_chunks,
-                     packed1, packed2, work, graph_steps, shared_bytes);
+                     precision, packed1, packed2, work, graph_steps, shared_bytes);
   }
 };
 
@@ -121,11 +122,12 @@ struct ScanArgs {
 struct ScanOverrides {
   int path = -1, cluster = 0, group = 0;
   int shared_chunks = -1;
+  int tensor = -1;  // clusters: 1 tensor cores wherever a precision below IEEE is allowed, 0 never
   int graph_steps = -1;
 
   template <class Visit>
   void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, path, cluster, group, shared_chunks, graph_steps);
+    ORTHOKERN_FIELDS(visit, path, cluster, group, shared_chunks, tensor, graph_steps);
   }
 };
 

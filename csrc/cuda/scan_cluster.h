@@ -2,279 +2,190 @@
 // all of their steps.
 //
 // Block r of a cluster of S computes rows [4 floor(r Q / S), 4 floor((r + 1) Q / S)) of each product, Q = ceil(rows /
-// 4): at most 64, eight for each of its 8 warps. A lane has 4 neighbouring columns out of every 128 ("chunk"). Where
-// the chunks of a block's rows are:
-//
-//   registers       the first kInRegisters chunks of the first map
-//   shared memory   of the others, as many as fit
-//   L2 cache        what remains is read again in every step, by cp.async into a ring of kStages half chunks; each lane
-//                   fetches just what
-//                   it will multiply, so no barrier is needed, and chunks of the two kinds alternate, so that fetching
-//                   never pauses
+// 4): at most 64, eight for each of its 8 warps. scan_cluster_maps.h has the maps and the products, on the FMA units or
+// on tensor cores.
 //
 // Besides, shared memory holds the whole state and, factored, all of y = s * (V^T h): [group][columns] each. A finished
 // row belongs to one lane; the lanes of 4 rows collect them and store 16 bytes into every block of the cluster with
-// st.async, which counts the bytes down on an mbarrier there. A product waits for all bytes of its vector and for
-// nothing else: no barrier of a block or of the cluster.
+// st.async, which counts the bytes down on an mbarrier there (VectorPipe). A product waits for all bytes of its vector
+// and for nothing else: no barrier of the cluster and, on the FMA units, none of a block.
 //
 // Why one place for each vector is enough (two for the state of a dense map): a warp sends its rows of y only when it
 // has read all of the state, so whoever has all of y knows that nobody reads the old state any more, and may send rows
 // of the new one; likewise from the new state to the next y. A dense map has no such answer in between, but knows that
 // the state before the last one has been read. The argument needs rows of both products in every block, hence
 // first_product_rows; a warp without rows of one product may read what is being overwritten, and throws its sums away.
+// On tensor cores a warp reads a part of the state for the rows of all warps; it sends behind the barrier at which all
+// warps of the block have read theirs. The same holds for the place of their sums (TensorProduct::finish): who has all
+// of a vector knows that the warps of its own block have sent their rows, and hence read the sums.
 #pragma once
 
-#include "cuda/scan_units.h"
+#include "cuda/scan_cluster_maps.h"
 
 namespace orthokern {
 namespace cuda {
 
-constexpr int kClusterThreads = 256, kClusterWarps = 8;
-constexpr int kClusterRows = 64;                     // rows of a block
-constexpr int kChunk = 128;                          // columns of a chunk
-constexpr int kChunkFloats = kClusterRows * kChunk;  // packed: [warp][row of 8][lane][4]
-constexpr int kStages = 2;
-constexpr int kStageFloats = kClusterWarps * 4 * kChunk;  // half a chunk: 4 rows of each warp
-template <int kGroup>
-constexpr int kInRegisters = kGroup <= 2   ? 4
-                             : kGroup <= 4 ? 3
-                                           : 1;  // what 255 registers leave room for beside 8 kGroup sums
-
-struct ClusterMemory {  // the block's shared memory, in bytes
-  int64_t barriers, state, y, chunks, ring, total;
-  __host__ __device__ ClusterMemory(int group, int columns1, int columns2, int shared_chunks, bool streams) {
-    const bool factored = columns2 > 0;
-    barriers = 0;
-    state = 2 * sizeof(Mbarrier);
-    y = state + static_cast<int64_t>(factored ? 1 : 2) * group * columns1 * sizeof(float);
-    chunks = y + static_cast<int64_t>(group) * columns2 * sizeof(float);
-    ring = chunks + static_cast<int64_t>(shared_chunks) * kChunkFloats * sizeof(float);
-    total = ring + (streams ? kStages * kStageFloats * static_cast<int64_t>(sizeof(float)) : 0);
-  }
-};
-
 // Rows of the first product of a factored map of rank K. Where K gives some of the blocks none, rows of zeros are
-// added: a block that sends nothing of y could be overtaken, and count bytes of the next state as bytes of the last one.
+// added: a block that sends nothing of y could be overtaken, and count bytes of the next state as bytes of the last
+// one.
 __host__ __device__ inline int first_product_rows(int K, int size) { return K > 4 * size ? K : 4 * size; }
 
-// First of the rows of block `rank`, in units of 4 rows.
-__host__ __device__ inline int first_quad(int rows, int rank, int size) { return (rows + 3) / 4 * rank / size; }
+// A vector of all sequences that every block of a cluster has a copy of, and each sends its rows of to all: y, or the
+// state of a factored map with kCopies = 1; the state of a dense map, which alternates between two places. Version i is
+// what step i gives.
+template <class Traits, int kCopies>
+struct VectorPipe {
+  float* data;      // [kCopies][kGroup][pitch]
+  Mbarrier* ready;  // [kCopies], a phase ends when all bytes of a version are there
+  int pitch, bytes;
+  int begin, end;  // rows that this block sends
 
-// packed [size][chunks][kChunkFloats] <- element (r, c) of a map at from[r * row_stride + c * column_stride], zero
-// beyond its edges. The blocks share `shared_rows` >= rows.
-static __global__ void __launch_bounds__(256)
-    pack_chunks_kernel(const float* from, int64_t row_stride, int64_t column_stride, int rows, int shared_rows,
-                       int columns, int chunks, int size, float* packed) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  if (i >= static_cast<int64_t>(size) * chunks * kChunkFloats) return;
-  const int c = static_cast<int>(i % kChunk), local = static_cast<int>(i / kChunk % kClusterRows);
-  const int64_t block = i / kChunkFloats;
-  const int rank = static_cast<int>(block / chunks), column = static_cast<int>(block % chunks) * kChunk + c;
-  const int row = 4 * first_quad(shared_rows, rank, size) + local, end = 4 * first_quad(shared_rows, rank + 1, size);
-  packed[i] = row < end && row < rows && column < columns ? from[row * row_stride + column * column_stride] : 0.f;
-}
-
-template <int kGroup>
-__device__ __forceinline__ void multiply_add(float (&sums)[8 * kGroup], int index, const float4 w, const float4 x) {
-  sums[index] = fmaf(w.x, x.x, sums[index]);
-  sums[index] = fmaf(w.y, x.y, sums[index]);
-  sums[index] = fmaf(w.z, x.z, sums[index]);
-  sums[index] = fmaf(w.w, x.w, sums[index]);
-}
-
-// Those chunks of the two maps that are not in registers, in the order of their use. Of `count`, `streamed` come from
-// the ring, spread evenly over the others: bit r of `ring` says that the r-th one does. Two maps of 1024 columns have
-// 16 chunks.
-struct ChunkOrder {
-  int count, streamed;
-  unsigned ring;
-  __device__ ChunkOrder(int count, int streamed) : count(count), streamed(streamed), ring(0) {
-    for (int r = 0; r < count; r++)
-      if ((r + 1) * streamed / count != r * streamed / count) ring |= 1u << r;
+  __device__ __forceinline__ Mbarrier* barrier(int version) const {
+    return kCopies == 1 ? ready : ready + (version & 1);
   }
-  __device__ __forceinline__ bool streams(int r) const { return ring >> r & 1; }
-  // Of the chunks before r, those that stay in shared memory.
-  __device__ __forceinline__ int shared_before(int r) const { return r - __popc(ring & ((1u << r) - 1)); }
-  // The first chunk of the ring behind r, or from the beginning again.
-  __device__ __forceinline__ int streamed_after(int r) const {
-    const unsigned behind = ring & ~((2u << r) - 1);
-    return __ffs(static_cast<int>(behind ? behind : ring)) - 1;
+  __device__ __forceinline__ float* place(int version) const {
+    return kCopies == 1 ? data : data + (version & 1 ? 0 : Traits::kGroup * pitch);
   }
-};
-static_assert(2 * kClusterRows * 16 / kChunk <= 31, "a bit for every chunk");
-
-template <bool kFactored, bool kBackward, int kGroup>
-__global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const ScanArgs a, const ScanPlan plan) {
-  constexpr int kRegisters = kInRegisters<kGroup>;
-  constexpr int kHeld = kGroup <= 4 ? 1 : kGroup / 4;    // rows that a lane ends the step of
-  constexpr int kCopies = kGroup <= 4 ? 4 / kGroup : 1;  // lanes that hold the same row
-  static_assert(kGroup == 1 || kGroup == 2 || kGroup == 4 || kGroup == 8, "8 * group rows are spread over 32 lanes");
-
-  const int size = plan.cluster, rank = cluster_rank(), thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
-  const int rows1 = kFactored ? first_product_rows(K, size) : N;  // of the first product; the second always gives N
-  const int columns1 = plan.chunks1 * kChunk, columns2 = kFactored ? plan.chunks2 * kChunk : 0;
-  const int in_registers = plan.chunks1 < kRegisters ? plan.chunks1 : kRegisters;
-  const int rest1 = plan.chunks1 - in_registers;  // chunks of the first map outside registers
-  const ChunkOrder order{rest1 + (kFactored ? plan.chunks2 : 0),
-                         rest1 + (kFactored ? plan.chunks2 : 0) - plan.shared_chunks};
-
-  unsigned char* const memory = dynamic_shared<unsigned char>();
-  const ClusterMemory at(kGroup, columns1, columns2, plan.shared_chunks, order.streamed > 0);
-  Mbarrier* const state_ready = reinterpret_cast<Mbarrier*>(memory + at.barriers);
-  Mbarrier* const y_ready = state_ready + 1;                           // dense: the second one of the state
-  float* const state = reinterpret_cast<float*>(memory + at.state);    // [1 or 2][kGroup][columns1]
-  float* const y = reinterpret_cast<float*>(memory + at.y);            // [kGroup][columns2]
-  float* const chunks = reinterpret_cast<float*>(memory + at.chunks);  // [shared_chunks][kChunkFloats]
-  float* const ring = reinterpret_cast<float*>(memory + at.ring);      // [kStages][kStageFloats]
-
-  const int64_t q0 = static_cast<int64_t>(blockIdx.x) / size * kGroup;
-  const int64_t stride = step_stride<kBackward>(a);
-  const StepRange range = steps_to_run<kBackward>(a, q0, kGroup);  // the same in all blocks of the cluster
-  const int length = range.end - range.begin;                      // step i below is step range.begin + i of a sequence
-  const int begin1 = 4 * first_quad(rows1, rank, size), end1 = 4 * first_quad(rows1, rank + 1, size);
-  const int begin2 = 4 * first_quad(N, rank, size), end2 = 4 * first_quad(N, rank + 1, size);
-  const bool warp_1 = begin1 + 8 * warp < end1, warp_2 = begin2 + 8 * warp < end2;
-  const int state_bytes = kGroup * ((N + 3) / 4 * 4) * static_cast<int>(sizeof(float));
-  const int y_bytes = kGroup * ((rows1 + 3) / 4 * 4) * static_cast<int>(sizeof(float));
-
-  for (int i = thread; i < kGroup * columns1; i += kClusterThreads) {
-    const int g = i / columns1, n = i % columns1;
-    state[i] = a.start && n < N && q0 + g < a.sequences ? a.start[(q0 + g) * N + n] : 0.f;
-    if (!kFactored) state[kGroup * columns1 + i] = 0;
-  }
-  for (int i = thread; i < kGroup * columns2; i += kClusterThreads) y[i] = 0;
-  // this lane's part of a chunk; rows of a warp are 128 floats apart
-  const int own = warp * 8 * kChunk + 4 * lane;
-  auto chunk_source = [&](int r) {
-    const float* const map =
-        r < rest1 ? a.packed1 + (static_cast<int64_t>(rank) * plan.chunks1 + in_registers + r) * kChunkFloats
-                  : a.packed2 + (static_cast<int64_t>(rank) * plan.chunks2 + r - rest1) * kChunkFloats;
-    return map + own;
-  };
-  for (int r = 0; r < order.count; r++) {
-    if (order.streams(r)) continue;
-    float* const to = chunks + order.shared_before(r) * kChunkFloats + own;
+  // By one thread, before any block sends.
+  __device__ __forceinline__ void init() const {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      *reinterpret_cast<float4*>(to + i * kChunk) = *reinterpret_cast<const float4*>(chunk_source(r) + i * kChunk);
+    for (int copy = 0; copy < kCopies; copy++) mbarrier_init(ready + copy, 1);
   }
-  float4 weights[kRegisters][8];
-#pragma unroll
-  for (int c = 0; c < kRegisters; c++)
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      weights[c][i] =
-          c < in_registers
-              ? *reinterpret_cast<const float4*>(
-                    a.packed1 + (static_cast<int64_t>(rank) * plan.chunks1 + c) * kChunkFloats + own + i * kChunk)
-              : make_float4(0, 0, 0, 0);
-  if (thread == 0) {
-    mbarrier_init(state_ready, 1);
-    mbarrier_init(y_ready, 1);
-    mbarrier_init_fence();
-    mbarrier_arrive_expect(state_ready, state_bytes);
-    mbarrier_arrive_expect(y_ready, kFactored ? y_bytes : state_bytes);
+  __device__ __forceinline__ void arm(int version) const { mbarrier_arrive_expect(barrier(version), bytes); }
+  // Until all of this version is there; one thread lets the barrier expect the next version of the same place.
+  __device__ __forceinline__ void wait(int version) const {
+    mbarrier_wait(barrier(version), (kCopies == 1 ? version : version >> 1) & 1);
+    if (threadIdx.x == 0) arm(version);
   }
-  // The barrier of the state that step i gives, and the parity of its phase. A dense map needs two in turn: a block
-  // that has all of one state may send of the next one while others still miss a part of the first.
-  auto state_barrier = [&](int i) { return kFactored ? state_ready : state_ready + (i & 1); };
-  auto state_parity = [&](int i) { return kFactored ? i & 1 : i >> 1 & 1; };
-
-  // What this lane ends: rows `held`, `held + 1`, ... of its warp's eight, of one sequence.
-  const int held = lane * kHeld / kCopies, g = held / 8;
-  Sequence where = sequence<kBackward>(a, q0 + g);
-  where.first += range.begin * stride, where.begin -= range.begin, where.end -= range.begin;
-  const bool counts = lane % kCopies == 0 && warp_2;
-  float parameter[kHeld], scale[kHeld];
-  RunningSum total[kHeld];
-  const int64_t sums_at = (static_cast<int64_t>(blockIdx.x) / size * kGroup + g) * N;
-  const int64_t sums_size = static_cast<int64_t>(gridDim.x) / size * kGroup * N;
-  int rows[kHeld];  // of the state, of this lane
-  bool unit[kHeld];
-#pragma unroll
-  for (int j = 0; j < kHeld; j++) {
-    const int local = 8 * warp + (held + j) % 8;
-    rows[j] = begin2 + local;
-    unit[j] = counts && local < end2 - begin2 && rows[j] < N;
-    const int row1 = begin1 + local;
-    scale[j] = kFactored && local < end1 - begin1 && row1 < K ? a.scale[row1] : 0.f;
-    parameter[j] = unit[j] ? parameter_of(a, rows[j]) : 0.f;
-    total[j] = {0, 0};
-    if (kBackward && a.sums && unit[j]) total[j] = {a.sums[sums_at + rows[j]], a.sums[sums_size + sums_at + rows[j]]};
-  }
-
-  // Send the finished rows (v[j] is row held + j of this warp's eight of sequence g) to every block, four at a time.
-  constexpr int kQuadLanes = 4 * kCopies / kHeld;  // lanes that hold 4 rows, and share the blocks to send them to
-  auto send = [&](const float (&v)[kHeld], float* vector, int columns, int begin, int end, Mbarrier* ready) {
-    const int quad = lane / kQuadLanes;  // of the 2 * kGroup of this warp
+  // Send the finished rows to every block: v[j] is row (lane kHeld / kCopies of the lane) + j of this warp's eight of
+  // every sequence, four rows at a time.
+  __device__ __forceinline__ void send(const float (&v)[Traits::kHeld], int version, int size) const {
+    constexpr int kHeld = Traits::kHeld, kSame = Traits::kCopies;
+    constexpr int kQuadLanes = 4 * kSame / kHeld;  // lanes that hold 4 rows, and share the blocks to send them to
+    const int lane = threadIdx.x % 32, quad = lane / kQuadLanes;  // of the 2 * kGroup of this warp
     float row[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) row[j] = __shfl_sync(kAllLanes, v[j % kHeld], (4 * quad + j) * kCopies / kHeld);
-    const int local = 8 * warp + 4 * (quad % 2);
+    for (int j = 0; j < 4; j++) row[j] = __shfl_sync(kAllLanes, v[j % kHeld], (4 * quad + j) * kSame / kHeld);
+    const int local = static_cast<int>(threadIdx.x) / 32 * 8 + 4 * (quad % 2);
     if (local >= end - begin) return;
-    float* const to = vector + (quad / 2) * columns + begin + local;
+    float* const to = place(version) + quad / 2 * pitch + begin + local;
+    Mbarrier* const of_version = barrier(version);
     for (int peer = lane % kQuadLanes; peer < size; peer += kQuadLanes)
-      st_async(cluster_address(to, peer), make_float4(row[0], row[1], row[2], row[3]), cluster_address(ready, peer));
-  };
+      st_async(cluster_address(to, peer), make_float4(row[0], row[1], row[2], row[3]),
+               cluster_address(of_version, peer));
+  }
+};
 
-  // The ring: half chunks in the order of their use, over and over.
-  int next_chunk = order.streamed ? order.streamed_after(order.count) : 0, next_half = 0;
-  int fetch_stage = 0, use_stage = 0;
-  auto fetch_half = [&] {
-    if (!order.streamed) return;
-    const float* const source = chunk_source(next_chunk) + next_half * 4 * kChunk;
-    float* const to = ring + fetch_stage * kStageFloats + warp * 4 * kChunk + 4 * lane;
-#pragma unroll
-    for (int i = 0; i < 4; i++) cp_async<16>(to + i * kChunk, source + i * kChunk);
-    cp_async_commit();
-    if (next_half) next_chunk = order.streamed_after(next_chunk);
-    next_half ^= 1;
-    fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
-  };
-  // sums += the chunks [r0, r1) outside registers, times `vector` from column c0 on
-  auto multiply_rest = [&](float (&sums)[8 * kGroup], int r0, int r1, const float* vector, int columns, int c0) {
-#pragma unroll 1
-    for (int r = r0; r < r1; r++, c0 += kChunk) {
-      float4 x[kGroup];
-#pragma unroll
-      for (int s = 0; s < kGroup; s++) x[s] = *reinterpret_cast<const float4*>(vector + s * columns + c0 + 4 * lane);
-      if (order.streams(r)) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          cp_async_wait<kStages - 1>();
-          const float* const w = ring + use_stage * kStageFloats + warp * 4 * kChunk + 4 * lane;
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const float4 four = *reinterpret_cast<const float4*>(w + i * kChunk);
-#pragma unroll
-            for (int s = 0; s < kGroup; s++) multiply_add<kGroup>(sums, 8 * s + 4 * half + i, four, x[s]);
-          }
-          use_stage = use_stage + 1 == kStages ? 0 : use_stage + 1;
-          fetch_half();
-        }
-      } else {
-        const float* const w = chunks + order.shared_before(r) * kChunkFloats + own;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          const float4 four = *reinterpret_cast<const float4*>(w + i * kChunk);
-#pragma unroll
-          for (int s = 0; s < kGroup; s++) multiply_add<kGroup>(sums, 8 * s + i, four, x[s]);
-        }
-      }
-    }
-  };
+// One thread of a block, and the parts of a step. Step i is step range.begin + i of a sequence.
+template <class Traits>
+struct ClusterThread {
+  static constexpr bool kFactored = Traits::kFactored, kBackward = Traits::kBackward;
+  static constexpr int kGroup = Traits::kGroup, kHeld = Traits::kHeld;
+  using StatePipe = VectorPipe<Traits, Traits::kVectorCopies>;
+  using YPipe = VectorPipe<Traits, 1>;
 
+  const ScanArgs& a;
+  const int size, rank, lane, warp;  // of the cluster; of the block
+  const int N, K, rows1;             // rows of the first product; the second always gives N
+  const int64_t q0, stride;          // first sequence; elements from one step to the next
+  const StepRange range;             // the same in all blocks of the cluster
+  StatePipe state;
+  YPipe y;
+  float* partial;
+  // What this lane ends: rows held, held + 1, ... of its warp's eight, of sequence g.
+  int held, g;
+  Sequence where;
+  int rows[kHeld];
+  bool unit[kHeld];
+  float parameter[kHeld], scale[kHeld];
+  RunningSum total[kHeld];
   // Inputs, fetched as soon as those of the step before are used: a step (a microsecond and more) ahead. A token id yet
   // another one.
   float input[kHeld], gate[kHeld];
-  int64_t id = -1;
-  // tokens are [T, B]: one for N elements of the others
-  const int64_t first_token = a.tokens ? where.first / N : 0, token_stride = kBackward ? -a.B : a.B;
-  auto fetch_id = [&](int i) {
+  int64_t id, first_token, token_stride;
+
+  __device__ __forceinline__ ClusterThread(const ScanArgs& args, const ScanPlan& plan)
+      : a(args),
+        size(plan.cluster),
+        rank(cluster_rank()),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        N(static_cast<int>(args.N)),
+        K(static_cast<int>(args.K)),
+        rows1(kFactored ? first_product_rows(K, size) : N),
+        q0(static_cast<int64_t>(blockIdx.x) / size * kGroup),
+        stride(step_stride<kBackward>(args)),
+        range(steps_to_run<kBackward>(args, q0, kGroup)) {}
+
+  __device__ __forceinline__ bool has_rows1() const { return y.begin + 8 * warp < y.end; }
+  __device__ __forceinline__ bool has_rows2() const { return state.begin + 8 * warp < state.end; }
+  __device__ __forceinline__ int64_t sums_at(int row) const {
+    return (static_cast<int64_t>(blockIdx.x) / size * kGroup + g) * N + row;
+  }
+  __device__ __forceinline__ int64_t sums_size() const { return static_cast<int64_t>(gridDim.x) / size * kGroup * N; }
+
+  // The two vectors, their places, their first contents.
+  __device__ __forceinline__ void start_vectors(unsigned char* memory, const ClusterMemory<Traits>& at, int columns1,
+                                                int columns2) {
+    auto bytes_of = [](int count) { return kGroup * ((count + 3) / 4 * 4) * static_cast<int>(sizeof(float)); };
+    auto from = [&](int count, int block) { return 4 * first_quad(count, block, size); };
+    Mbarrier* const barriers = reinterpret_cast<Mbarrier*>(memory + at.barriers);
+    state = {reinterpret_cast<float*>(memory + at.state),
+             barriers,
+             at.pitch1,
+             bytes_of(N),
+             from(N, rank),
+             from(N, rank + 1)};
+    y = {reinterpret_cast<float*>(memory + at.y),
+         barriers + 1,
+         at.pitch2,
+         bytes_of(rows1),
+         from(rows1, rank),
+         from(rows1, rank + 1)};
+    partial = reinterpret_cast<float*>(memory + at.partial);
+    float* const first = state.place(-1);
+    for (int i = threadIdx.x; i < kGroup * columns1; i += kClusterThreads) {
+      const int s = i / columns1, n = i % columns1;
+      first[s * state.pitch + n] = a.start && n < N && q0 + s < a.sequences ? a.start[(q0 + s) * N + n] : 0.f;
+      if (!kFactored) state.place(0)[s * state.pitch + n] = 0;
+    }
+    for (int i = threadIdx.x; i < kGroup * columns2; i += kClusterThreads)
+      y.data[i / columns2 * y.pitch + i % columns2] = 0;
+    if (threadIdx.x > 0) return;
+    state.init();
+    if (kFactored) y.init();
+    mbarrier_init_fence();
+    state.arm(0);
+    if (kFactored) y.arm(0);
+    else state.arm(1);
+  }
+
+  // What this lane ends, and the inputs of the first step.
+  __device__ __forceinline__ void start_rows() {
+    held = lane * kHeld / Traits::kCopies, g = held / 8;
+    where = sequence<kBackward>(a, q0 + g);
+    where.first += range.begin * stride, where.begin -= range.begin, where.end -= range.begin;
+    const bool counts = lane % Traits::kCopies == 0 && has_rows2();
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) {
+      const int local = 8 * warp + (held + j) % 8, row1 = y.begin + local;
+      rows[j] = state.begin + local;
+      unit[j] = counts && rows[j] < state.end && rows[j] < N;
+      scale[j] = kFactored && row1 < y.end && row1 < K ? a.scale[row1] : 0.f;
+      parameter[j] = unit[j] ? parameter_of(a, rows[j]) : 0.f;
+      total[j] = {0, 0};
+      if (kBackward && a.sums && unit[j]) total[j] = {a.sums[sums_at(rows[j])], a.sums[sums_size() + sums_at(rows[j])]};
+    }
+    // tokens are [T, B]: one for N elements of the others
+    id = -1, first_token = a.tokens ? where.first / N : 0, token_stride = kBackward ? -a.B : a.B;
+    fetch_id(0);
+    fetch_input(0);
+    fetch_id(1);
+  }
+  __device__ __forceinline__ void fetch_id(int i) {
     if (a.tokens && i < where.end) id = a.tokens[first_token + i * token_stride];
-  };
-  auto fetch_input = [&](int i) {
+  }
+  __device__ __forceinline__ void fetch_input(int i) {
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
       input[j] = gate[j] = 0;
@@ -284,118 +195,134 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       else input[j] = a.x[offset];
       if (kBackward && a.gate) gate[j] = a.gate[offset];
     }
-  };
-  fetch_id(0);
-  fetch_input(0);
-  fetch_id(1);
-  __syncthreads();
-  cluster_sync();  // every block's vectors and barriers are there before anybody sends
+  }
 
-  if (warp_1 || warp_2) {
-#pragma unroll 1
-    for (int s = 0; s < kStages; s++) fetch_half();
-    const float* from = state;
-    float* to = kFactored ? state : state + kGroup * columns1;
-#pragma unroll 1
-    for (int i = 0; i < length; i++) {
-      float sums[8 * kGroup];
-      const bool live_step = i >= where.begin && i < where.end;
-      float v[kHeld];
-      if (i > 0) {
-        mbarrier_wait(state_barrier(i - 1), state_parity(i - 1));
-        if (thread == 0) mbarrier_arrive_expect(state_barrier(i - 1), state_bytes);
-      }
+  // The new state of this lane's rows from their complete a; zero for a row beyond the last unit, and for a sequence
+  // that does not have the step. Backward: the squares of its a, and its share of act_param's gradient.
+  __device__ __forceinline__ void end_step(const float (&before)[kHeld], float (&after)[kHeld], float& square,
+                                           bool live_step) {
 #pragma unroll
-      for (int k = 0; k < 8 * kGroup; k++) sums[k] = 0;
-#pragma unroll
-      for (int c = 0; c < kRegisters; c++) {
-        if (c >= in_registers) continue;
-#pragma unroll
-        for (int s = 0; s < kGroup; s++) {
-          const float4 x = *reinterpret_cast<const float4*>(from + s * columns1 + c * kChunk + 4 * lane);
-#pragma unroll
-          for (int k = 0; k < 8; k++) multiply_add<kGroup>(sums, 8 * s + k, weights[c][k], x);
-        }
-      }
-      multiply_rest(sums, 0, rest1, from, columns1, in_registers * kChunk);
-      reduce_scatter<32>(sums, lane);
-
-      if constexpr (kFactored) {
-#pragma unroll
-        for (int j = 0; j < kHeld; j++) v[j] = sums[j] * scale[j];
-        send(v, y, columns2, begin1, end1, y_ready);
-        mbarrier_wait(y_ready, i & 1);
-        if (thread == 0) mbarrier_arrive_expect(y_ready, y_bytes);
-#pragma unroll
-        for (int k = 0; k < 8 * kGroup; k++) sums[k] = 0;
-        multiply_rest(sums, rest1, order.count, y, columns2, 0);
-        reduce_scatter<32>(sums, lane);
-      }
-
-      float before[kHeld], square = 0;
-#pragma unroll
-      for (int j = 0; j < kHeld; j++) before[j] = sums[j] + input[j];
-#pragma unroll
-      for (int j = 0; j < kHeld; j++) {
-        float other = 0, other_gate = 0;
-        if (on_pairs(a.activation)) {  // the other unit of the pair is this lane's other row, or another lane's
-          if constexpr (kHeld > 1) {
-            other = before[j ^ 1], other_gate = gate[j ^ 1];
-          } else {
-            other = __shfl_xor_sync(kAllLanes, before[j], kCopies);
-            if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate[j], kCopies);
-          }
-        }
-        const bool second = (held + j) % 2;
-        float after;
-        if constexpr (kBackward) {
-          after = clip_message(activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]),
-                               a.clip);
-          if (unit[j] && live_step) {
-            square = fmaf(before[j], before[j], square);
-            if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j], parameter[j]));
-          }
+    for (int j = 0; j < kHeld; j++) {
+      float other = 0, other_gate = 0;
+      if (on_pairs(a.activation)) {  // the other unit of the pair is this lane's other row, or another lane's
+        if constexpr (kHeld > 1) {
+          other = before[j ^ 1], other_gate = gate[j ^ 1];
         } else {
-          after = activate(a.activation, before[j], other, second, parameter[j]);
+          other = __shfl_xor_sync(kAllLanes, before[j], Traits::kCopies);
+          if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate[j], Traits::kCopies);
         }
-        v[j] = rows[j] < N && live_step ? after : 0.f;  // beyond the last unit stays zero, whatever lies around it
       }
-      if (a.cut) {
-        float passed[kHeld];
-#pragma unroll
-        for (int j = 0; j < kHeld; j++)
-          passed[j] = unit[j] && live_step ? state_to_pass<kBackward>(a, q0 + g, rows[j], range.begin + i, v[j]) : v[j];
-        send(passed, to, columns1, begin2, end2, state_barrier(i));
+      const bool second = (held + j) % 2;
+      float value;
+      if constexpr (kBackward) {
+        value = clip_message(activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]),
+                             a.clip);
+        if (unit[j] && live_step) {
+          square = fmaf(before[j], before[j], square);
+          if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j], parameter[j]));
+        }
       } else {
-        send(v, to, columns1, begin2, end2, state_barrier(i));
+        value = activate(a.activation, before[j], other, second, parameter[j]);
       }
-#pragma unroll
-      for (int j = 0; j < kHeld; j++) {
-        if (!unit[j]) continue;
-        if (a.end && i + 1 == length && q0 + g < a.sequences) a.end[(q0 + g) * N + rows[j]] = v[j];
-        if (!live_step) continue;
-        const int64_t offset = where.first + i * stride + rows[j];
-        if (a.out) a.out[offset] = v[j];
-        if (!kBackward && a.pre) a.pre[offset] = before[j];
-      }
-      fetch_input(i + 1);
-      fetch_id(i + 2);
-      if (kBackward && a.norms) {
-        square = warp_sum(square);
-        const int64_t t = a.T - 1 - (range.begin + i);
-        if (lane == 0) a.norms[(t * gridDim.x + blockIdx.x) * kClusterWarps + warp] = square;
-      }
-      if (!kFactored) {
-        float* const read = const_cast<float*>(from);
-        from = to, to = read;
-      }
+      after[j] = rows[j] < N && live_step ? value : 0.f;
     }
-    cp_async_wait<0>();
-    if (length > 0) mbarrier_wait(state_barrier(length - 1), state_parity(length - 1));
+  }
+
+  // The state that step i passes on: with a cut, that of restart or zeros in place of its own.
+  __device__ __forceinline__ void replace_cut(const float (&after)[kHeld], float (&passed)[kHeld], int i,
+                                              bool live_step) const {
+#pragma unroll
+    for (int j = 0; j < kHeld; j++)
+      passed[j] =
+          unit[j] && live_step ? state_to_pass<kBackward>(a, q0 + g, rows[j], range.begin + i, after[j]) : after[j];
+  }
+
+  // What is left of step i once its state is on its way: results to memory, later inputs, norms.
+  __device__ __forceinline__ void publish(int i, int length, const float (&before)[kHeld], const float (&after)[kHeld],
+                                          float square, bool live_step) {
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) {
+      if (!unit[j]) continue;
+      if (a.end && i + 1 == length && q0 + g < a.sequences) a.end[(q0 + g) * N + rows[j]] = after[j];
+      if (!live_step) continue;
+      const int64_t offset = where.first + i * stride + rows[j];
+      if (a.out) a.out[offset] = after[j];
+      if (!kBackward && a.pre) a.pre[offset] = before[j];
+    }
+    fetch_input(i + 1);
+    fetch_id(i + 2);
+    if (kBackward && a.norms) {
+      square = warp_sum(square);
+      const int64_t t = a.T - 1 - (range.begin + i);
+      if (lane == 0) a.norms[(t * gridDim.x + blockIdx.x) * kClusterWarps + warp] = square;
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int j = 0; j < kHeld; j++)
       if (kBackward && a.sums && unit[j])
-        a.sums[sums_at + rows[j]] = total[j].sum, a.sums[sums_size + sums_at + rows[j]] = total[j].error;
+        a.sums[sums_at(rows[j])] = total[j].sum, a.sums[sums_size() + sums_at(rows[j])] = total[j].error;
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const ScanArgs a, const ScanPlan plan) {
+  constexpr bool kFactored = Traits::kFactored;
+  constexpr int kHeld = Traits::kHeld;
+  ClusterThread<Traits> self(a, plan);
+  ClusterMaps<Traits> maps(a, plan, self.rank);
+  const int columns1 = plan.chunks1 * kChunk, columns2 = kFactored ? plan.chunks2 * kChunk : 0;
+  const ClusterMemory<Traits> at(columns1, columns2, plan.shared_chunks, maps.order.streamed > 0);
+  unsigned char* const memory = dynamic_shared<unsigned char>();
+  maps.chunks = reinterpret_cast<float*>(memory + at.chunks), maps.ring = reinterpret_cast<float*>(memory + at.ring);
+  self.start_vectors(memory, at, columns1, columns2);
+  maps.load_shared();
+  float4 weights[Traits::kInRegisters][Traits::kVectors];
+  maps.load_registers(weights);
+  self.start_rows();
+  __syncthreads();
+  cluster_sync();  // every block's vectors and barriers are there before anybody sends
+
+  const int length = self.range.end - self.range.begin;
+  if (Traits::kTensor || self.has_rows1() || self.has_rows2()) {
+#pragma unroll 1
+    for (int s = 0; s < kStages; s++) maps.fetch_half();
+#pragma unroll 1
+    for (int i = 0; i < length; i++) {
+      ClusterProduct<Traits> product;
+      const bool live_step = i >= self.where.begin && i < self.where.end;
+      float v[kHeld], before[kHeld], square = 0;
+      if (i > 0) self.state.wait(i - 1);
+      const float* const from = self.state.place(i - 1);
+      product.clear();
+      maps.multiply_registers(product, weights, from, at.pitch1);
+      maps.multiply_rest(product, 0, maps.rest1, from + maps.in_registers * kChunk, at.pitch1);
+      product.finish(v, self.partial);
+      if constexpr (kFactored) {
+#pragma unroll
+        for (int j = 0; j < kHeld; j++) v[j] *= self.scale[j];
+        self.y.send(v, i, self.size);
+        self.y.wait(i);
+        product.clear();
+        maps.multiply_rest(product, maps.rest1, maps.order.count, self.y.data, at.pitch2);
+        product.finish(v, self.partial);
+      }
+#pragma unroll
+      for (int j = 0; j < kHeld; j++) before[j] = v[j] + self.input[j];
+      self.end_step(before, v, square, live_step);
+      if (a.cut) {
+        float passed[kHeld];
+        self.replace_cut(v, passed, i, live_step);
+        self.state.send(passed, i, self.size);
+      } else {
+        self.state.send(v, i, self.size);
+      }
+      self.publish(i, length, before, v, square, live_step);
+    }
+    cp_async_wait<0>();
+    if (length > 0) self.state.wait(length - 1);
+    self.finish();
   }
   __syncwarp();
   cluster_sync();  // nobody leaves while others may still send to it

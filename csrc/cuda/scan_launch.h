@@ -1,6 +1,8 @@
 // The choice of a path and its launches, for factored_scan.cu and dense_scan.cu.
 #pragma once
 
+#include <math.h>
+
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -72,11 +74,17 @@ void with_resident_kernel(bool backward, int columns, int group, const ScanArgs&
     else with_value<2, 4, 8, 12>(columns, choose);
   });
 }
+// Call f with the ClusterTraits of such a kernel; a group of 8 alone has precisions below IEEE.
 template <bool kFactored, class F>
-void with_cluster_kernel(bool backward, int group, F f) {
+void with_cluster_traits(bool backward, int group, int precision, F f) {
   with_direction(backward, [&](auto direction) {
-    with_value<1, 2, 4, 8>(
-        group, [&](auto g) { f(cluster_scan_kernel<kFactored, decltype(direction)::value, decltype(g)::value>); });
+    constexpr bool kBackward = decltype(direction)::value;
+    if (precision == kIeee)
+      with_value<1, 2, 4, 8>(group,
+                             [&](auto g) { f(ClusterTraits<kFactored, kBackward, decltype(g)::value, kIeee>()); });
+    else
+      with_value<kThreeTf32, kTf32, kBfloat16>(
+          precision, [&](auto p) { f(ClusterTraits<kFactored, kBackward, 8, decltype(p)::value>()); });
   });
 }
 
@@ -113,6 +121,50 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
   return true;
 }
 
+// Clocks of a step of all sequences, to choose between the kernels of clusters: what takes longest of multiply-adds or
+// tensor cores (8 clocks of a scheduler for each of their products), shared memory at 128 bytes a clock and reads from
+// L2 at 25; the sums that lanes or warps exchange; and the exchange between blocks.
+template <class Traits>
+double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
+  const int chunks = plan.chunks1 + plan.chunks2, outside = chunks - std::min(plan.chunks1, Traits::kInRegisters);
+  const double chunk_bytes = 4.0 * Traits::kChunkWords, outputs = Traits::kFactored ? 2 : 1;
+  const int on_tensor_cores = Traits::kVectors * (Traits::kPrecision == kThreeTf32 ? 3 : 1) * 8 * kClusterWarps / 4;
+  const double multiply = chunks * (Traits::kTensor ? on_tensor_cores : kClusterRows * Traits::kGroup);
+  const double of_state = 4.0 * Traits::kGroup * (Traits::kTensor ? 1 : kClusterWarps);  // for each chunk
+  const double shared = outside * chunk_bytes / 128 + chunks * of_state;
+  const double from_l2 = (outside - plan.shared_chunks) * chunk_bytes / 25;
+  const double sums = Traits::kTensor ? 350 : kClusterRows * Traits::kGroup, exchange = 1000;
+  const int64_t waves = divide_up(divide_up(sequences, Traits::kGroup), clusters);
+  return static_cast<double>(waves) * (std::max({multiply, shared, from_l2}) + outputs * (sums + exchange));
+}
+
+// Fill the plan for clusters of plan.cluster blocks of these Traits: with as many chunks in shared memory as fit.
+// Returns how many such clusters the device holds at one time; 0 leaves the plan as it is.
+template <class Traits>
+int fit_cluster(const ScanArgs& a, const ScanOverrides& overrides, const DeviceLimits& limits, ScanPlan& plan) {
+  const int rest = plan.chunks1 - std::min(plan.chunks1, Traits::kInRegisters) + plan.chunks2;
+  int shared_chunks = overrides.shared_chunks < 0 ? rest : std::min(overrides.shared_chunks, rest);
+  auto bytes = [&] {
+    return ClusterMemory<Traits>(plan.chunks1 * kChunk, plan.chunks2 * kChunk, shared_chunks, shared_chunks < rest)
+        .total;
+  };
+  while (shared_chunks > 0 && bytes() > static_cast<int64_t>(limits.shared_per_block)) shared_chunks--;
+  if (bytes() > static_cast<int64_t>(limits.shared_per_block)) return 0;
+  const Launch shape{dim3(plan.cluster), dim3(kClusterThreads), nullptr, static_cast<size_t>(bytes()), plan.cluster};
+  // a block has the registers of a multiprocessor to itself
+  const int clusters =
+      std::min(max_active_clusters(cluster_scan_kernel<Traits>, shape), limits.multiprocessors / plan.cluster);
+  if (!clusters) return 0;
+  const int64_t used = divide_up(a.sequences, Traits::kGroup), words = plan.cluster * Traits::kChunkWords;
+  plan.group = Traits::kGroup, plan.precision = Traits::kPrecision;
+  plan.shared_chunks = shared_chunks, plan.shared_bytes = bytes();
+  plan.blocks = static_cast<int>(used * plan.cluster);
+  plan.norm_columns = plan.blocks * kClusterWarps;
+  plan.sums_rows = static_cast<int>(used * Traits::kGroup);
+  plan.packed1 = words * plan.chunks1, plan.packed2 = words * plan.chunks2;
+  return clusters;
+}
+
 template <bool kFactored>
 bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                   ScanPlan& plan) {
@@ -127,37 +179,27 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
   plan.cluster = size;
   plan.chunks1 = static_cast<int>(divide_up(a.N, kChunk));
   plan.chunks2 = kFactored ? static_cast<int>(divide_up(a.K, kChunk)) : 0;
-  const int columns1 = plan.chunks1 * kChunk, columns2 = plan.chunks2 * kChunk;
+  double clocks = 0;
   int clusters = 0;  // that the device holds at one time
+  auto fit = [&](int group, int precision, ScanPlan& filled) {
+    with_cluster_traits<kFactored>(backward, group, precision, [&](auto traits) {
+      using Traits = decltype(traits);
+      clusters = fit_cluster<Traits>(a, overrides, limits, filled);
+      if (clusters) clocks = cluster_clocks<Traits>(filled, clusters, a.sequences);
+    });
+    return clusters > 0;
+  };
+  // The fewest sequences with which all clusters run at one time.
   for (int group : {1, 2, 4, 8}) {
     if (overrides.group && group != overrides.group) continue;
-    int in_registers = 0;
-    with_value<1, 2, 4, 8>(group,
-                           [&](auto g) { in_registers = std::min(plan.chunks1, kInRegisters<decltype(g)::value>); });
-    const int rest = plan.chunks1 - in_registers + plan.chunks2;
-    int shared_chunks = overrides.shared_chunks < 0 ? rest : std::min(overrides.shared_chunks, rest);
-    auto bytes = [&] { return ClusterMemory(group, columns1, columns2, shared_chunks, shared_chunks < rest).total; };
-    while (shared_chunks > 0 && bytes() > static_cast<int64_t>(limits.shared_per_block)) shared_chunks--;
-    if (bytes() > static_cast<int64_t>(limits.shared_per_block)) break;
-    Launch shape{dim3(size), dim3(kClusterThreads), nullptr, static_cast<size_t>(bytes()), size};
-    with_cluster_kernel<kFactored>(backward, group,
-                                   [&](auto kernel) { clusters = max_active_clusters(kernel, shape); });
-    clusters =
-        std::min(clusters, limits.multiprocessors / size);  // a block has the registers of a multiprocessor to itself
-    if (!clusters) break;
-    plan.group = group;
-    plan.shared_chunks = shared_chunks;
-    plan.shared_bytes = bytes();
-    if (divide_up(a.sequences, group) <= clusters) break;  // all sequences run at one time
+    if (!fit(group, kIeee, plan) || divide_up(a.sequences, group) <= clusters) break;
   }
-  if (!plan.group) return false;
-  const int64_t used = divide_up(a.sequences, plan.group);
-  plan.blocks = static_cast<int>(used * size);
-  plan.norm_columns = plan.blocks * kClusterWarps;
-  plan.sums_rows = static_cast<int>(used * plan.group);
-  plan.packed1 = static_cast<int64_t>(size) * plan.chunks1 * kChunkFloats;
-  plan.packed2 = static_cast<int64_t>(size) * plan.chunks2 * kChunkFloats;
-  return true;
+  if (a.precision != kIeee && overrides.tensor != 0 && (!overrides.group || overrides.group == 8)) {
+    ScanPlan other = plan;
+    const double on_fma_units = plan.group ? clocks : INFINITY;
+    if (fit(8, a.precision, other) && (overrides.tensor > 0 || clocks < on_fma_units)) plan = other;
+  }
+  return plan.group > 0;
 }
 
 // Steps of a CUDA graph: what was asked for, which is even, as the states take turns.
@@ -168,6 +210,7 @@ inline int graph_steps_of(int asked) {
 
 inline void plan_steps(const ScanArgs& a, const ScanOverrides& overrides, ScanPlan& plan) {
   plan.path = static_cast<int>(ScanPath::kSteps);
+  plan.precision = a.precision;
   plan.group = kTile;
   plan.blocks = step_tiles(a.N, a.sequences);
   plan.norm_columns = plan.blocks;
@@ -191,12 +234,24 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   return plan;
 }
 
-inline void pack_chunks(const float* map, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t shared_rows,
-                        int64_t columns, int chunks, const ScanPlan& plan, float* packed, cudaStream_t stream) {
-  const int64_t elements = static_cast<int64_t>(plan.cluster) * chunks * kChunkFloats;
-  launch(pack_chunks_kernel, {dim3(static_cast<unsigned>(divide_up(elements, 256))), dim3(256), stream}, map,
-         row_stride, column_stride, static_cast<int>(rows), static_cast<int>(shared_rows), static_cast<int>(columns),
-         chunks, plan.cluster, packed);
+// The maps of a cluster's blocks as its kernel reads them, and that kernel.
+template <class Traits>
+void run_cluster(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
+  const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
+  auto pack = [&](const MapSource& map, int shared_rows, int chunks, float* packed) {
+    const int64_t words = static_cast<int64_t>(plan.cluster) * chunks * Traits::kChunkWords;
+    launch(pack_chunks_kernel<Traits>, {dim3(static_cast<unsigned>(divide_up(words, 256))), dim3(256), stream}, map,
+           shared_rows, chunks, plan.cluster, packed);
+  };
+  if (Traits::kFactored) {
+    pack({a.first, 1, a.K, K, N}, first_product_rows(K, plan.cluster), plan.chunks1, a.packed1);
+    pack({a.second, a.K, 1, N, K}, N, plan.chunks2, a.packed2);
+  } else {
+    pack({a.second, Traits::kBackward ? 1 : a.N, Traits::kBackward ? a.N : 1, N, N}, N, plan.chunks1, a.packed1);
+  }
+  const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream,
+                  static_cast<size_t>(plan.shared_bytes), plan.cluster};
+  launch(cluster_scan_kernel<Traits>, at, a, plan);
 }
 
 template <bool kFactored, bool kBackward, int kPrecision>
@@ -243,20 +298,11 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
       launch(resident_scan_kernel<Traits>, at, a, plan.group);
     });
   } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
-    if (kFactored) {
-      const int rows1 = first_product_rows(static_cast<int>(a.K), plan.cluster);
-      pack_chunks(a.first, 1, a.K, a.K, rows1, a.N, plan.chunks1, plan, a.packed1, stream);
-      pack_chunks(a.second, a.K, 1, a.N, a.N, a.K, plan.chunks2, plan, a.packed2, stream);
-    } else {
-      pack_chunks(a.second, backward ? 1 : a.N, backward ? a.N : 1, a.N, a.N, a.N, plan.chunks1, plan, a.packed1,
-                  stream);
-    }
-    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream,
-                    static_cast<size_t>(plan.shared_bytes), plan.cluster};
-    with_cluster_kernel<kFactored>(backward, plan.group, [&](auto kernel) { launch(kernel, at, a, plan); });
+    with_cluster_traits<kFactored>(backward, plan.group, plan.precision,
+                                   [&](auto traits) { run_cluster<decltype(traits)>(a, plan, stream); });
   } else {
     with_direction(backward, [&](auto direction) {
-      with_value<kIeee, kThreeTf32, kTf32, kBfloat16>(a.precision, [&](auto precision) {
+      with_value<kIeee, kThreeTf32, kTf32, kBfloat16>(plan.precision, [&](auto precision) {
         run_steps<kFactored, decltype(direction)::value, decltype(precision)::value>(a, plan, stream);
       });
     });

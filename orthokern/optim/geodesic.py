@@ -54,8 +54,8 @@ class GeodesicSGD(Optimizer):
         For bases on a GPU, all in a group on the same one, a step reads nothing back: the norm and the clipping stay on
         the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
         that one looks for gradients that are not finite; until then such a gradient makes a basis NaN, as with torch's
-        own optimizers. A captured step measures nothing, and its replays do not count in `steps`: take an ordinary
-        step every few hundred replays.
+        own optimizers. A captured step measures nothing. Its replays count in `steps` by `count_replay()`; take an
+        ordinary step in place of a replay where `measures_next()` is true.
 
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
@@ -91,6 +91,8 @@ class GeodesicSGD(Optimizer):
         >>> bool(((u.mT @ u - torch.eye(8)).abs() < 1e-5).all())
         True
     """
+
+    COUNTERS = frozenset({"steps", "growth", "last_grad_norm", "last_drift"})  # of a group; all else are options
 
     def __init__(
         self,
@@ -155,12 +157,19 @@ class GeodesicSGD(Optimizer):
         """Joint gradient norm over all groups at the last step, before clipping. On a GPU, reading it waits."""
         return math.hypot(*(float(group["last_grad_norm"]) for group in self.param_groups))
 
+    def measures_next(self) -> bool:
+        """Whether the next step measures the drift of a group by its count of steps (Note [Drift]), which a CUDA graph
+        cannot do."""
+        return any(g["correct_every"] > 0 and (g["steps"] + 1) % g["correct_every"] == 0 for g in self.param_groups)
+
+    def count_replay(self) -> None:
+        """Count the step that a replay of a CUDA graph has taken, in all groups."""
+        for group in self.param_groups:
+            group["steps"] += 1
+
     def state_dict(self) -> dict[str, Any]:
         """torch's, with every number of a group on the host."""
-        state = super().state_dict()
-        for group in state["param_groups"]:
-            group["last_grad_norm"] = float(group["last_grad_norm"])
-        return state
+        return counters_on_host(super().state_dict())
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -335,6 +344,15 @@ class _Work:
         size = abs(float(rate)) * float(torch.linalg.vector_norm(g))
         thin = g.shape[-1] < g.shape[-2]
         self.growth += torch.finfo(g.dtype).eps * (6.0 * size + 2.0 * size * size if thin else 2.0 * size)
+
+
+def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict whose groups have numbers in the place of counters on a GPU."""
+    for group in state["param_groups"]:
+        for name in GeodesicSGD.COUNTERS & group.keys():
+            if isinstance(group[name], Tensor):
+                group[name] = float(group[name])
+    return state
 
 
 def _read_waits(device: torch.device) -> bool:

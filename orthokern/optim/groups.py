@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from orthokern.errors import InputError, unknown_name
 from orthokern.optim._checks import check_new, check_rate
-from orthokern.optim.geodesic import GeodesicSGD
+from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
 __all__ = ["CombinedOptimizer", "optimizer_for", "split_parameters"]
 
@@ -196,6 +196,10 @@ class CombinedOptimizer(Optimizer):
         if ours != theirs:
             raise InputError(f"state_dict has groups (role, parameters) {theirs}; accepted: {ours}")
         super().load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with every number of a group on the host."""
+        return counters_on_host(super().state_dict())
 
     def __getstate__(self) -> dict[str, Any]:
         return {"defaults": self.defaults, "parts": self.parts, "_complete": True}

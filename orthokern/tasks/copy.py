@@ -289,9 +289,10 @@ class CopyExperiment(DrawnTask):
             sizes = self.time_steps, settings.batch // current_shard().world, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
-            if (
-                self.way[0] == "modal" or not settings.last_step_gradient
-            ):  # the other algorithms need the states of all steps
+            if self.way[0] == "modal":
+                self.capturable = False  # it decides on the host when to decompose anew
+            # the other algorithms need the states of all steps
+            if self.way[0] == "modal" or not settings.last_step_gradient:
                 states = _loss.state_bytes(self.rnn, *sizes, **call)
         check_recurrent(settings, inputs, classes, bias=False, steps=self.time_steps, ids=ids, states=states)
 

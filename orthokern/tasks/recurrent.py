@@ -230,6 +230,11 @@ class RecurrentTask(Task):
         self.optimizer = build_optimizer(self.rnn, self.readout, self.settings)
         self.scheduler, self.plateau = build_schedules(self.optimizer, self.settings)
 
+    def without_counters(self) -> bool:
+        """Whether the recurrence computes the same in every step, as `Task.capturable` needs: those with an exponential
+        move their base every few steps."""
+        return isinstance(self.rnn, (RNN, FactorizedRNN))
+
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = self.module(*batch)
         added = penalty(self.rnn, self.readout, self.settings)
@@ -308,6 +313,10 @@ class DrawnTask(RecurrentTask):
         self.time_steps = data.length
         self.generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
         self._buffers = data.buffers(settings.batch, self.device)
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        self.capturable = self.without_counters()
 
     @classmethod
     def evaluation_batch(cls, settings: DrawnOptions) -> int:

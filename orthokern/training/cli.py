@@ -109,6 +109,10 @@ class RunOptions(Options):
         shown="",
         optional=10,
     )
+    cuda_graph: bool = switch(
+        False,
+        "on a CUDA device, launch an iteration as one CUDA graph, where the task and the optimizer allow it",
+    )
     process_timeout: int = option(
         600,
         integer(1, 365 * 86_400),
@@ -364,6 +368,7 @@ def _run(
         accumulate=settings.accumulate,
         last_step_gradient=settings.last_step_gradient,
         profile=settings.profile,
+        cuda_graph=settings.cuda_graph,
     )
     where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}{task.headline()}"
     try:

@@ -16,7 +16,7 @@ from orthokern.training.profiling import Profiler
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
-__all__ = ["LoopSettings", "Step", "diagnosis", "joint_profile", "step"]
+__all__ = ["LoopSettings", "Step", "diagnosis", "joint_profile", "numbers_of", "step"]
 
 Profiles = dict[str, Tensor]  # field of the record -> norms [T] of one batch
 
@@ -33,6 +33,7 @@ class LoopSettings:
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
         profile: number of iterations to time by stage; None for no profile.
+        cuda_graph: capture iterations as CUDA graphs where that is possible (`orthokern.training.graphs`).
 
     Example::
 
@@ -47,6 +48,7 @@ class LoopSettings:
     accumulate: int = 1
     last_step_gradient: bool = False
     profile: int | None = None
+    cuda_graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,20 @@ class Step:
 
 
 def step(
-    task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, check: bool
+    task: Task,
+    settings: LoopSettings,
+    diagnose: bool,
+    stop: StopRequest,
+    profiler: Profiler,
+    *,
+    check: bool,
+    batch: Any = None,
 ) -> Step:
-    """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
+    """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite.
+
+    Args:
+        batch: the first batch, if it has been drawn.
+    """
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
@@ -77,7 +90,7 @@ def step(
     for index in range(settings.accumulate):
         last = index + 1 == settings.accumulate
         with profiler.stage("data"):
-            batch = task.next_batch()
+            batch = task.next_batch() if batch is None or index > 0 else batch
         with nullcontext() if last else distributed.keep_own_gradients(task.module):
             with tap(sparse=True) if diagnose else nullcontext() as taken:
                 with profiler.stage("forward"):
@@ -92,10 +105,8 @@ def step(
     if check:
         distributed.check_averaged(task.module, task.name)
     with profiler.stage("clip and step"):
-        gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
         # One transfer for all numbers: on a GPU each .item() would synchronize.
-        local = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
+        local = numbers_of(task, rows).tolist()
         values, came = distributed.agree(local, stop.signal)
         numbers = dict(zip(["grad_norm", "loss", *names], values, strict=True))
         metrics = {"loss": numbers["loss"], **numbers}
@@ -106,6 +117,13 @@ def step(
             if task.scheduler is not None:
                 task.scheduler.step()
     return Step(metrics, finite, came, profiles)
+
+
+def numbers_of(task: Task, rows: list[Tensor]) -> Tensor:
+    """The norm of the gradients, and the means of the batches' numbers; float64."""
+    gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
+    return torch.cat([norm.double()[None], torch.stack(rows).mean(0)])
 
 
 def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Profiles:

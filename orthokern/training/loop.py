@@ -14,7 +14,8 @@ import torch
 from orthokern.errors import OutOfRange
 from orthokern.training import distributed
 from orthokern.training.checkpoint import write_atomically
-from orthokern.training.iteration import LoopSettings, diagnosis, step
+from orthokern.training.graphs import CapturedIterations, obstacle
+from orthokern.training.iteration import LoopSettings, Step, diagnosis, step
 from orthokern.training.metrics import HELD_OUT, plain, read_metrics
 from orthokern.training.profiling import WARM_UP, Profiler
 from orthokern.training.progress import Progress
@@ -129,6 +130,9 @@ def train(
     if progress is None:
         progress = Progress(settings.iterations) if shard.first else distributed.Silent(settings.iterations)
     state = RunState(task, run, progress, started if started is not None else time.perf_counter(), shard)
+    take: Callable[..., Step] = step
+    if settings.cuda_graph:  # before a state is restored
+        take = CapturedIterations(task, progress.line, obstacle(task, settings, shard.world)).step
     if resume:
         state.restore()
     state.prepare_for_loss()
@@ -137,7 +141,7 @@ def train(
     try:
         task.module = distributed.wrap(task.model)
         with StopRequest() as stop:
-            return _train(state, settings, stop, profiler, announce if shard.first else None)
+            return _train(state, settings, stop, profiler, announce if shard.first else None, take)
     except OutOfRange as error:
         if not state.moved:  # not finite before the first step: the checkpoint is the cause
             raise
@@ -150,7 +154,12 @@ def train(
 
 
 def _train(
-    state: RunState, settings: LoopSettings, stop: StopRequest, profiler: Profiler, announce: Callable[[], None] | None
+    state: RunState,
+    settings: LoopSettings,
+    stop: StopRequest,
+    profiler: Profiler,
+    announce: Callable[[], None] | None,
+    take: Callable[..., Step],
 ) -> Outcome:
     task, progress = state.task, state.progress
     several = state.shard.world > 1
@@ -163,7 +172,7 @@ def _train(
         state.iteration += 1
         profiler.begin(state.iteration)
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
-        done = step(task, settings, diagnose, stop, profiler, check=several and state.iteration == first + 1)
+        done = take(task, settings, diagnose, stop, profiler, check=several and state.iteration == first + 1)
         if announce is not None:
             announce()
             announce = None

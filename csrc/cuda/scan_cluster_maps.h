@@ -1,0 +1,387 @@
+// How a block of a cluster holds its rows of the maps, and how it multiplies them (scan_cluster.h).
+//
+// A block has 64 rows. 128 neighbouring columns of them are a chunk. A lane has the same number of 16-byte vectors of
+// every chunk, whichever products are used:
+//
+//   FMA units      8 vectors: 4 neighbouring columns of the 8 rows of its warp. The sums of a row are spread over the
+//                  lanes of one warp.
+//   tensor cores   8 vectors (float32 words) or 4 (pairs of bfloat16): its operands of the products of all 64 rows with
+//                  16 of the columns. The sums of a row are spread over the warps, and meet in shared memory. A group
+//                  of 8 sequences fills the columns of a product.
+//
+// Where the chunks are:
+//
+//   registers       the first kInRegisters chunks of the first map
+//   shared memory   of the others, as many as fit
+//   L2 cache        what remains is read again in every step, by cp.async into a ring of kStages half chunks; each lane
+//                   fetches just what it will multiply, so no barrier is needed, and chunks of the two kinds alternate,
+//                   so that fetching never pauses
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/scan_units.h"
+
+namespace orthokern {
+namespace cuda {
+
+constexpr int kClusterThreads = 256, kClusterWarps = 8;
+constexpr int kClusterRows = 64;  // rows of a block
+constexpr int kChunk = 128;       // columns of a chunk
+constexpr int kStages = 2;
+
+template <bool factored, bool backward, int group, int precision>
+struct ClusterTraits {
+  static constexpr bool kFactored = factored, kBackward = backward, kTensor = precision != kIeee;
+  static constexpr int kGroup = group, kPrecision = precision;  // sequences of a cluster; of enum ScanPrecision
+  static constexpr int kVectors = precision == kBfloat16 ? 4 : 8;
+  static constexpr int kChunkWords = kVectors * 4 * kClusterThreads;  // of 4 bytes, [warp][vector][lane][4]
+  static constexpr int kStageWords = kChunkWords / 2;
+  // What 255 registers leave room for beside the sums, which are 8 group on the FMA units, 16 or 32 on tensor cores.
+  static constexpr int kInRegisters = precision == kIeee        ? (group <= 2   ? 4
+                                                                   : group <= 4 ? 3
+                                                                                : 1)
+                                      : precision == kThreeTf32 ? 2
+                                      : precision == kTf32      ? 4
+                                                                : 8;
+  // After a product, a lane has kHeld rows of one sequence, and kCopies lanes have the same ones.
+  static constexpr int kHeld = group <= 4 ? 1 : group / 4, kCopies = group <= 4 ? 4 / group : 1;
+  // Floats between two sequences of a vector, beyond its columns: the lanes of a tensor core's operand read four
+  // columns of every sequence at a time, which would lie in the same banks.
+  static constexpr int kPadding = kTensor ? 16 : 0;
+  static constexpr int kVectorCopies = factored ? 1 : 2;  // of the state (scan_cluster.h)
+  // Tensor cores: sums of one warp, [sequence][row]. With this pitch neither the stores nor the loads of two floats
+  // have bank conflicts.
+  static constexpr int kPartialPitch = kClusterRows + 8, kPartialFloats = kTensor ? group * kPartialPitch : 0;
+  static_assert(group == 1 || group == 2 || group == 4 || group == 8, "8 * group rows are spread over 32 lanes");
+  static_assert(!kTensor || group == 8, "a product of the tensor cores has 8 columns");
+};
+
+template <class Traits>
+struct ClusterMemory {  // the block's shared memory, in bytes
+  int pitch1, pitch2;   // floats from one sequence to the next, of the state and of y
+  int64_t barriers, state, y, partial, chunks, ring, total;
+  __host__ __device__ ClusterMemory(int columns1, int columns2, int shared_chunks, bool streams)
+      : pitch1(columns1 + Traits::kPadding), pitch2(columns2 ? columns2 + Traits::kPadding : 0) {
+    constexpr int64_t kWord = sizeof(float);
+    barriers = 0;
+    state = 2 * sizeof(Mbarrier);
+    y = state + kWord * Traits::kVectorCopies * Traits::kGroup * pitch1;
+    partial = y + kWord * Traits::kGroup * pitch2;
+    chunks = partial + kWord * kClusterWarps * Traits::kPartialFloats;
+    ring = chunks + kWord * shared_chunks * Traits::kChunkWords;
+    total = ring + (streams ? kWord * kStages * Traits::kStageWords : 0);
+  }
+};
+
+// First of the rows of block `rank`, in units of 4 rows.
+__host__ __device__ inline int first_quad(int rows, int rank, int size) { return (rows + 3) / 4 * rank / size; }
+
+// ------------------------------------------------------------------------------------------------------ packed maps
+
+// Element (row, column) of a map at from[row * row_stride + column * column_stride], zero beyond its edges.
+struct MapSource {
+  const float* from;
+  int64_t row_stride, column_stride;
+  int rows, columns;
+  __device__ __forceinline__ float at(int row, int column) const {
+    return row < rows && column < columns ? from[row * row_stride + column * column_stride] : 0.f;
+  }
+};
+
+// Word `e` of vector `vector` of a lane, of the chunk whose first column is `column`. row0 and end: of the block. The
+// operands of tensor cores (ptx.h) have rows i and i + 8 in a lane: here they are rows 2 i and 2 i + 1 of 16, so that a
+// lane ends up with neighbours. Which column of the map is which of a product does not matter as long as the vectors
+// agree: four neighbouring columns are those that a lane brings of a vector (TensorProduct::load).
+template <int kPrecision>
+__device__ __forceinline__ float packed_word(const MapSource& map, int row0, int end, int column, int warp, int vector,
+                                             int lane, int e) {
+  auto value = [&](int row, int c) { return row < end ? map.at(row, c) : 0.f; };
+  if constexpr (kPrecision == kIeee) return value(row0 + 8 * warp + vector, column + 4 * lane + e);
+  const int tile = kPrecision == kBfloat16 ? vector : vector / 2;
+  const int row = row0 + 16 * tile + 2 * (lane / 4) + e % 2, first = column + 16 * warp + 4 * (lane % 4);
+  if constexpr (kPrecision == kBfloat16) {
+    const int c = first + 2 * (e / 2);
+    return __uint_as_float(to_bf16x2(value(row, c), value(row, c + 1)));
+  }
+  const float word = value(row, first + 2 * (vector % 2) + e / 2);
+  return kPrecision == kTf32 ? __uint_as_float(to_tf32(word)) : word;
+}
+
+// packed [size][chunks][kChunkWords] <- a map. The blocks share `shared_rows` >= map.rows.
+template <class Traits>
+__global__ void __launch_bounds__(256)
+    pack_chunks_kernel(const MapSource map, int shared_rows, int chunks, int size, float* packed) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (i >= static_cast<int64_t>(size) * chunks * Traits::kChunkWords) return;
+  const int word = static_cast<int>(i % Traits::kChunkWords);
+  const int64_t block = i / Traits::kChunkWords;
+  const int rank = static_cast<int>(block / chunks), column = static_cast<int>(block % chunks) * kChunk;
+  packed[i] = packed_word<Traits::kPrecision>(
+      map, 4 * first_quad(shared_rows, rank, size), 4 * first_quad(shared_rows, rank + 1, size), column,
+      word / (128 * Traits::kVectors), word / 128 % Traits::kVectors, word / 4 % 32, word % 4);
+}
+
+// --------------------------------------------------------------------------------------------------------- products
+
+// The sums of a warp's 8 rows of every sequence: [sequence][row], in all lanes until finish().
+template <class Traits>
+struct FmaProduct {
+  static constexpr int kGroup = Traits::kGroup;
+  struct Operand {
+    float4 x[kGroup];
+  };
+  float sums[8 * kGroup];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int k = 0; k < 8 * kGroup; k++) sums[k] = 0;
+  }
+  // This thread's part of a chunk's columns; `vector` begins with the first of them.
+  static __device__ __forceinline__ Operand load(const float* vector, int pitch) {
+    Operand operand;
+#pragma unroll
+    for (int s = 0; s < kGroup; s++)
+      operand.x[s] = *reinterpret_cast<const float4*>(vector + s * pitch + 4 * (threadIdx.x % 32));
+    return operand;
+  }
+  __device__ __forceinline__ void multiply(int vector, const float4 w, const Operand& operand) {
+#pragma unroll
+    for (int s = 0; s < kGroup; s++) {
+      float& sum = sums[8 * s + vector];
+      const float4 x = operand.x[s];
+      sum = fmaf(w.x, x.x, sum), sum = fmaf(w.y, x.y, sum), sum = fmaf(w.z, x.z, sum), sum = fmaf(w.w, x.w, sum);
+    }
+  }
+  __device__ __forceinline__ void finish(float (&rows)[Traits::kHeld], float*) {
+    reduce_scatter<32>(sums, threadIdx.x % 32);
+#pragma unroll
+    for (int j = 0; j < Traits::kHeld; j++) rows[j] = sums[j];
+  }
+};
+
+// The sums of 4 tiles of 16 rows by 8 sequences over a warp's columns.
+//
+// Tensor cores cut their sums instead of rounding them, which pulls a long sum towards zero. Each 16 columns, and with
+// kThreeTf32 each product of 8, therefore have an accumulator of their own, and these are added by the FMA units, which
+// round to nearest. The last cut of each remains.
+//
+// Three products: x = head + rest. The head is a TF32 number to nearest, and tensor cores cut the rest, whose sign is
+// random. Sums with a rest stay apart until the end. If x is infinite its rest is NaN, and they are left out: the
+// heads have the infinity.
+template <class Traits>
+struct TensorProduct {
+  static constexpr int kPrecision = Traits::kPrecision, kTiles = kClusterRows / 16;
+  static constexpr bool kThree = kPrecision == kThreeTf32;
+  struct Operand {
+    uint32_t head[2][2], rest[kThree ? 2 : 1][2];
+  };
+  float sums[kTiles][4], rests[kThree ? kTiles : 1][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        sums[tile][i] = 0;
+        if (kThree) rests[tile][i] = 0;
+      }
+  }
+  static __device__ __forceinline__ Operand load(const float* vector, int pitch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float4 four = *reinterpret_cast<const float4*>(vector + lane / 4 * pitch + 16 * warp + 4 * (lane % 4));
+    const float x[4] = {four.x, four.y, four.z, four.w};
+    Operand operand;
+    if constexpr (kPrecision == kBfloat16) {
+      operand.head[0][0] = to_bf16x2(x[0], x[1]), operand.head[0][1] = to_bf16x2(x[2], x[3]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        operand.head[k / 2][k % 2] = to_tf32(x[k]);
+        if constexpr (kThree) operand.rest[k / 2][k % 2] = rest_of(x[k], operand.head[k / 2][k % 2]);
+      }
+    }
+    return operand;
+  }
+  static __device__ __forceinline__ uint32_t rest_of(float x, uint32_t head) {
+    return __float_as_uint(x - __uint_as_float(head));
+  }
+  __device__ __forceinline__ void multiply(int vector, const float4 w, const Operand& operand) {
+    const int tile = kPrecision == kBfloat16 ? vector : vector / 2, half = kPrecision == kBfloat16 ? 0 : vector % 2;
+    const uint32_t a[4] = {__float_as_uint(w.x), __float_as_uint(w.y), __float_as_uint(w.z), __float_as_uint(w.w)};
+    if constexpr (kThree) {
+      float x[4] = {w.x, w.y, w.z, w.w};
+      uint32_t head[4], rest[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) opaque(x[i]);  // else the parts of chunks in registers are kept there, twice as many
+#pragma unroll
+      for (int i = 0; i < 4; i++) head[i] = to_tf32(x[i]), rest[i] = rest_of(x[i], head[i]);
+      mma_tf32(rests[tile], rest, operand.head[half]);
+      mma_tf32(rests[tile], head, operand.rest[half]);
+      add_product(sums[tile], head, operand.head[half]);
+    } else {
+      add_product(sums[tile], a, operand.head[half]);
+    }
+  }
+  static __device__ __forceinline__ void add_product(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    float product[4] = {};
+    if constexpr (kPrecision == kBfloat16) mma_bf16(product, a, b);
+    else mma_tf32(product, a, b);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] += product[i];
+  }
+  // A barrier of the block. `partial` is free again when the rows of all warps have been used.
+  __device__ __forceinline__ void finish(float (&rows)[Traits::kHeld], float* partial) {
+    constexpr int kPitch = Traits::kPartialPitch;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4, late = t >= 2;
+    float* const own = partial + warp * Traits::kPartialFloats + 2 * (lane / 4);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++) {
+      if constexpr (kThree) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[tile][i] += fabsf(rests[tile][i]) < INFINITY ? rests[tile][i] : 0.f;
+      }
+      // sequences 2 t and 2 t + 1; two of four lanes store them in the other order, into other banks
+      const float2 even = make_float2(sums[tile][0], sums[tile][2]), odd = make_float2(sums[tile][1], sums[tile][3]);
+      float* const place = own + 16 * tile;
+      *reinterpret_cast<float2*>(place + (2 * t + late) * kPitch) = late ? odd : even;
+      *reinterpret_cast<float2*>(place + (2 * t + 1 - late) * kPitch) = late ? even : odd;
+    }
+    __syncthreads();
+    const float* const of_rows = partial + lane / 4 * kPitch + 8 * warp + 2 * t;
+    rows[0] = rows[1] = 0;
+#pragma unroll
+    for (int w = 0; w < kClusterWarps; w++) {
+      const float2 two = *reinterpret_cast<const float2*>(of_rows + w * Traits::kPartialFloats);
+      rows[0] += two.x, rows[1] += two.y;
+    }
+  }
+};
+
+template <class Traits>
+using ClusterProduct = std::conditional_t<Traits::kTensor, TensorProduct<Traits>, FmaProduct<Traits>>;
+
+// ------------------------------------------------------------------------------------- chunks outside of registers
+
+// Those chunks of the two maps that are not in registers, in the order of their use. Of `count`, `streamed` come from
+// the ring, spread evenly over the others: bit r of `ring` says that the r-th one does. Two maps of 1024 columns have
+// 16 chunks.
+struct ChunkOrder {
+  int count, streamed;
+  unsigned ring;
+  __device__ ChunkOrder(int count, int streamed) : count(count), streamed(streamed), ring(0) {
+    for (int r = 0; r < count; r++)
+      if ((r + 1) * streamed / count != r * streamed / count) ring |= 1u << r;
+  }
+  __device__ __forceinline__ bool streams(int r) const { return ring >> r & 1; }
+  // Of the chunks before r, those that stay in shared memory.
+  __device__ __forceinline__ int shared_before(int r) const { return r - __popc(ring & ((1u << r) - 1)); }
+  // The first chunk of the ring behind r, or from the beginning again.
+  __device__ __forceinline__ int streamed_after(int r) const {
+    const unsigned behind = ring & ~((2u << r) - 1);
+    return __ffs(static_cast<int>(behind ? behind : ring)) - 1;
+  }
+};
+static_assert(2 * kClusterRows * 16 / kChunk <= 31, "a bit for every chunk");
+
+template <class Traits>
+struct ClusterMaps {
+  static constexpr int kVectors = Traits::kVectors, kHalf = kVectors / 2;
+  using Product = ClusterProduct<Traits>;
+
+  const float *packed1, *packed2;  // this lane's words of the first chunk of each map, vectors 128 words apart
+  int in_registers, rest1;         // chunks of the first map: in registers, elsewhere
+  int lane_words;                  // where a lane's words of a chunk begin
+  ChunkOrder order;
+  float *chunks, *ring;  // [shared chunks][kChunkWords]; [kStages][kStageWords]
+  int next_chunk, next_half, fetch_stage, use_stage;
+
+  __device__ __forceinline__ ClusterMaps(const ScanArgs& a, const ScanPlan& plan, int rank)
+      : in_registers(plan.chunks1 < Traits::kInRegisters ? plan.chunks1 : Traits::kInRegisters),
+        rest1(plan.chunks1 - in_registers),
+        lane_words(threadIdx.x / 32 * kVectors * 128 + 4 * (threadIdx.x % 32)),
+        order(rest1 + (Traits::kFactored ? plan.chunks2 : 0),
+              rest1 + (Traits::kFactored ? plan.chunks2 : 0) - plan.shared_chunks),
+        next_half(0),
+        fetch_stage(0),
+        use_stage(0) {
+    packed1 = a.packed1 + static_cast<int64_t>(rank) * plan.chunks1 * Traits::kChunkWords + lane_words;
+    packed2 = a.packed2 + static_cast<int64_t>(rank) * plan.chunks2 * Traits::kChunkWords + lane_words;
+    next_chunk = order.streamed ? order.streamed_after(order.count) : 0;
+  }
+  __device__ __forceinline__ const float* source(int r) const {
+    return r < rest1 ? packed1 + static_cast<int64_t>(in_registers + r) * Traits::kChunkWords
+                     : packed2 + static_cast<int64_t>(r - rest1) * Traits::kChunkWords;
+  }
+  static __device__ __forceinline__ float4 vector_at(const float* words, int v) {
+    return *reinterpret_cast<const float4*>(words + 128 * v);
+  }
+  __device__ __forceinline__ void load_registers(float4 (&weights)[Traits::kInRegisters][kVectors]) const {
+#pragma unroll
+    for (int c = 0; c < Traits::kInRegisters; c++)
+#pragma unroll
+      for (int v = 0; v < kVectors; v++)
+        weights[c][v] = c < in_registers ? vector_at(packed1 + c * Traits::kChunkWords, v) : make_float4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void load_shared() {
+    for (int r = 0; r < order.count; r++) {
+      if (order.streams(r)) continue;
+      float* const to = chunks + order.shared_before(r) * Traits::kChunkWords + lane_words;
+#pragma unroll
+      for (int v = 0; v < kVectors; v++) *reinterpret_cast<float4*>(to + 128 * v) = vector_at(source(r), v);
+    }
+  }
+  // A lane's words of half a chunk in the ring.
+  __device__ __forceinline__ float* stage(int number) const {
+    return ring + number * Traits::kStageWords + threadIdx.x / 32 * kHalf * 128 + 4 * (threadIdx.x % 32);
+  }
+  // Ask for the next half chunk: those of the ring in the order of their use, over and over.
+  __device__ __forceinline__ void fetch_half() {
+    if (!order.streamed) return;
+    const float* const from = source(next_chunk) + next_half * kHalf * 128;
+    float* const to = stage(fetch_stage);
+#pragma unroll
+    for (int v = 0; v < kHalf; v++) cp_async<16>(to + 128 * v, from + 128 * v);
+    cp_async_commit();
+    if (next_half) next_chunk = order.streamed_after(next_chunk);
+    next_half ^= 1;
+    fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
+  }
+  // product += the chunks in registers times `vector`
+  __device__ __forceinline__ void multiply_registers(Product& product,
+                                                     const float4 (&weights)[Traits::kInRegisters][kVectors],
+                                                     const float* vector, int pitch) const {
+#pragma unroll
+    for (int c = 0; c < Traits::kInRegisters; c++) {
+      if (c >= in_registers) continue;
+      const typename Product::Operand x = Product::load(vector + c * kChunk, pitch);
+#pragma unroll
+      for (int v = 0; v < kVectors; v++) product.multiply(v, weights[c][v], x);
+    }
+  }
+  // product += the chunks [r0, r1) outside registers, times `vector` from the first of their columns on
+  __device__ __forceinline__ void multiply_rest(Product& product, int r0, int r1, const float* vector, int pitch) {
+#pragma unroll 1
+    for (int r = r0; r < r1; r++, vector += kChunk) {
+      const typename Product::Operand x = Product::load(vector, pitch);
+      if (order.streams(r)) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          cp_async_wait<kStages - 1>();
+          const float* const words = stage(use_stage);
+#pragma unroll
+          for (int v = 0; v < kHalf; v++) product.multiply(kHalf * half + v, vector_at(words, v), x);
+          use_stage = use_stage + 1 == kStages ? 0 : use_stage + 1;
+          fetch_half();
+        }
+      } else {
+        const float* const words = chunks + order.shared_before(r) * Traits::kChunkWords + lane_words;
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) product.multiply(v, vector_at(words, v), x);
+      }
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace orthokern
