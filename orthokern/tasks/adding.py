@@ -84,7 +84,7 @@ class AddingOptions(StartOptions, DrawnOptions):
         "PERCENT",
     )
     short_evaluations: bool = switch(False, SHORT_EVALUATIONS, needs=(Needs("right"), Needs("goal", (0,))))
-    eval_sequences: int = 500
+    eval_sequences: int = 2000
     start: str = named(
         "auto",
         "start",
