@@ -211,7 +211,10 @@ def run_backward(
     need_x: bool = True,
     need_params: bool = True,
 ) -> ScanGradients:
-    """The adjoint scan of Note [Factored scan backward] and the sums over its result."""
+    """The adjoint scan of Note [Factored scan backward] and the sums over its result.
+
+    Longer than 100 lines: a line for every argument of the kernel.
+    """
     x, h0, weight, bias, act_param, reset_state = inputs
     activation, checkpoint_every, lengths = options.activation, options.checkpoint_every, options.lengths
     map_, transposed = as_rows(map_), as_rows(map_, transposed=True)

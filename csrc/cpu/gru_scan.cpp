@@ -543,7 +543,7 @@ bool run_gru(const GruArgs& args, bool backward) {
 }  // namespace
 
 bool gru_scan_fwd(const GruArgs& args) {
-  if (args.T * args.B <= kDirectRows && !args.lengths) {
+  if (args.T * args.B <= kDirectRows && !args.lengths && !args.resets) {
     if (args.dtype == kFloat64)
       return args.kanai ? DirectGru<double, true>{args}.run() : DirectGru<double, false>{args}.run();
     return args.kanai ? DirectGru<float, true>{args}.run() : DirectGru<float, false>{args}.run();

@@ -74,7 +74,8 @@ struct Team {
 // Whether the threads share the columns: plan.threads is the number of rows where that is smaller.
 inline bool team_serves(const ScanArgs& args) {
   const int64_t bytes = (args.K ? args.K : args.N) * args.N * (args.dtype == kFloat64 ? 8 : 4);
-  return args.B < args.threads && !args.lengths && !args.checkpoint_every && bytes >= kTeamBytes;
+  const bool plain = args.R == 1 && !args.lengths && !args.resets && !args.checkpoint_every;
+  return plain && args.B < args.threads && bytes >= kTeamBytes;
 }
 
 // Part `part` of a phase, by a thread with rows of its own: they hold the input of the step.

@@ -1,5 +1,7 @@
 """What the modules that replace torch.nn.RNN share: layers, directions, layouts, dropout, initial states, the loss.
 
+Longer than 600 lines: one class, whose parts share its parameters and its checks.
+
 Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
 """
 

@@ -12,7 +12,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _second_gru, _taps
-from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative, refusal
+from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
@@ -196,9 +196,7 @@ def _backward(
         return ()
     hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
-    if of_saved or _route.recording():
-        if resets is not None:
-            raise refusal("gru_scan with resets", "backend='reference'")
+    if (of_saved or _route.recording()) and resets is None:  # with resets the backward op refuses a second derivative
         taken = _second_gru.Taken(ctx.variant, hs, gates, pre, w, h0, bias, lengths)
         grads = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
         return (*grads, *(None,) * 5)

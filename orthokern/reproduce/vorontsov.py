@@ -369,7 +369,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "adding-defaults", "Mean squared error on the adding task with the task's defaults",
-        f"{PAPER}, the setting of Figure 5", _adding_defaults(), (GOAL, ERROR, PER_ITERATION), figure="curves", quantity="loss",
+        f"{PAPER}, the setting of Figure 5", _adding_defaults(), (GOAL, ERROR, PER_ITERATION),
+        figure="curves", quantity="loss",
         panel="T", legend=("model", "start", "seed"), epochs=False,
         note="Defaults of `python -m orthokern.tasks.adding`. The best guess without memory has an error of 0.1667. A "
         "run ends when it is solved, which is an error below 1e-3 on 2000 fresh sequences. The last rows change some "

@@ -399,7 +399,7 @@ def complete(settings: Settings) -> AddingOptions:
         if silent and settings["lr_decay"] == 0.0:
             settings["lr_decay"] = DECAY
     rates = {name: rate / T for name, rate in RATES_TIMES_T.items()}
-    if settings["model"] not in EXPONENTIALS:
+    if settings["model"] not in EXPONENTIALS or not silent:
         del rates["skew_lr"]
     rates["lr"] = READOUT_RATE_TIMES_N_BY_ROOT_T / settings["hidden"] * math.sqrt(T) if silent else RATE
     if silent:

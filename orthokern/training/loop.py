@@ -62,6 +62,8 @@ def train(
 ) -> Outcome:
     """Trains until the goal is reached, all iterations are done, the loss is not finite, or SIGINT or SIGTERM arrives.
 
+    Longer than 100 lines: most of them are this documentation and its example.
+
     Files in the run folder: metrics.jsonl gets a record per iteration; checkpoint.pt is written every
     `settings.checkpoint_every` iterations and at the end, best.pt at every new best evaluation, and plots at the end. A
     full disk causes warnings only: the old checkpoint is kept, records are buffered in memory, and training continues.
