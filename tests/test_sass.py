@@ -135,8 +135,11 @@ def test_table() -> None:
 # Instructions between the store of a state and the barrier, at most. A block of several sequences ends its loop over
 # them there. The kernels for any activation also have the code of resets.
 MOST_BETWEEN = {("fixed", "one"): 6, ("fixed", "many"): 16, ("any", "one"): 16, ("any", "many"): 36}
-# The kernel for any activation and several sequences that keeps a register in local memory: (op, architecture).
-LOCAL = {("factored_scan", "100"): ["resident_scan_kernel 1 0 8 10 1 -1 2: 1 x access to local memory"]}
+# The kernels for any activation and several sequences that keep registers in local memory, by op and architecture.
+LOCAL = {
+    ("factored_scan", "100"): ["resident_scan_kernel 1 0 8 10 1 -1 2: 1 x access to local memory"],
+    ("dense_scan", "100"): ["resident_scan_kernel 0 1 8 8 1 -1 2: 6 x access to local memory"],
+}
 
 
 @pytest.mark.slow
