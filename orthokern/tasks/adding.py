@@ -4,8 +4,8 @@ A recurrent network reads T pairs of a number and a mark, and must output the su
 & Schmidhuber 1997; Vorontsov et al. 2017, section 3.1.1 and Figure 5). The data come from `orthokern.data.AddingTask`.
 
 Note [Settings that solve it at any length]
-    The last state has to hold two of T numbers and nothing of the other T - 2. What stands in the way, and what the
-    defaults do about it (`--start silent`, "silent" below):
+    The last state has to hold two of T numbers and nothing of the other T - 2. What is expected to prevent this, and
+    what the defaults do about it (`--start silent`, "silent" below; docs/results/adding-defaults.md has measurements):
     - A unit that keeps what it gets, with an eigenvalue of W at 1, adds its input up over T steps. A weight w from the
       numbers to such a unit adds w T / 2 to the state on average, with a standard deviation of w sqrt(T / 12). The
       gradient of w is larger than that of a weight that the answer needs by the same factor, and a step of RMSprop
