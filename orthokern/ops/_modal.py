@@ -366,7 +366,7 @@ class _ModalStates(torch.autograd.Function):
         if call.padding is not None:
             hs.masked_fill_(call.padding[..., None], 0)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.count = call, len(starts) - 1
+        ctx.call = call
         ctx.save_for_backward(x, table, h0, hs, *starts[:-1])
         return hs
 
@@ -481,6 +481,17 @@ class _Spans:
         return (grad_z0.double() @ self.basis.left).to(h0.dtype)
 
 
+def _table(
+    x: Tensor, weight: Tensor, bias: Tensor | None, basis: Basis, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """(table [D, 2M], offset [2M]) in modal coordinates; with token ids the table takes the offset in."""
+    table = (basis.left @ weight.double()).mT
+    offset = None if bias is None else basis.left @ bias.double()
+    if offset is not None and not x.is_floating_point():
+        table, offset = table + offset, None
+    return table.to(dtype).contiguous(), None if offset is None else offset.to(dtype)
+
+
 def _into_modes(
     x: Tensor, h0: Tensor, weight: Tensor | None, bias: Tensor | None, basis: Basis, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -492,12 +503,11 @@ def _into_modes(
     z0 = (h0.double() @ left.mT).to(h0.dtype)
     if weight is None:
         return x @ left.to(x.dtype).mT, None, z0
-    table = (left @ weight.double()).mT
-    offset = None if bias is None else left @ bias.double()
+    table, offset = _table(x, weight, bias, basis, h0.dtype)
     if not x.is_floating_point():
-        return x, (table if offset is None else table + offset).to(h0.dtype).contiguous(), z0
-    term = x @ table.to(x.dtype)
-    return (term if offset is None else term + offset.to(x.dtype)), None, z0
+        return x, table, z0
+    term = x @ table
+    return (term if offset is None else term + offset), None, z0
 
 
 @keeps_dtype
@@ -514,13 +524,7 @@ def modal_states(
     """hs [T, B, N] of the linear recurrence with W = ``modes.w``; arguments as those of ``factored_scan``."""
     table = offset = None
     if weight is not None:
-        left = modes.basis.left
-        columns = (left @ weight.double()).mT
-        offset = None if bias is None else left @ bias.double()
-        if not x.is_floating_point():
-            columns, offset = columns if offset is None else columns + offset, None
-        table = columns.to(h0.dtype).contiguous()
-        offset = None if offset is None else offset.to(h0.dtype)
+        table, offset = _table(x, weight, bias, modes.basis, h0.dtype)
     hs: Tensor = _ModalStates.apply(modes.w, x, table, offset, h0, modes, backend, lengths)
     return hs
 

@@ -178,8 +178,9 @@ def test_a_profiler_sees_every_op_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
-def test_an_op_alone_refuses_forward_mode_and_torch_func() -> None:
-    """Not passed by: the tangent would be lost without a word. The functionals have what they need around the op."""
+def test_an_op_alone_refuses_forward_mode_and_serves_one_gradient() -> None:
+    """The op raises for a tangent, which would be lost without a message; forward mode has its rule in the functionals.
+    One derivative of torch.func, alone or with vmap, is that of autograd."""
     problem = scan_problem("dense_scan", B=2, T=3, N=4)
     x, w, *others = problem.inputs()
     assert w is not None
