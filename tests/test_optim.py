@@ -408,6 +408,7 @@ REFUSED = [
     (lambda: optimizer_for(RNN(2, 3), geodesic_lr=float("inf")), "geodesic_lr .* inf"),
     (lambda: optimizer_for(RNN(2, 3), spectrum_lr=-2.0), "spectrum_lr .* -2.0"),
     (lambda: optimizer_for(nn.ReLU()), "ReLU has no parameters"),
+    (lambda: optimizer_for([nn.ReLU()]), "model must be a torch.nn.Module, got list"),  # type: ignore[arg-type]
     (lambda: optimizer_for(RNN(2, 3), lr="a"), "lr must be finite and at least 0, got 'a'"),
     (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
     (lambda: optimizer_for(FactorizedRNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),

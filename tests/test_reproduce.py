@@ -8,6 +8,7 @@ import io
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -215,6 +216,27 @@ PAGES = ROOT / "docs" / "results"
 def test_a_page_follows_from_its_numbers(experiment: Experiment) -> None:
     summary = json.loads((PAGES / f"{experiment.name}.json").read_text())
     assert markdown(experiment, summary) == (PAGES / f"{experiment.name}.md").read_text()
+
+
+def test_rows_without_run_folders(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose folder is on another machine keeps its row and its curve."""
+    assert reproduce("toy", "--out", tmp_path, "--only", "toy-0.1", "--threads", 1) == 0
+    folder = tmp_path / "full"
+    before = json.loads((folder / "toy.json").read_text())["rows"]
+    losses = [r["loss"] for r in read_metrics(folder / "toy-0.1" / "metrics.jsonl")]
+    assert [value for _, value in before[1]["curve"]] == pytest.approx(losses, rel=1e-5)
+    shutil.rmtree(folder / "toy-0.1")
+    (folder / "toy.png").unlink()
+    assert reproduce("toy", "--out", tmp_path, "--only", "toy-0", "--report") == 0
+    assert json.loads((folder / "toy.json").read_text())["rows"] == before
+    assert (folder / "toy.png").exists()
+    assert reproduce("toy", "--out", tmp_path, "--only", "toy-0", "--threads", 1) == 0  # both: toy-0.1 is trained anew
+    after = json.loads((folder / "toy.json").read_text())["rows"]
+    assert [row["state"] for row in after] == ["done", "done"]
+    (folder / "toy.json").write_text('{"experiment": "toy", "quick": false, "rows": [1]}')
+    capsys.readouterr()
+    assert reproduce("toy", "--out", tmp_path, "--report") == 2
+    assert "toy.json is not a report of this program" in capsys.readouterr().err
 
 
 def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,8 @@ class _Entry(NamedTuple):
 
 def _named_split(model: nn.Module) -> dict[str, list[_Entry]]:
     """Role -> its parameters, each once, in the order of model.named_parameters()."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     roles: dict[Tensor, tuple[str, float | None, str]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, HasRoles):

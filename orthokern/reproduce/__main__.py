@@ -20,7 +20,7 @@ from orthokern.commandline import (
 )
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
-from orthokern.reproduce.report import report
+from orthokern.reproduce.report import earlier_rows, report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
 
@@ -55,7 +55,8 @@ examples:
   python -m orthokern.reproduce table1 --data data --budget 2h     train for two hours; repeat the command for more
   python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
-Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png.
+Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png. Runs whose folders are
+missing keep their rows of an earlier EXPERIMENT.json, so an experiment can be continued on another machine.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged, 130 interrupted (the runs are
 saved: repeat the command to continue).
 """
@@ -167,6 +168,7 @@ def _run(given: Settings) -> int:
     plan = _plan(experiment, given)
     runs = _chosen(experiment, given.get("only"))
     failed: dict[str, str] = {}
+    earlier_rows(experiment, plan)  # a damaged file is found before hours of training, not after them
     try:
         if not given.get("report"):
             failed = train_all(plan, runs, sys.stdout)

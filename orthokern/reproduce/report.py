@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from orthokern._files import count
+from orthokern._files import count, read_object
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
@@ -20,7 +20,7 @@ from orthokern.reproduce.runner import Plan, result_of
 from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, planned, trained_for
 from orthokern.training.checkpoint import write_atomically
 
-__all__ = ["QUANTITIES", "report"]
+__all__ = ["QUANTITIES", "earlier_rows", "report"]
 
 
 # ---- numbers of a run ------------------------------------------------------------------------------------------------
@@ -61,6 +61,7 @@ QUANTITIES: dict[str, Callable[[RunRecord], float | None]] = {
     "iterations_to_goal": _iterations_to_goal,
     "success": _success,
 }
+CURVE_POINTS = 100  # of a run's curve in the JSON file, at most
 _LESS_IS_BETTER = ("loss", "bpc", "perplexity")
 
 
@@ -80,7 +81,52 @@ def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> fl
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], RunRecord | None]:
+def _curve(experiment: Experiment, record: RunRecord) -> dict[str, Any]:
+    """What the figure of an experiment shows of a run, so that its row alone can be drawn; see `_drawn_again`."""
+    if experiment.figure != "curves":
+        return {}
+    at, values = record.series(experiment.quantity)
+    stride = len(at) // CURVE_POINTS + 1
+    return {
+        "task": record.task,
+        "baseline": record.config.get("baseline"),
+        "curve": [[int(t), float(f"{v:.6g}")] for t, v in zip(at[::stride], values[::stride], strict=True)],
+    }
+
+
+def _drawn_again(experiment: Experiment, row: dict[str, Any], plan: Plan) -> RunRecord | None:
+    """The run of a row that an earlier report wrote, with the points of its curve; None if it has none."""
+    curve = row.get("curve")
+    if not curve:
+        return None
+    config = {"task": row["task"], "baseline": row["baseline"], "settings": row["settings"]}
+    records = [{"iteration": t, experiment.quantity: value} for t, value in curve]
+    return RunRecord(plan.folder / row["name"], config, row["settings"], row["task"], records)
+
+
+def earlier_rows(experiment: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
+    """The rows of trained runs in the JSON file of an earlier report, by name: a run folder may be on another machine.
+
+    {} if there is no such file of this experiment at this scale.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    path = plan.folder / f"{experiment.name}.json"
+    if not path.exists():
+        return {}
+    summary = read_object(path)
+    if summary.get("experiment") != experiment.name or summary.get("quick") != plan.quick:
+        return {}
+    try:
+        return {row["name"]: row for row in summary["rows"] if row["state"] not in ("not run", "damaged")}
+    except (KeyError, TypeError):
+        raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
+
+
+def _row(
+    experiment: Experiment, run: Run, plan: Plan, earlier: dict[str, dict[str, Any]]
+) -> tuple[dict[str, Any], RunRecord | None]:
     """One row: labels, published and measured numbers, progress of the run, and its command; and the records."""
     folder = plan.run_folder(run)
     intended = planned(run, plan.quick)
@@ -88,8 +134,11 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
     try:
         record = load_run(folder)
     except InputError:
+        damaged = (folder / "config.json").exists()
+        if run.name in earlier and not damaged:
+            return earlier[run.name], _drawn_again(experiment, earlier[run.name], plan)
         row |= {"labels": _labels(run, intended), "command": _command(run, plan, plan.longer)}
-        return {**row, "state": "damaged" if (folder / "config.json").exists() else "not run"}, None
+        return {**row, "state": "damaged" if damaged else "not run"}, None
     row["labels"] = _labels(run, {**intended, **record.settings})
     done = record.records[-1]["iteration"] if record.records else 0
     row["command"] = _command(run, plan, trained_for(record.settings, done, intended))
@@ -115,7 +164,7 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[dict[str, Any], 
         row["state"] = "solved" if result.get("reached") and record.settings.get("goal") is not None else "done"
     else:
         row["state"] = "unfinished"
-    return row, record
+    return row | _curve(experiment, record), record
 
 
 def _labels(run: Run, settings: dict[str, Any]) -> dict[str, str]:
@@ -229,6 +278,8 @@ def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
 def report(experiment: Experiment, plan: Plan) -> list[Path]:
     """Writes the table (Markdown and JSON) and the figure (PNG) of an experiment next to the run folders.
 
+    Rows of runs whose folders are not there are taken from the JSON file of an earlier report, with their curves.
+
     Args:
         experiment: the experiment.
         plan: holds the folder of the runs.
@@ -237,9 +288,11 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
         The files written; without matplotlib, no figure.
 
     Raises:
+        InputError: the JSON file of an earlier report is damaged.
         OSError: a file cannot be written.
     """
-    found = [_row(experiment, run, plan) for run in experiment.runs]
+    earlier = earlier_rows(experiment, plan)
+    found = [_row(experiment, run, plan, earlier) for run in experiment.runs]
     rows = [row for row, _ in found]
     table, numbers = plan.folder / f"{experiment.name}.md", plan.folder / f"{experiment.name}.json"
     plan.folder.mkdir(parents=True, exist_ok=True)
