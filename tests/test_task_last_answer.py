@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
+from orthokern.nn import GRU, RNN, FactorizedRNN, PeepholeLSTM
 from orthokern.tasks import last_answer, random_permutation, recurrent, temporal_order
 from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
@@ -149,7 +149,13 @@ def test_processes_share_a_batch(task: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("rnn", RNN), ("factorized", FactorizedRNN), ("lstm", torch.nn.LSTM), ("peephole-lstm", PeepholeLSTM)],
+    [
+        ("rnn", RNN),
+        ("factorized", FactorizedRNN),
+        ("lstm", torch.nn.LSTM),
+        ("peephole-lstm", PeepholeLSTM),
+        ("gru", GRU),
+    ],
 )
 def test_the_network_is_the_one_that_was_asked_for(model: str, kind: type[torch.nn.Module]) -> None:
     assert type(build("temporal_order", *SMALL, "--model", model).rnn) is kind

@@ -204,7 +204,7 @@ def test_the_stream_of_characters(ptb: Path, tmp_path: Path) -> None:
         stream_rows(torch.arange(7), 4)
 
 
-@pytest.mark.parametrize("model", ["nnrnn", "lstm", "peephole-lstm"])
+@pytest.mark.parametrize("model", ["nnrnn", "lstm", "peephole-lstm", "gru"])
 def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> None:
     """The losses of the pieces of an epoch are those of all rows read in one piece, which they would not be if a state
     were lost, or a character read twice; and so is a validation's."""
@@ -232,11 +232,11 @@ def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> 
     assert evaluations[7]["bpc"] == pytest.approx(evaluations[7]["loss"] / math.log(2))
 
 
-@pytest.mark.parametrize("model", ["nnrnn", "lstm"])
+@pytest.mark.parametrize("model", ["nnrnn", "lstm", "gru"])
 def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> None:
     """Bit for bit, the carried state too: the part ends in the middle of an epoch."""
     given = f"--data {ptb} --bptt 20 --batch 8 --hidden 24 --model {model} --lr 1e-2 --schedule constant".split()
-    given += [] if model == "lstm" else ["--nonlinearity", "modrelu"]
+    given += [] if model in ("lstm", "gru") else ["--nonlinearity", "modrelu"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run("char_lm", *given, *QUIET, "--iterations", 60, "--out", whole) == 0
     assert run("char_lm", *given, *QUIET, "--iterations", 25, "--out", parts) == 0

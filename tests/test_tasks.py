@@ -453,7 +453,7 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("char_lm", "--data {ptb} --epochs 2 --iterations 3", "--epochs 2 and --iterations 3: give one of the two"),
         ("adding", "--T 1", "'1' is not an integer of at least 2"),
         ("adding", "--T 5 --positions pascanu", "T must be at least 10 for positions 'pascanu'"),
-        ("adding", "--T 10 --model lstm --learned-h0", "--learned-h0: not for an lstm"),
+        ("adding", "--T 10 --model lstm --learned-h0", "--learned-h0: not for --model lstm"),
         ("adding", "--T 10 --model rnn --spectrum-prior 1", "--spectrum-prior: for --model factorized, not rnn"),
         ("adding", "--T 10 --init glorot", "--init glorot with --margin 0.1"),
         (
@@ -469,6 +469,7 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("adding", "--alpha 1.0", "alpha: '1.0' is not a number of at least 0 and below 1"),
         ("adding", "--eps 0", "eps: '0' is not a number above 0"),
         ("copy", "--T 1000000000000000", "out of memory on cpu"),
+        ("adding", "--T 10 --model gru --learned-h0", "--learned-h0: not for --model gru"),
         ("adding", "--model lstm --rank 3", "--rank: for --model factorized; here --model is lstm"),
         ("adding", "--model rnn --margin 0.5", "--margin: for --model factorized; here --model is rnn"),
         ("adding", "--model rnn --geodesic-lr 1", "--geodesic-lr: for --model factorized; here --model is rnn"),

@@ -13,7 +13,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern.commandline import Needs, integer, real
 from orthokern.errors import InputError
 from orthokern.functional import SPECTRUM_MAPS
-from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 from orthokern.nn.exprnn import INITS, OPTIMIZER_STATES
 from orthokern.nn.factorized import APPLY
 from orthokern.nn.nonnormal import INITS as SCHUR_INITS
@@ -24,8 +24,9 @@ from orthokern.training.options import named, option, switch
 
 __all__ = ["MODELS", "NetworkOptions", "build_recurrence", "check_backend", "check_network"]
 
-MODELS = ("factorized", "rnn", "lstm", "peephole-lstm", "exprnn", "nnrnn")
+MODELS = ("factorized", "rnn", "lstm", "peephole-lstm", "gru", "exprnn", "nnrnn")
 LSTMS = ("lstm", "peephole-lstm")
+GATED = (*LSTMS, "gru")
 EXPONENTIALS = ("exprnn", "nnrnn")
 
 # Activations with a slope, learned or not, and those that work on pairs of units.
@@ -35,7 +36,7 @@ ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 # Options that have an effect only together with another option.
 OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
 OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
-OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))
+OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in GATED))
 
 
 @dataclass(kw_only=True)
@@ -48,14 +49,15 @@ class NetworkOptions(RunOptions):
         "model",
         MODELS,
         "factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch.nn.LSTM; peephole-lstm: gates read the cell; "
-        "exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, with learned moduli of its eigenvalues",
+        "gru: as torch.nn.GRU; exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, with learned moduli "
+        "of its eigenvalues",
     )
     hidden: int = option(128, integer(1), "hidden units", "N")
     nonlinearity: str = named(
         "tanh",
         "nonlinearity",
         NONLINEARITIES,
-        f"{', '.join(NONLINEARITIES)} (not for an lstm)",
+        f"{', '.join(NONLINEARITIES)} (without gates)",
         needs=(OF_OTHERS,),
     )
     slope: float = option(
@@ -65,7 +67,7 @@ class NetworkOptions(RunOptions):
         needs=(Needs("nonlinearity", SLOPED), OF_OTHERS),
     )
     gain: float = option(
-        1.0, real(0.0, exclusive=True), "factor of the pre-activation (not for an lstm)", needs=(OF_OTHERS,)
+        1.0, real(0.0, exclusive=True), "factor of the pre-activation (without gates)", needs=(OF_OTHERS,)
     )
     margin: float | None = option(
         0.1,
@@ -102,11 +104,11 @@ class NetworkOptions(RunOptions):
         "factorized: multiply by V, S and U (factored), or by their product (composed)",
         needs=(OF_FACTORIZED,),
     )
-    learned_h0: bool = switch(False, "learn the initial state, initially zero (not for an lstm)", needs=(OF_OTHERS,))
+    learned_h0: bool = switch(False, "learn the initial state, initially zero (without gates)", needs=(OF_OTHERS,))
     message_clip: float | None = option(
         None,
         real(0.0, exclusive=True, none=True),
-        "clip every element of the adjoint at every time step; none (not for an lstm)",
+        "clip every element of the adjoint at every time step; none (without gates)",
         needs=(OF_OTHERS,),
     )
     forget_bias: float = option(1.0, real(), "both lstms: initial bias of the forget gate", needs=(OF_LSTMS,))
@@ -159,17 +161,17 @@ def check_network(settings: NetworkOptions) -> None:
             f"--init {settings.init} with --margin {settings.margin:g}: a Glorot matrix has singular values "
             "from 0 to 2, give --margin none"
         )
-    lstm = settings.model in LSTMS
+    gated = settings.model in GATED
     _check_exponential(settings)
     if settings.model != "factorized" and getattr(settings, "spectrum_prior", None):
         raise InputError(f"--spectrum-prior: for --model factorized, not {settings.model}; see --soft-orthogonality")
-    if lstm and getattr(settings, "soft_orthogonality", None):
-        raise InputError("--soft-orthogonality: not for an lstm, which has four recurrent matrices")
-    if lstm:
+    if gated and getattr(settings, "soft_orthogonality", None):
+        raise InputError(f"--soft-orthogonality: not for --model {settings.model}, which has a matrix for each gate")
+    if gated:
         for key in ("learned_h0", "message_clip", "gain"):
             if getattr(settings, key) != getattr(NetworkOptions, key):
                 option = "--" + key.replace("_", "-")
-                raise InputError(f"{option}: not for an lstm; leave the option out, or choose another --model")
+                raise InputError(f"{option}: not for --model {settings.model}; leave the option out, or choose another")
 
 
 # setting -> (the value without an effect, the models that have the setting)
@@ -234,6 +236,9 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
     elif settings.model == "peephole-lstm":
         rnn = PeepholeLSTM(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
+    elif settings.model == "gru":
+        rnn = GRU(inputs, hidden, bias=bias, variant="torch", backend=backend)
+        _initialize_gates(rnn, settings)
     elif settings.model == "rnn":
         rnn = RNN(
             inputs,
@@ -270,22 +275,30 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
             **common,
         )
     learned = ACTIVATIONS[settings.nonlinearity].learned
-    if settings.nonlinearity in SLOPED and learned is not None and settings.model not in LSTMS:
+    if settings.nonlinearity in SLOPED and learned is not None and settings.model not in GATED:
         with torch.no_grad():
             rnn.get_parameter(f"{learned.stem}_l0").fill_(settings.slope)
     return rnn.to(device)
 
 
 @torch.no_grad()
-def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> None:
-    """Initialises the recurrent matrix of every gate by `init`, and the bias of the forget gate to `forget_bias`
-    (Vorontsov et al. 2017, section 3.1.2: orthogonal, and 1)."""
-    n = lstm.hidden_size
-    for gate in lstm.get_parameter("weight_hh_l0").view(4, n, n):  # input, forget, cell, output
+def _initialize_gates(rnn: nn.LSTM | PeepholeLSTM | GRU, settings: NetworkOptions) -> None:
+    """Initialises the recurrent matrix of every gate by `init`, and the biases to 0."""
+    n = rnn.hidden_size
+    for gate in rnn.get_parameter("weight_hh_l0").view(-1, n, n):
         init.initialize_(gate, settings.init)
+    for name, parameter in rnn.named_parameters():
+        if name.startswith("bias"):
+            parameter.zero_()
+
+
+@torch.no_grad()
+def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> None:
+    """`_initialize_gates`, and the bias of the forget gate is `forget_bias` (Vorontsov et al. 2017, section 3.1.2:
+    orthogonal, and 1)."""
+    _initialize_gates(lstm, settings)
     if lstm.bias:
-        for name in ("bias_ih_l0", "bias_hh_l0"):
-            lstm.get_parameter(name).zero_()
+        n = lstm.hidden_size
         lstm.get_parameter("bias_ih_l0")[n : 2 * n] = settings.forget_bias
 
 
@@ -303,6 +316,7 @@ def check_backend(settings: NetworkOptions, classes: int) -> None:
         "nnrnn": ("dense_scan",),
         "lstm": (),
         "peephole-lstm": (),
+        "gru": ("gru_scan",),
     }[settings.model]
     for op in (*ops, "linear_cross_entropy") if classes else ops:
         dispatch.resolve(

@@ -18,7 +18,7 @@ from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.network import LSTMS, check_backend, check_network
+from orthokern.tasks.network import GATED, check_backend, check_network
 from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, check_schedule, penalty
 from orthokern.training import Task
 from orthokern.training.cli import RunOptions
@@ -69,7 +69,7 @@ class StartOptions(OptimizerOptions):
         STARTS,
         "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
         "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
-        "readout in some tasks; an lstm always uses torch",
+        "readout in some tasks; an lstm or a gru always uses torch",
     )
     sigma: float | None = option(
         None,
@@ -150,8 +150,8 @@ def start_normal(rnn: nn.Module, readout: nn.Module, settings: StartOptions) -> 
 
 @torch.no_grad()
 def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
-    """Redraws the input weights and sets biases to 0, unless start is "torch" or the network is an LSTM."""
-    if settings.start == "torch" or settings.model in LSTMS:
+    """Redraws the input weights and sets biases to 0, unless start is "torch" or the network has gates."""
+    if settings.start == "torch" or settings.model in GATED:
         return
     weight = rnn.get_parameter("weight_ih_l0")
     if settings.start == "small":
