@@ -45,18 +45,13 @@ class NetworkOptions(RunOptions):
     GROUP = "the network"
     model: str = named(
         "factorized",
-        "model",
         MODELS,
         "factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch.nn.LSTM; peephole-lstm: gates read the cell; "
         "exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, with learned moduli of its eigenvalues",
     )
     hidden: int = option(128, integer(1), "hidden units", "N")
     nonlinearity: str = named(
-        "tanh",
-        "nonlinearity",
-        NONLINEARITIES,
-        f"{', '.join(NONLINEARITIES)} (not for an lstm)",
-        needs=(OF_OTHERS,),
+        "tanh", NONLINEARITIES, f"{', '.join(NONLINEARITIES)} (not for an lstm)", needs=(OF_OTHERS,)
     )
     slope: float = option(
         0.25,
@@ -75,29 +70,21 @@ class NetworkOptions(RunOptions):
     )
     spectrum_map: str = named(
         "sigmoid",
-        "spectrum-map",
         SPECTRUM_MAPS,
         f"factorized: map of the singular values: {' or '.join(SPECTRUM_MAPS)}",
         needs=(OF_FACTORIZED, Needs("margin")),
     )
     init: str = named(
         "orthogonal",
-        "init",
         tuple(dict.fromkeys((*init.INITS, *SCHUR_INITS))),
         f"initial recurrent matrix: {', '.join(init.INITS)}; initial exp(A) in exprnn and nnrnn: "
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn)",
     )
     rank: int | None = option(
-        None,
-        integer(1),
-        "factorized: columns of U and V",
-        "K",
-        needs=(OF_FACTORIZED,),
-        shown="as many as hidden units",
+        None, integer(1), "factorized: columns of U and V", "K", needs=(OF_FACTORIZED,), shown="as many as hidden units"
     )
     apply: str = named(
         "factored",
-        "apply",
         APPLY,
         "factorized: multiply by V, S and U (factored), or by their product (composed)",
         needs=(OF_FACTORIZED,),
@@ -127,14 +114,12 @@ class NetworkOptions(RunOptions):
     )
     rebase_state: str = named(
         "transport",
-        "rebase-state",
         OPTIMIZER_STATES,
         f"with --rebase-every: effect on the state of the optimizer: {', '.join(OPTIMIZER_STATES)}",
         needs=(OF_EXPONENTIALS, Needs("rebase_every")),
     )
     schur_mask: str = named(
         "block",
-        "schur-mask",
         MASKS,
         "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as "
         "in the released code",
@@ -235,14 +220,7 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         rnn = PeepholeLSTM(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
     elif settings.model == "rnn":
-        rnn = RNN(
-            inputs,
-            hidden,
-            nonlinearity=settings.nonlinearity,
-            bias=bias,
-            init=settings.init,
-            **common,
-        )
+        rnn = RNN(inputs, hidden, nonlinearity=settings.nonlinearity, bias=bias, init=settings.init, **common)
     elif settings.model in EXPONENTIALS:
         common |= {
             "nonlinearity": settings.nonlinearity,

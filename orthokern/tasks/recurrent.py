@@ -66,7 +66,6 @@ class StartOptions(OptimizerOptions):
     GROUP = "the task"
     start: str = named(
         "torch",
-        "start",
         STARTS,
         "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
         "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
