@@ -238,11 +238,7 @@ def start_silent(rnn: nn.Module, T: int) -> None:
 
 
 class AddingModel(nn.Module):
-    """A recurrence and a linear readout of its last state.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """A recurrence and a linear readout of its last state; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: AddingOptions) -> None:
         super().__init__()

@@ -184,11 +184,8 @@ class CharModel(nn.Module):
 
 
 class StreamModel(CharModel):
-    """The same model for a segment of a stream. It starts from the last state of the previous segment.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """The same model for a segment of a stream. It starts from the last state of the previous segment; settings as
+    DEFAULTS, complete."""
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings, len(STREAM_ALPHABET))

@@ -110,11 +110,7 @@ def _check_memory(settings: DeepOptions, rows: int = 0) -> None:
 
 
 class DeepNetwork(nn.Module):
-    """Layers of tanh units, and a linear readout.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """Layers of tanh units, and a linear readout; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__()

@@ -28,8 +28,6 @@ from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
 from orthokern.training.options import named, option, switch
 
-__all__ = ["GruOptions", "GruTask", "build_gru", "complete"]
-
 MODELS = ("gru", "torch-gru")
 CONSTRAINTS = ("projection", "none")
 THRESHOLDS = ("2-delta", "2")

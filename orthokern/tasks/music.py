@@ -58,11 +58,7 @@ DEFAULTS = defaults(MusicOptions)
 
 
 class MusicModel(nn.Module):
-    """Reads notes and computes the likelihood of the next notes.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """Reads notes and computes the likelihood of the next notes; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: MusicOptions) -> None:
         super().__init__()

@@ -22,8 +22,6 @@ from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, switch
 
-__all__ = ["MODELS", "NetworkOptions", "build_recurrence", "check_backend", "check_network"]
-
 MODELS = ("factorized", "rnn", "lstm", "peephole-lstm", "exprnn", "nnrnn")
 LSTMS = ("lstm", "peephole-lstm")
 EXPONENTIALS = ("exprnn", "nnrnn")
@@ -203,55 +201,37 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         A module with the interface of torch.nn.RNN. Its parameters are drawn from torch's global generator on the CPU,
         so that a seed gives the same network on every device.
     """
-    device = torch.device(settings.device)
-    hidden, backend = settings.hidden, settings.backend
-    common: dict[str, Any] = {
-        "learned_h0": settings.learned_h0,
-        "gain": settings.gain,
-        "negative_slope": settings.slope,
-        "message_clip": settings.message_clip or 0.0,
-        "backend": backend,
-    }
+    hidden = settings.hidden
     rnn: nn.Module
-    if settings.model == "lstm":
-        rnn = nn.LSTM(inputs, hidden, bias=bias)
+    if settings.model in LSTMS:
+        rnn = (nn.LSTM if settings.model == "lstm" else PeepholeLSTM)(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
-    elif settings.model == "peephole-lstm":
-        rnn = PeepholeLSTM(inputs, hidden, bias=bias)
-        _initialize_lstm(rnn, settings)
-    elif settings.model == "rnn":
-        rnn = RNN(inputs, hidden, nonlinearity=settings.nonlinearity, bias=bias, init=settings.init, **common)
-    elif settings.model in EXPONENTIALS:
-        common |= {
+    else:
+        options: dict[str, Any] = {
             "nonlinearity": settings.nonlinearity,
             "bias": bias,
             "init": settings.init,
-            "rebase_every": settings.rebase_every,
-            "project_every": settings.project_every,
-            "optimizer_state": settings.rebase_state,
+            "learned_h0": settings.learned_h0,
+            "gain": settings.gain,
+            "negative_slope": settings.slope,
+            "message_clip": settings.message_clip or 0.0,
+            "backend": settings.backend,
         }
-        if settings.model == "exprnn":
-            rnn = ExpRNN(inputs, hidden, **common)
-        else:
-            rnn = NonNormalRNN(inputs, hidden, mask=settings.schur_mask, triangular=settings.triangle, **common)
-    else:
-        rnn = FactorizedRNN(
-            inputs,
-            hidden,
-            nonlinearity=settings.nonlinearity,
-            bias=bias,
-            margin=settings.margin,
-            spectrum_map=settings.spectrum_map,
-            rank=settings.rank,
-            apply=settings.apply,
-            init=settings.init,
-            **common,
-        )
+        kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
+        if settings.model in EXPONENTIALS:
+            options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
+            options["optimizer_state"] = settings.rebase_state
+        if settings.model == "nnrnn":
+            options |= {"mask": settings.schur_mask, "triangular": settings.triangle}
+        if settings.model == "factorized":
+            options |= {"margin": settings.margin, "spectrum_map": settings.spectrum_map, "rank": settings.rank}
+            options["apply"] = settings.apply
+        rnn = kind(inputs, hidden, **options)
     learned = ACTIVATIONS[settings.nonlinearity].learned
     if settings.nonlinearity in SLOPED and learned is not None and settings.model not in LSTMS:
         with torch.no_grad():
             rnn.get_parameter(f"{learned.stem}_l0").fill_(settings.slope)
-    return rnn.to(device)
+    return rnn.to(settings.device)
 
 
 @torch.no_grad()

@@ -26,18 +26,6 @@ from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN, Ne
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, redeclared
 
-__all__ = [
-    "DescentOptions",
-    "OptimizerOptions",
-    "build_optimizer",
-    "build_schedules",
-    "check_schedule",
-    "euclidean",
-    "penalty",
-    "plateau",
-    "schedule_factor",
-]
-
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adam": torch.optim.Adam,

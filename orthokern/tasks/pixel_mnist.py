@@ -153,11 +153,7 @@ PRESET_HELP = {
 
 
 class PixelModel(nn.Module):
-    """A recurrence over pixels and a readout of its last state.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """A recurrence over pixels and a readout of its last state; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: PixelOptions) -> None:
         super().__init__()

@@ -27,22 +27,6 @@ from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
 from orthokern.training.options import named, option
 
-__all__ = [
-    "STARTS",
-    "DataOptions",
-    "DrawnOptions",
-    "DrawnTask",
-    "RecurrentTask",
-    "StartOptions",
-    "complete",
-    "count_epochs",
-    "digest",
-    "epoch_order",
-    "start_normal",
-    "start_recurrence",
-    "stream_seed",
-]
-
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
 

@@ -79,6 +79,16 @@ def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Absc
     axis.set_ylabel("singular value (no unit)")
 
 
+def _plot(found: _Spectra | None, path: Path, title: str, margin: float | None, ylabel: str) -> Path | None:
+    if found is None:
+        return None
+    figure, (axis,) = _panels([""], title)
+    _draw_spectrum(axis, found, margin, _Abscissa("iteration"))
+    axis.set_ylabel(ylabel)
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
 def plot_spectrum(
     records: Records, path: Path, *, margin: float | None = None, title: str = "", key: str = "spectrum"
 ) -> Path | None:
@@ -96,13 +106,7 @@ def plot_spectrum(
     Returns, Raises:
         As `plot_learning`.
     """
-    found = _spectra(records, key)
-    if found is None:
-        return None
-    figure, (axis,) = _panels([""], title)
-    _draw_spectrum(axis, found, margin, _Abscissa("iteration"))
-    axis.legend(loc="best", fontsize=8)
-    return save(figure, path)
+    return _plot(_spectra(records, key), path, title, margin, "singular value (no unit)")
 
 
 def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
@@ -117,14 +121,7 @@ def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "ei
     Returns, Raises:
         As `plot_learning`.
     """
-    found = _spectra(records, key)
-    if found is None:
-        return None
-    figure, (axis,) = _panels([""], title)
-    _draw_spectrum(axis, found, None, _Abscissa("iteration"))
-    axis.set_ylabel("|eigenvalue| (no unit)")
-    axis.legend(loc="best", fontsize=8)
-    return save(figure, path)
+    return _plot(_spectra(records, key), path, title, None, "|eigenvalue| (no unit)")
 
 
 def compare_spectra(
