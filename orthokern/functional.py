@@ -106,7 +106,7 @@ def factored_scan(
         lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. The cpu backend
             does no work on padding where the batch is sorted by falling length (in another order, on some of it); the
             GPU kernels stop where the longest of the few sequences that they run together does. What stands on padding
-            in x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
+            in x and in the cotangent has no effect, be it NaN or no token id; gradients there are zeros.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
             Vorontsov et al. 2017 as their released code has it. 0 does not clip.
@@ -354,8 +354,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
 def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     """exp(A) of the skew part A = (X - X^T) / 2 of every matrix: an orthogonal matrix of determinant 1.
 
-    For a skew x that is exp(x); whatever symmetric part x has (rounding, say) plays no role. No word to the host on a
-    GPU. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
+    For a skew x that is exp(x); a symmetric part of x, for example from rounding, has no effect. There is no device
+    synchronisation. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
 
     Args:
         x: [..., N, N], float32 or float64.

@@ -31,8 +31,6 @@ from orthokern.data._checks import integer
 from orthokern.data._files import Standard, check_standard, data_folder, read_first
 from orthokern.errors import InputError
 
-__all__ = ["ALPHABET", "Ptb", "SentenceBatch", "SentenceBatches", "Sentences", "decode", "load_ptb", "read_sentences"]
-
 # The text of the three standard files, as it stands in the word files.
 _FILES = {
     "train": Standard(5_101_618, (0x5D8449F8, 0xFDA42216, 0x707DDA68, 0x30F01F9E)),

@@ -20,8 +20,6 @@ from orthokern.data._files import data_folder, read_first
 from orthokern.data.ptb import check_part
 from orthokern.errors import InputError
 
-__all__ = ["Words", "load_words"]
-
 END, UNKNOWN = "<eos>", "<unk>"
 
 
