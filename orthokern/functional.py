@@ -159,10 +159,8 @@ def _check_factors(u: Tensor, s: Tensor, v: Tensor) -> int:
     if K > N:
         raise InputError(f"u has shape {list(u.shape)}: the rank K = {K} is above N = {N}, accepted is K up to N")
     check.is_float("u", u)
-    check.has_shape("v", check.is_tensor("v", v), (N, K), "[N, K], the shape of u,")
-    check.same_kind("v", v, "u", u)
-    check.has_shape("s", check.is_tensor("s", s), (K,), "[K]")
-    check.same_kind("s", s, "u", u)
+    check.fits("v", v, (N, K), "[N, K], the shape of u,", "u", u)
+    check.fits("s", s, (K,), "[K]", "u", u)
     return N
 
 
@@ -283,11 +281,9 @@ def gru_scan(
     if h0 is None:
         h0 = w.new_zeros(x.shape[1], N)
     else:
-        check.has_shape("h0", check.is_tensor("h0", h0), (x.shape[1], N), "[B, N]")
-        check.same_kind("h0", h0, "w", w)
+        check.fits("h0", h0, (x.shape[1], N), "[B, N]", "w", w)
     if bias is not None:
-        check.has_shape("bias", check.is_tensor("bias", bias), (3 * N,), "[3N]")
-        check.same_kind("bias", bias, "w", w)
+        check.fits("bias", bias, (3 * N,), "[3N]", "w", w)
     if variant not in ops.gru_scan.VARIANTS:
         raise unknown_name("variant", variant, ops.gru_scan.VARIANTS)
     check.scan_lengths(lengths, x)
@@ -330,8 +326,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         raise InputError(
             f"m has dtype {dtype_name(m.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
         )
-    check.has_shape("g", check.is_tensor("g", g), tuple(m.shape), "[..., N, K], the shape of m,")
-    check.same_kind("g", g, "m", m)
+    check.fits("g", g, tuple(m.shape), "[..., N, K], the shape of m,", "m", m)
     if isinstance(lr, Tensor):
         if lr.ndim:  # a 0-dim rate may live anywhere
             check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number or one per matrix,")
@@ -491,8 +486,7 @@ def linear_cross_entropy(
         raise InputError(f"weight has shape {list(weight.shape)}: accepted is [C, N] with N = {N}, C at least 1")
     check.same_kind("weight", weight, "hidden", hidden)
     if bias is not None:
-        check.has_shape("bias", check.is_tensor("bias", bias), (weight.shape[0],), "[C]")
-        check.same_kind("bias", bias, "hidden", hidden)
+        check.fits("bias", bias, (weight.shape[0],), "[C]", "hidden", hidden)
     check.is_tensor("target", target)
     if target.dtype not in check.TOKEN_DTYPES:
         raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is int64 or int32")
@@ -585,8 +579,7 @@ def scan_cross_entropy(
         raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")
     check.same_kind("readout", readout, name, like)
     if readout_bias is not None:
-        check.has_shape("readout_bias", check.is_tensor("readout_bias", readout_bias), (readout.shape[0],), "[C]")
-        check.same_kind("readout_bias", readout_bias, name, like)
+        check.fits("readout_bias", readout_bias, (readout.shape[0],), "[C]", name, like)
     check.is_tensor("target", target)
     if target.dtype not in check.ID_DTYPES:
         raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is uint8, int16, int32 or int64")

@@ -97,14 +97,8 @@ def plot_spectrum(
 
     Args:
         records: those with "spectrum": {"mean", "std", "min", "max"} are drawn.
-        path: PNG to write.
         margin: the bounds 1 ± margin are drawn if a value is at least a quarter of the margin away from 1; None: no
             bounds.
-        title: the figure's title.
-        key: the field of the records; set it for a recurrence other than the first.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
     return _plot(_spectra(records, key), path, title, margin, "singular value (no unit)")
 
@@ -115,11 +109,6 @@ def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "ei
 
     Args:
         records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
-        path, title: as in `plot_learning`.
-        key: the field of the records; set it for a recurrence other than the first.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
     return _plot(_spectra(records, key), path, title, None, "|eigenvalue| (no unit)")
 
@@ -134,9 +123,6 @@ def compare_spectra(
 ) -> "Figure | None":
     """Singular values over iterations, one panel per run: Figure 3 of Vorontsov et al. 2017. Every panel has its own
     scale, because one figure has margins from 0.001 to none. The bounds are taken from the setting "margin".
-
-    Args, Returns, Raises:
-        As `compare_curves`, with one panel per run; key as in `plot_spectrum`.
     """
     panels = _per_run(runs, legend, x, lambda run: _spectra(run.records, key))
     if not panels:
