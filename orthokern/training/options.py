@@ -22,8 +22,6 @@ from typing import Any, ClassVar, TypeVar
 
 from orthokern.commandline import Needs, Parser, Settings, one_of
 
-__all__ = ["Option", "Options", "add_options", "defaults", "named", "option", "redeclared", "switch"]
-
 Ways = tuple[tuple[Needs, ...], ...]
 
 
