@@ -200,7 +200,7 @@ class GRU(TorchRecurrent):
         )  # fmt: skip
 
     def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor, recorded: bool) -> Tensor:
-        (w,), bias = self._factors(suffix)
+        w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
         e = self._input_term(x, suffix)
         if not recorded:
             states: Tensor = leaf.gru_scan_fwd(GruInputs(e, w, h0, bias), GruOptions(self.variant)).hs
