@@ -114,11 +114,6 @@ def register(op: str, table: SupportTable) -> None:
     _tables[op] = table
 
 
-def clear_cache() -> None:
-    """Forget earlier choices. For tests that exchange a leaf."""
-    _chosen.clear()
-
-
 def requested(backend: str | None) -> str:
     """The backend that a call asks for: its own choice, or the process default, as a valid name or "auto".
 
