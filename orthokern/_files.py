@@ -25,28 +25,6 @@ from typing import Any, BinaryIO
 
 from orthokern.errors import InputError
 
-__all__ = [
-    "CHECKPOINT_LIMIT",
-    "COUNT_LIMIT",
-    "FILE_LIMIT",
-    "JSON_DEPTH",
-    "JSON_LIMIT",
-    "RECORDS_LIMIT",
-    "count",
-    "decoding",
-    "inflate",
-    "json_lines",
-    "make_folder",
-    "number",
-    "open_regular",
-    "parse_json",
-    "read_file",
-    "read_object",
-    "reason",
-    "remove_folders",
-    "size_text",
-]
-
 FILE_LIMIT = 2**30
 RECORDS_LIMIT = 2**32
 JSON_LIMIT = 2**24

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["KEPT_SHARE", "kept_states", "machine_memory"]
-
 # All states of a call are kept if they take at most this fraction of the memory of the device. Their gradients need the
 # same size again, and the model, the batch and other programs need memory too. The limit depends on the total memory,
 # not on the free memory, so that the same call always behaves in the same way.

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from orthokern.errors import InputError
 
-__all__ = ["check_constants", "check_integer", "check_like", "check_real", "check_tensor", "constants", "misfit"]
-
 LARGEST_INTEGER = 2**53
 _DEEPEST = 32
 

@@ -15,27 +15,6 @@ import torch
 
 from orthokern.errors import BackendUnavailable, InputError, nearest, unknown_name
 
-__all__ = [
-    "EXIT_BAD_INPUT",
-    "EXIT_INTERRUPTED",
-    "LARGEST",
-    "MAX_THREADS",
-    "Needs",
-    "Parser",
-    "Settings",
-    "command",
-    "device",
-    "file_name",
-    "integer",
-    "one_line",
-    "one_of",
-    "path",
-    "printable",
-    "real",
-    "say",
-    "write",
-]
-
 Settings = dict[str, Any]
 
 # The largest value of a real option: far above any reasonable value, and so far below the largest float32 that a rate
@@ -56,11 +35,6 @@ def write(text: str, stream: TextIO | None = None) -> None:
     A character that the encoding of the stream does not have is written as its escape. Errors of the stream are
     ignored: it may have been closed before the process started, its reader may have ended (`... | head`) or been
     stopped by the same Ctrl-C (`... | tee`), or its disk may be full.
-
-    Example::
-
-        >>> write("two ")
-        two
     """
     stream = sys.stdout if stream is None else stream
     if stream is not None:
@@ -85,24 +59,13 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints lines with `write`.
-
-    Example::
-
-        >>> say("saved")
-        saved
-    """
+    """Prints lines with `write`."""
     write(text + "\n", stream)
 
 
 def printable(text: str) -> str:
     """The text with escapes for control characters, and for bytes of a file name that are not text in the encoding of
     the file system.
-
-    Example::
-
-        >>> print(printable("a\\tb"))
-        a\\tb
     """
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
@@ -122,11 +85,6 @@ def one_line(text: str, arguments: Sequence[str] | None = None) -> str:
     Args:
         text: the message.
         arguments: the command line, whose values may be part of the message; by default that of the process.
-
-    Example::
-
-        >>> print(one_line("no such file: a\\nb", []))
-        no such file: a\\nb
     """
     for argument in sys.argv[1:] if arguments is None else arguments:
         value = argument.partition("=")[2] if argument.startswith("-") and "=" in argument else argument
@@ -150,11 +108,6 @@ def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> 
     Returns:
         The exit code of `body`; EXIT_BAD_INPUT for an InputError, a BackendUnavailable or an OSError;
         EXIT_INTERRUPTED for a KeyboardInterrupt.
-
-    Example::
-
-        >>> command(lambda: 0)
-        0
     """
     _open_streams()
     try:
@@ -195,11 +148,6 @@ def _open_streams() -> None:
 def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
     """An argparse type: an integer in [`minimum`, `maximum`]. The default of `maximum` is above any size or count, and
     is accepted by torch.
-
-    Example::
-
-        >>> integer(1)("12")
-        12
     """
 
     def parse(text: str) -> int:
@@ -217,12 +165,7 @@ def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
 
 
 def duration(text: str) -> float:
-    """An argparse type: a length of time such as "90s", "30m" or "2h", in seconds.
-
-    Example:
-        >>> duration("1.5h")
-        5400.0
-    """
+    """An argparse type: a length of time such as "90s", "30m" or "2h", in seconds."""
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     try:
         seconds = float(text[:-1]) * units[text[-1:]]
@@ -243,11 +186,6 @@ def real(
 ) -> Callable[[str], float | None]:
     """An argparse type: a finite number of magnitude at most LARGEST, at least `minimum` (with `exclusive`, above it),
     at most `maximum` and below `below`. With `none`, the word none is accepted and gives None.
-
-    Example::
-
-        >>> real(0.0, none=True)("1e-3"), real(none=True)("none")
-        (0.001, None)
     """
     at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
     accepted = (
@@ -276,13 +214,7 @@ def real(
 
 
 def one_of(argument: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """An argparse type: one of some names. The error for an unknown name suggests the most similar one.
-
-    Example::
-
-        >>> one_of("schedule", ("constant", "cosine"))("cosine")
-        'cosine'
-    """
+    """An argparse type: one of some names. The error for an unknown name suggests the most similar one."""
     names = tuple(choices)
 
     def parse(text: str) -> str:
@@ -294,13 +226,7 @@ def one_of(argument: str, choices: Iterable[str]) -> Callable[[str], str]:
 
 
 def device(text: str) -> str:
-    """An argparse type: a torch device that this machine has.
-
-    Example::
-
-        >>> device("cpu")
-        'cpu'
-    """
+    """An argparse type: a torch device that this machine has."""
     try:
         chosen = torch.device(text)
     except RuntimeError:
@@ -315,13 +241,7 @@ def device(text: str) -> str:
 
 
 def file_name(text: str) -> str:
-    """An argparse type: a valid file name. The file need not exist.
-
-    Example::
-
-        >>> file_name("runs/a")
-        'runs/a'
-    """
+    """An argparse type: a valid file name. The file need not exist."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -334,13 +254,7 @@ def file_name(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """An argparse type: `file_name`, as a Path.
-
-    Example::
-
-        >>> path("runs/a").name
-        'a'
-    """
+    """An argparse type: `file_name`, as a Path."""
     return Path(file_name(text))
 
 

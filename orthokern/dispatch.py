@@ -1,4 +1,4 @@
-"""Pick the backend that serves an op, and say why.
+"""Select the backend that serves an op, and give the reasons.
 
 A backend is a leaf: a package with a module for every op that it serves (``orthokern/cpu/<op>.py``), whose functions
 have the names and signatures of the reference. The ops register their SUPPORT tables here (data: devices, dtypes,
@@ -15,7 +15,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,15 +53,9 @@ class Support:
     capability: tuple[int, int] | None = None
     missing: str | None = None
 
-    def reasons(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        facts: Mapping[str, int],
-        algorithm: str = "auto",
-        features: tuple[str, ...] = (),
-    ) -> list[str]:
+    def reasons(self, call: Call) -> list[str]:
         """Why a call is not served; empty when it is."""
+        device, dtype, facts, algorithm, features = call
         if self.missing is not None:
             return [self.missing]
         found = []
@@ -85,6 +79,21 @@ class Support:
         return found
 
 
+class Call(NamedTuple):
+    """What the choice of a backend depends on; the attributes are the arguments of ``choose``."""
+
+    device: torch.device
+    dtype: torch.dtype
+    facts: Mapping[str, int]
+    algorithm: str = "auto"
+    features: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """As in messages: "float32 on cuda, N=128"."""
+        sizes = (f"{letter}={size}" for letter, size in self.facts.items())
+        return ", ".join([f"{dtype_name(self.dtype)} on {self.device}", *sizes])
+
+
 SupportTable = Mapping[str, Support]
 
 _tables: dict[str, SupportTable] = {}
@@ -103,11 +112,6 @@ def register(op: str, table: SupportTable) -> None:
     if lacking:
         raise ValueError(f"SUPPORT of {op} has no row for {', '.join(lacking)}")
     _tables[op] = table
-
-
-def clear_cache() -> None:
-    """Forget earlier choices. For tests that exchange a leaf."""
-    _chosen.clear()
 
 
 def requested(backend: str | None) -> str:
@@ -155,7 +159,7 @@ def no_device() -> str | None:
 
 @functools.cache
 def _silent_device() -> str:
-    """What a torch with CUDA says when it finds no device: asked once, because the driver takes its time to answer."""
+    """Why torch with CUDA finds no device. The answer is kept, because the driver is slow to give it."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -182,18 +186,10 @@ def absence(op: str, backend: str) -> str | None:
     return None
 
 
-def reasons(
-    op: str,
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    facts: Mapping[str, int],
-    algorithm: str = "auto",
-    features: tuple[str, ...] = (),
-) -> list[str]:
+def reasons(op: str, backend: str, call: Call) -> list[str]:
     """Why a backend cannot serve one call; empty when it can."""
     gone = absence(op, backend)
-    return [gone] if gone is not None else _tables[op][backend].reasons(device, dtype, facts, algorithm, features)
+    return [gone] if gone is not None else _tables[op][backend].reasons(call)
 
 
 def has_feature(op: str, backend: str, feature: str) -> bool:
@@ -222,7 +218,7 @@ def resolve(
         name = choose(op, backend, device=device, dtype=dtype, algorithm=algorithm, features=features, **facts)
         found = _chosen[key] = leaf(op, name)
         if name == "reference" and device.type == "cuda" and requested(backend) == "auto":
-            _warn_of_reference(op, device, dtype, algorithm, features, facts)
+            _warn_of_reference(op, Call(device, dtype, facts, algorithm, features))
     return found
 
 
@@ -232,27 +228,14 @@ def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: Any) -> 
     return found if found.__name__.startswith(_LEAVES["cpu"]) else None
 
 
-def _warn_of_reference(
-    op: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    algorithm: str,
-    features: tuple[str, ...],
-    facts: Mapping[str, int],
-) -> None:
-    """Warn, once per op, that "auto" has no kernel for tensors on a GPU. Not of an op without any kernel for one."""
+def _warn_of_reference(op: str, call: Call) -> None:
+    """Warn, once per op, that "auto" has no kernel for a call on a GPU; not for an op that has no GPU kernel at all."""
     rows = {name: _tables[op][name] for name in AUTO_ORDER if name in ("cuda", "triton")}
     if op in _warned or all(row.missing is not None for row in rows.values()):
         return
     _warned.add(op)
-    why = [f"{name}: {' and '.join(reasons(op, name, device, dtype, facts, algorithm, features))}" for name in rows]
-    call = _call_text(device, dtype, facts)
+    why = [f"{name}: {' and '.join(reasons(op, name, call))}" for name in rows]
     warnings.warn(f"{op}: backend 'auto' runs the reference, which is slow, on {call}: {'; '.join(why)}", stacklevel=3)
-
-
-def _call_text(device: torch.device, dtype: torch.dtype, facts: Mapping[str, int]) -> str:
-    """The call that is asked about, for people: "float32 on cuda, N=128"."""
-    return ", ".join([f"{dtype_name(dtype)} on {device}", *(f"{letter}={size}" for letter, size in facts.items())])
 
 
 def choose(
@@ -282,13 +265,13 @@ def choose(
         BackendUnavailable: an explicit backend that cannot serve, or none that can; lists every backend's reason.
         InputError: for an unknown backend name.
     """
-    name = requested(backend)
+    name, call = requested(backend), Call(device, dtype, facts, algorithm, features)
     for candidate in AUTO_ORDER if name == "auto" else (name,):
-        if not reasons(op, candidate, device, dtype, facts, algorithm, features):
+        if not reasons(op, candidate, call):
             return candidate
     lines = []
     for candidate in AUTO_ORDER:
-        why = reasons(op, candidate, device, dtype, facts, algorithm, features)
+        why = reasons(op, candidate, call)
         lines.append(f"{candidate}: {' and '.join(why) if why else 'can serve this call'}")
     asked = "no backend" if name == "auto" else f"backend {name!r} cannot serve"
     verb = " serves" if name == "auto" else ""
@@ -305,7 +288,7 @@ def explain_call(
     features: tuple[str, ...] = (),
     **facts: int,
 ) -> str:
-    """Text for people: the backend that ``choose`` names for a call, with the same arguments, and why no other one.
+    """Describe the backend that ``choose`` selects for a call, with the same arguments, and why the others are not.
 
     Raises:
         InputError: for an unknown op or backend.
@@ -313,15 +296,16 @@ def explain_call(
     if op not in _tables:
         raise unknown_name("op", op, _tables)
     asked = requested(backend)
-    call = f"{op} ({_call_text(device, dtype, facts)})"
+    call = Call(device, dtype, facts, algorithm, features)
+    head = f"{op} ({call})"
     try:
         chosen = choose(op, backend, device=device, dtype=dtype, algorithm=algorithm, features=features, **facts)
-        lines = [f"{call}: backend {asked!r} takes {chosen}"]
+        lines = [f"{head}: backend {asked!r} takes {chosen}"]
     except BackendUnavailable:
         chosen = ""
-        lines = [f"{call}: backend {asked!r} cannot serve" if asked != "auto" else f"{call}: no backend serves"]
+        lines = [f"{head}: backend {asked!r} cannot serve" if asked != "auto" else f"{head}: no backend serves"]
     for name in AUTO_ORDER:
-        why = reasons(op, name, device, dtype, facts, algorithm, features)
+        why = reasons(op, name, call)
         if name == chosen:
             text = "chosen" if asked == "auto" else "asked for, and it can serve"
         elif why:
@@ -333,7 +317,7 @@ def explain_call(
 
 
 def explain() -> str:
-    """Text for people: the native module, the devices, and every registered op with its backends and reasons."""
+    """Describe the native module, the devices, and every registered op with its backends and reasons."""
     lines = [f"PyTorch {torch.__version__}"]
     cpu = importlib.import_module(_LEAVES["cpu"])
     lines.append(f"native module: {'available' if cpu.AVAILABLE else f'not available: {cpu.REASON}'}")

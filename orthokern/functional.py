@@ -106,7 +106,7 @@ def factored_scan(
         lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. The cpu backend
             does no work on padding where the batch is sorted by falling length (in another order, on some of it); the
             GPU kernels stop where the longest of the few sequences that they run together does. What stands on padding
-            in x and in the cotangent plays no part, be it NaN or no token id; gradients there are zeros.
+            in x and in the cotangent has no effect, be it NaN or no token id; gradients there are zeros.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
             Vorontsov et al. 2017 as their released code has it. 0 does not clip.
@@ -159,10 +159,8 @@ def _check_factors(u: Tensor, s: Tensor, v: Tensor) -> int:
     if K > N:
         raise InputError(f"u has shape {list(u.shape)}: the rank K = {K} is above N = {N}, accepted is K up to N")
     check.is_float("u", u)
-    check.has_shape("v", check.is_tensor("v", v), (N, K), "[N, K], the shape of u,")
-    check.same_kind("v", v, "u", u)
-    check.has_shape("s", check.is_tensor("s", s), (K,), "[K]")
-    check.same_kind("s", s, "u", u)
+    check.fits("v", v, (N, K), "[N, K], the shape of u,", "u", u)
+    check.fits("s", s, (K,), "[K]", "u", u)
     return N
 
 
@@ -283,11 +281,9 @@ def gru_scan(
     if h0 is None:
         h0 = w.new_zeros(x.shape[1], N)
     else:
-        check.has_shape("h0", check.is_tensor("h0", h0), (x.shape[1], N), "[B, N]")
-        check.same_kind("h0", h0, "w", w)
+        check.fits("h0", h0, (x.shape[1], N), "[B, N]", "w", w)
     if bias is not None:
-        check.has_shape("bias", check.is_tensor("bias", bias), (3 * N,), "[3N]")
-        check.same_kind("bias", bias, "w", w)
+        check.fits("bias", bias, (3 * N,), "[3N]", "w", w)
     if variant not in ops.gru_scan.VARIANTS:
         raise unknown_name("variant", variant, ops.gru_scan.VARIANTS)
     check.scan_lengths(lengths, x)
@@ -330,8 +326,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         raise InputError(
             f"m has dtype {dtype_name(m.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
         )
-    check.has_shape("g", check.is_tensor("g", g), tuple(m.shape), "[..., N, K], the shape of m,")
-    check.same_kind("g", g, "m", m)
+    check.fits("g", g, tuple(m.shape), "[..., N, K], the shape of m,", "m", m)
     if isinstance(lr, Tensor):
         if lr.ndim:  # a 0-dim rate may live anywhere
             check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number or one per matrix,")
@@ -354,8 +349,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
 def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     """exp(A) of the skew part A = (X - X^T) / 2 of every matrix: an orthogonal matrix of determinant 1.
 
-    For a skew x that is exp(x); whatever symmetric part x has (rounding, say) plays no role. No word to the host on a
-    GPU. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
+    For a skew x that is exp(x); a symmetric part of x, for example from rounding, has no effect. There is no device
+    synchronisation. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
 
     Args:
         x: [..., N, N], float32 or float64.
@@ -491,8 +486,7 @@ def linear_cross_entropy(
         raise InputError(f"weight has shape {list(weight.shape)}: accepted is [C, N] with N = {N}, C at least 1")
     check.same_kind("weight", weight, "hidden", hidden)
     if bias is not None:
-        check.has_shape("bias", check.is_tensor("bias", bias), (weight.shape[0],), "[C]")
-        check.same_kind("bias", bias, "hidden", hidden)
+        check.fits("bias", bias, (weight.shape[0],), "[C]", "hidden", hidden)
     check.is_tensor("target", target)
     if target.dtype not in check.TOKEN_DTYPES:
         raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is int64 or int32")
@@ -585,8 +579,7 @@ def scan_cross_entropy(
         raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")
     check.same_kind("readout", readout, name, like)
     if readout_bias is not None:
-        check.has_shape("readout_bias", check.is_tensor("readout_bias", readout_bias), (readout.shape[0],), "[C]")
-        check.same_kind("readout_bias", readout_bias, name, like)
+        check.fits("readout_bias", readout_bias, (readout.shape[0],), "[C]", name, like)
     check.is_tensor("target", target)
     if target.dtype not in check.ID_DTYPES:
         raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is uint8, int16, int32 or int64")

@@ -7,7 +7,8 @@ radians.
 Numbers are drawn on the CPU in float64, then rounded to the dtype and copied to the device of the tensor. A seed
 therefore gives the same matrix on every device, and a float32 basis is orthonormal up to float32 rounding.
 `generator=None` uses torch's global CPU generator; a given generator must be on the CPU. Tensors on the meta device are
-not changed.
+not changed. Every function returns its tensor t, [..., N, K] or for square matrices [..., N, N], and raises InputError
+for a tensor that is not of this shape, not floating point, or not writable element by element.
 Longer than 600 lines: a third of them are docstrings.
 """
 
@@ -98,19 +99,13 @@ def _rotations(angle: Tensor, n: int) -> Tensor:
 
 @torch.no_grad()
 def haar_orthogonal_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t with Haar-distributed (uniform) orthogonal matrices.
+    """Fill t [..., N, K] with Haar-distributed (uniform) orthogonal matrices.
 
     QR of a standard normal matrix, with the signs of the diagonal of R moved into Q. The distribution of Q is then the
     Haar measure: det = +1 and det = -1 are equally likely (Mezzadri 2007, "How to generate random matrices from the
     classical compact groups").
 
-    Args:
-        t: [..., N, K] float. K <= N gives orthonormal columns (uniform on the Stiefel manifold), K > N orthonormal
-            rows.
-        generator: CPU generator, or None for torch's global one.
-
-    Returns:
-        t. Raises InputError for a tensor that is not a floating point [..., N, K].
+    K <= N gives orthonormal columns (uniform on the Stiefel manifold), K > N orthonormal rows.
 
     Example::
 
@@ -124,18 +119,11 @@ def haar_orthogonal_(t: Tensor, generator: torch.Generator | None = None) -> Ten
 
 @torch.no_grad()
 def henaff_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t with W = exp(A), A block-diagonal with blocks (0, s; -s, 0), s ~ U(-pi, pi) (Henaff, Szlam and LeCun
-    2016).
+    """Fill t [..., N, N] with W = exp(A), A block-diagonal with blocks (0, s; -s, 0), s ~ U(-pi, pi) (Henaff,
+    Szlam and LeCun 2016).
 
     W is a block rotation by independent angles s, computed in closed form. An odd N ends in a 1 (a zero block of
     side one). Some released code draws s from U(-pi, 0): the eigenvalue pairs exp(+-is) have the same distribution.
-
-    Args:
-        t: [..., N, N] float.
-        generator: CPU generator, or None for torch's global one.
-
-    Returns:
-        t. Raises InputError for a matrix that is not square.
 
     Example::
 
@@ -152,19 +140,12 @@ def henaff_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 @torch.no_grad()
 def cayley_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t with W = (I + A)^-1 (I - A), A with blocks (0, s; -s, 0), s = -tan(u/2), u ~ U(0, pi/2) (Helfrich,
-    Willmott and Ye 2018).
+    """Fill t [..., N, N] with W = (I + A)^-1 (I - A), A with blocks (0, s; -s, 0), s = -tan(u/2), u ~ U(0, pi/2)
+    (Helfrich, Willmott and Ye 2018).
 
     s = -sqrt((1 - cos u) / (1 + cos u)), and this Cayley map turns it into a rotation by exactly u: every block
     rotates by an angle in (0, pi/2), so W has eigenvalues exp(+-iu) and none near -1. With the same s in the
     exponential, as in expRNN, the angle is tan(u/2) in (0, 1). An odd N ends in a 1.
-
-    Args:
-        t: [..., N, N] float.
-        generator: CPU generator, or None for torch's global one.
-
-    Returns:
-        t. Raises InputError for a matrix that is not square.
 
     Example::
 
@@ -198,8 +179,7 @@ def identity_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def glorot_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Fill t [..., N, K] with independent normals of variance 2 / (N + K) (Glorot and Bengio 2010, the normal variant).
 
-    For a square W the singular values fill (0, 2): no orthogonality. Raises InputError for a tensor that is not a
-    floating point [..., N, K].
+    For a square W the singular values fill (0, 2): no orthogonality.
 
     Example::
 
@@ -217,8 +197,6 @@ def glorot_uniform_(t: Tensor, generator: torch.Generator | None = None) -> Tens
     """Fill t [..., N, K] with independent uniforms in +- sqrt(6 / (N + K)) (Glorot and Bengio 2010, the "normalized
     initialization"): the variance of `glorot_`.
 
-    Raises InputError for a tensor that is not a floating point [..., N, K].
-
     Example::
 
         >>> bool((glorot_uniform_(torch.empty(3, 3)).abs() <= 1.0).all())
@@ -235,8 +213,7 @@ def glorot_uniform_(t: Tensor, generator: torch.Generator | None = None) -> Tens
 def normal_(t: Tensor, std: float, generator: torch.Generator | None = None) -> Tensor:
     """Fill t [..., N, K] with independent normals of mean 0 and standard deviation `std`.
 
-    Raises InputError for a tensor that is not a floating point [..., N, K], and for a std that is not finite or not
-    above 0.
+    Raises InputError for a std that is not finite or not above 0.
 
     Example::
 
@@ -256,8 +233,8 @@ def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float 
 
     The initial values are Glorot-uniform (their section III-A), or from N(0, std) (their sections III-B and III-C). The
     descent runs in float64 until rounding stops it, about twenty steps beyond the 1e-6 of the paper, so that the result
-    is orthonormal up to the rounding of its dtype. Raises InputError for a tensor that is not a floating point
-    [..., N, K], for a std that is not finite or not above 0, and if the descent does not converge; t is then unchanged.
+    is orthonormal up to the rounding of its dtype. Raises InputError for a std that is not finite or not above 0, and
+    if the descent does not converge; t is then unchanged.
 
     Example::
 
@@ -330,7 +307,7 @@ def learned_orthogonal_(
     with the device per step.
 
     Note [Convergence of learned orthogonality]
-        With c = 4 lr and W = U S V^T a step leaves U and V alone and maps every singular value
+        With c = 4 lr and W = U S V^T a step does not change U and V, and maps every singular value
             s -> s (1 + c - c s^2),
         whose fixed points are 0, which repels, and 1 and -1, which attract for c < 1 (a negative s is a flipped column
         of U). |s| grows without end as soon as s^2 > 1 + 2 / c, and for lr = 0.1 that is |s| > 2.45: "always converges"
@@ -341,7 +318,7 @@ def learned_orthogonal_(
         iteration would give a lower one, and at most k^(1/16) too large. If it is above nine tenths of 1 + 2 / c, W is
         scaled so that the bound is (1 + c) / (2 c). From there a step multiplies every s by more than a half: the first
         by at least (1 + c) / 2, and the others, since no step ends above s^2 = 4 (1 + c)^3 / (27 c), by at least
-        (1 + c) (1 - 4 (1 + c)^2 / 27). So no s comes near the repelling 0 again, and all of them go to 1.
+        (1 + c) (1 - 4 (1 + c)^2 / 27). So every s stays away from the repelling 0, and converges to 1.
         A singular value 0 stays 0: a matrix of deficient rank ends unconverged, unless rounding lifts it.
     """
     _check_learned(W, lr, tol, max_steps)
@@ -557,7 +534,8 @@ SKEW_INITS = ("henaff", "cayley", "torus", "identity")
 
 @torch.no_grad()
 def skew_generator_(t: Tensor, name: str, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t with a strictly lower triangular L whose A = L - L^T has the blocks (0, s; -s, 0) of an initialisation.
+    """Fill t [..., N, N] with a strictly lower triangular L whose A = L - L^T has the blocks (0, s; -s, 0) of an
+    initialisation.
 
     For recurrences with the matrix exp(A): each block turns its plane by the angle s.
 
@@ -566,13 +544,7 @@ def skew_generator_(t: Tensor, name: str, generator: torch.Generator | None = No
     pairs exp(+-is) have one law for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of `cayley_` put through
     the exponential, as expRNN and nnRNN do: angles in (-1, 0), where `cayley_` turns by u. identity: s = 0.
 
-    Args:
-        t: [..., N, N] float; an odd N ends in a zero block of side one.
-        name: one of SKEW_INITS.
-        generator: CPU generator, or None for torch's global one.
-
-    Returns:
-        t. Raises InputError for a matrix that is not square or an unknown name.
+    An odd N ends in a zero block of side one. Raises InputError for a name that is not one of SKEW_INITS.
     """
     _check(t, "skew_generator_", square=True)
     if name not in SKEW_INITS:

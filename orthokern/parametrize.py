@@ -312,8 +312,8 @@ def _real_eigenbasis(w: Tensor) -> Tensor:
     """Eigenvectors of w [N,N] in real columns: real and imaginary part of one of each complex pair, then the real ones,
     by size of their eigenvalue.
 
-    Whether a 2 x 2 block of the Schur form only turns and scales hangs on the order of the pairs: it does where, off
-    the span of the pairs before, z^T z = 0. The pair that comes nearest to that is always next.
+    Whether a 2 x 2 block of the Schur form only rotates and scales depends on the order of the pairs: it does if
+    z^T z = 0 outside of the span of the pairs before. The pair that is nearest to that is always next.
     """
     values, vectors = torch.linalg.eig(w)  # unit columns
     if float(torch.linalg.svdvals(vectors)[-1]) < DEPENDENT:

@@ -95,7 +95,7 @@ def test_two_dashes_are_no_value(name: str, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_values_that_no_option_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every option with a type, and text of any kind: too long, of several lines, not encodable, of nothing."""
+    """Every option with a type, and text of any kind: too long, of several lines, not encodable, empty."""
     values = ["x" * 10_000, "y " * 5_000, "1" * 10_000, "a\nb\r\x1b[31m", "\ud800", "\udce9\0"]
     made, needed = parser(name), ["name"] if name in ("diagnostics", "reproduce") else []
     for action in options(name):

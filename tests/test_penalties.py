@@ -260,7 +260,7 @@ def constrained() -> torch.nn.Linear:
     ],
 )
 def test_what_is_computed_is_not_descended_in_place(make: Callable[[], torch.nn.Module], frozen: bool) -> None:
-    """A change of what is made anew in every forward would be lost without a word."""
+    """A change of what is made anew in every forward would be lost silently."""
     part, plain = make().requires_grad_(not frozen), RNN(3, 4)
     before = plain.weight_hh_l0.detach().clone()
     with pytest.raises(InputError, match=f"a matrix of {type(part).__name__} is computed from parameters"):

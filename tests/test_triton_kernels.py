@@ -86,7 +86,7 @@ def test_signatures_are_those_of_the_reference(op: str) -> None:
 
 
 def test_every_launch_asks_for_fused_sums() -> None:
-    """Without a word on enable_fp_fusion, Triton 3.9 warns and 3.10 no longer fuses; the interpreter cannot tell."""
+    """Unless enable_fp_fusion is given, Triton 3.9 warns and 3.10 no longer fuses; the interpreter cannot tell."""
     launches = 0
     for file in (HERE.parent / "triton_kernels").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -17,8 +17,6 @@ from orthokern.compare.result import Comparison, Errors, Times
 from orthokern.conversion import Conversion, Report, convert
 from orthokern.errors import BackendUnavailable, InputError
 
-__all__ = ["compare", "first_line", "mapped", "tensors"]
-
 SECONDS = 60.0  # no new round of timing after this, once there are LEAST_ROUNDS
 LEAST_ROUNDS = 3
 # The error of orthokern against float64 may be FACTOR times that of torch, plus FLOOR units of rounding of the largest
@@ -409,7 +407,7 @@ def _backends(conversion: Conversion) -> tuple[str, ...]:
             before = dispatch.AUTO_ORDER[: dispatch.AUTO_ORDER.index(chosen)]
             facts = dict(sizes)
             reasons = [
-                f"{name}: {' and '.join(dispatch.reasons(op, name, weight.device, weight.dtype, facts))}"
+                f"{name}: {' and '.join(dispatch.reasons(op, name, dispatch.Call(weight.device, weight.dtype, facts)))}"
                 for name in before
             ]
             why = "; ".join(reasons) or "the first in the order of auto"

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from orthokern.conversion import Report
 
-__all__ = ["Comparison", "Errors", "Times"]
-
 
 @dataclass(frozen=True)
 class Times:

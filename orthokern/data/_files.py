@@ -46,6 +46,24 @@ def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
     raise InputError(f"missing data file {names[0]}{others}; looked for in {folder.absolute()}")
 
 
+def text_of(path: Path, content: bytes, expected: str) -> str:
+    """The text of a file in UTF-8 with one sentence per line, without the byte order mark that some editors write.
+
+    Raises:
+        InputError: it is empty, or not text; `expected` says what the text consists of.
+    """
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    if not content.strip():
+        raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence a line")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path} line {line}: byte {content[error.start]:#04x} is no text in UTF-8; expected: {expected}"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Standard:
     """Size and checksums of a file of a standard data set.

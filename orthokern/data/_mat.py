@@ -20,8 +20,6 @@ import numpy as np
 from orthokern._files import FILE_LIMIT, decoding, inflate, size_text
 from orthokern.errors import InputError
 
-__all__ = ["read_cells"]
-
 _NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
 _MATRIX, _COMPRESSED = 14, 15
 _CELL_CLASS, _NUMERIC_CLASSES = 1, range(6, 16)  # double, single, int8, ... uint64

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
+from orthokern.data._generator import Generator
 from orthokern.errors import InputError, unknown_name
 
 POSITIONS = ("halves", "pascanu")
 TARGETS = ("sum", "mean")
 
 
-class AddingTask:
-    """Generator of the adding problem.
+class AddingTask(Generator):
+    """Generator of the adding problem: inputs [T, B, 2] float32, value and indicator; targets [B] float32.
 
     Args:
         T: number of time steps, at least 2; at least 10 for positions "pascanu".
@@ -70,31 +71,10 @@ class AddingTask:
         # the variance of one uniform number is 1/12
         self.baseline = 1 / 6 if target == "sum" else 1 / 24
 
-    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """Tensors for `fill`.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            device: where the tensors live.
-
-        Returns:
-            inputs: [T, B, 2] float32, zero; targets: [B] float32, zero.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        integer("batch", batch)
+    def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         return torch.zeros(self.T, batch, 2, device=device), torch.zeros(batch, device=device)
 
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Writes a new batch into tensors from `buffers`, in place.
-
-        Args:
-            inputs: [T, B, 2] float32; value and indicator of every step.
-            targets: [B] float32.
-            generator: a generator on the CPU, so that a seed gives the same data on every device; torch's default
-                generator if None.
-        """
         batch = inputs.shape[1]
         values = torch.rand(self.T, batch, generator=generator)
         start, middle, end = self._bounds
@@ -105,20 +85,3 @@ class AddingTask:
         targets.copy_(total if self.target == "sum" else total / 2)
         inputs[..., 0] = values
         inputs[..., 1] = torch.zeros_like(values).scatter_(0, marked, 1.0)
-
-    def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A new batch.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            generator: as in `fill`.
-
-        Returns:
-            inputs: [T, B, 2] float32, targets: [B] float32, on the CPU.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        inputs, targets = self.buffers(batch)
-        self.fill(inputs, targets, generator)
-        return inputs, targets

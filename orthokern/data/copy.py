@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
+from orthokern.data._generator import Generator
 from orthokern.errors import InputError, unknown_name
 
 LAYOUTS = ("arjovsky", "exprnn")
 DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
-class CopyTask:
-    """Generator of the copy task.
+class CopyTask(Generator):
+    """Generator of the copy task: tokens and targets [T + 2 K, B] of `dtype` each.
 
     Token ids: 0 is the blank, 1 ... `symbols` are the symbols, `symbols + 1` is the marker. Target classes: 0 is the
     blank, 1 ... `symbols` the symbols.
@@ -81,55 +82,16 @@ class CopyTask:
         self.marker_step = recall + T - 1 if layout == "arjovsky" else recall + T
         self.baseline = recall * math.log(symbols) / self.length
 
-    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens and targets with blanks and the marker in place and no symbols yet, for `fill`.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            device: where the tensors live.
-
-        Returns:
-            tokens, targets: [T + 2 K, B] of `dtype` each.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        integer("batch", batch)
+    def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         tokens = torch.zeros(self.length, batch, dtype=self.dtype, device=device)
         tokens[self.marker_step] = self.marker
         return tokens, torch.zeros_like(tokens)
 
-    def fill(self, tokens: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Writes new symbols into tensors from `buffers`, in place.
-
-        Only K rows of each tensor differ between batches, so that the cost does not depend on T.
-
-        Args:
-            tokens, targets: [T + 2 K, B], from `buffers` of this task; only the first K rows of `tokens` and the
-                last K rows of `targets` are written.
-            generator: a generator on the CPU, so that a seed gives the same data on every device; torch's default
-                generator if None.
-        """
-        drawn = torch.randint(1, self.symbols + 1, (self.recall, tokens.shape[1]), generator=generator)
-        tokens[: self.recall] = drawn
+    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+        # Only K rows of each tensor differ between batches, so that the cost does not depend on T.
+        drawn = torch.randint(1, self.symbols + 1, (self.recall, inputs.shape[1]), generator=generator)
+        inputs[: self.recall] = drawn
         targets[-self.recall :] = drawn
-
-    def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A new batch.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            generator: as in `fill`.
-
-        Returns:
-            tokens, targets: [T + 2 K, B] of `dtype` each, on the CPU.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        tokens, targets = self.buffers(batch)
-        self.fill(tokens, targets, generator)
-        return tokens, targets
 
     def scalar(self, tokens: Tensor, marker: float = -1.0) -> Tensor:
         """Encodes tokens as one number per step: the value of the symbol, 0 for the blank, `marker` for the marker.

@@ -25,8 +25,6 @@ from orthokern.data._checks import integer
 from orthokern.data._files import Standard, check_standard, data_folder, read_first
 from orthokern.errors import InputError
 
-__all__ = ["Labelled", "Mnist", "load_mnist", "pixel_permutation", "pixel_statistics"]
-
 SIDE = 28
 PIXELS = SIDE * SIDE
 

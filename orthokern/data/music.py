@@ -31,8 +31,6 @@ from orthokern.data._files import data_folder, read_first
 from orthokern.data._mat import read_cells
 from orthokern.errors import InputError, unknown_name
 
-__all__ = ["COLLECTIONS", "NOTES", "Music", "RollWindow", "RollWindows", "Rolls", "load_music"]
-
 NOTES = 88
 LOWEST = 21  # MIDI number of the first key
 

@@ -28,10 +28,8 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern._files import read_file
 from orthokern._state import check_integer
 from orthokern.data._checks import integer
-from orthokern.data._files import Standard, check_standard, data_folder, read_first
+from orthokern.data._files import Standard, check_standard, data_folder, read_first, text_of
 from orthokern.errors import InputError
-
-__all__ = ["ALPHABET", "Ptb", "SentenceBatch", "SentenceBatches", "Sentences", "decode", "load_ptb", "read_sentences"]
 
 # The text of the three standard files, as it stands in the word files.
 _FILES = {
@@ -391,18 +389,8 @@ def _sentences(
 
 def _checked_text(path: Path, content: bytes) -> bytes:
     """The text in the format of a word file, after a check that all characters are in the alphabet."""
-    if content.startswith(b"\xef\xbb\xbf"):
-        content = content[3:]  # the byte order mark that some editors write
-    if not content.strip():
-        raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence a line")
-    try:
-        decoded = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path} line {line}: byte {content[error.start]:#04x} is no text in UTF-8; expected: the characters of "
-            "the Penn Treebank in ASCII"
-        ) from None
+    decoded = text_of(path, content, "the characters of the Penn Treebank in ASCII")
+    content = decoded.encode("utf-8")
     if not content.isascii():  # before the format is detected, because such a character has several bytes
         foreign = next(i for i, character in enumerate(decoded) if not character.isascii())
         raise _outside(path, decoded.count("\n", 0, foreign) + 1, decoded[foreign])

@@ -20,8 +20,6 @@ from orthokern.data._checks import integer
 from orthokern.data.ptb import ALPHABET, Sentences, decode, load_ptb
 from orthokern.errors import InputError
 
-__all__ = ["STREAM_ALPHABET", "PtbStream", "load_ptb_stream", "stream_rows"]
-
 # Token id -> character.
 STREAM_ALPHABET: tuple[str, ...] = (*ALPHABET[1:], "<", ">")
 

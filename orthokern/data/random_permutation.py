@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
+from orthokern.data._generator import OneHotGenerator
 
 SYMBOLS = 100
 
 
-class RandomPermutationTask:
-    """Generator of the random permutation problem.
+class RandomPermutationTask(OneHotGenerator):
+    """Generator of the random permutation problem: inputs [T, B, symbols] float32, one-hot; targets [B] int64, 0 or 1.
 
     Args:
         T: number of time steps, at least 2.
@@ -54,49 +55,7 @@ class RandomPermutationTask:
         self.num_classes = symbols
         self.baseline = math.log(2.0)
 
-    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """Tensors for `fill`.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            device: where the tensors live.
-
-        Returns:
-            inputs: [T, B, symbols] float32, zero; targets: [B] int64, zero.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        integer("batch", batch)
-        inputs = torch.zeros(self.T, batch, self.symbols, device=device)
-        return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
-
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Writes a new batch into existing tensors, so that training needs no allocation.
-
-        Args:
-            inputs: [T, B, symbols] float32 from `buffers`: the symbols, one-hot.
-            targets: [B] int64 from `buffers`: 0 or 1.
-            generator: a generator on the CPU, so that a seed gives the same data on every device.
-        """
-        symbols = torch.randint(2, self.symbols, inputs.shape[:2], generator=generator)
-        symbols[0] = torch.randint(0, 2, symbols.shape[1:], generator=generator)
-        inputs.zero_().scatter_(2, symbols.to(inputs.device).unsqueeze(-1), 1.0)
-        targets.copy_(symbols[0])
-
-    def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A new batch.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            generator: as in `fill`.
-
-        Returns:
-            inputs: [T, B, symbols] float32, targets: [B] int64, on the CPU.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        inputs, targets = self.buffers(batch)
-        self.fill(inputs, targets, generator)
-        return inputs, targets
+    def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        symbols = torch.randint(2, self.symbols, (self.T, batch), generator=generator)
+        symbols[0] = torch.randint(0, 2, (batch,), generator=generator)
+        return symbols, symbols[0]

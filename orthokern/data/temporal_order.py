@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
+from orthokern.data._generator import OneHotGenerator
 from orthokern.errors import InputError
 
 SYMBOLS = 6
 _TENTHS = {2: ((1, 2), (5, 6)), 3: ((1, 2), (3, 4), (6, 7))}
 
 
-class TemporalOrderTask:
-    """Generator of the temporal order problem.
+class TemporalOrderTask(OneHotGenerator):
+    """Generator of the temporal order problem: inputs [T, B, 6] float32, one-hot; targets [B] int64, in which the first
+    position is the highest bit, X is 0 and Y is 1.
 
     Args:
         T: number of time steps, at least 10.
@@ -62,32 +64,7 @@ class TemporalOrderTask:
         self.baseline = bits * math.log(2.0)
         self._spans = [(T * start // 10, T * end // 10) for start, end in _TENTHS[bits]]
 
-    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """Tensors for `fill`.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            device: where the tensors live.
-
-        Returns:
-            inputs: [T, B, 6] float32, zero; targets: [B] int64, zero.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        integer("batch", batch)
-        inputs = torch.zeros(self.T, batch, SYMBOLS, device=device)
-        return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
-
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Writes a new batch into existing tensors, so that training needs no allocation.
-
-        Args:
-            inputs: [T, B, 6] float32 from `buffers`: the symbols, one-hot.
-            targets: [B] int64 from `buffers`: the first position is the highest bit, X is 0 and Y is 1.
-            generator: a generator on the CPU, so that a seed gives the same data on every device.
-        """
-        batch = inputs.shape[1]
+    def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         symbols = torch.randint(0, 4, (self.T, batch), generator=generator)
         drawn = torch.randint(0, 2, (self.bits, batch), generator=generator)
         value = torch.zeros(batch, dtype=torch.int64)
@@ -95,22 +72,4 @@ class TemporalOrderTask:
             place = torch.randint(start, end, (1, batch), generator=generator)
             symbols.scatter_(0, place, 4 + bit.unsqueeze(0))
             value = 2 * value + bit
-        inputs.zero_().scatter_(2, symbols.to(inputs.device).unsqueeze(-1), 1.0)
-        targets.copy_(value)
-
-    def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """A new batch.
-
-        Args:
-            batch: number of sequences B, at least 1.
-            generator: as in `fill`.
-
-        Returns:
-            inputs: [T, B, 6] float32, targets: [B] int64, on the CPU.
-
-        Raises:
-            InputError: batch below 1.
-        """
-        inputs, targets = self.buffers(batch)
-        self.fill(inputs, targets, generator)
-        return inputs, targets
+        return symbols, value

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
-from orthokern.data._files import data_folder, read_first
+from orthokern.data._files import data_folder, read_first, text_of
 from orthokern.data.ptb import check_part
 from orthokern.errors import InputError
-
-__all__ = ["Words", "load_words"]
 
 END, UNKNOWN = "<eos>", "<unk>"
 
@@ -93,16 +91,7 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
 
 
 def _words(path: Path, content: bytes, part: str) -> list[str]:
-    content = content.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
-    if not content.strip():
-        raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence a line")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path} line {line}: byte {content[error.start]:#04x} is no text in UTF-8; expected: words"
-        ) from None
+    text = text_of(path, content, "words")
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise InputError(f"{path} line {line}: a zero byte, which is no text; expected: words")

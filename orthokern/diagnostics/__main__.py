@@ -187,71 +187,46 @@ def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) ->
     last = any("last_grad_norm_through_time" in record for record in records)
     gradients = "last_grad_norm_through_time" if last else "grad_norm_through_time"
     spectrum, angles = _of_recurrence(given)
-    actions: dict[str, tuple[str, Callable[[Path], Path | None]]] = {
-        "curves": (
-            "learning.png",
-            (lambda path: plots.plot_losses(records, path, label="nats", title=title))
-            if any("nll" in record for record in records)
-            else lambda path: plots.plot_learning(
-                records,
-                path,
-                baseline=given.get("baseline", number_at(run.config, "baseline")),
-                title=title,
-                loss_label="loss",
-            ),
-        ),
-        "gradients": (
-            "gradients.png",
-            lambda path: plots.plot_gradients(
-                records, path, length=run.profile_length(gradients), title=title, key=gradients
-            ),
-        ),
-        "spectrum": (
-            "spectrum.png",
-            lambda path: plots.plot_spectrum(
-                records, path, margin=number_at(run.settings, "margin"), title=title, key=spectrum
-            ),
-        ),
-        "states": (
-            "states.png",
-            lambda path: plots.plot_states(
-                records, path, length=run.profile_length("state_norm_through_time"), title=title
-            ),
-        ),
-        "angles": ("angles.png", lambda path: plots.plot_angles(records, path, title=title, key=angles)),
-        "stability": ("stability.png", lambda path: plots.plot_stability(records, path, title=title)),
+    margin = number_at(run.settings, "margin")
+    if any("nll" in record for record in records):
+        curves: tuple[Callable[..., Path | None], dict[str, Any]] = plots.plot_losses, {"label": "nats"}
+    else:
+        baseline = given.get("baseline", number_at(run.config, "baseline"))
+        curves = plots.plot_learning, {"baseline": baseline, "loss_label": "loss"}
+    states = {"length": run.profile_length("state_norm_through_time")}
+    drawings: dict[str, tuple[Callable[..., Path | None], dict[str, Any]]] = {
+        "curves": curves,
+        "gradients": (plots.plot_gradients, {"length": run.profile_length(gradients), "key": gradients}),
+        "spectrum": (plots.plot_spectrum, {"margin": margin, "key": spectrum}),
+        "states": (plots.plot_states, states),
+        "angles": (plots.plot_angles, {"key": angles}),
+        "stability": (plots.plot_stability, {}),
     }
-    file, action = actions[name]
-    path = _write(out / file, lambda: action(out / file))
+    draw, options = drawings[name]
+    file = out / ("learning.png" if name == "curves" else f"{name}.png")
+    path = _write(file, lambda: draw(records, file, title=title, **options))
     return [] if path is None else [path]
 
 
 def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path, quantities: Sequence[str]) -> list[Path]:
     """Draws pictures of several runs; for curves one per quantity."""
-    common = {key: given[key] for key in ("legend", "x") if key in given}
+    common: dict[str, Any] = {key: given[key] for key in ("legend", "x") if key in given}
     spectrum, angles = _of_recurrence(given)
     if name == "curves":
-        found = {
-            f"curves-{quantity}.png": plots.compare_curves(
-                runs, quantity, panel=given.get("panel"), baseline=given.get("baseline"), **common
-            )
-            for quantity in quantities
-        }
-    elif name == "gradients":
-        found = {"gradients.png": plots.compare_gradients(runs, **common)}
-    elif name == "spectrum":
-        found = {"spectrum.png": plots.compare_spectra(runs, key=spectrum, **common)}
-    elif name == "states":
-        found = {"states.png": plots.compare_states(runs, **common)}
-    elif name == "stability":
-        found = {"stability.png": plots.compare_stability(runs, **common)}
+        common |= {key: given.get(key) for key in ("panel", "baseline")}
+        found = {f"curves-{quantity}": plots.compare_curves(runs, quantity, **common) for quantity in quantities}
     else:
-        found = {"angles.png": plots.compare_angles(runs, key=angles, **common)}
-    return [
-        _write(out / file, partial(plots.save, picture, out / file))
-        for file, picture in found.items()
-        if picture is not None
-    ]
+        drawings: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+            "gradients": (plots.compare_gradients, {}),
+            "spectrum": (plots.compare_spectra, {"key": spectrum}),
+            "states": (plots.compare_states, {}),
+            "angles": (plots.compare_angles, {"key": angles}),
+            "stability": (plots.compare_stability, {}),
+        }
+        draw, options = drawings[name]
+        found = {name: draw(runs, **options, **common)}
+    files = {out / f"{stem}.png": picture for stem, picture in found.items() if picture is not None}
+    return [_write(file, partial(plots.save, picture, file)) for file, picture in files.items()]
 
 
 def _of_recurrence(given: Settings) -> tuple[str, str]:

@@ -10,17 +10,6 @@ from orthokern.commandline import printable
 from orthokern.diagnostics.runs import RunRecord
 from orthokern.errors import unknown_name
 
-__all__ = [
-    "best_held_out",
-    "caption",
-    "check_settings",
-    "differing_settings",
-    "labels",
-    "setting_text",
-    "table",
-    "telling_settings",
-]
-
 # Settings that change how a run is executed, not what it learns. They come last in a label, and only if the other
 # settings of two runs are equal.
 _TECHNICAL = (

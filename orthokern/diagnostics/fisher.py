@@ -13,8 +13,6 @@ from torch import Tensor
 
 from orthokern.errors import InputError
 
-__all__ = ["FisherMemory", "fisher_memory", "transient_norms"]
-
 DOUBLINGS = 50  # 2^50 steps: powers of V that have not decayed by then do not decay
 
 

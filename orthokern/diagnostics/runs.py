@@ -14,8 +14,6 @@ from orthokern._files import count, json_lines, number, read_object
 from orthokern.diagnostics.gradients import profile_steps
 from orthokern.errors import InputError
 
-__all__ = ["RunRecord", "load_run", "number_at", "numbers_at", "read_metrics"]
-
 Record = dict[str, Any]
 
 

@@ -14,16 +14,6 @@ from torch import Tensor, nn
 
 from orthokern.errors import InputError
 
-__all__ = [
-    "ANGLE_BINS",
-    "Recurrence",
-    "angle_histogram",
-    "diagnose_recurrence",
-    "eigenvalue_angles",
-    "spectral_radius",
-    "summarize_spectrum",
-]
-
 ANGLE_BINS = 36  # of ten degrees each
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from orthokern.diagnostics.spectrum import spectral_radius
 from orthokern.errors import InputError
 
-__all__ = ["diagnose_stability"]
-
 
 @torch.no_grad()
 def diagnose_stability(module: nn.Module) -> dict[str, float]:

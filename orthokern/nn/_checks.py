@@ -15,26 +15,6 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
 
-__all__ = [
-    "check_backend",
-    "check_device",
-    "check_exponential",
-    "check_held",
-    "check_ids",
-    "check_input",
-    "check_loaded_orthogonal",
-    "check_packed",
-    "check_resets",
-    "finite",
-    "flag",
-    "new_parameter",
-    "number",
-    "parameter_dtype",
-    "positive_int",
-    "readable",
-    "share",
-]
-
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 
 
@@ -293,3 +273,9 @@ def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
     raise OutOfRange(
         f"{name} is too large for an exponential: |A|_2 is {norm:.4g}; accepted: up to 768 in float32, 279 in float64"
     )
+
+
+def told(module: nn.Module, **defaults: Any) -> str:
+    """The text of a module's sizes and of the settings that are not the defaults."""
+    given = [f"{name}={value!r}" for name, usual in defaults.items() if (value := getattr(module, name)) != usual]
+    return ", ".join([str(module.input_size), str(module.hidden_size), *given])

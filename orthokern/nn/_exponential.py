@@ -24,7 +24,7 @@ Note [Optimizer state at a move]
     and at A = 0 it is K: the same cotangent in the new chart. In the basis of eigenvectors of A, with eigenvalues
     i a_j, the integral multiplies element jk by f(a_j - a_k), f(d) = (exp(id) - 1) / (id) = exp(id/2) sinc(d/2), so
     that K comes from Gamma by a division. Where |sinc| is below FLATTEST (the chart hardly moves P in that direction,
-    and Gamma says hardly anything about K) it is taken as that. Second moments are scales, not vectors: they stay.
+    and Gamma has little information about K), FLATTEST is used. Second moments are scales, not vectors: they stay.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
-from orthokern.nn._layouts import Cuts
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._alone import quiet
 from orthokern.ops._register import untraced
@@ -176,21 +175,6 @@ class _Exponential(Recurrent):
             matrix = self._composed(suffix)
             known[suffix] = ([p.detach().clone() for p in parts], matrix, now)
         return matrix
-
-    def _op(self) -> tuple[str, dict[str, int]]:
-        return "dense_scan", {"N": self.hidden_size}
-
-    def _scan(
-        self,
-        x: Tensor,
-        h0: Tensor | None,
-        lengths: Tensor | None,
-        suffix: str,
-        matrix: tuple[Tensor, ...],
-        cuts: Cuts | None = None,
-    ) -> Tensor:
-        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
-        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:

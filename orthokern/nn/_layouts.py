@@ -13,8 +13,6 @@ from torch import Tensor
 
 from orthokern.ops._alone import quiet
 
-__all__ = ["Cuts", "Dense", "Layout", "Packed", "Scan"]
-
 # (x [T,B,D] or ids [T,B], h0 [B,N] or None, lengths [B] or None) -> states [T,B,N]
 Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 

@@ -130,7 +130,7 @@ def save(module: Recurrent, destination: dict[str, Any], prefix: str) -> None:
 
 
 def load(module: Recurrent, state_dict: dict[str, Any], prefix: str, unexpected: list[str], errors: list[str]) -> None:
-    """Takes the bases of a state_dict, and their keys out of those that nobody expected."""
+    """Takes the bases of a state_dict, and removes their keys from the unexpected ones."""
     module._bases = {}
     N = module.hidden_size
     for suffix in module._suffixes():

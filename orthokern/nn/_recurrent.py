@@ -7,6 +7,7 @@ Letters: B batch, T time, N hidden_size, D input_size (features, or the number o
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import warnings
@@ -33,14 +34,14 @@ from orthokern.nn._checks import (
     number,
     positive_int,
     share,
+    told,
 )
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
 from orthokern.ops._scan_op import SCANS
 
-__all__ = ["NONLINEARITIES", "Recurrent", "widened"]
-
 NONLINEARITIES = tuple(ACTIVATIONS)
+Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bias
 
 # torch 2.6 has no is_exporting: a program that it compiles keeps all states, as one that is exported
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -214,15 +215,12 @@ class Recurrent(nn.Module):
     # -- forward
 
     def _scan(
-        self,
-        x: Tensor,
-        h0: Tensor | None,
-        lengths: Tensor | None,
-        suffix: str,
-        matrix: tuple[Tensor, ...],
-        cuts: Cuts | None = None,
+        self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
-        raise NotImplementedError
+        """The states [T,B,N] of one recurrence; factors: of `_factors`, made once however many scans follow."""
+        matrix, bias = factors
+        scan: Callable[..., Tensor] = functional.dense_scan if len(matrix) == 1 else functional.factored_scan
+        return scan(x, *matrix, h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
     def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor, recorded: bool) -> Tensor:
         """`_scan` of a batch in the ordinary layout on a CPU, of which everything has been checked: ``_quick``."""
@@ -237,12 +235,24 @@ class Recurrent(nn.Module):
         )  # fmt: skip
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        """What `_scan` needs of the recurrent matrix, made once per forward however many scans follow."""
+        """The recurrent matrix with the gain: (w,), or (u, s, v)."""
         raise NotImplementedError
+
+    def _bias(self, suffix: str) -> Tensor | None:
+        """The sum of the biases, with the gain."""
+        return self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+
+    def _factors(self, suffix: str) -> Factors:
+        """The matrix and the bias."""
+        return self._matrix(suffix), self._bias(suffix)
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         """The op that `_scan` runs, and the sizes that a backend may limit."""
-        raise NotImplementedError
+        return "dense_scan", {"N": self.hidden_size}
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Parameter name -> "other": there are neither orthonormal bases nor a spectrum."""
+        return {name: "other" for name, _ in self.named_parameters(recurse=False)}
 
     def _gained(self, tensor: Tensor) -> Tensor:
         """One of the terms that make up a pre-activation, times the gain."""
@@ -517,11 +527,6 @@ class Recurrent(nn.Module):
         """
         return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, algorithm=algorithm)
 
-    def _factors(self, suffix: str) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The matrix as functional.scan_cross_entropy takes it, and the bias, both with the gain."""
-        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
-        return self._matrix(suffix), bias
-
     def _begin(self) -> None:
         """Called at the beginning of everything that runs all layers."""
 
@@ -547,19 +552,8 @@ class Recurrent(nn.Module):
             for reverse in ways:
                 suffix = self._suffix(layer, reverse)
                 h0 = self._initial_state(suffix, hx, len(last), layout)
-                matrix = self._matrix(suffix)
                 own = None if cuts is None else cuts.of(len(last))
-
-                def scan(
-                    x: Tensor,
-                    h: Tensor | None,
-                    lengths: Tensor | None,
-                    suffix: str = suffix,
-                    matrix: tuple[Tensor, ...] = matrix,
-                    own: Cuts | None = own,
-                ) -> Tensor:
-                    return self._scan(x, h, lengths, suffix, matrix, own)
-
+                scan = functools.partial(self._scan, suffix, self._factors(suffix), own)
                 output, end = layout.run(scan, data, h0, reverse)
                 outputs.append(output)
                 last.append(end)
@@ -609,21 +603,10 @@ class Recurrent(nn.Module):
     _half_ok = True
 
     def _repr_common(self) -> str:
-        text = f"{self.input_size}, {self.hidden_size}"
-        defaults = {
-            "num_layers": 1,
-            "nonlinearity": "tanh",
-            "bias": True,
-            "batch_first": False,
-            "dropout": 0.0,
-            "bidirectional": False,
-        }
-        defaults |= {"learned_h0": False, "checkpoint_every": 0, "backend": None, "precision": "ieee"}
-        defaults |= {"message_clip": 0.0, "gain": 1.0}
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            if value != default:
-                text += f", {name}={value!r}"
+        text = told(
+            self, num_layers=1, nonlinearity="tanh", bias=True, batch_first=False, dropout=0.0, bidirectional=False,
+            learned_h0=False, checkpoint_every=0, backend=None, precision="ieee", message_clip=0.0, gain=1.0,
+        )  # fmt: skip
         row = ACTIVATIONS[self.nonlinearity]
         if row.parameter is not None and row.learned is None:
             text += f", negative_slope={self.negative_slope}"

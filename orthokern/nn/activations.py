@@ -13,8 +13,6 @@ from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern.errors import InputError
 from orthokern.nn._checks import check_backend, check_device, positive_int
 
-__all__ = ["OPLU", "ModReLU"]
-
 
 def draw_start(tensor: Tensor, parameter: Parameter, generator: torch.Generator | None = None) -> None:
     """Fill the tensor of a learned parameter with its first values."""

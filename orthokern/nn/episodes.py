@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from orthokern.errors import InputError
 
-__all__ = ["EpisodeRNN"]
-
 
 class EpisodeRNN(nn.Module):
     """A recurrent module that takes ``(value, recurrent_state, is_init)`` as TorchRL's GRUModule does.

@@ -15,7 +15,6 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, number, parameter_dtype, positive_int
-from orthokern.nn._layouts import Cuts
 from orthokern.nn._recurrent import Recurrent
 
 __all__ = ["APPLY", "FactorizedRNN"]
@@ -201,21 +200,6 @@ class FactorizedRNN(Recurrent):
         if self.apply_mode == "composed":
             return "dense_scan", {"N": self.hidden_size}
         return "factored_scan", {"N": self.hidden_size, "K": self.rank}
-
-    def _scan(
-        self,
-        x: Tensor,
-        h0: Tensor | None,
-        lengths: Tensor | None,
-        suffix: str,
-        matrix: tuple[Tensor, ...],
-        cuts: Cuts | None = None,
-    ) -> Tensor:
-        bias = self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
-        if self.apply_mode == "composed":
-            return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
-        u, s, v = matrix
-        return functional.factored_scan(x, u, s, v, h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
     def extra_repr(self) -> str:
         text = f"{self._repr_common()}, margin={self.margin}"

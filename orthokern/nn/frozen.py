@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern import _autocast, functional
+from orthokern import _autocast
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
 from orthokern.nn._recurrent import Recurrent
@@ -94,22 +94,10 @@ class FrozenRNN(_Frozen):
 
     def __init__(self, source: Recurrent) -> None:
         super().__init__(
-            source.input_size,
-            source.hidden_size,
-            source.num_layers,
-            source.nonlinearity,
-            source.bias,
-            source.batch_first,
-            0.0,
-            source.bidirectional,
-            negative_slope=source.negative_slope,
-            learned_h0=source.learned_h0,
-            checkpoint_every=0,
-            backend=source.backend,
-            precision=source.precision,
-            message_clip=0.0,
-            gain=1.0,
-        )
+            source.input_size, source.hidden_size, source.num_layers, source.nonlinearity, source.bias,
+            source.batch_first, 0.0, source.bidirectional, negative_slope=source.negative_slope,
+            learned_h0=source.learned_h0, backend=source.backend, precision=source.precision,
+        )  # fmt: skip
         self._half_ok = source._half_ok
         self.rank: int | None = None  # of the factors; None for a dense W
         learned = ACTIVATIONS[self.nonlinearity].learned
@@ -150,16 +138,6 @@ class FrozenRNN(_Frozen):
         if self.rank is None:
             return "dense_scan", {"N": self.hidden_size}
         return "factored_scan", {"N": self.hidden_size, "K": self.rank}
-
-    def _scan(
-        self, x: Tensor, h0: Tensor | None, lengths: Tensor | None, suffix: str, matrix: tuple[Tensor, ...], *more: Any
-    ) -> Tensor:
-        bias = self._tensor(f"bias_{suffix}") if self.bias else None
-        options = self._scan_options(suffix, lengths, *more)
-        if len(matrix) == 1:
-            return functional.dense_scan(x, matrix[0], h0, bias=bias, **options)
-        u, s, v = matrix
-        return functional.factored_scan(x, u, s, v, h0, bias=bias, **options)
 
 
 class FrozenGRU(_Frozen, GRU):

@@ -15,9 +15,10 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern._scan_contract import GruInputs, GruOptions
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype
+from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, told
 from orthokern.nn._layouts import Cuts
-from orthokern.nn._recurrent import Recurrent
+from orthokern.nn._recurrent import Factors
+from orthokern.nn._weights import TorchRecurrent
 from orthokern.ops.gru_scan import VARIANTS, gru_scan
 
 __all__ = ["GRU"]
@@ -27,7 +28,7 @@ INITS = ("kanai", "torch")
 _linear = _autocast.keeps_dtype(nn.functional.linear)
 
 
-class GRU(Recurrent):
+class GRU(TorchRecurrent):
     """A GRU with torch.nn.GRU's interface, whose fixed point at 0 a constraint on one matrix keeps stable.
 
         r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
@@ -112,18 +113,8 @@ class GRU(Recurrent):
         n = self.hidden_size
         self.init_std = 1 / math.sqrt(n) if init_std is None else finite("init_std", init_std, above_zero=True)
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
-        for suffix in self._suffixes():
-            self._register(f"weight_ih_{suffix}", (3 * n, self._inputs(suffix)), device, dtype)
-            self._register(f"weight_hh_{suffix}", (3 * n, n), device, dtype)
-            if self.bias:
-                self._register(f"bias_ih_{suffix}", (3 * n,), device, dtype)
-                self._register(f"bias_hh_{suffix}", (3 * n,), device, dtype)
-            self._register_common(suffix, device, dtype)
+        self._register_weights(3 * n, device, dtype)
         self.reset_parameters()
-
-    def _weight_names(self, suffix: str) -> list[str]:
-        names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"] if self.bias else ["weight_ih", "weight_hh"]
-        return [f"{name}_{suffix}" for name in names]
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Reinitialize the parameters, as the class documentation says, in torch's order.
@@ -145,11 +136,6 @@ class GRU(Recurrent):
             if self.init == "kanai":
                 init_.initialize_(self._candidate(f"weight_hh_{suffix}").detach(), "orthogonal", generator)
             self._reset_common(suffix, generator)
-
-    @property
-    def all_weights(self) -> list[list[Tensor]]:
-        """The parameters that torch.nn.GRU also has, one list per recurrence, as torch.nn.GRU.all_weights."""
-        return [[self._tensor(name) for name in self._weight_names(suffix)] for suffix in self._suffixes()]
 
     def _candidate(self, name: str) -> Tensor:
         """The candidate's block of a weight: rows [2N, 3N)."""
@@ -186,12 +172,11 @@ class GRU(Recurrent):
         found = [(self._tensor(name), rows) for name in names]
         return [(parameter, rows) for parameter, rows in found if isinstance(parameter, nn.Parameter)]
 
-    def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "other": there are neither orthonormal bases nor a spectrum."""
-        return {name: "other" for name, _ in self.named_parameters(recurse=False)}
-
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         return (self._tensor(f"weight_hh_{suffix}"),)
+
+    def _bias(self, suffix: str) -> Tensor | None:
+        return self._tensor(f"bias_hh_{suffix}") if self.bias else None
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         return "gru_scan", {"N": self.hidden_size}
@@ -206,18 +191,11 @@ class GRU(Recurrent):
         return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
 
     def _scan(
-        self,
-        x: Tensor,
-        h0: Tensor | None,
-        lengths: Tensor | None,
-        suffix: str,
-        matrix: tuple[Tensor, ...],
-        cuts: Cuts | None = None,
+        self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
-        e = self._input_term(x, suffix)
-        bias = self._tensor(f"bias_hh_{suffix}") if self.bias else None
+        (w,), bias = factors
         return functional.gru_scan(
-            e, matrix[0], h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
+            self._input_term(x, suffix), w, h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
             **({} if cuts is None else cuts._asdict()),
         )  # fmt: skip
 
@@ -230,17 +208,7 @@ class GRU(Recurrent):
         return gru_scan(e, w, h0, bias, variant=self.variant, backend=self.backend)
 
     def extra_repr(self) -> str:
-        text = f"{self.input_size}, {self.hidden_size}"
-        defaults: dict[str, Any] = {
-            "num_layers": 1,
-            "bias": False,
-            "batch_first": False,
-            "dropout": 0.0,
-            "bidirectional": False,
-        }
-        defaults |= {"variant": "kanai", "init": self.variant, "init_std": 1 / math.sqrt(self.hidden_size)}
-        defaults |= {"learned_h0": False, "backend": None}
-        for name, default in defaults.items():
-            if getattr(self, name) != default:
-                text += f", {name}={getattr(self, name)!r}"
-        return text
+        return told(
+            self, num_layers=1, bias=False, batch_first=False, dropout=0.0, bidirectional=False, variant="kanai",
+            init=self.variant, init_std=1 / math.sqrt(self.hidden_size), learned_h0=False, backend=None,
+        )  # fmt: skip

@@ -11,8 +11,6 @@ from orthokern import functional
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_backend, check_device, flag, new_parameter, positive_int
 
-__all__ = ["LinearCrossEntropy"]
-
 REDUCTIONS = ("mean", "sum")
 
 

@@ -27,12 +27,11 @@ from orthokern.nn._checks import (
     parameter_dtype,
     positive_int,
     share,
+    told,
 )
 from orthokern.nn._recurrent import widened
 from orthokern.ops._common import given, no_second_derivative
 from orthokern.ops._register import custom_op
-
-__all__ = ["PeepholeLSTM"]
 
 State = tuple[Tensor, Tensor]  # (h, c)
 
@@ -392,12 +391,7 @@ class PeepholeLSTM(nn.Module):
         return (h.unsqueeze(1), c.unsqueeze(1)) if batch is None else (h, c)
 
     def extra_repr(self) -> str:
-        text = f"{self.input_size}, {self.hidden_size}"
-        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
-        for name, default in {**defaults, "forget_bias": 1.0}.items():
-            if getattr(self, name) != default:
-                text += f", {name}={getattr(self, name)!r}"
-        return text
+        return told(self, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False, forget_bias=1.0)
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:

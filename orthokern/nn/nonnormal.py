@@ -13,8 +13,6 @@ from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
 from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
 
-__all__ = ["INITS", "MASKS", "NonNormalRNN", "schur_product", "triangular_mask"]
-
 INITS = (*_INITS, "legacy")
 MASKS = ("block", "legacy")
 

@@ -6,23 +6,21 @@ Letters: N hidden_size, D input_size.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthokern import functional
 from orthokern import init as init_
 from orthokern.errors import unknown_name
 from orthokern.nn._checks import check_device, parameter_dtype
-from orthokern.nn._layouts import Cuts
-from orthokern.nn._recurrent import NONLINEARITIES, Recurrent
+from orthokern.nn._recurrent import NONLINEARITIES
+from orthokern.nn._weights import TorchRecurrent
 from orthokern.nn.factorized import FactorizedRNN  # modules pickled before it had its own file name it here
 
 __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 
 
-class RNN(Recurrent):
+class RNN(TorchRecurrent):
     """torch.nn.RNN on orthokern's scan: h_t = phi(gain (W_hh h_{t-1} + b_hh + W_ih x_t + b_ih)), with a gain of 1.
 
     Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.RNN, and so are the first
@@ -102,19 +100,8 @@ class RNN(Recurrent):
             raise unknown_name("init", init, list(init_.INITS))
         self.init = init
         dtype, device = parameter_dtype(dtype, half=True), check_device(device)
-        n = self.hidden_size
-        for suffix in self._suffixes():
-            self._register(f"weight_ih_{suffix}", (n, self._inputs(suffix)), device, dtype)
-            self._register(f"weight_hh_{suffix}", (n, n), device, dtype)
-            if self.bias:
-                self._register(f"bias_ih_{suffix}", (n,), device, dtype)
-                self._register(f"bias_hh_{suffix}", (n,), device, dtype)
-            self._register_common(suffix, device, dtype)
+        self._register_weights(self.hidden_size, device, dtype)
         self.reset_parameters()
-
-    def _dense_names(self, suffix: str) -> list[str]:
-        names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"] if self.bias else ["weight_ih", "weight_hh"]
-        return [f"{name}_{suffix}" for name in names]
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Reinitialize the parameters: U(-1/sqrt(N), 1/sqrt(N)) in torch's order, then W_hh by `init`, then the others.
@@ -124,17 +111,12 @@ class RNN(Recurrent):
         """
         bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
-            for name in self._dense_names(suffix):
+            for name in self._weight_names(suffix):
                 nn.init.uniform_(self._tensor(name), -bound, bound, generator=generator)
         for suffix in self._suffixes():
             if self.init is not None:
                 init_.initialize_(self._tensor(f"weight_hh_{suffix}"), self.init, generator)
             self._reset_common(suffix, generator)
-
-    @property
-    def all_weights(self) -> list[list[Tensor]]:
-        """The parameters that torch.nn.RNN also has, one list per recurrence, as torch.nn.RNN.all_weights."""
-        return [[self._tensor(name) for name in self._dense_names(suffix)] for suffix in self._suffixes()]
 
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """W_hh [N,N] of one recurrence (the parameter itself, without the gain)."""
@@ -144,34 +126,13 @@ class RNN(Recurrent):
         """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
         return [self._tensor(f"weight_hh_{suffix}") for suffix in self._suffixes()]
 
-    def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "other": a dense recurrence has neither orthonormal bases nor a spectrum."""
-        return {name: "other" for name, _ in self.named_parameters(recurse=False)}
-
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        weight = self._gained(self._tensor(f"weight_hh_{suffix}"))
+        return (self._gained(self._tensor(f"weight_hh_{suffix}")),)
+
+    def _bias(self, suffix: str) -> Tensor | None:
         if not self.bias:
-            return (weight,)
-        return weight, self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
-
-    def _factors(self, suffix: str) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        matrix = self._matrix(suffix)
-        return matrix[:1], matrix[1] if self.bias else None
-
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        return "dense_scan", {"N": self.hidden_size}
-
-    def _scan(
-        self,
-        x: Tensor,
-        h0: Tensor | None,
-        lengths: Tensor | None,
-        suffix: str,
-        matrix: tuple[Tensor, ...],
-        cuts: Cuts | None = None,
-    ) -> Tensor:
-        bias = matrix[1] if self.bias else None
-        return functional.dense_scan(x, matrix[0], h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
+            return None
+        return self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
 
     def extra_repr(self) -> str:
         return self._repr_common() + ("" if self.init is None else f", init={self.init!r}")

@@ -70,6 +70,13 @@ def has_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], letters: st
         raise InputError(f"{argument} has shape {list(tensor.shape)}: accepted is {letters} = {list(shape)}")
 
 
+def fits(argument: str, value: object, shape: tuple[int, ...], letters: str, like_name: str, like: Tensor) -> None:
+    """value must be a tensor of exactly this shape, with the dtype and device of like."""
+    tensor = is_tensor(argument, value)
+    has_shape(argument, tensor, shape, letters)
+    same_kind(argument, tensor, like_name, like)
+
+
 def at_least_one(argument: str, tensor: Tensor, letters: str) -> None:
     """Every size of tensor must be 1 or more."""
     if 0 in tensor.shape:
@@ -237,9 +244,7 @@ def scan_inputs(
     if h0 is None:
         h0 = like.new_zeros(B, N)
     else:
-        is_tensor("h0", h0)
-        has_shape("h0", h0, (B, N), "[B, N]")
-        same_kind("h0", h0, like_name, like)
+        fits("h0", h0, (B, N), "[B, N]", like_name, like)
     activation_parameter(activation_name(activation), act_param, N, like_name, like)
     if isinstance(checkpoint_every, bool) or not isinstance(checkpoint_every, (int, torch.SymInt)):
         raise InputError(f"checkpoint_every is {describe(checkpoint_every)}: accepted is an integer, 0 or more")

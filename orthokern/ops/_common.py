@@ -130,5 +130,5 @@ def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callab
 
 
 def given(grad: Tensor, wanted: bool) -> Tensor | None:
-    """A gradient for autograd: an empty placeholder, or one that nobody asked for, becomes None."""
+    """A gradient for autograd: an empty placeholder, or one that is not needed, becomes None."""
     return grad if wanted else None

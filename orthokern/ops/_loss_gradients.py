@@ -69,7 +69,7 @@ def _refusing_op(forward: CustomOp, name: str, count: int) -> CustomOp:
 
 
 def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
-    """grad * grad_loss, or grad itself where that is the same and nobody can see it again.
+    """grad * grad_loss, or grad itself where that is the same and no other reference to it is left.
 
     A gradient may be as large as the hidden states, and the copy would be the largest of the whole backward. It is
     handed on only in a plain eager CPU backward that frees its graph: a retained graph must find its saved tensors as

@@ -103,7 +103,7 @@ def why_never(call: Call) -> str | None:
     if call.activation != "identity":
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
     if call.message_clip > 0:
-        return f"message_clip is {call.message_clip:g}, and clipped gradients do not keep to the modes"
+        return f"message_clip is {call.message_clip:g}, and clipping acts on units, not on modes"
     if call.resets:
         return "resets replace states between steps, so the recurrence runs step by step"
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -195,7 +195,7 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
         matrix: see ``Matrix``.
         call: what is to be computed.
         start: R [N, 2M] of an earlier call, or None.
-        asked: "modal" was asked for, not found by "auto": then the sums over close pairs may cost what they will.
+        asked: "modal" was asked for, not found by "auto": then there is no limit of the number of close pairs.
         defer: with a start, do not wait for the device; ``Modes.hold`` tells later whether the modes are good.
 
     Raises:

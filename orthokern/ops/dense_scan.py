@@ -42,38 +42,14 @@ def dense_scan(
         Backward: Note [Dense scan backward] in ``orthokern/reference/dense_scan.py``.
 
     Args:
-        x: [T, B, N], or [T, B, D] with weight, in the floating dtype of w; or int64 [T, B] token ids in [0, D)
-            (checked on a CPU; not on a GPU, where a check would synchronise: a wrong id makes its sequence NaN).
         w: [N, N], applied to column vectors (row form: h @ w.T), as torch's weight_hh.
-        h0: [B, N], the state before the first step.
-        weight: [N, D] or None; bias: [N] or None.
-        act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); else None.
-        activation: a name of ``orthokern.ops.activations.NAMES``.
-        checkpoint_every: k > 0 keeps every k-th state for the backward and recomputes the others; 0 keeps all.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, where
-            checkpoint_every changes nothing.
-        precision: the least precision of float32 products that a kernel may use: "ieee", "3xtf32" (three TF32 products,
-            nearly float32), "tf32" or "bf16" (both factors rounded). State and sums stay float32. A backend without
-            the faster products computes IEEE ones, as cpu and reference always do; so does float64.
-        algorithm: "sequential", step after step; "chunked", over chunks of time in parallel through powers of the map
-            (activation identity and no message_clip only; forms W); "auto", the backend's choice of what it has.
-        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; not on a
-            GPU, where a check would synchronise: a wrong one counts as 0 or T. States and gradients are zeros on
-            padding, and values of x (NaN, wrong token ids) and of the cotangent there have no effect.
-        message_clip: c > 0 clips delta_t, the gradient of a_t, to [-c, c] element by element in every step of the
-            backward, before anything else is computed from it; 0 does not clip. See Note [Message clip] in
-            ``orthokern/reference/_scan.py``.
-        resets: bool [T, B]: before the step the state becomes reset_state [B, N] (zeros for None). Note [Resets] there.
-        Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
+        The others: as in ``orthokern.ops.factored_scan``, in the floating dtype of w.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T.
 
     Saved:
-        hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
-        x; pre [T, B, N], the a_t, for activations that need their input, without checkpoints; x if weight is given; all
-        parameters, h0, lengths, resets and reset_state; all zero on padding, but for the ckpt that enters right at a
-        sequence's end. The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
+        As ``factored_scan``.
 
     Cost:
         Forward 2 T B N^2 flops (+ 2 T B N D for features), backward scan the same, gradient of w 2 T B N^2,

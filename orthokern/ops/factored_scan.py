@@ -60,30 +60,17 @@ def factored_scan(
         Backward: Note [Factored scan backward] in ``orthokern/reference/factored_scan.py``.
 
     Args:
-        x: [T, B, N], or [T, B, D] with weight, in the floating dtype of u; or int64 [T, B] token ids in [0, D)
-            (checked on a CPU; not on a GPU, where a check would synchronise: a wrong id makes its sequence NaN).
-        u, v: [N, K], K <= N. Their columns should be orthonormal, which is not required.
-        s: [K], the singular values where u and v are orthonormal.
-        h0: [B, N], the state before the first step.
-        weight: [N, D] or None; bias: [N] or None.
-        act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); else None.
-        activation: a name of ``orthokern.ops.activations.NAMES``.
-        checkpoint_every: k > 0 keeps every k-th state for the backward and recomputes the others; 0 keeps all.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, where
-            checkpoint_every changes nothing.
-        precision: the least precision of float32 products that a kernel may use: "ieee", "3xtf32" (three TF32 products,
-            nearly float32), "tf32" or "bf16" (both factors rounded). State and sums stay float32. A backend without
-            the faster products computes IEEE ones, as cpu and reference always do; so does float64.
-        algorithm: "sequential", step after step; "chunked", over chunks of time in parallel through powers of the map
-            (activation identity and no message_clip only; forms W); "auto", the backend's choice of what it has.
-        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; not on a
-            GPU, where a check would synchronise: a wrong one counts as 0 or T. States and gradients are zeros on
-            padding, and values of x (NaN, wrong token ids) and of the cotangent there have no effect.
-        message_clip: c > 0 clips delta_t, the gradient of a_t, to [-c, c] element by element in every step of the
-            backward, before anything else is computed from it; 0 does not clip. See Note [Message clip] in
-            ``orthokern/reference/_scan.py``.
-        resets: bool [T, B]: before the step the state becomes reset_state [B, N] (zeros for None). Note [Resets] there.
-        Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
+        As ``orthokern.functional.factored_scan``, with token ids as int64, and h0. Floating tensors share one dtype and
+        device; any strides (what is not contiguous is copied).
+        x: token ids are checked on a CPU; not on a GPU, where a check would synchronise: a wrong id makes its sequence
+            NaN. The same holds for lengths, of which a wrong one counts as 0 or T on a GPU.
+        u, v: their columns should be orthonormal, which is not required; s then holds the singular values.
+        backend: an explicit "reference" runs plain differentiable torch code, where checkpoint_every changes nothing.
+        precision: "3xtf32" is three TF32 products, nearly float32; "tf32" and "bf16" round both factors. State and sums
+            stay float32. A backend without the faster products computes IEEE ones; so does float64.
+        algorithm: "chunked" uses powers of the map, and forms W; "auto" is the backend's choice of what it has.
+        message_clip: clips delta_t, the gradient of a_t. See Note [Message clip] in ``orthokern/reference/_scan.py``.
+        resets: before the step the state becomes reset_state (zeros for None). Note [Resets] there.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T.

@@ -14,18 +14,11 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import ModalInputs, Readout
-from orthokern.dispatch import Support
 from orthokern.ops._common import contiguous, filled
 from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
-from orthokern.ops.modal_scan import FEATURES, check_ids, check_inputs
+from orthokern.ops.modal_scan import FEATURES, SUPPORT, check_ids, check_inputs
 
-SUPPORT = {
-    "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), features=FEATURES, capability=(8, 0)),
-}
 dispatch.register("modal_cross_entropy", SUPPORT)
 
 

@@ -92,33 +92,16 @@ def _fwd_fake(x: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     "(Tensor grad_p, Tensor x, Tensor powers, Tensor terms, Tensor c, Tensor root, Tensor squarings, "
     "str? backend=None) -> Tensor",
 )
-def _bwd(
-    grad_p: Tensor,
-    x: Tensor,
-    powers: Tensor,
-    terms: Tensor,
-    c: Tensor,
-    root: Tensor,
-    squarings: Tensor,
-    backend: str | None = None,
-) -> Tensor:
+def _bwd(grad_p: Tensor, x: Tensor, *rest: Any) -> Tensor:
     """grad_x [..., N, N]. x is there for the refusal of its derivative: the saved tensors pass for constants."""
+    *saved, backend = rest
     with ieee_products():
-        grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(contiguous(grad_p), powers, terms, c, root, squarings)
+        grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(contiguous(grad_p), *saved)
     return grad_x
 
 
 @_bwd.register_fake
-def _bwd_fake(
-    grad_p: Tensor,
-    x: Tensor,
-    powers: Tensor,
-    terms: Tensor,
-    c: Tensor,
-    root: Tensor,
-    squarings: Tensor,
-    backend: str | None = None,
-) -> Tensor:
+def _bwd_fake(grad_p: Tensor, *_: Any) -> Tensor:
     return grad_p.new_empty(grad_p.shape)
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from orthokern._state import check_integer, check_real, misfit
 from orthokern.errors import InputError
 
-__all__ = ["check_certificate", "check_constrained", "check_matrix", "check_new", "check_rate"]
-
 
 def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
     """A group to be added to others, with its parameters in a list; InputError if one is there twice, or in another."""

@@ -18,9 +18,7 @@ from orthokern.errors import InputError
 from orthokern.ops import cayley
 from orthokern.optim._checks import check_new, check_rate
 
-__all__ = ["GeodesicRMSprop", "GeodesicSGD"]
-
-# A basis this far from orthonormal is not one that drifted, it never was one.
+# A matrix this far from orthonormal has not drifted; it was not orthonormal at the start.
 _NOT_A_BASIS = 1e-2
 _MOST_CORRECTIONS = 6
 
@@ -38,7 +36,7 @@ class GeodesicSGD(Optimizer):
     those of other shapes go through it too.
 
     Note [Drift]
-        Rounding M to float32 makes M^T M walk away from I, at N = 128 by about 2.5e-8 sqrt(steps). Every
+        Rounding M to float32 moves M^T M away from I, at N = 128 by about 2.5e-8 sqrt(steps). Every
         `correct_every` steps the error max|M^T M - I| of each basis is measured (one batched product), and only a
         basis above `drift_tolerance` gets one Newton-Schulz step, M <- M (3/2 I - 1/2 M^T M), which takes an error e
         to 3/4 e^2 and moves M by e/2, orthogonally to the manifold: the descent along it is untouched.
@@ -48,7 +46,7 @@ class GeodesicSGD(Optimizer):
         (6 a + 2 a^2) eps to that of a thin one, whose 2K x 2K system has a condition of a^2 (two to three times what
         was measured over gradients of all kinds for a from 1e-3 to 1e6). A step at whose end the sum of these since the
         last measurement is above `drift_tolerance` measures too, and corrects until the error is below it. Training at
-        usual rates (a of 1e-3) never comes there. On a GPU, where a is not read, the steps alone count.
+        usual rates (a of 1e-3) does not reach this. On a GPU, where a is not read, only the steps are counted.
 
     Note [No wait for the GPU]
         For bases on a GPU, all in a group on the same one, a step reads nothing back: the norm and the clipping stay on
@@ -65,8 +63,8 @@ class GeodesicSGD(Optimizer):
             this. None: no clipping. A clipped gradient is a smaller rate: the step depends on lr * G only.
         maximize: ascend.
         legacy: take the step of the code that was released with Vorontsov et al. 2017, to reproduce its runs. It
-            puts A = G^T M - M^T G on the left of M, where it does not belong: M stays orthogonal, but the step is
-            not a descent direction and the loss does as it likes. Square bases only. Wrong; never use it to train.
+            multiplies M by A = G^T M - M^T G from the wrong side: M stays orthogonal, but the step is no descent
+            direction. Square bases only. It serves comparisons, not training.
         correct_every: steps between two measurements of the drift at most (Note [Drift]); 0: never measure.
         drift_tolerance: max|M^T M - I| above which a basis is corrected. Meant for float32; a float64 run may want
             1e-14.
@@ -106,40 +104,20 @@ class GeodesicSGD(Optimizer):
         drift_tolerance: float = 2e-6,
         backend: str | None = None,
     ) -> None:
-        self._begin(params, lr, max_grad_norm, maximize, correct_every, drift_tolerance, backend, legacy=legacy)
+        self._begin(
+            params, lr=lr, max_grad_norm=max_grad_norm, maximize=maximize, legacy=legacy, correct_every=correct_every,
+            drift_tolerance=drift_tolerance, backend=backend,
+        )  # fmt: skip
 
-    def _begin(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        max_grad_norm: float | None,
-        maximize: bool,
-        correct_every: int,
-        drift_tolerance: float,
-        backend: str | None,
-        **more: Any,
-    ) -> None:
-        """torch's constructor; `more` are a class's own options."""
-        defaults = {
-            "lr": lr,
-            "max_grad_norm": max_grad_norm,
-            "maximize": maximize,
-            "legacy": False,
-            "correct_every": correct_every,
-            "drift_tolerance": drift_tolerance,
-            "backend": backend,
-            "steps": 0,
-            "last_grad_norm": math.nan,
-            "last_drift": math.nan,
-            "growth": 0.0,
-            **more,
-        }
+    def _begin(self, params: Iterable[Any], **options: Any) -> None:
+        """torch's constructor."""
+        counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan, "growth": 0.0}
         if isinstance(params, Tensor):
             raise InputError("params is one tensor; accepted: several matrices, as [tensor], or group dicts")
         params = list(params)
         if not params:
             raise InputError("params is empty; accepted: at least one matrix with orthonormal columns")
-        Optimizer.__init__(self, params, defaults)
+        Optimizer.__init__(self, params, {**options, **counters})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of bases; its checks are those of the constructor, and a refused group is not added."""
@@ -281,7 +259,10 @@ class GeodesicRMSprop(GeodesicSGD):
         drift_tolerance: float = 2e-6,
         backend: str | None = None,
     ) -> None:
-        self._begin(params, lr, max_grad_norm, maximize, correct_every, drift_tolerance, backend, alpha=alpha, eps=eps)
+        self._begin(
+            params, lr=lr, max_grad_norm=max_grad_norm, maximize=maximize, legacy=False, correct_every=correct_every,
+            drift_tolerance=drift_tolerance, backend=backend, alpha=alpha, eps=eps,
+        )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of bases, as in GeodesicSGD; it may override alpha and eps."""

@@ -16,9 +16,6 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.optim._checks import check_new, check_rate
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
-__all__ = ["CombinedOptimizer", "optimizer_for", "split_parameters"]
-
-
 # geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
 # of eigenvalues; other: everything else
 ROLES = ("geodesic", "spectrum", "skew", "rotation", "other")
@@ -97,8 +94,8 @@ class CombinedOptimizer(Optimizer):
 
     `param_groups` and `state` are those of the parts, one after the other: a learning rate scheduler, or a loop that
     sets group["lr"], acts on the parts. `state_dict()` has torch's usual form, {"state", "param_groups"}, over all
-    groups in that order. `step(closure)` calls the closure once, then the parts in order. A part that refuses to
-    step (GeodesicSGD does for NaN gradients) leaves the parts after it alone too, so it belongs in front.
+    groups in that order. `step(closure)` calls the closure once, then the parts in order. If a part
+    raises (GeodesicSGD does for NaN gradients), the parts after it do not step; such a part should come first.
 
     Args:
         parts: name -> optimizer. None of them may be one that needs several evaluations per step (LBFGS).

@@ -20,8 +20,6 @@ from orthokern.ops import spectral
 from orthokern.optim._checks import check_certificate, check_constrained, check_matrix
 from orthokern.optim._clip import clipped
 
-__all__ = ["SpectralNormProjection"]
-
 THRESHOLDS = ("2-delta", "2")
 METHODS = ("auto", "proof", "products")
 # Up to this many columns a full decomposition costs less than what avoids it.
@@ -99,7 +97,7 @@ class SpectralNormProjection:
         3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. A
            polynomial of G turns V towards W's directions, and the Cholesky factorisation of
            l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds: for an l between the lowest
-           value in V and t or, where certificates live on, close to the largest value outside of V, which subspace
+           value in V and t or, where certificates are reused, close to the largest value outside of V, which subspace
            iteration finds; what V lacks as well.
 
         If that fails too, for the first check, for matrices with at most 96 columns or rows, and while more than a
@@ -287,7 +285,7 @@ class SpectralNormProjection:
             if moved < self.trigger - certificate.level:  # more would need to be within V
                 result = self._within(w, certificate, rounding)
             if result is None:
-                # a level close to the truth costs more to find, and pays where a certificate lives on
+                # a tighter level costs more to find, which is worth it if the certificate is used for several steps
                 certificate, gram = self._certify(w, certificate, tight=certificate.served > 1)
                 if certificate is not None:
                     self.counts["certificates"] += 1
@@ -341,7 +339,7 @@ class SpectralNormProjection:
     ) -> tuple[Tensor | None, float] | None:
         """As ``_decompose`` by steps 1 and 2 of Note [Work]; None where the certificate does not suffice.
 
-        gram: W^T W [K, K] where it is at hand.
+        gram: W^T W [K, K] if it is known.
         """
         basis = certificate.v
         # W V [M, k]
@@ -409,7 +407,7 @@ class SpectralNormProjection:
             tolerance = min(max(0.3 * allowed / max(most, allowed), 1e-3), 3e-3)
             more = _solve_outside(w, gram, vectors.to(w.dtype), residuals.to(w.dtype), theta, grown, tolerance)
             more = more.to(basis.dtype)
-            # where little is lacking, V turns by it, and does not grow by directions that rounding makes up
+            # a small correction is added to V; as new columns, its directions would be mostly rounding errors
             turned = _outside_of_turned(more, theta[grown], math.sqrt(outside)) ** 2
             if not added and turned <= min(outside + half / 2, top * (1 - _MARGIN)):
                 outside = turned
@@ -474,8 +472,8 @@ def _filtered(gram: Tensor, v: Tensor, degree: int, level: float) -> Tensor:
     p the Chebyshev polynomial of a degree that stays within 1 on [0, c] and grows fastest beyond.
 
     c: V's lowest Ritz value, which is no larger than G's k-th eigenvalue, within 0.3 and 1 of `level`. Ritz vectors are
-    what the polynomial is applied to: each is multiplied as a whole, so that rounding next to one that grows by 10^7
-    does not drown another.
+    what the polynomial is applied to: each is multiplied as a whole, so that the rounding of one that grows by
+    10^7 does not exceed another.
     """
     rows = v.mT.contiguous()  # see _solve_outside
     product = rows @ gram
@@ -537,10 +535,10 @@ def _solve_outside(
 
     With y_i in V and its residual r_i outside of it, y_i + x_i is an eigenvector to second order if
     (theta_i I - P G P - sum_j r_j r_j^T / (theta_i - theta_j)) x_i = r_i, P = I - V V^T, j the others. By conjugate
-    gradients, for all chosen i at once; whatever comes out, it only has to help.
+    gradients, for all chosen i at once. An approximation is enough: the proof does not depend on it.
 
     Args:
-        w: W [M, K]. gram: G [K, K] where it is at hand. vectors: Y [K, k], orthonormal. residuals: [K, k], G Y - Y
+        w: W [M, K]. gram: G [K, K] if it is known. vectors: Y [K, k], orthonormal. residuals: [K, k], G Y - Y
             theta. theta: [k] float64. chosen: [k] bool, s of them. tolerance: of the residual, relative.
 
     Returns:

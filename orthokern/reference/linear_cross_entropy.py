@@ -7,7 +7,7 @@ Note [Linear cross-entropy backward]
         grad_hidden_r = W^T d_r,     grad_weight = sum_r d_r h_r^T,     grad_bias = sum_r d_r.
 
     Nothing here depends on the gradient that reaches the loss except as a factor, so all of it can be computed in the
-    forward pass while a chunk of logits is at hand; the logits are never stored whole.
+    forward pass while a chunk of logits exists; the logits are never stored whole.
 """
 
 from __future__ import annotations

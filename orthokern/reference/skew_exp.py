@@ -14,7 +14,7 @@ Note [Exponential of a skew matrix]
     Its remainder is below |A|_2^19 / 19!, below half a unit in the last place for |A|_2 <= THETA. A test multiplies the
     coefficients out.
 
-    How many squarings. A is normal, so |A|_2^6 = |A^6|_2 <= |A^6|_F, and A^6 is at hand before anything is scaled: with
+    How many squarings. A is normal, so |A|_2^6 = |A^6|_2 <= |A^6|_F, and A^6 is known before anything is scaled: with
     r = |A^6|_F^(1/6), s = max(0, ceil(log2(r / THETA))). r is above |A|_2 by a factor of N^(1/12) at most, 1.7 for
     N = 512, where the 1-norm that one would take for a matrix without structure may be above it by sqrt(N). A is scaled
     by powers of two only, which rounds nothing; a first one makes its 1-norm at most 1, so that A^6 cannot overflow.

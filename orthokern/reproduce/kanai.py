@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from torch import Tensor, nn
 from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
-from orthokern.reproduce.page import paragraph
+from orthokern.reproduce.page import paragraph, table, written
 from orthokern.reproduce.spec import Experiment, Measure, Run
 from orthokern.reproduce.study import Study, conditions
 from orthokern.tasks import word_lm
-from orthokern.training.checkpoint import load_checkpoint, seed_all, write_atomically
-
-__all__ = ["EXPERIMENTS", "STUDIES"]
+from orthokern.training.checkpoint import load_checkpoint, seed_all
 
 PAPER = "Kanai et al. 2017"
 LEGEND = ("delta", "clip")
@@ -235,19 +232,17 @@ def _measure(
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| method | ms per iteration | % of an iteration | hours of training | ratio to clipping | published ratio |",
-        "|" + " --- |" * 6,
-    ]
+    headings = ("method", "ms per iteration", "% of an iteration", "hours of training", "ratio to clipping")
+    cells = []
     clipping = next(row for row in rows if row["method"] == "gradient clipping")
     for row in rows:
         ratio = row["hours_of_training"] / clipping["hours_of_training"]
         published = row["published_seconds"] / clipping["published_seconds"]
-        lines.append(
-            f"| {row['method']}: {row['what']} | {row['ms_per_iteration']:.2f} | {row['percent_of_iteration']:.1f} "
-            f"| {row['hours_of_training']:.1f} | {ratio:.3f} | {published:.3f} |"
-        )
-    return lines
+        cells.append([
+            f"{row['method']}: {row['what']}", f"{row['ms_per_iteration']:.2f}", f"{row['percent_of_iteration']:.1f}",
+            f"{row['hours_of_training']:.1f}", f"{ratio:.3f}", f"{published:.3f}",
+        ])  # fmt: skip
+    return table((*headings, "published ratio"), cells)
 
 
 def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
@@ -292,20 +287,12 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         "published times."),
         "", conditions(),
     ]  # fmt: skip
-    table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
-    write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {
-        "experiment": study.name,
-        "source": study.source,
-        "quick": quick,
-        "rows": rows,
-        "iteration_ms": each["iteration"],
-        "iterations": iterations,
-        "counts": projection.counts,
+        "experiment": study.name, "source": study.source, "quick": quick, "rows": rows,
+        "iteration_ms": each["iteration"], "iterations": iterations, "counts": projection.counts,
         "largest_difference": worst,
-    }
-    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    return [table, numbers]
+    }  # fmt: skip
+    return written(folder, study.name, "\n".join(text) + "\n", summary)
 
 
 STUDIES = (

@@ -4,20 +4,18 @@ the latter."""
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from orthokern.commandline import Settings
 from orthokern.diagnostics import FisherMemory, fisher_memory, transient_norms
+from orthokern.reproduce.page import drawn, table, written
 from orthokern.reproduce.spec import Experiment, Measure, Run
 from orthokern.reproduce.study import Study
-from orthokern.training.checkpoint import write_atomically
-
-__all__ = ["EXPERIMENTS", "STUDIES"]
 
 REPORT = "Jahagirdar et al. 2019"
 ORIGINAL = "Kerg et al. 2019"
@@ -221,36 +219,24 @@ def _fisher(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         for key, memory in found.items()
     ]
     headings = ("alpha", "beta", "d", "published J_tot", "ours", "difference", "J(0)", "longest memory (steps)")
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    lines = []
     for row, memory in zip(rows, found.values(), strict=True):
         theirs, ours = row["published"], row["ours"]
         alive = int((memory.curve > 1e-3).nonzero().max())
         cells = [f"{row[name]:g}" for name in ("alpha", "beta", "d")]
         cells += [f"{theirs:.3g}", f"{ours:.3f}", f"{ours - theirs:+.3f}", f"{memory.curve[0]:.4f}", str(alive)]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     study = STUDIES[0]
-    drawn = _draw(found, folder / f"{study.name}.png")
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *lines, ""]
-    text += [] if drawn is None else [f"![{study.title}]({drawn.name})", ""]
-    text += [
-        "Longest memory: the largest k for which J(k) is above 0.001. A higher J_tot is more memory.",
-        "",
-        MEMORY_NOTE,
-    ]
-    table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
-    write_atomically(table, ("\n".join(text) + "\n").encode())
+    figure = drawn(folder / f"{study.name}.png", partial(_draw, found))
+    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", *table(headings, lines), ""]
+    text += [] if figure is None else [f"![{study.title}]({figure.name})", ""]
+    text += ["Longest memory: the largest k for which J(k) is above 0.001. A higher J_tot is more memory.", ""]
+    text.append(MEMORY_NOTE)
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
-    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    return [table, numbers, *([] if drawn is None else [drawn])]
+    return written(folder, study.name, "\n".join(text) + "\n", summary, figure)
 
 
-def _draw(found: dict[tuple[float, float, float], FisherMemory], path: Path) -> Path | None:
-    try:
-        import matplotlib  # noqa: F401 (an optional dependency)
-    except ImportError:
-        return None
-    from orthokern.diagnostics import plots
-
+def _draw(found: dict[tuple[float, float, float], FisherMemory], plots: Any) -> Any:
     start = torch.rand(UNITS, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     steps = 3 * UNITS // 2
     transients = {
@@ -263,7 +249,7 @@ def _draw(found: dict[tuple[float, float, float], FisherMemory], path: Path) -> 
         for (alpha, beta, d), memory in found.items()
         if beta == 0 or alpha == 1
     }
-    return plots.save(plots.memory(chain(1.0, 0.3, 0.6, 12)[0], transients, curves), path)
+    return plots.memory(chain(1.0, 0.3, 0.6, 12)[0], transients, curves)
 
 
 STUDIES = (

@@ -3,7 +3,6 @@ in deep neural networks"."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from torch import Tensor
 from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.init import glorot_uniform_, learned_orthogonal_
+from orthokern.reproduce.page import table, written
 from orthokern.reproduce.runner import Plan, default_threads
 from orthokern.reproduce.search import Search, find, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run
 from orthokern.reproduce.study import Study, conditions
-from orthokern.training.checkpoint import write_atomically
-
-__all__ = ["EXPERIMENTS", "SEARCHES", "STUDIES"]
 
 PAPER = "Manchev and Spratling"
 
@@ -126,19 +123,9 @@ def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         for guard in (False, True):
             rows.append(_measure(sample, guard, quick))
             say(f"{rows[-1]['law']}, n = {sample.side}, {rows[-1]['rule']}: {rows[-1]['seconds']:.1f} s", stream)
-    headings: tuple[str, ...] = (
-        "distribution",
-        "n",
-        "matrices",
-        "rule",
-        "scaled (%)",
-        "success (%)",
-        "published steps",
-        "ours",
-        "difference",
-    )
-    headings += ("least", "most", "seconds")
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    headings = ["distribution", "n", "matrices", "rule", "scaled (%)", "success (%)", "published steps", "ours"]
+    headings += ["difference", "least", "most", "seconds"]
+    lines = []
     for row in rows:
         theirs, ours = row["published_evaluations"], row["mean_evaluations"]
         error = f" ± {row['standard_error']:.2f}" if row["standard_error"] is not None else ""
@@ -149,26 +136,12 @@ def _steps(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         cells += [
             "–" if row[f"{end}_evaluations"] is None else str(row[f"{end}_evaluations"]) for end in ("least", "most")
         ]
-        lines.append("| " + " | ".join([*cells, f"{row['seconds']:.1f}"]) + " |")
+        lines.append([*cells, f"{row['seconds']:.1f}"])
     study = STUDIES[0]
-    text = [
-        f"# {study.name}: {study.title}",
-        "",
-        f"{study.source}.",
-        "",
-        "Fewer steps are better.",
-        "",
-        *lines,
-        "",
-        STEPS_NOTE,
-        "",
-        conditions(),
-    ]
-    table, numbers = folder / f"{study.name}.md", folder / f"{study.name}.json"
-    write_atomically(table, ("\n".join(text) + "\n").encode())
+    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", "Fewer steps are better.", ""]
+    text += [*table(headings, lines), "", STEPS_NOTE, "", conditions()]
     summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
-    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    return [table, numbers]
+    return written(folder, study.name, "\n".join(text) + "\n", summary)
 
 
 # ---- Table I: the longest sequences, section III-A -------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from orthokern.reproduce.spec import Measure
-
-__all__ = ["commands", "directions", "paragraph"]
+from orthokern.training.checkpoint import write_atomically
 
 WIDTH = 120
 
@@ -28,5 +30,30 @@ def directions(measures: Sequence[Measure]) -> str:
 
 def commands(rows: Iterable[tuple[str, str]]) -> list[str]:
     """A table of (row, command as Markdown): how each row was trained."""
-    lines = ["How each row was trained:", "", "| row | command |", "| --- | --- |"]
-    return lines + [f"| {name} | {command} |" for name, command in rows]
+    return ["How each row was trained:", "", *table(("row", "command"), rows)]
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
+
+
+def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
+    """Writes the figure that `draw` makes with `orthokern.diagnostics.plots`; None without one, or without
+    matplotlib."""
+    try:
+        import matplotlib  # noqa: F401 (an optional dependency)
+    except ImportError:
+        return None
+    from orthokern.diagnostics import plots
+
+    figure = draw(plots)
+    return None if figure is None else plots.save(figure, path)
+
+
+def written(folder: Path, name: str, text: str, summary: dict[str, Any], figure: Path | None = None) -> list[Path]:
+    """Writes a page as NAME.md and its numbers as NAME.json; returns these files and the figure."""
+    page, numbers = folder / f"{name}.md", folder / f"{name}.json"
+    write_atomically(page, text.encode())
+    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
+    return [page, numbers] if figure is None else [page, numbers, figure]

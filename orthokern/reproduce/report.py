@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,9 @@ from orthokern._files import count, read_object
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
-from orthokern.reproduce.page import commands, directions, paragraph
+from orthokern.reproduce.page import commands, directions, drawn, paragraph, table, written
 from orthokern.reproduce.runner import Plan, result_of
 from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, planned, trained_for
-from orthokern.training.checkpoint import write_atomically
-
-__all__ = ["QUANTITIES", "earlier_rows", "report"]
-
 
 # ---- numbers of a run ------------------------------------------------------------------------------------------------
 
@@ -256,8 +252,7 @@ def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
         headings += [f"published {measure.title}", "ours", "difference"] if published else [measure.title]
     headings += ["epochs" if any(row.get("epochs") for row in rows) else "iterations", "seconds", "state"]
     groups = _groups(rows)
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-    lines += ["| " + " | ".join(_cells(experiment, group, labels, published)) + " |" for group in groups]
+    lines = table(headings, (_cells(experiment, group, labels, published) for group in groups))
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if summary["quick"] else ""
     spread = " Several seeds: median, and the range in parentheses." if len(groups) < len(rows) else ""
     text = [f"# {experiment.name}: {summary['title']}", "", paragraph(f"{experiment.source}.{scale}"), ""]
@@ -294,40 +289,26 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     earlier = earlier_rows(experiment, plan)
     found = [_row(experiment, run, plan, earlier) for run in experiment.runs]
     rows = [row for row, _ in found]
-    table, numbers = plan.folder / f"{experiment.name}.md", plan.folder / f"{experiment.name}.json"
     plan.folder.mkdir(parents=True, exist_ok=True)
     title = experiment.titled(rows[0].get("settings") or planned(experiment.runs[0], plan.quick))
     records = [record for _, record in found if record is not None]
     figure = None
     if experiment.figure is not None and records:
-        figure = _draw(experiment, title, records, plan.folder / f"{experiment.name}.png")
+        figure = drawn(plan.folder / f"{experiment.name}.png", partial(_draw, experiment, title, records))
     summary = {
         "experiment": experiment.name, "title": title, "source": experiment.source, "quick": plan.quick,
         "versions": f"orthokern {__version__}, torch {torch.__version__}", "date": time.strftime("%Y-%m-%d"),
         "figure": None if figure is None else figure.name, "rows": rows,
     }  # fmt: skip
-    write_atomically(table, markdown(experiment, summary).encode())
-    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    return [table, numbers] if figure is None else [table, numbers, figure]
+    return written(plan.folder, experiment.name, markdown(experiment, summary), summary, figure)
 
 
-def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], path: Path) -> Path | None:
-    try:
-        import matplotlib  # noqa: F401 (an optional dependency)
-    except ImportError:
-        return None
-    from orthokern.diagnostics import plots
-
-    if experiment.figure == "gradients":
-        figure = plots.compare_gradients(records, legend=experiment.legend, title=title)
-    elif experiment.figure == "stability":
-        figure = plots.compare_stability(records, legend=experiment.legend, x="iteration", title=title)
-    elif experiment.figure == "dynamics":
-        figure = plots.compare_dynamics(records, legend=experiment.legend, title=title)
-    elif experiment.figure == "spectrum":
-        figure = plots.compare_spectra(records, legend=experiment.legend, title=title)
-    else:
-        figure = plots.compare_curves(
-            records, experiment.quantity, panel=experiment.panel, legend=experiment.legend, title=title
-        )
-    return None if figure is None else plots.save(figure, path)
+def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], plots: Any) -> Any:
+    """The figure of an experiment, by the functions of `plots`."""
+    options: dict[str, Any] = {"legend": experiment.legend, "title": title}
+    if experiment.figure == "stability":
+        return plots.compare_stability(records, x="iteration", **options)
+    if experiment.figure == "curves":
+        return plots.compare_curves(records, experiment.quantity, panel=experiment.panel, **options)
+    kinds = {"gradients": "gradients", "dynamics": "dynamics", "spectrum": "spectra"}
+    return getattr(plots, f"compare_{kinds[str(experiment.figure)]}")(records, **options)

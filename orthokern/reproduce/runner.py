@@ -23,8 +23,6 @@ from orthokern.reproduce.spec import Run, each_once
 from orthokern.training.cli import EXIT_BAD_INPUT
 from orthokern.training.loop import EXIT_DIVERGED
 
-__all__ = ["Plan", "is_done", "result_of", "train_all"]
-
 POLL = 0.2  # seconds between two polls of the child processes
 
 

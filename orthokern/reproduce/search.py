@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,12 +14,9 @@ from orthokern._files import count, number, read_object
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
-from orthokern.reproduce.page import commands
+from orthokern.reproduce.page import commands, drawn, table, written
 from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, each_once, planned, trained_for
-from orthokern.training.checkpoint import write_atomically
-
-__all__ = ["Search", "find", "report_searches"]
 
 
 @dataclass(frozen=True)
@@ -175,8 +171,7 @@ def report_searches(
     found = {search.name: look(search, plan) for search in searches}
     headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]
     headings += ["the next T", "hours", "state"]
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-    rows = []
+    lines, rows = [], []
     for search in searches:
         state = found[search.name]
         longest = max(state.solved, default=0)
@@ -191,27 +186,22 @@ def report_searches(
         cells += [f"{state.failed}: {state.outcome}" if state.failed is not None else "–"]
         cells += [f"{state.seconds / 3600:.2f}" if known else "–"]
         cells += ["not run" if not known else "done" if state.complete else "unfinished"]
-        lines.append("| " + " | ".join(cells) + " |")
-        rows.append(
-            {
-                "name": search.name,
-                "problem": search.problem,
-                "network": search.network,
-                "parameters": search.parameters,
-                "published": search.published,
-                "longest": longest if known else None,
-                "iterations": {str(T): count for T, count in state.solved.items()},
-                "failed": state.failed,
-                "outcome": state.outcome,
-                "complete": state.complete,
-                "seconds": state.seconds,
-            }
-        )
+        lines.append(cells)
+        rows.append({
+            "name": search.name, "problem": search.problem, "network": search.network, "parameters": search.parameters,
+            "published": search.published, "longest": longest if known else None,
+            "iterations": {str(T): count for T, count in state.solved.items()}, "failed": state.failed,
+            "outcome": state.outcome, "complete": state.complete, "seconds": state.seconds,
+        })  # fmt: skip
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", "", *lines, ""]
+    text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", ""]
+    text += [*table(headings, lines), ""]
     plan.folder.mkdir(parents=True, exist_ok=True)
-    drawn = _draw(searches, found, plan.folder / f"{name}.png", title)
-    text += [*([] if drawn is None else [f"![{title}]({drawn.name})", ""]), note, ""]
+    panels: dict[str, dict[str, dict[int, int]]] = {}
+    for search in searches:
+        panels.setdefault(search.problem, {})[search.network] = found[search.name].solved
+    figure = drawn(plan.folder / f"{name}.png", lambda plots: plots.iterations_over_lengths(panels, title))
+    text += [*([] if figure is None else [f"![{title}]({figure.name})", ""]), note, ""]
     trained = []
     for search in searches:
         length = found[search.name].length
@@ -223,22 +213,5 @@ def report_searches(
     text += commands(trained)
     machines = ", ".join(sorted({state.machine for state in found.values() if state.machine})) or "nothing trained yet"
     text += ["", f"orthokern {__version__}, torch {torch.__version__}; {machines}; {time.strftime('%Y-%m-%d')}."]
-    table, numbers = plan.folder / f"{name}.md", plan.folder / f"{name}.json"
-    write_atomically(table, ("\n".join(text) + "\n").encode())
     summary = {"experiment": name, "source": source, "quick": plan.quick, "rows": rows}
-    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
-    return [table, numbers, *([drawn] if drawn is not None else [])]
-
-
-def _draw(searches: Sequence[Search], found: Mapping[str, Found], path: Path, title: str) -> Path | None:
-    try:
-        import matplotlib  # noqa: F401 (an optional dependency)
-    except ImportError:
-        return None
-    from orthokern.diagnostics import plots
-
-    panels: dict[str, dict[str, dict[int, int]]] = {}
-    for search in searches:
-        panels.setdefault(search.problem, {})[search.network] = found[search.name].solved
-    figure = plots.iterations_over_lengths(panels, title)
-    return None if figure is None else plots.save(figure, path)
+    return written(plan.folder, name, "\n".join(text) + "\n", summary, figure)

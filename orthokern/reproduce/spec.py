@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from orthokern._files import count
 from orthokern.commandline import Settings
 
-__all__ = ["Experiment", "Measure", "Run", "each_once", "over_seeds", "planned", "trained_for"]
-
 
 @dataclass(frozen=True)
 class Measure:

@@ -15,8 +15,6 @@ from orthokern._version import __version__
 from orthokern.commandline import Settings
 from orthokern.errors import InputError
 
-__all__ = ["Study", "conditions"]
-
 
 @dataclass(frozen=True)
 class Study:

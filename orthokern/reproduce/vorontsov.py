@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
 
-__all__ = ["EXPERIMENTS"]
-
 PAPER = "Vorontsov et al. 2017"
 MARGIN_INIT = ("margin", "init")  # settings in the legend
 

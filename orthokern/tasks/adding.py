@@ -43,11 +43,11 @@ from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import EXPONENTIALS, OF_EXPONENTIALS, OF_FACTORIZED, OF_OTHERS, build_recurrence
+from orthokern.tasks.network import EXPONENTIALS, OF_OTHERS, build_recurrence
 from orthokern.tasks.optimization import SCHEDULES
 from orthokern.tasks.recurrent import STARTS, DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
-from orthokern.training.options import defaults, named, option, switch
+from orthokern.training.options import defaults, named, option, redeclared, switch
 
 # An answer is correct if its error is at most CLOSE: the criterion of Pascanu et al. 2013, a squared error of 0.04.
 CLOSE = 0.2
@@ -69,12 +69,9 @@ class AddingOptions(StartOptions, DrawnOptions):
 
     GROUP = "the task"
     T: int = option(1000, integer(2), "numbers per sequence", "N")
-    target: str = named("sum", "target", TARGETS, "sum or mean of the two numbers")
+    target: str = named("sum", TARGETS, "sum or mean of the two numbers")
     positions: str = named(
-        "halves",
-        "positions",
-        POSITIONS,
-        "halves: one mark in each half; pascanu: one in the first tenth, one before the middle",
+        "halves", POSITIONS, "halves: one mark in each half; pascanu: one in the first tenth, one before the middle"
     )
     goal: float = option(1e-3, real(0.0), "mean squared error on new sequences at which training ends")
     right: float | None = option(
@@ -87,42 +84,30 @@ class AddingOptions(StartOptions, DrawnOptions):
     eval_sequences: int = 2000
     start: str = named(
         "auto",
-        "start",
         ("auto", "silent", *STARTS),
         "silent: gates that are zero without a mark, and units without input that remember; auto: silent for relu "
         "and --init identity with --model factorized, rnn or exprnn, else torch; the others as in the other tasks",
     )
     nonlinearity: str = "relu"
     init: str = "identity"
-    lr: float = option(
-        None, real(0.0), "learning rate; of the readout", shown=f"by T with the start silent, else {RATE:g}"
+    lr: float = redeclared(
+        DrawnOptions,
+        "lr",
+        default=None,
+        help="learning rate; of the readout",
+        shown=f"by T with the start silent, else {RATE:g}",
     )
-    input_lr: float | None = option(
-        None,
-        real(0.0),
-        "rate of the recurrent network's other weights",
+    input_lr: float | None = redeclared(
+        DrawnOptions,
+        "input_lr",
+        help="rate of the recurrent network's other weights",
         shown=f"{INPUT_RATE:g} with the start silent, else as --lr",
     )
-    spectrum_lr: float | None = option(
-        None,
-        real(0.0),
-        "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
-        needs=(OF_FACTORIZED,),
-        shown="by T",
-    )
-    geodesic_lr: float = option(
-        None, real(0.0), "factorized: rate of the geodesic steps on U and V", needs=(OF_FACTORIZED,), shown="by T"
-    )
-    skew_lr: float | None = option(
-        None,
-        real(0.0),
-        "exprnn, nnrnn: rate of A in the orthogonal exp(A)",
-        needs=(OF_EXPONENTIALS,),
-        shown="by T",
-    )
+    spectrum_lr: float | None = redeclared(DrawnOptions, "spectrum_lr", shown="by T")
+    geodesic_lr: float = redeclared(DrawnOptions, "geodesic_lr", default=None, shown="by T")
+    skew_lr: float | None = redeclared(DrawnOptions, "skew_lr", shown="by T")
     schedule: str = named(
         "auto",
-        "schedule",
         ("auto", *SCHEDULES),
         f"as in the other tasks; auto: with the start silent inverse with D = {DECAY:g}, else constant",
     )
@@ -253,11 +238,7 @@ def start_silent(rnn: nn.Module, T: int) -> None:
 
 
 class AddingModel(nn.Module):
-    """A recurrence and a linear readout of its last state.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """A recurrence and a linear readout of its last state; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: AddingOptions) -> None:
         super().__init__()
@@ -365,9 +346,6 @@ examples:
   python -m orthokern.tasks.adding --T 80 --preset srnn             a plain network of Manchev and Spratling
   python -m orthokern.tasks.adding --T 200 --model lstm --lr 1e-2   an LSTM
   python -m orthokern.tasks.adding --preset report-nnrnn --hidden 128   an nnRNN, as in the report of 2019
-
-Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143 interrupted
-(saved; --resume continues).
 """
 
 

@@ -61,9 +61,7 @@ class CharOptions(StartOptions, DataOptions):
         needs=(_BY_SENTENCE,),
     )
     released_targets: bool = switch(
-        False,
-        "also count two trivial targets per sentence, as in the paper's released code",
-        needs=(_BY_SENTENCE,),
+        False, "also count two trivial targets per sentence, as in the paper's released code", needs=(_BY_SENTENCE,)
     )
     bptt: int | None = option(
         None,
@@ -73,10 +71,7 @@ class CharOptions(StartOptions, DataOptions):
         shown="sentences",
     )
     goal: float | None = option(
-        None,
-        real(0.0, exclusive=True, none=True),
-        "stop at this number of bits per validation character; none",
-        "BITS",
+        None, real(0.0, exclusive=True, none=True), "stop at this number of bits per validation character; none", "BITS"
     )
     hidden: int = 512
     nonlinearity: str = "modrelu"
@@ -189,11 +184,8 @@ class CharModel(nn.Module):
 
 
 class StreamModel(CharModel):
-    """The same model for a segment of a stream. It starts from the last state of the previous segment.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """The same model for a segment of a stream. It starts from the last state of the previous segment; settings as
+    DEFAULTS, complete."""
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings, len(STREAM_ALPHABET))
@@ -415,9 +407,6 @@ examples:
   python -m orthokern.tasks.char_lm --data ptb --model lstm --hidden 256
   python -m orthokern.tasks.char_lm --data ptb --bptt 150 --batch 128 --model nnrnn --nonlinearity modrelu
   python -m orthokern.tasks.char_lm --data ptb --preset nnrnn-150
-
-Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume continues).
 """
 
 

@@ -41,11 +41,11 @@ from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, _loss
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import OF_FACTORIZED, OF_OTHERS, build_recurrence
+from orthokern.tasks.network import OF_OTHERS, build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import defaults, named, option, switch
+from orthokern.training.options import defaults, named, option, redeclared, switch
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
@@ -62,17 +62,9 @@ class CopyOptions(DrawnOptions):
     GROUP = "the task"
     HIDDEN = frozenset({"forget_bias"})  # the recurrence has no bias
     T: int = option(1000, integer(1), "steps between symbols and recall", "N")
-    layout: str = named(
-        "arjovsky",
-        "layout",
-        LAYOUTS,
-        "arjovsky: the recall starts after the marker; exprnn: at the marker",
-    )
+    layout: str = named("arjovsky", LAYOUTS, "arjovsky: the recall starts after the marker; exprnn: at the marker")
     input: str = named(
-        "onehot",
-        "input",
-        INPUTS,
-        "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank",
+        "onehot", INPUTS, "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank"
     )
     marker: float = option(
         -1.0,
@@ -88,14 +80,12 @@ class CopyOptions(DrawnOptions):
     )
     start: str = named(
         "zero",
-        "start",
         STARTS,
         "zero: readout of zeros, bias of the blank at its log-odds; random: as in the paper; glorot-normal: "
         "both Glorot-normal",
     )
     algorithm: str = named(
         "auto",
-        "algorithm",
         ALGORITHMS,
         "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
         "auto: modal if it is faster and as accurate",
@@ -110,16 +100,8 @@ class CopyOptions(DrawnOptions):
     margin: float | None = 0.001
     lr: float = 2e-2
     input_lr: float | None = 1e-3
-    spectrum_lr: float | None = option(
-        None,
-        real(0.0),
-        "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
-        needs=(OF_FACTORIZED,),
-        shown="by T",
-    )
-    geodesic_lr: float = option(
-        None, real(0.0), "factorized: rate of the geodesic steps on U and V", needs=(OF_FACTORIZED,), shown="by T"
-    )
+    spectrum_lr: float | None = redeclared(DrawnOptions, "spectrum_lr", shown="by T")
+    geodesic_lr: float = redeclared(DrawnOptions, "geodesic_lr", default=None, shown="by T")
     schedule: str = "inverse"
     lr_decay: float = 0.005
     basis_clip: float | None = 1.0
@@ -406,8 +388,7 @@ examples:
   python -m orthokern.tasks.copy --resume runs/a                  ... and resume it after Ctrl-C
 
 The run folder holds config.json, metrics.jsonl (one line per iteration), checkpoint.pt, best.pt
-and plots. Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143
-interrupted (saved).
+and plots.
 """
 
 

@@ -43,7 +43,6 @@ class DeepOptions(DigitsOptions, DescentOptions):
     hidden: int = option(100, integer(1), "units per hidden layer", "N")
     init: str = named(
         "learned",
-        "init",
         STARTS,
         "initial matrices: normal: from N(0, sigma); learned: the same, then made orthogonal by gradient "
         "descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform",
@@ -59,11 +58,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
     )
     penalty: float = option(0.0, real(0.0), "add X ||W W^T - I||^2 of every weight matrix to the loss")
     penalty_norm: str = named(
-        "squared",
-        "penalty-norm",
-        NORMS,
-        "squared: as above; plain: the norm, not squared",
-        needs=(Needs("penalty", nothing=0.0),),
+        "squared", NORMS, "squared: as above; plain: the norm, not squared", needs=(Needs("penalty", nothing=0.0),)
     )
     batch: int = 20
     optimizer: str = "sgd"
@@ -115,11 +110,7 @@ def _check_memory(settings: DeepOptions, rows: int = 0) -> None:
 
 
 class DeepNetwork(nn.Module):
-    """Layers of tanh units, and a linear readout.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """Layers of tanh units, and a linear readout; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__()
@@ -259,9 +250,6 @@ examples:
   python -m orthokern.tasks.deep_mnist --data mnist --preset open         the paper's Table III, FF+OPEN
   python -m orthokern.tasks.deep_mnist --data mnist --preset open --penalty 1 --lr 0.1        Table IV
   python -m orthokern.tasks.deep_mnist --data mnist --layers 50           fifty layers
-
-Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume continues).
 """
 
 

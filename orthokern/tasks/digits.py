@@ -15,8 +15,6 @@ from orthokern.tasks.recurrent import DataOptions, count_epochs, digest, epoch_o
 from orthokern.training import Task
 from orthokern.training.options import option
 
-__all__ = ["DigitsOptions", "DigitsTask"]
-
 
 @dataclass(kw_only=True)
 class DigitsOptions(DataOptions):

@@ -28,8 +28,6 @@ from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
 from orthokern.training.options import named, option, switch
 
-__all__ = ["GruOptions", "GruTask", "build_gru", "complete"]
-
 MODELS = ("gru", "torch-gru")
 CONSTRAINTS = ("projection", "none")
 THRESHOLDS = ("2-delta", "2")
@@ -48,10 +46,9 @@ class GruOptions(DataOptions):
     """
 
     GROUP = "the network"
-    model: str = named("gru", "model", MODELS, "gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases")
+    model: str = named("gru", MODELS, "gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases")
     variant: str = named(
         None,
-        "variant",
         ("kanai", "torch"),
         "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
         needs=(Needs("model", ("gru",)),),
@@ -69,7 +66,6 @@ class GruOptions(DataOptions):
     input_scale: float = option(0.01, real(0.0, exclusive=True), "factor of the output of the first, linear layer")
     constraint: str | None = named(
         None,
-        "constraint",
         CONSTRAINTS,
         "projection: after every step no singular value above 2 - delta; none",
         shown="none with --clip, else projection",
@@ -79,7 +75,6 @@ class GruOptions(DataOptions):
     )
     threshold: str = named(
         None,
-        "threshold",
         THRESHOLDS,
         "projection: singular values to set to 2 - delta: those above 2-delta, or those above 2",
         needs=(_PROJECTED,),
@@ -87,7 +82,6 @@ class GruOptions(DataOptions):
     )
     constrained_inputs: str = named(
         None,
-        "constrained-inputs",
         INPUTS,
         "projection: input matrices of the candidate that are also constrained: those of the upper layers, all, none",
         needs=(_PROJECTED,),
@@ -97,7 +91,7 @@ class GruOptions(DataOptions):
     bias: bool = switch(True, "use a readout without bias")
     batch: int = option(20, integer(1), "sequences per batch", "N")
     window: int = option(35, integer(1), "time steps of back-propagation; the state is carried to the next window", "N")
-    optimizer: str = named("sgd", "optimizer", tuple(OPTIMIZERS), ", ".join(OPTIMIZERS))
+    optimizer: str = named("sgd", tuple(OPTIMIZERS), ", ".join(OPTIMIZERS))
     lr: float = option(1.0, real(0.0, exclusive=True), "learning rate")
     momentum: float = option(0.0, real(0.0, maximum=1.0), "momentum of sgd", needs=(Needs("optimizer", ("sgd",)),))
     checkpoint_every: int = 500
@@ -220,10 +214,7 @@ class GruTask(Task):
         self.projection: SpectralNormProjection | None = None
         if settings.constraint == "projection":
             self.projection = SpectralNormProjection(
-                self.model,
-                settings.delta,
-                threshold=settings.threshold,
-                inputs=settings.constrained_inputs,
+                self.model, settings.delta, threshold=settings.threshold, inputs=settings.constrained_inputs
             )
             self.projection.attach(self.optimizer)
 

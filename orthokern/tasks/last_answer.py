@@ -18,8 +18,6 @@ from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training.options import option, switch
 
-__all__ = ["PAPER", "PRESETS", "PRESET_HELP", "SHORT_EVALUATIONS", "LastAnswer", "LastAnswerOptions", "out_of_reach"]
-
 SHORT_EVALUATIONS = (
     "end an evaluation as soon as the goal can no longer be reached: the record then has the loss and accuracy of "
     "the sequences so far"

@@ -45,7 +45,7 @@ class MusicOptions(GruOptions):
 
     GROUP = "the task"
     data: str = option("", file_name, "folder with the piano rolls (required)", "DIR", shown="")
-    collection: str = named("nottingham", "collection", COLLECTIONS, ", ".join(COLLECTIONS))
+    collection: str = named("nottingham", COLLECTIONS, ", ".join(COLLECTIONS))
     patience: int = option(10, integer(1), "decrease the rate after N epochs without a better validation loss", "N")
     decay: float = option(1.25, real(1.0, exclusive=True), "divisor of the learning rate for --patience")
     lr_floor: float = option(1e-4, real(0.0), "end training when the learning rate is below this")
@@ -58,11 +58,7 @@ DEFAULTS = defaults(MusicOptions)
 
 
 class MusicModel(nn.Module):
-    """Reads notes and computes the likelihood of the next notes.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """Reads notes and computes the likelihood of the next notes; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: MusicOptions) -> None:
         super().__init__()
@@ -150,9 +146,6 @@ examples:
   python -m orthokern.tasks.music --data music --delta 1.1
   python -m orthokern.tasks.music --data music --clip 15                   no constraint
   python -m orthokern.tasks.music --data music --collection jsb --epochs 100
-
-Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume continues).
 """
 
 

@@ -22,8 +22,6 @@ from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, switch
 
-__all__ = ["MODELS", "NetworkOptions", "build_recurrence", "check_backend", "check_network"]
-
 MODELS = ("factorized", "rnn", "lstm", "peephole-lstm", "gru", "exprnn", "nnrnn")
 LSTMS = ("lstm", "peephole-lstm")
 GATED = (*LSTMS, "gru")
@@ -46,7 +44,6 @@ class NetworkOptions(RunOptions):
     GROUP = "the network"
     model: str = named(
         "factorized",
-        "model",
         MODELS,
         "factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch.nn.LSTM; peephole-lstm: gates read the cell; "
         "gru: as torch.nn.GRU; exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, with learned moduli "
@@ -54,11 +51,7 @@ class NetworkOptions(RunOptions):
     )
     hidden: int = option(128, integer(1), "hidden units", "N")
     nonlinearity: str = named(
-        "tanh",
-        "nonlinearity",
-        NONLINEARITIES,
-        f"{', '.join(NONLINEARITIES)} (without gates)",
-        needs=(OF_OTHERS,),
+        "tanh", NONLINEARITIES, f"{', '.join(NONLINEARITIES)} (without gates)", needs=(OF_OTHERS,)
     )
     slope: float = option(
         0.25,
@@ -77,29 +70,21 @@ class NetworkOptions(RunOptions):
     )
     spectrum_map: str = named(
         "sigmoid",
-        "spectrum-map",
         SPECTRUM_MAPS,
         f"factorized: map of the singular values: {' or '.join(SPECTRUM_MAPS)}",
         needs=(OF_FACTORIZED, Needs("margin")),
     )
     init: str = named(
         "orthogonal",
-        "init",
         tuple(dict.fromkeys((*init.INITS, *SCHUR_INITS))),
         f"initial recurrent matrix: {', '.join(init.INITS)}; initial exp(A) in exprnn and nnrnn: "
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn)",
     )
     rank: int | None = option(
-        None,
-        integer(1),
-        "factorized: columns of U and V",
-        "K",
-        needs=(OF_FACTORIZED,),
-        shown="as many as hidden units",
+        None, integer(1), "factorized: columns of U and V", "K", needs=(OF_FACTORIZED,), shown="as many as hidden units"
     )
     apply: str = named(
         "factored",
-        "apply",
         APPLY,
         "factorized: multiply by V, S and U (factored), or by their product (composed)",
         needs=(OF_FACTORIZED,),
@@ -129,14 +114,12 @@ class NetworkOptions(RunOptions):
     )
     rebase_state: str = named(
         "transport",
-        "rebase-state",
         OPTIMIZER_STATES,
         f"with --rebase-every: effect on the state of the optimizer: {', '.join(OPTIMIZER_STATES)}",
         needs=(OF_EXPONENTIALS, Needs("rebase_every")),
     )
     schur_mask: str = named(
         "block",
-        "schur-mask",
         MASKS,
         "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as "
         "in the released code",
@@ -220,65 +203,40 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         A module with the interface of torch.nn.RNN. Its parameters are drawn from torch's global generator on the CPU,
         so that a seed gives the same network on every device.
     """
-    device = torch.device(settings.device)
-    hidden, backend = settings.hidden, settings.backend
-    common: dict[str, Any] = {
-        "learned_h0": settings.learned_h0,
-        "gain": settings.gain,
-        "negative_slope": settings.slope,
-        "message_clip": settings.message_clip or 0.0,
-        "backend": backend,
-    }
+    hidden = settings.hidden
     rnn: nn.Module
-    if settings.model == "lstm":
-        rnn = nn.LSTM(inputs, hidden, bias=bias)
-        _initialize_lstm(rnn, settings)
-    elif settings.model == "peephole-lstm":
-        rnn = PeepholeLSTM(inputs, hidden, bias=bias)
+    if settings.model in LSTMS:
+        rnn = (nn.LSTM if settings.model == "lstm" else PeepholeLSTM)(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
     elif settings.model == "gru":
-        rnn = GRU(inputs, hidden, bias=bias, variant="torch", backend=backend)
+        rnn = GRU(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
         _initialize_gates(rnn, settings)
-    elif settings.model == "rnn":
-        rnn = RNN(
-            inputs,
-            hidden,
-            nonlinearity=settings.nonlinearity,
-            bias=bias,
-            init=settings.init,
-            **common,
-        )
-    elif settings.model in EXPONENTIALS:
-        common |= {
+    else:
+        options: dict[str, Any] = {
             "nonlinearity": settings.nonlinearity,
             "bias": bias,
             "init": settings.init,
-            "rebase_every": settings.rebase_every,
-            "project_every": settings.project_every,
-            "optimizer_state": settings.rebase_state,
+            "learned_h0": settings.learned_h0,
+            "gain": settings.gain,
+            "negative_slope": settings.slope,
+            "message_clip": settings.message_clip or 0.0,
+            "backend": settings.backend,
         }
-        if settings.model == "exprnn":
-            rnn = ExpRNN(inputs, hidden, **common)
-        else:
-            rnn = NonNormalRNN(inputs, hidden, mask=settings.schur_mask, triangular=settings.triangle, **common)
-    else:
-        rnn = FactorizedRNN(
-            inputs,
-            hidden,
-            nonlinearity=settings.nonlinearity,
-            bias=bias,
-            margin=settings.margin,
-            spectrum_map=settings.spectrum_map,
-            rank=settings.rank,
-            apply=settings.apply,
-            init=settings.init,
-            **common,
-        )
+        kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
+        if settings.model in EXPONENTIALS:
+            options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
+            options["optimizer_state"] = settings.rebase_state
+        if settings.model == "nnrnn":
+            options |= {"mask": settings.schur_mask, "triangular": settings.triangle}
+        if settings.model == "factorized":
+            options |= {"margin": settings.margin, "spectrum_map": settings.spectrum_map, "rank": settings.rank}
+            options["apply"] = settings.apply
+        rnn = kind(inputs, hidden, **options)
     learned = ACTIVATIONS[settings.nonlinearity].learned
     if settings.nonlinearity in SLOPED and learned is not None and settings.model not in GATED:
         with torch.no_grad():
             rnn.get_parameter(f"{learned.stem}_l0").fill_(settings.slope)
-    return rnn.to(device)
+    return rnn.to(settings.device)
 
 
 @torch.no_grad()

@@ -24,19 +24,7 @@ from orthokern.penalties import (
 )
 from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN, NetworkOptions
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import named, option
-
-__all__ = [
-    "DescentOptions",
-    "OptimizerOptions",
-    "build_optimizer",
-    "build_schedules",
-    "check_schedule",
-    "euclidean",
-    "penalty",
-    "plateau",
-    "schedule_factor",
-]
+from orthokern.training.options import named, option, redeclared
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
@@ -63,7 +51,6 @@ class DescentOptions(RunOptions):
     batch: int = option(50, integer(1), "sequences per batch", "N")
     optimizer: str = named(
         "rmsprop",
-        "optimizer",
         tuple(OPTIMIZERS),
         f"optimizer of all parameters except U and V: {', '.join(OPTIMIZERS)} (with Nesterov momentum)",
     )
@@ -78,7 +65,6 @@ class DescentOptions(RunOptions):
     momentum: float = option(0.9, real(0.0, maximum=1.0), "momentum of sgd", needs=(_SGD,))
     schedule: str = named(
         "constant",
-        "schedule",
         SCHEDULES,
         "factor of all rates in iteration i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine:"
         " to D at the last iteration; plateau: decrease if held-out evaluations do not improve",
@@ -105,20 +91,8 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     """The optimizer of a recurrent network, and the penalties added to its loss."""
 
     GROUP = "the optimizer"
-    alpha: float = option(
-        0.9,
-        real(0.0, below=1.0),
-        "rmsprop: decay of the running mean square",
-        needs=(_RMSPROP,),
-        or_needs=_GEODESIC_RMSPROP,
-    )
-    eps: float = option(
-        1e-8,
-        real(0.0, exclusive=True),
-        "rmsprop, adam: added to the RMS of the gradient",
-        needs=(Needs("optimizer", ("rmsprop", "adam")),),
-        or_needs=_GEODESIC_RMSPROP,
-    )
+    alpha: float = redeclared(DescentOptions, "alpha", or_needs=_GEODESIC_RMSPROP)
+    eps: float = redeclared(DescentOptions, "eps", or_needs=_GEODESIC_RMSPROP)
     beta1: float = option(0.9, real(0.0, below=1.0), "adam: decay of the running mean", needs=(_ADAM,))
     beta2: float = option(0.999, real(0.0, below=1.0), "adam: decay of the running mean square", needs=(_ADAM,))
     input_lr: float | None = option(
@@ -133,7 +107,6 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     geodesic: str = named(
         "sgd",
-        "geodesic",
         GEODESICS,
         "factorized: update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry "
         "of them divided by its running RMS",
@@ -164,7 +137,6 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     soft_orthogonality_norm: str = named(
         "squared",
-        "soft-orthogonality-norm",
         NORMS,
         "squared: as above; plain: the norm, not squared",
         needs=(Needs("soft_orthogonality", nothing=0.0),),
@@ -177,7 +149,6 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     modulus_norm: str = named(
         "l2",
-        "modulus-norm",
         MODULUS_NORMS,
         "l2: as above; l1: X sum |gamma - 1|",
         needs=(OF_NNRNN, Needs("modulus_penalty", nothing=0.0)),

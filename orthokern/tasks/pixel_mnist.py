@@ -126,13 +126,7 @@ PRESETS: dict[str, Settings] = {
         "epochs": 150,
     },
     "srnn": {**_ORTHOGONAL, "lr": 1e-4, "sigma": 0.001},
-    "open": {
-        **_ORTHOGONAL,
-        "lr": 1e-4,
-        "sigma": 0.001,
-        "soft_orthogonality": 0.1,
-        "soft_orthogonality_norm": "plain",
-    },
+    "open": {**_ORTHOGONAL, "lr": 1e-4, "sigma": 0.001, "soft_orthogonality": 0.1, "soft_orthogonality_norm": "plain"},
     "oinit": {**_ORTHOGONAL, "lr": 1e-5, "sigma": 0.01, "init": "learned", "start": "learned"},
     "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "lr": 1e-4, "alpha": 0.9},
     "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot", "lr": 5e-4, "alpha": 0.9},
@@ -159,11 +153,7 @@ PRESET_HELP = {
 
 
 class PixelModel(nn.Module):
-    """A recurrence over pixels and a readout of its last state.
-
-    Args:
-        settings: as DEFAULTS, complete.
-    """
+    """A recurrence over pixels and a readout of its last state; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: PixelOptions) -> None:
         super().__init__()
@@ -252,9 +242,6 @@ examples:
   python -m orthokern.tasks.pixel_mnist --data mnist --gain 1.05 --margin 0       (section 3.1.3)
   python -m orthokern.tasks.pixel_mnist --data mnist --preset paper-lstm
   python -m orthokern.tasks.pixel_mnist --data mnist --preset report-nnrnn --hidden 128 --epochs 10
-
-Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume continues).
 """
 
 

@@ -40,9 +40,6 @@ examples:
   python -m orthokern.tasks.random_permutation --T 100                    solve T = 100 with the defaults
   python -m orthokern.tasks.random_permutation --T 90 --preset srnn       a plain network, as in the paper
   python -m orthokern.tasks.random_permutation --T 240 --preset oinit --lr 0.1
-
-Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143 interrupted
-(saved; --resume continues).
 """
 
 

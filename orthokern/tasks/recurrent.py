@@ -7,13 +7,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
 from orthokern.commandline import Needs, Settings, file_name, integer, real
+from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
@@ -25,22 +26,6 @@ from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
 from orthokern.training.options import named, option
-
-__all__ = [
-    "STARTS",
-    "DataOptions",
-    "DrawnOptions",
-    "DrawnTask",
-    "RecurrentTask",
-    "StartOptions",
-    "complete",
-    "count_epochs",
-    "digest",
-    "epoch_order",
-    "start_normal",
-    "start_recurrence",
-    "stream_seed",
-]
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
@@ -65,7 +50,6 @@ class StartOptions(OptimizerOptions):
     GROUP = "the task"
     start: str = named(
         "torch",
-        "start",
         STARTS,
         "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
         "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
@@ -284,28 +268,13 @@ class RecurrentTask(Task):
         return [path for path in drawn if path is not None]
 
 
-class DrawnData(Protocol):
-    """The interface of a generator of sequences, such as those of orthokern.data."""
-
-    length: int
-    baseline: float
-
-    def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """inputs [T, B, ...], targets [B] or [T, B]."""
-        ...
-
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Redraws both in place."""
-        ...
-
-
 class DrawnTask(RecurrentTask):
     """A task whose sequences are generated, and each is used once. A subclass calls `build` after this constructor."""
 
     settings: DrawnOptions
     EVALUATION_BATCH = 250  # sequences; limited by the memory of their states
 
-    def __init__(self, data: DrawnData, settings: DrawnOptions, classes: int) -> None:
+    def __init__(self, data: Generator, settings: DrawnOptions, classes: int) -> None:
         """Args: data: the generator; settings: complete; classes: of the readout (0: not a classification)."""
         super().__init__(settings, classes)
         self.drawn = data

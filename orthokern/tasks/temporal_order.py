@@ -59,9 +59,6 @@ examples:
   python -m orthokern.tasks.temporal_order --T 60 --bits 3                the 3-bit problem
   python -m orthokern.tasks.temporal_order --T 50 --preset srnn           a plain network, as in the paper
   python -m orthokern.tasks.temporal_order --T 50 --preset oinit          its matrices made orthogonal first
-
-Exit code: 0 solved or all iterations done, 2 bad arguments, 3 diverged, 130 or 143 interrupted
-(saved; --resume continues).
 """
 
 

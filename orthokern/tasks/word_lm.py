@@ -188,9 +188,6 @@ examples:
   python -m orthokern.tasks.word_lm --data ptb                        delta 0.2
   python -m orthokern.tasks.word_lm --data ptb --clip 5               no constraint
   python -m orthokern.tasks.word_lm --data ptb --hidden 200 --epochs 5
-
-Exit code: 0 all epochs done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted (saved;
---resume continues).
 """
 
 

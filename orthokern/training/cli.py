@@ -82,7 +82,6 @@ class RunOptions(Options):
     )
     backend: str = named(
         None,
-        "backend",
         ("auto", *BACKENDS),
         f"auto, {', '.join(BACKENDS)}",
         shown=f"the environment variable {ENVIRONMENT_VARIABLE}, else auto",
@@ -122,6 +121,12 @@ class RunOptions(Options):
     plots: bool = switch(True, "do not draw plots at the end")
 
 
+EXIT_CODES = """\
+Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted
+(saved; --resume continues).
+"""
+
+
 def make_parser(
     name: str,
     description: str,
@@ -137,7 +142,7 @@ def make_parser(
         description, epilog: texts of the help.
         options, presets, preset_help: as in `add_options`.
     """
-    parser = Parser(prog=f"python -m orthokern.tasks.{name}", description=description, epilog=epilog)
+    parser = Parser(prog=f"python -m orthokern.tasks.{name}", description=description, epilog=f"{epilog}\n{EXIT_CODES}")
     add_options(parser, options, presets, preset_help)
     group = parser.add_argument_group("the run folder")
     group.add_argument("--out", type=path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")

@@ -35,25 +35,6 @@ from orthokern.commandline import one_line, write
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.training.progress import Progress
 
-__all__ = [
-    "EndedElsewhere",
-    "Shard",
-    "agree",
-    "check_averaged",
-    "current_shard",
-    "gather",
-    "joined",
-    "keep_own_gradients",
-    "on_first",
-    "processes",
-    "same_scope",
-    "speaks",
-    "tell_on_loss",
-    "together",
-    "use_device",
-    "wrap",
-]
-
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 

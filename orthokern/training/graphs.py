@@ -32,8 +32,6 @@ from orthokern.training.profiling import Profiler
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
-__all__ = ["CapturedIterations", "Device", "obstacle"]
-
 WARM_UP = 3
 # A graph that is replayed less often than this before a number of the optimizer changes has not paid; so many of them
 # in a row end the capturing.

@@ -16,13 +16,11 @@ Example:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from orthokern.commandline import Needs, Parser, Settings, one_of
-
-__all__ = ["Option", "Options", "add_options", "defaults", "named", "option", "switch"]
 
 Ways = tuple[tuple[Needs, ...], ...]
 
@@ -32,7 +30,7 @@ class Option:
     """The declaration of an option in a field.
 
     Attributes:
-        convert: argparse type of the value; None for a switch without a value.
+        convert: argparse type of the value, or the names that are accepted; None for a switch without a value.
         help: help text without the default.
         metavar: placeholder of the value in the help.
         ways: alternatives, each a tuple of conditions. The option has an effect if all conditions of one alternative
@@ -41,7 +39,7 @@ class Option:
         optional: the value of the option if it is given without one; None: a value is required.
     """
 
-    convert: Callable[[str], Any] | None
+    convert: Callable[[str], Any] | tuple[str, ...] | None
     help: str
     metavar: str = ""
     ways: Ways = ()
@@ -51,28 +49,35 @@ class Option:
 
 def option(
     default: Any,
-    convert: Callable[[str], Any],
+    convert: Callable[[str], Any] | tuple[str, ...],
     help: str,
     metavar: str = "X",
     *,
     needs: tuple[Needs, ...] = (),
-    or_needs: tuple[Needs, ...] = (),
     shown: str | None = None,
     optional: Any = None,
 ) -> Any:
-    """A field for an option with a value; `needs` and `or_needs` are the two alternatives of `Option.ways`."""
-    ways = tuple(way for way in (needs, or_needs) if way)
-    return _field(default, Option(convert, help, metavar, ways, shown, optional))
+    """A field for an option with a value, which has an effect if all `needs` are met."""
+    return _field(default, Option(convert, help, metavar, (needs,) if needs else (), shown, optional))
 
 
-def named(default: str | None, name: str, choices: Any, help: str, **more: Any) -> Any:
+def named(default: str | None, choices: Iterable[str], help: str, **more: Any) -> Any:
     """A field for an option whose value is one of some names."""
-    return option(default, one_of(name, choices), help, "NAME", **more)
+    return option(default, tuple(choices), help, "NAME", **more)
 
 
 def switch(default: bool, help: str, *, needs: tuple[Needs, ...] = ()) -> Any:
     """A field for an option without a value: --name for a default of False, --no-name for a default of True."""
     return _field(default, Option(None, help, "", (needs,) if needs else (), ""))
+
+
+def redeclared(base: type[Options], name: str, *, or_needs: tuple[Needs, ...] = (), **changes: Any) -> Any:
+    """A field for an option of a base class with another `default`, another attribute of `Option`, or one more way."""
+    field = next(field for field in dataclasses.fields(base) if field.name == name)
+    declared: Option = field.metadata["option"]
+    ways = (*declared.ways, or_needs) if or_needs else declared.ways
+    default = changes.pop("default", field.default)
+    return _field(default, dataclasses.replace(declared, ways=ways, **changes))
 
 
 def _field(default: Any, declared: Option) -> Any:
@@ -159,9 +164,8 @@ def add_options(
             )
         else:
             more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
-            groups[title].add_argument(
-                f"--{dashed}", type=declared.convert, metavar=declared.metavar, help=text, **more
-            )
+            kind = one_of(dashed, declared.convert) if isinstance(declared.convert, tuple) else declared.convert
+            groups[title].add_argument(f"--{dashed}", type=kind, metavar=declared.metavar, help=text, **more)
         if declared.ways:
             parser.needs[name] = declared.ways
     if presets:

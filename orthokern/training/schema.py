@@ -19,8 +19,6 @@ from orthokern._state import check_constants, check_integer, check_like, check_r
 from orthokern.nn._loss import KEY as BASIS
 from orthokern.training.task import Task
 
-__all__ = ["check_payload", "check_rng", "json_value"]
-
 MOST_RANKS = 2**16
 LARGEST_SECONDS = 1e12
 LARGEST_RISE = 1e6  # largest ratio of a learning rate to its initial value

@@ -28,8 +28,6 @@ from orthokern.training.rundir import RunFolder
 from orthokern.training.schema import check_model, check_payload, json_value
 from orthokern.training.task import Task
 
-__all__ = ["FREE_SETTINGS", "RunState"]
-
 # Settings that a resumed run may change: none of them changes the computation of an iteration. (Another number of
 # threads or processes may change rounding, and another number of processes changes dropout. A schedule that depends on
 # the length of the run, a cosine, continues along the longer curve.)

@@ -52,7 +52,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def need(op: str, backend: str, dtype: torch.dtype = torch.float32, **facts: Any) -> None:
     """Skip what the SUPPORT table says this backend does not serve."""
-    why = dispatch.reasons(op, backend, torch.device("cuda", 0), dtype, facts)
+    why = dispatch.reasons(op, backend, dispatch.Call(torch.device("cuda", 0), dtype, facts))
     if why:
         pytest.skip(f"{backend}: {' and '.join(why)}")
 

@@ -39,7 +39,7 @@ def check(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_parity(backend: str, tokens: bool, dtype: torch.dtype) -> None:
-    why = dispatch.reasons("modal_scan", backend, torch.device("cuda", 0), dtype, {})
+    why = dispatch.reasons("modal_scan", backend, dispatch.Call(torch.device("cuda", 0), dtype, {}))
     if why:
         pytest.skip(f"{backend}: {' and '.join(why)}")
     for index, (M, T, B, C) in enumerate(SIZES):

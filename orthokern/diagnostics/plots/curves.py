@@ -42,18 +42,12 @@ def plot_learning(
     Args:
         records: with "iteration" and "loss"; "held_out_loss", "accuracy" and "held_out_accuracy" (fractions) where
             known.
-        path: PNG to write.
         baseline: loss of the best guess without memory, in the loss's unit.
         goal: accuracy to reach, a fraction.
-        title: the figure's title.
         loss_label: name and unit of the loss.
 
     Returns:
         `path`, or None if no record has a loss.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: `path` can't be written.
     """
     records = list(records)
     iterations, losses = thin_curve(*series(records, "loss"))
@@ -93,12 +87,7 @@ def plot_losses(records: Records, path: Path, *, label: str, title: str = "") ->
 
     Args:
         records: with "iteration" and "nll"; "held_out_loss" and "held_out_initial_loss" in the same unit where known.
-        path: PNG to write.
         label: the unit.
-        title: the figure's title.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
     records = list(records)
     at, values = thin_curve(*series(records, "nll"))
@@ -125,10 +114,6 @@ def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None
 
     Args:
         records: with "orthogonality_by_layer" and "grad_norm_by_layer", from the input layer to the readout.
-        path, title: as `plot_learning`.
-
-    Returns, Raises:
-        As `plot_learning`; None if no record has them.
     """
     panels = (
         ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
@@ -183,14 +168,9 @@ def compare_curves(
         x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
         baseline: draw a line at this value, in the unit of `quantity`; None: for a loss, the baseline in the
             configuration of the runs.
-        title: the figure's title.
 
     Returns:
         The figure, with an axis for each panel; None if no run has the quantity.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        InputError: no run has such a setting; or x is "epoch" and the length of an epoch is unknown for a run.
 
     Example::
 
@@ -292,10 +272,6 @@ def compare_dynamics(
     Args:
         runs: only those with "spectral_radius", "orthogonality_error_of_w" and "recurrent_grad_norm" in their records
             are drawn. Networks with a plain recurrent matrix have these fields.
-        legend, title: as `compare_curves`.
-
-    Returns, Raises:
-        As `compare_curves`, with four panels.
     """
     drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
     if not drawn:
@@ -329,13 +305,9 @@ def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]
     Args:
         panels: problem -> network -> T -> iterations; one panel for each problem. A network has the same colour in all
             panels.
-        title: the figure's title.
 
     Returns:
         The figure; None if nothing was solved.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     drawn = {problem: networks for problem, networks in panels.items() if any(networks.values())}
     if not drawn:

@@ -193,13 +193,8 @@ def plot_gradients(
 
     Args:
         records: those with "grad_norm_through_time" (values at `profile_steps(length)`) are drawn.
-        path: PNG to write.
         length: number of time steps; None if it isn't known or varies.
-        title: the figure's title.
         key: the field of the records; "last_grad_norm_through_time" holds the quantity of Figure 2.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
     return _plot_heat_map(_normalized(profiles(records, key, length)), path, title, _GRADIENT_BAR, _below_one)
 
@@ -210,9 +205,6 @@ def plot_states(records: Records, path: Path, *, length: int | None, title: str 
     Args:
         records: those with "state_norm_through_time" (values at `profile_steps(length)`) are drawn.
         path, length, title: as in `plot_gradients`.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
     found = _decades(profiles(records, "state_norm_through_time", length))
     return _plot_heat_map(found, path, title, _STATE_BAR, _whole_decades)
@@ -223,11 +215,6 @@ def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "ei
 
     Args:
         records: those with "eigenvalue_angles", as `angle_histogram` returns them, are drawn.
-        path, title: as in `plot_learning`.
-        key: the field of the records; set it for a recurrence other than the first.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
     return _plot_heat_map(_angle_profiles(records, key), path, title, _ANGLE_BAR, _from_zero, "angle (radians)")
 
@@ -239,9 +226,6 @@ def compare_gradients(
 
     Norms are divided by the largest over time, as in `plot_gradients`. The loss is that of the last time step, as in
     the paper, if all runs with norms recorded it; else it is the training loss.
-
-    Args, Returns, Raises:
-        As `compare_curves`, with one panel per run.
     """
     having = [{field for field in _GRADIENT_FIELDS if any(field in r for r in run.records)} for run in runs]
     last = all(_GRADIENT_FIELDS[1] in found for found in having if found)
@@ -253,11 +237,7 @@ def compare_gradients(
 def compare_states(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
 ) -> "Figure | None":
-    """The norm of the states through time over iterations, a panel for each run.
-
-    Args, Returns, Raises:
-        As `compare_curves`, with one panel per run.
-    """
+    """The norm of the states through time over iterations, a panel for each run."""
     key = "state_norm_through_time"
     found = _per_run(runs, legend, x, lambda run: _decades(profiles(run.records, key, run.profile_length(key))))
     return _heat_maps(found, title, _STATE_BAR, _whole_decades)
@@ -271,10 +251,6 @@ def compare_angles(
     title: str = "",
     key: str = "eigenvalue_angles",
 ) -> "Figure | None":
-    """Histograms of the angles of the eigenvalues over iterations, a panel for each run.
-
-    Args, Returns, Raises:
-        As `compare_curves`, with one panel per run; key as in `plot_angles`.
-    """
+    """Histograms of the angles of the eigenvalues over iterations, a panel for each run."""
     found = _per_run(runs, legend, x, lambda run: _angle_profiles(run.records, key))
     return _heat_maps(found, title, _ANGLE_BAR, _from_zero, "angle (radians)")

@@ -22,13 +22,9 @@ def memory(
         transients: name -> [T, M], the norms of M states over time (`transient_norms`): mean and standard deviation are
             drawn.
         curves: name -> [T], Fisher memory curves (`fisher_memory`).
-        title: the figure's title.
 
     Returns:
         The figure, three axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     figure, axes = _panels(["(a) the matrix", "(b) norm of the state", "(c) Fisher memory J(k)"], title)
     picture = axes[0].imshow(matrix.numpy(), cmap="viridis")

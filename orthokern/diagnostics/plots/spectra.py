@@ -79,6 +79,16 @@ def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Absc
     axis.set_ylabel("singular value (no unit)")
 
 
+def _plot(found: _Spectra | None, path: Path, title: str, margin: float | None, ylabel: str) -> Path | None:
+    if found is None:
+        return None
+    figure, (axis,) = _panels([""], title)
+    _draw_spectrum(axis, found, margin, _Abscissa("iteration"))
+    axis.set_ylabel(ylabel)
+    axis.legend(loc="best", fontsize=8)
+    return save(figure, path)
+
+
 def plot_spectrum(
     records: Records, path: Path, *, margin: float | None = None, title: str = "", key: str = "spectrum"
 ) -> Path | None:
@@ -87,22 +97,10 @@ def plot_spectrum(
 
     Args:
         records: those with "spectrum": {"mean", "std", "min", "max"} are drawn.
-        path: PNG to write.
         margin: the bounds 1 ± margin are drawn if a value is at least a quarter of the margin away from 1; None: no
             bounds.
-        title: the figure's title.
-        key: the field of the records; set it for a recurrence other than the first.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
-    found = _spectra(records, key)
-    if found is None:
-        return None
-    figure, (axis,) = _panels([""], title)
-    _draw_spectrum(axis, found, margin, _Abscissa("iteration"))
-    axis.legend(loc="best", fontsize=8)
-    return save(figure, path)
+    return _plot(_spectra(records, key), path, title, margin, "singular value (no unit)")
 
 
 def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
@@ -111,20 +109,8 @@ def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "ei
 
     Args:
         records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
-        path, title: as in `plot_learning`.
-        key: the field of the records; set it for a recurrence other than the first.
-
-    Returns, Raises:
-        As `plot_learning`.
     """
-    found = _spectra(records, key)
-    if found is None:
-        return None
-    figure, (axis,) = _panels([""], title)
-    _draw_spectrum(axis, found, None, _Abscissa("iteration"))
-    axis.set_ylabel("|eigenvalue| (no unit)")
-    axis.legend(loc="best", fontsize=8)
-    return save(figure, path)
+    return _plot(_spectra(records, key), path, title, None, "|eigenvalue| (no unit)")
 
 
 def compare_spectra(
@@ -137,9 +123,6 @@ def compare_spectra(
 ) -> "Figure | None":
     """Singular values over iterations, one panel per run: Figure 3 of Vorontsov et al. 2017. Every panel has its own
     scale, because one figure has margins from 0.001 to none. The bounds are taken from the setting "margin".
-
-    Args, Returns, Raises:
-        As `compare_curves`, with one panel per run; key as in `plot_spectrum`.
     """
     panels = _per_run(runs, legend, x, lambda run: _spectra(run.records, key))
     if not panels:

@@ -66,14 +66,9 @@ def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | N
 
     Args:
         records: with "grad_norm", and with "jacobian_radius" ("jacobian_radius_l1", ... for upper layers) in some.
-        path: PNG to write.
-        title: the figure's title.
 
     Returns:
         `path`, or None if no record has a spectral radius.
-
-    Raises:
-        As `plot_learning`.
     """
     found = _stability(records)
     if found is None:
@@ -86,11 +81,7 @@ def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | N
 def compare_stability(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
 ) -> "Figure | None":
-    """Like `plot_stability`, with one panel per run.
-
-    Args, Returns, Raises:
-        As `compare_curves`, with one panel per run.
-    """
+    """Like `plot_stability`, with one panel per run."""
     panels = _per_run(runs, legend, x, lambda run: _stability(run.records))
     if not panels:
         return None
