@@ -69,11 +69,8 @@ def _polar(w: Tensor) -> Tensor:
     return u @ vh
 
 
-class _Trivialized(nn.Module):
-    """W = B f(A) with A = L - L^T from the strictly lower triangle L of the parameter [N,N], f(0) = I.
-
-    B is a buffer, an orthogonal matrix; det W = det B.
-    """
+class _Based(nn.Module):
+    """An orthogonal matrix B [N,N] as a buffer, checked when it is loaded."""
 
     base: Tensor
 
@@ -82,15 +79,19 @@ class _Trivialized(nn.Module):
         n, _ = _matrix(type(self).__name__, weight, square=True)
         self.register_buffer("base", torch.eye(n, dtype=weight.dtype, device=weight.device))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        check_loaded_orthogonal(f"{prefix}base", state_dict.get(f"{prefix}base"), self.base)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _Trivialized(_Based):
+    """W = B f(A), A = L - L^T from the strictly lower triangle L of the parameter [N,N], f(0) = I; det W = det B."""
+
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Zeros [N,N], with the orthogonal matrix nearest to weight [N,N] for a base."""
         self.base.copy_(_polar(_fitting(type(self).__name__, weight, tuple(self.base.shape))))
         return torch.zeros_like(self.base)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        check_loaded_orthogonal(f"{prefix}base", state_dict.get(f"{prefix}base"), self.base)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _exponential(name: str, x: Tensor) -> Tensor:
@@ -238,7 +239,7 @@ class FactorizedSpectrum(nn.Module):
         return self.left.right_inverse(u.to(dtype)), p.to(dtype), self.right.right_inverse(v.to(dtype))
 
 
-class SchurForm(nn.Module):
+class SchurForm(_Based):
     """W = P Theta P^T [N,N] as orthokern.nn.NonNormalRNN has it: eigenvalues gamma_i exp(+-i theta_i), free T below.
 
     P = B exp(A); its base B is a buffer. Parameters: A's [N,N], gamma [ceil(N/2)], theta [floor(N/2)], T [N,N].
@@ -251,27 +252,19 @@ class SchurForm(nn.Module):
     Raises InputError for a matrix without a full set of eigenvectors (or nearly so).
     """
 
-    base: Tensor
-
     def __init__(self, weight: Tensor, mask: str = "block") -> None:
-        super().__init__()
-        n, _ = _matrix("SchurForm", weight, square=True)
+        super().__init__(weight)
         if mask not in MASKS:
             raise unknown_name("mask", mask, MASKS)
-        if mask == "legacy" and n % 2:
-            raise InputError(f"mask 'legacy' needs an even N, got {n}; accepted for any: 'block'")
+        if mask == "legacy" and len(self.base) % 2:
+            raise InputError(f"mask 'legacy' needs an even N, got {len(self.base)}; accepted for any: 'block'")
         self.mask = mask
-        self.register_buffer("base", torch.eye(n, dtype=weight.dtype, device=weight.device))
 
     @_autocast.keeps_dtype
     def forward(self, x: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor) -> Tensor:
         """x [N,N], gamma [ceil(N/2)], theta [floor(N/2)], triangle [N,N] -> W [N,N]."""
         p = self.base @ _exponential("SchurForm", x)
         return schur_product(p, gamma, theta, triangle * triangular_mask(len(p), self.mask, p.device))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        check_loaded_orthogonal(f"{prefix}base", state_dict.get(f"{prefix}base"), self.base)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -151,13 +151,8 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
         return _gram_distance(recurrence)
     if not isinstance(recurrence, nn.Module):
         raise InputError(f"recurrence is a {type(recurrence).__name__}; accepted: a module, or a matrix [n, m]")
-    values: list[Tensor] = []
-    for module in recurrence.modules():
-        if isinstance(module, HasSpectra):
-            for s in module.spectra():
-                values.append((s * s - 1).square().sum() + (module.hidden_size - len(s)))
-        elif isinstance(module, HasRecurrentMatrices):
-            values.extend(_gram_distance(w) for w in module.recurrent_matrices())
+    found = [matrix for module in recurrence.modules() for matrix in _recurrent(module)]
+    values = [_distance(matrix) if isinstance(matrix, _Spectrum) else _gram_distance(matrix) for matrix in found]
     return _total(values, recurrence, "recurrence; accepted: an RNN or a FactorizedRNN, or a matrix")
 
 
@@ -292,14 +287,9 @@ class OrthogonalPenalty:
 
     def _of_module(self, whole: nn.Module) -> Iterator[Tensor | _Spectrum]:
         for module in whole.modules():
-            factorized, dense = isinstance(module, HasSpectra), isinstance(module, HasRecurrentMatrices)
-            if "recurrent" in self.on and factorized:
-                assert isinstance(module, HasSpectra)
-                yield from (_Spectrum(s, module.hidden_size) for s in module.spectra())
-            elif "recurrent" in self.on and dense:
-                assert isinstance(module, HasRecurrentMatrices)
-                yield from module.recurrent_matrices()
-            if "input" in self.on and (factorized or dense):
+            if "recurrent" in self.on:
+                yield from _recurrent(module)
+            if "input" in self.on and isinstance(module, HasSpectra | HasRecurrentMatrices):
                 yield from (p for name, p in module.named_parameters(recurse=False) if name.startswith("weight_ih_"))
             weight = getattr(module, "weight", None)
             if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
@@ -313,6 +303,14 @@ class _Spectrum:
     def __init__(self, s: Tensor, hidden_size: int) -> None:
         self.s = s
         self.hidden_size = hidden_size
+
+
+def _recurrent(module: nn.Module) -> Iterator[Tensor | _Spectrum]:
+    """The recurrent matrices of one module itself."""
+    if isinstance(module, HasSpectra):
+        yield from (_Spectrum(s, module.hidden_size) for s in module.spectra())
+    elif isinstance(module, HasRecurrentMatrices):
+        yield from module.recurrent_matrices()
 
 
 def _is_stored(matrix: Tensor | _Spectrum, part: nn.Module | Tensor) -> bool:
@@ -356,12 +354,8 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         >>> spectrum_prior(FactorizedRNN(3, 8)).item()
         0.0
     """
-    values: list[Tensor] = []
-    for part in module.modules():
-        if isinstance(part, HasSpectra):
-            values.extend((s - 1).square().sum() for s in part.spectra())
-        elif isinstance(part, HasRecurrentMatrices):
-            values.extend((_svdvals(w) - 1).square().sum() for w in part.recurrent_matrices())
+    found = [matrix for part in module.modules() for matrix in _recurrent(part)]
+    values = [((m.s if isinstance(m, _Spectrum) else _svdvals(m)) - 1).square().sum() for m in found]
     return _total(values, module, "recurrence; accepted: an RNN or a FactorizedRNN")
 
 

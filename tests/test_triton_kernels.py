@@ -148,11 +148,13 @@ def scan_arguments(
     """
     from orthokern.triton_kernels import _scan
 
-    plan = _scan.plan(N, K, 50, factored=op == "factored_scan", dtype=dtype, precision=precision)
+    factored = op == "factored_scan"
+    plan = _scan.plan(N, K, 50, factored=factored, dtype=dtype, precision=precision)
     row = ACTIVATIONS[activation]
     has_param, from_hs, from_pre = row.parameter is not None, row.reads == "output", row.reads == "input"
     arguments: dict[str, Any] = {
-        "p_second": dtype, "p_first": dtype, "p_scale": dtype, "p_param": dtype if has_param else None,
+        "p_second": dtype, "p_first": dtype if factored else None, "p_scale": dtype if factored else None,
+        "FACTORED": factored, "p_param": dtype if has_param else None,
         "T": "i32", "B": "i32", "R": "i32", "CHUNK": "i32", "FIRST": "i32", "D": "i32", "N": N, "K": K,
         "ACTIVATION": activation, "PARAM": "N" if has_param else "none", "WAY": plan.way, "PRECISION": precision,
         "BLOCK_B": plan.block_b, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
@@ -187,16 +189,17 @@ def check_scan(
 ) -> None:
     from resources import SHARED_KIB, resources
 
+    from orthokern.triton_kernels import _scan
+
     op, N, K, precision, dtype = scan
-    module = importlib.import_module(f"orthokern.triton_kernels.{op}")
     for direction in ("fwd", "bwd"):
         for index, activation in enumerate(activations):
             arguments, plan = scan_arguments(
                 op, direction, N, K, precision, dtype, activation, tokens=index % 2 == 0, ragged=ragged
             )
-            kernel = getattr(module, f"{op}_{direction}_kernel")
+            kernel = getattr(_scan, f"scan_{direction}_kernel")
             used = resources(kernel, arguments, capability, plan.num_warps)
-            what = f"{kernel.__name__} {activation} {plan}: {used}"
+            what = f"{op} {direction} {activation} {plan}: {used}"
             assert used.shared <= SHARED_KIB[capability] * 1024, what
             allowed = {"rows": SPILLS_ROWS, "panels": SPILLS_PANELS, "dot": SPILLS_DOT}[plan.way]
             if plan.way == "dot" and N == 256:
@@ -231,10 +234,10 @@ def test_a_step_is_computed_once_and_in_the_layout_that_the_tables_are_made_for(
     """Note [Computed once], and the exchanges between threads: 3 for each of the 4 rows that a thread adds up."""
     from resources import resources
 
-    from orthokern.triton_kernels import dense_scan
+    from orthokern.triton_kernels import _scan
 
     arguments, plan = scan_arguments("dense_scan", "fwd", 128, 128, "ieee", F32, "tanh", tokens=False)
-    ptx = resources(dense_scan.dense_scan_fwd_kernel, arguments, 90, plan.num_warps).ptx
+    ptx = resources(_scan.scan_fwd_kernel, arguments, 90, plan.num_warps).ptx
     assert len(re.findall(r"\bex2\.", ptx)) == 1
     assert len(re.findall(r"\bshfl\.", ptx)) == 4 * 3
 
@@ -243,15 +246,15 @@ def test_the_launches_of_chunks_fit_on_a_processor() -> None:
     """Launches that keep the last state of every row only, or what every row hands on."""
     from resources import resources
 
-    from orthokern.triton_kernels import dense_scan
+    from orthokern.triton_kernels import _scan
 
     for tokens in (True, False):
         forward, plan = scan_arguments("dense_scan", "fwd", 128, 128, "ieee", F32, "identity", tokens)
         forward |= {"p_hs": None, "p_last": F32, "STORE_HS": False, "STORE_LAST": True}
-        assert resources(dense_scan.dense_scan_fwd_kernel, forward, 90, plan.num_warps).spills == 0
+        assert resources(_scan.scan_fwd_kernel, forward, 90, plan.num_warps).spills == 0
     backward, plan = scan_arguments("dense_scan", "bwd", 128, 128, "ieee", F32, "identity", False)
     backward |= {"p_delta": None, "p_square": None, "STORE_DELTA": False}
-    assert resources(dense_scan.dense_scan_bwd_kernel, backward, 90, plan.num_warps).spills == 0
+    assert resources(_scan.scan_bwd_kernel, backward, 90, plan.num_warps).spills == 0
 
 
 def test_the_tables_are_covered() -> None:

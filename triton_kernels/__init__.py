@@ -5,7 +5,8 @@ A file has the stem of its op, as every other implementation of it has (``orthok
 top-level package named ``triton_kernels``.
 
 Each file exports ``<op>_fwd`` and ``<op>_bwd`` with the signatures of the reference, and names a kernel
-``<op>_fwd_kernel``. Names inside a kernel say what kind of thing they hold:
+``<op>_fwd_kernel`` (both scans: ``scan_fwd_kernel`` in ``_scan.py``). Names inside a kernel say what kind of thing they
+hold:
 
 =============  ====================================================================  =======================
 prefix         holds                                                                 example

@@ -11,7 +11,6 @@ Note [Blocks of the gradient product]
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,16 +27,6 @@ from orthokern.triton_kernels._scan import TRITON_PRECISION, as_rows, launch_bac
 BLOCK_ROWS = 65536
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """The kernels of an op, and those for its chunks of time, see Note [Chunks of time] in ``_chunks.py``."""
-
-    fwd: Any
-    bwd: Any
-    chunk_fwd: Any
-    chunk_bwd: Any
-
-
 def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: str) -> tuple[Tensor, Tensor | None]:
     """The input of the forward kernel: (the input term [T, B, N], None), or (ids int64 [T, B], a table [D, N])."""
     if weight is None:
@@ -48,7 +37,7 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
     return x, table.contiguous()
 
 
-def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
+def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """hs, ckpt and pre; see :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
@@ -58,16 +47,14 @@ def run_forward(kernels: Kernels, map_: Map, inputs: ScanInputs, options: ScanOp
     source, table = input_of(x, weight, bias, precision)
     map_, pre = as_rows(map_), None
     if wants_chunks(options, T, B, h0.device, map_.first is not None):
-        forward_in_chunks(
-            kernels.chunk_fwd, map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=options.lengths
-        )
+        forward_in_chunks(map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=options.lengths)
     else:
         if options.keeps_pre:
             pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
         cut, restart = cuts_of(options, inputs)
         start = started(h0, None if options.resets is None else options.resets[0], reset_state)
         launch_forward(
-            kernels.fwd, map_, source, table, start, act_param, T=T, B=B, chunk=T, activation=options.activation,
+            map_, source, table, start, act_param, T=T, B=B, chunk=T, activation=options.activation,
             precision=precision, hs=hs, pre=pre, lengths=options.lengths, cut=cut, restart=restart,
         )  # fmt: skip
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
@@ -200,7 +187,6 @@ class ParameterSums:
 
 @ieee_products()
 def run_backward(
-    kernels: Kernels,
     map_: Map,
     inputs: ScanInputs,
     options: ScanOptions,
@@ -231,13 +217,13 @@ def run_backward(
         inputs = input_of(x[start:stop], weight, bias, precision)
         options: dict[str, Any] = {"precision": precision, "hs": hs, "lengths": lengths}
         if chunked:
-            forward_in_chunks(kernels.chunk_fwd, map_, *inputs, h, T=stop, **options)
+            forward_in_chunks(map_, *inputs, h, T=stop, **options)
             return
         size = {"T": stop - start, "B": B, "chunk": stop - start, "first": start}
         if cut is not None and resets is not None:
             h = started(h, resets[start], reset_state)
             options |= {"cut": cut[start:stop], "restart": restart}
-        launch_forward(kernels.fwd, map_, *inputs, h, act_param, activation=activation, pre=pre, **size, **options)
+        launch_forward(map_, *inputs, h, act_param, activation=activation, pre=pre, **size, **options)
 
     features = x is not None and x.is_floating_point() and weight is not None
     # all of delta is kept where it is grad_x (x is the input term) or there are no checkpoints; else one block
@@ -257,7 +243,6 @@ def run_backward(
     if chunked:
         assert delta_all is not None
         backward_in_chunks(
-            kernels.chunk_bwd,
             transposed,
             grad_hs,
             precision=precision,
@@ -268,7 +253,7 @@ def run_backward(
         )
     elif not checkpoint_every:
         launch_backward(
-            kernels.bwd, transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,
+            transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,
             left=left, square=square, cut=resets, **scan,
         )  # fmt: skip
 
@@ -281,7 +266,7 @@ def run_backward(
         delta = delta_all[low:high] if delta_all is not None else h0.new_empty(high - low, B, N)
         if one_block:
             launch_backward(
-                kernels.bwd, transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
+                transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
                 chunk=high - low, delta=delta, left=left, square=square[low:high], first=low, cut=here, **scan,
             )  # fmt: skip
             carry, left = left, carry

@@ -1,4 +1,4 @@
-"""What the two scans share: the time loops as device functions, and their launches.
+"""The kernels of both scans: the time loops, and their launches.
 
 The maps come as row-major matrices with a row per output: ``second`` [N, K] and, for the factored scan, ``first``
 [K, N] and ``scale`` [K]. One step of either direction is y = second (scale * (first x)), or y = second x in the dense
@@ -37,7 +37,6 @@ because checking them on the host would need a device synchronization.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import triton
@@ -93,8 +92,8 @@ def load_input(p_x, p_table, b_ids, o_r, m_r, D, N: tl.constexpr, TOKENS: tl.con
     return b_e
 
 
-@triton.jit
-def forward(
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "D"])
+def scan_fwd_kernel(
     p_x,  # [T, B, N], or int64 [T, B] with a table
     p_table,  # [D, N], bias included, or None
     p_first,  # [K, N], or None
@@ -228,8 +227,8 @@ def clear_later(p_delta, p_square, o_r, m_row, o_start, o_last, steps, B, CHUNK,
         o_r -= B
 
 
-@triton.jit
-def backward(
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST"])
+def scan_bwd_kernel(
     p_grad,  # [T, B, N]
     p_hs,  # [T, B, N], or None where phi' needs no output
     p_pre,  # [T, B, N], or None where phi' needs no input
@@ -410,7 +409,6 @@ def as_rows(map_: Map, *, transposed: bool = False) -> Map:
 
 
 def launch_forward(
-    kernel: Any,
     map_: Map,
     x: Tensor,
     table: Tensor | None,
@@ -430,7 +428,7 @@ def launch_forward(
     cut: Tensor | None = None,
     restart: Tensor | None = None,
 ) -> None:
-    """Run ``forward`` from h0 [R, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
+    """Run ``scan_fwd_kernel`` from h0 [R, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
 
     lengths: int64 [B] or None, of sequences whose step ``first`` is the first one here.
     cut: bool [T, B] and restart [B, N], or None for both.
@@ -438,20 +436,18 @@ def launch_forward(
     (R, N), K = h0.shape, map_.second.shape[1]
     way = plan(N, K, R, factored=map_.first is not None, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
-        kernel[(triton.cdiv(R, way.block_b),)](
-            x, table, *[t for t in map_ if t is not None], h0, act_param, hs, pre, last, lengths,
-            None if cut is None else cut.view(torch.uint8), restart, T, B, R, chunk, first,
-            0 if table is None else table.shape[0], N=N, K=K, TOKENS=table is not None, ACTIVATION=activation,
+        scan_fwd_kernel[(triton.cdiv(R, way.block_b),)](
+            x, table, *map_, h0, act_param, hs, pre, last, lengths, None if cut is None else cut.view(torch.uint8),
+            restart, T, B, R, chunk, first, 0 if table is None else table.shape[0], N=N, K=K,
+            FACTORED=map_.first is not None, TOKENS=table is not None, ACTIVATION=activation,
             PARAM=parameter_kind(act_param), STORE_HS=hs is not None, STORE_PRE=pre is not None,
             STORE_LAST=last is not None, LENGTHS=lengths is not None, CUTS=cut is not None, WAY=way.way,
-            PRECISION=precision,
-            BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
+            PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
 
 
 def launch_backward(
-    kernel: Any,
     map_: Map,
     grad_hs: Tensor,
     hs: Tensor | None,
@@ -473,18 +469,19 @@ def launch_backward(
     clip: Tensor | None = None,
     cut: Tensor | None = None,
 ) -> None:
-    """Run ``backward`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or None;
-    cut: bool [T, B] or None."""
+    """Run ``scan_bwd_kernel`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or
+    None; cut: bool [T, B] or None."""
     (R, N), K = carry.shape, map_.second.shape[1]
     way = plan(N, K, R, factored=map_.first is not None, dtype=carry.dtype, precision=precision)
     reads = ACTIVATIONS[activation].reads
     from_hs, from_pre = reads == "output", reads == "input"
     with torch.cuda.device_of(carry):
-        kernel[(triton.cdiv(R, way.block_b),)](
-            grad_hs, hs if from_hs else None, pre if from_pre else None, *[t for t in map_ if t is not None], carry,
-            act_param, delta, left, square, by_row, lengths, clip, None if cut is None else cut.view(torch.uint8), T, B,
-            R, chunk, first, N=N, K=K, ACTIVATION=activation, PARAM=parameter_kind(act_param), STORE_DELTA=delta is not
-            None, STORE_SUM=by_row is not None, FROM_HS=from_hs, FROM_PRE=from_pre, LENGTHS=lengths is not None,
-            CLIP=clip is not None, CUTS=cut is not None, WAY=way.way, PRECISION=precision, BLOCK_B=way.block_b,
-            BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps, enable_fp_fusion=True,
+        scan_bwd_kernel[(triton.cdiv(R, way.block_b),)](
+            grad_hs, hs if from_hs else None, pre if from_pre else None, *map_, carry, act_param, delta, left, square,
+            by_row, lengths, clip, None if cut is None else cut.view(torch.uint8), T, B, R, chunk, first, N=N, K=K,
+            FACTORED=map_.first is not None, ACTIVATION=activation, PARAM=parameter_kind(act_param),
+            STORE_DELTA=delta is not None, STORE_SUM=by_row is not None, FROM_HS=from_hs, FROM_PRE=from_pre,
+            LENGTHS=lengths is not None, CLIP=clip is not None, CUTS=cut is not None, WAY=way.way, PRECISION=precision,
+            BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip

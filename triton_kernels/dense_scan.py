@@ -1,110 +1,11 @@
 """dense_scan: h_t = phi(W h_{t-1} + e_t), the whole time loop in one launch.
 
-Maps, memory and the ways to multiply: ``_scan.py``. Here: W is the one resident matrix, 64 KiB of registers at N = 128
-in float32. Limits: N up to 512; from N = 129 on (float64: from 65 on) W is read in every step, see
+Kernels, maps, memory and the ways to multiply: ``_scan.py``. Here: W is the one resident matrix, 64 KiB of registers at
+N = 128 in float32. Limits: N up to 512; from N = 129 on (float64: from 65 on) W is read in every step, see
 docs/triton-kernels.md.
 """
 
-# Triton compiles the kernels below; their arguments have no Python types.
-# mypy: disable-error-code="no-untyped-def"
+from orthokern.triton_kernels._gradients import run_backward as dense_scan_bwd
+from orthokern.triton_kernels._gradients import run_forward as dense_scan_fwd
 
-from __future__ import annotations
-
-import functools
-
-import triton
-import triton.language as tl
-
-from orthokern.triton_kernels._gradients import Kernels, run_backward, run_forward
-from orthokern.triton_kernels._scan import backward, forward
-
-
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "D"])
-def dense_scan_fwd_kernel(
-    p_x,  # [T, B, N], or int64 [T, B] with a table
-    p_table,  # [D, N], or None
-    p_second,  # [N, N], W
-    p_h0,  # [R, N]
-    p_param,  # [1] or [N], or None
-    p_hs,  # [T, B, N], or None
-    p_pre,  # [T, B, N], or None
-    p_last,  # [R, N], or None
-    p_lengths,  # int64 [B], or None
-    p_cut,  # uint8 [T, B], or None
-    p_restart,  # [B, N], or None
-    T,
-    B,
-    R,
-    CHUNK,
-    FIRST,
-    D,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PARAM: tl.constexpr,
-    STORE_HS: tl.constexpr,
-    STORE_PRE: tl.constexpr,
-    STORE_LAST: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    CUTS: tl.constexpr,
-    WAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    forward(
-        p_x, p_table, None, None, p_second, p_h0, p_param, p_hs, p_pre, p_last, p_lengths, p_cut, p_restart, T, B, R,
-        CHUNK, FIRST, D, N, K, False, TOKENS, ACTIVATION, PARAM, STORE_HS, STORE_PRE, STORE_LAST, LENGTHS, CUTS, WAY,
-        PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST"])
-def dense_scan_bwd_kernel(
-    p_grad,  # [T, B, N]
-    p_hs,  # [T, B, N], or None
-    p_pre,  # [T, B, N], or None
-    p_second,  # [N, N], the transpose of W
-    p_carry,  # [R, N]
-    p_param,  # [1] or [N], or None
-    p_delta,  # [T, B, N], or None
-    p_left,  # [R, N]
-    p_square,  # [T, B], or None
-    p_sum,  # [R, N], or None
-    p_lengths,  # int64 [B], or None
-    p_clip,  # [1], or None
-    p_cut,  # uint8 [T, B], or None
-    T,
-    B,
-    R,
-    CHUNK,
-    FIRST,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PARAM: tl.constexpr,
-    STORE_DELTA: tl.constexpr,
-    STORE_SUM: tl.constexpr,
-    FROM_HS: tl.constexpr,
-    FROM_PRE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    CLIP: tl.constexpr,
-    CUTS: tl.constexpr,
-    WAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    backward(
-        p_grad, p_hs, p_pre, None, None, p_second, p_carry, p_param, p_delta, p_left, p_square, p_sum, p_lengths,
-        p_clip, p_cut, T, B, R, CHUNK, FIRST, N, K, False, ACTIVATION, PARAM, STORE_DELTA, STORE_SUM, FROM_HS, FROM_PRE,
-        LENGTHS, CLIP, CUTS, WAY, PRECISION, BLOCK_B, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-
-
-KERNELS = Kernels(dense_scan_fwd_kernel, dense_scan_bwd_kernel, dense_scan_fwd_kernel, dense_scan_bwd_kernel)
-dense_scan_fwd = functools.partial(run_forward, KERNELS)
-dense_scan_bwd = functools.partial(run_backward, KERNELS)
+__all__ = ["dense_scan_bwd", "dense_scan_fwd"]

@@ -79,31 +79,31 @@ class SpectralNormProjection:
     without a proof that nothing above the threshold is left, see Note [Work].
 
     Note [Work]
-        With W_0 the matrix at its last check and b a proved bound of sigma_1(W_0), lemma 6 (Weyl's inequality) gives
-        sigma_1(W) <= c = b + ||W - W_0||_F, whatever optimizer made the change. While c is at most the threshold,
-        nothing is done: two passes over W. Otherwise:
+        Let W_0 be the matrix at its last check and b a proved bound of sigma_1(W_0). By lemma 6 (Weyl's inequality),
+        sigma_1(W) <= c = b + ||W - W_0||_F, whatever changed W. If c is at most the threshold t, nothing is done; that
+        costs two passes over W. Otherwise:
 
-        1. A certificate says of an older W_0: ||W_0 (I - V V^T)||_2 <= l, V [K, k] orthonormal, a few dozen columns. So
-           ||W (I - V V^T)||_2 <= m = l + ||(W - W_0) (I - V V^T)||_F: outside of V nothing is above the threshold t
-           while m is below it. Rayleigh and Ritz in V (G = W^T W, G y_i ~ theta_i y_i, residuals r_i) give the
-           directions y_i above t, which are taken out. Where r_i is too large, V turns by what y_i lacks of an
-           eigenvector, and m rises by how far; or grows by it, where that is much. It converges cubically: once or
-           twice is enough.
-        2. Proof that nothing was missed: after that, G' is diag(theta'_i) on V, at most m^2 outside, and the r_i couple
-           the two. Its eigenvalues are at most t'^2, t' = t (1 + rounding), if that of R^T R is at most t'^2 - m^2,
-           R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared: few expansions suffice. What
-           V has grown by may have large residuals itself. Then the same is asked of the k Ritz vectors alone that
-           hold least of it, and m rises by what of V is not in their span.
-        3. Where that fails, V no longer covers W: a new certificate, in every step if steps are as large as t. A
-           polynomial of G turns V towards W's directions, and the Cholesky factorisation of
-           l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds: for an l between the lowest
-           value in V and t or, where certificates are reused, close to the largest value outside of V, which subspace
-           iteration finds; what V lacks as well.
+        1. A certificate states for an older W_0: ||W_0 (I - V V^T)||_2 <= l, with orthonormal V [K, k] of a few dozen
+           columns. Hence ||W (I - V V^T)||_2 <= m = l + ||(W - W_0) (I - V V^T)||_F: while m is below t, nothing
+           outside of V is above t. The Rayleigh-Ritz method in V (G = W^T W, G y_i ~ theta_i y_i, residuals r_i) gives
+           the directions y_i above t, which are removed. If r_i is too large, V is rotated by what y_i lacks of an
+           eigenvector, and m grows by the size of the rotation; a large correction is added to V as a new column.
+           Convergence is cubic: one or two rounds are enough.
+        2. Proof that nothing was missed: after the removal, G' is diag(theta'_i) on V, at most m^2 outside of V, and
+           the r_i couple both parts. Its eigenvalues are at most t'^2, t' = t (1 + rounding), if those of R^T R are at
+           most t'^2 - m^2, with R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared, so few
+           expansions are needed. New columns of V may have large residuals themselves. Then the same is checked for
+           the k Ritz vectors alone that contain least of them, and m grows by the part of V outside of their span.
+        3. If the proof fails, V no longer covers W, and a new certificate is needed; if steps are as large as t, in
+           every step. A polynomial of G rotates V towards the leading directions of W. The Cholesky
+           factorisation of l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds. l is between
+           the lowest value in V and t or, if certificates are used for several steps, close to the largest value
+           outside of V; subspace iteration finds this value, and directions that V lacks.
 
-        If that fails too, for the first check, for matrices with at most 96 columns or rows, and while more than a
-        quarter of all values are near the threshold, a full decomposition takes over: of G, which leaves a certificate
-        as well, or W's SVD where squares would cost digits. Bounds and what is taken out are float64; directions are
-        searched for in the matrix's dtype.
+        If that fails too, in the first check, for matrices with at most 96 columns or rows, and while more than a
+        quarter of all values are near the threshold, a full decomposition is used: that of G, which also gives a
+        certificate, or the SVD of W where squares would cost digits. Bounds and the removed parts are float64;
+        directions are searched for in the dtype of the matrix.
 
     It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)``,
     needs a new projection. One that was moved to another device or dtype is checked anew.
