@@ -1,4 +1,4 @@
-"""What resets cost: a scan with 0, 1 % and 10 % of its steps reset, divided by the same scan without the argument."""
+"""What resets cost: a call with 0, 1 % and 10 % of its steps reset, divided by the same call without the argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orthokern import functional
 
-OPS = ["factored_scan", "dense_scan"]
+OPS = ["factored_scan", "dense_scan", "gru_scan"]
 SIZES = [{"N": 128, "T": 1000}, {"N": 512, "T": 120}]
 QUICK = [{"N": 24, "T": 12}]
 SHARES = {"0 %": 0.0, "1 %": 0.01, "10 %": 0.1}
@@ -27,8 +27,10 @@ def case(op: str, N: int, T: int) -> tuple[list[Tensor], Tensor]:
     """([x, *matrices, h0] that require gradients, a cotangent)."""
     generator = torch.Generator().manual_seed(N)
     u, s, v = factors(N, generator)
-    matrices = [u, s, v] if op == "factored_scan" else [(u * s) @ v.mT]
-    x, h0 = 0.1 * torch.randn(T, BATCH, N, generator=generator), torch.randn(BATCH, N, generator=generator)
+    w = (u * s) @ v.mT
+    matrices = {"factored_scan": [u, s, v], "dense_scan": [w], "gru_scan": [torch.cat([w, w.mT, w @ w])]}[op]
+    width = 3 * N if op == "gru_scan" else N
+    x, h0 = 0.1 * torch.randn(T, BATCH, width, generator=generator), torch.randn(BATCH, N, generator=generator)
     inputs = [t.detach().clone().requires_grad_() for t in (x, *matrices, h0)]
     return inputs, torch.randn(T, BATCH, N, generator=generator)
 
@@ -38,13 +40,14 @@ def case(op: str, N: int, T: int) -> tuple[list[Tensor], Tensor]:
 def test_resets(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
     """Forward and backward, resets to h0, spread at random over the batch."""
     inputs, cotangent = case(op, size["N"], size["T"])
-    scan: Callable[..., Tensor] = getattr(functional, op)
+    choice = {"variant": "torch"} if op == "gru_scan" else {"activation": "tanh"}
+    scan: Callable[..., Tensor] = functools.partial(getattr(functional, op), **choice)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(size["T"], BATCH, generator=generator)
     cuts: dict[str, Tensor | None] = {name: drawn < share for name, share in SHARES.items()}
 
     def step(resets: Tensor | None, inputs: list[Tensor] = inputs, **options: Any) -> tuple[Tensor, ...]:
-        hs = scan(*inputs, activation="tanh", resets=resets, **options)
+        hs = scan(*inputs, resets=resets, **options)
         return hs.detach(), *torch.autograd.grad(hs, inputs, cotangent.to(hs.dtype))
 
     plain = step(None)

@@ -16,6 +16,7 @@ from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
 from orthokern.optim import projection as module
+from orthokern.optim._clip import clipped
 
 
 def norm(w: Tensor) -> float:
@@ -549,3 +550,63 @@ def test_a_device_is_never_waited_for() -> None:
         SpectralNormProjection([w], 0.2, method="proof").step()
     with pytest.raises(InputError, match="method"):
         SpectralNormProjection([w], 0.2, method="svd")
+
+
+# ---- stacked models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["proof", "products"])
+@pytest.mark.parametrize("size", [(5, 7), (120, 100)])  # of the smaller ones a full decomposition
+def test_stacked_models_are_projected_one_by_one(method: str, size: tuple[int, int]) -> None:
+    """R matrices in one parameter, of which only some rows are constrained; several steps, with a resume."""
+    stacked = torch.randn(3, size[0] + 2, size[1], dtype=torch.float64) / 4
+    stacked[1] /= 20  # nothing to do
+    each, rows = [w.clone() for w in stacked], slice(2, None)
+    together = SpectralNormProjection([(stacked, rows)], 0.2, method=method)
+    alone = [SpectralNormProjection([(w, rows)], 0.2, method=method) for w in each]
+    for step in range(4):
+        for r, w in enumerate(each):
+            change = torch.randn(w.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step)) / 50
+            stacked[r] += change
+            w += change
+            alone[r].step()
+        if step == 2:
+            resumed = SpectralNormProjection([(stacked, rows)], 0.2, method=method)
+            resumed.load_state_dict(together.state_dict())
+            together = resumed
+        together.step()
+        torch.testing.assert_close(stacked, torch.stack(each))
+        assert max(norm(w[rows]) for w in stacked) <= 1.8 * (1 + 1e-12)
+    assert together.counts["checks"] == sum(projection.counts["checks"] for projection in alone)
+    assert together.counts["projections"] == sum(projection.counts["projections"] for projection in alone)
+
+
+def test_the_products_under_vmap() -> None:
+    w = torch.randn(2, 3, 9, 6, dtype=torch.float64)
+    found = torch.func.vmap(lambda several: clipped(several, 1.8, 1.8))(w)
+    torch.testing.assert_close(found, torch.stack([torch.stack([by_svd(a, 1.8, 1.8) for a in b]) for b in w]))
+    one = torch.func.vmap(lambda a: clipped(a, 1.8, 1.8), in_dims=2)(w[0].movedim(0, 2))
+    torch.testing.assert_close(one, found[0])
+
+
+def test_stacked_grus_that_train_under_vmap() -> None:
+    models = [GRU(4, 6, dtype=torch.float64) for _ in range(3)]
+    with torch.no_grad():
+        for model in models:
+            model.get_parameter("weight_hh_l0").mul_(3.0)
+    parameters, _ = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
+    weight = parameters["weight_hh_l0"]  # [R, 3 N, N], the candidate's rows last
+    SpectralNormProjection([(weight, slice(12, 18))], 0.2).attach(optimizer)
+    x = torch.randn(5, 2, 4, dtype=torch.float64)
+    losses = torch.func.vmap(lambda p: torch.func.functional_call(models[0], p, (x,))[0].square().sum())(parameters)
+    losses.sum().backward()
+    optimizer.step()
+    for r, model in enumerate(models):
+        single = torch.optim.SGD(model.parameters(), lr=0.5)
+        SpectralNormProjection(model, 0.2).attach(single)
+        model(x)[0].square().sum().backward()
+        single.step()
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(parameters[name][r], value)
+        assert norm(weight[r, 12:]) <= 1.8 * (1 + 1e-12)

@@ -84,8 +84,13 @@ def test_loss_goes_step_by_step_under_vmap(nonlinearity: str) -> None:
 
         return functional_call(Loss(), {f"rnn.{key}": value for key, value in parameters.items()}, ())
 
-    for found, model in zip(vmap(loss, (0, None))(parameters, "auto"), models, strict=True):
-        torch.testing.assert_close(found, model.loss(x, readout, target, algorithm="sequential")[0])  # type: ignore[operator]
+    losses = vmap(loss, (0, None))(parameters, "auto")
+    gradients = torch.autograd.grad(losses.sum(), list(parameters.values()))
+    for r, model in enumerate(models):
+        alone = model.loss(x, readout, target, algorithm="sequential")[0]  # type: ignore[operator]
+        torch.testing.assert_close(losses[r], alone)
+        for found, wanted in zip(gradients, torch.autograd.grad(alone, list(model.parameters())), strict=True):
+            torch.testing.assert_close(found[r], wanted)
     if nonlinearity == "identity":
         with pytest.raises(InputError, match=r"algorithm is 'modal': torch.func transforms the call"):
             vmap(loss, (0, None))(parameters, "modal")

@@ -292,3 +292,12 @@ def test_episodes_are_those_of_torchrl(kind: Any) -> None:
     for recurrent in (True, False):
         for one, other in zip(run(ours, recurrent), run(theirs, recurrent), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_explain_loss_knows_resets() -> None:
+    rnn = FactorizedRNN(4, 64, nonlinearity="identity")
+    assert rnn.explain_loss(1000, 50, 3)[0] == "modal"
+    name, why = rnn.explain_loss(1000, 50, 3, resets=True)
+    assert name == "sequential" and "resets replace states between steps" in why
+    with pytest.raises(InputError, match="algorithm is 'modal': resets replace states"):
+        rnn.explain_loss(1000, 50, 3, resets=True, algorithm="modal")

@@ -65,11 +65,11 @@ def loss(
 
 
 def explain(
-    module: Recurrent, T: int, B: int, classes: int, *, ids: bool, lengths: bool, algorithm: str
+    module: Recurrent, T: int, B: int, classes: int, *, ids: bool, lengths: bool, resets: bool, algorithm: str
 ) -> tuple[str, str]:
     """(algorithm, why) of ``module.loss`` for one call; see ``Recurrent.explain_loss``."""
     matrix, options = _described(module, ids, lengths, algorithm)
-    return functional.explain_scan_cross_entropy(matrix, T, B, classes, **options)
+    return functional.explain_scan_cross_entropy(matrix, T, B, classes, resets=resets, **options)
 
 
 def state_bytes(

@@ -508,14 +508,22 @@ class Recurrent(nn.Module):
         return found.loss, found.hits
 
     def explain_loss(
-        self, T: int, B: int, classes: int, *, ids: bool = True, lengths: bool = False, algorithm: str = "auto"
+        self,
+        T: int,
+        B: int,
+        classes: int,
+        *,
+        ids: bool = True,
+        lengths: bool = False,
+        resets: bool = False,
+        algorithm: str = "auto",
     ) -> tuple[str, str]:
         """Which algorithm `loss` takes with the parameters as they are, and why.
 
         Args:
             T, B: time steps and sequences; classes: of the readout.
             ids: the input is token ids.
-            lengths: the call gives lengths.
+            lengths, resets: the call gives lengths; resets.
             algorithm: what it asks for.
 
         Returns:
@@ -525,7 +533,7 @@ class Recurrent(nn.Module):
         Raises:
             InputError: algorithm="modal" cannot serve.
         """
-        return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, algorithm=algorithm)
+        return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, resets=resets, algorithm=algorithm)
 
     def _begin(self) -> None:
         """Called at the beginning of everything that runs all layers."""

@@ -34,6 +34,12 @@ def values(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd follows any of the tensors. A tensor that vmap batches does not say so itself."""
+    inner = (lambda tensor: tensor) if torch.compiler.is_compiling() else values
+    return torch.is_grad_enabled() and any(tensor is not None and inner(tensor).requires_grad for tensor in tensors)
+
+
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
     """Raise InputError unless every one of ``ids`` (int64, any shape) is in [0, size).
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.ops import _route
+from orthokern.ops import _route, _vmap
 from orthokern.ops._common import given, no_second_derivative
 from orthokern.ops._register import CustomOp, custom_op
 
@@ -49,6 +49,7 @@ def register_gradients(forward: CustomOp, first: int, differentiable: Callable[.
         return tuple(_scaled(grad, grad_loss) if need else None for grad, need in zip(saved, needs, strict=False))
 
     forward.register_autograd(derivative, setup_context=setup_context)
+    forward.register_vmap(_vmap.one_by_one(forward.overload, wanted=first))
 
 
 def _refusing_op(forward: CustomOp, name: str, count: int) -> CustomOp:

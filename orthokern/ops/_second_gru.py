@@ -14,7 +14,9 @@ Note [Derivatives of the GRU]
         "kanai"  y^ = W_r^T (k d_m) + r d_m,        d_m = W_n^T d.
 
     ``LinearGru`` computes the tangent out_t = g_t + A_t out_{t-1} and the adjoint out_t = g_t + A_{t+1}^T out_{t+1}. On
-    padding z = k = r = 0 and W v = P enters nowhere: A = 0 where g is zero, too.
+    padding z = k = r = 0 and W v = P enters nowhere: A = 0 where g is zero, too. Where a step starts from reset_state,
+    h' is that state, and the recurrence gets A = 0 from coefficients that are zero: A_t^T ghat goes to the gradient of
+    reset_state, and the tangent of reset_state adds A_t v to g_t.
 
     First derivatives. Reverse: ghat is the adjoint of dL/dh, and the rest of Note [GRU scan backward] follows from it
     without a recurrence. In a double backward the gates and q have cotangents of their own: they join d_r, d_z, d_n and
@@ -36,7 +38,7 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern.ops._second import joined, looped, total
-from orthokern.reference._scan import running, without_padding
+from orthokern.reference._scan import running, started, without_padding
 
 
 def neighbours(values: Tensor, first: Tensor | None, *, before: bool) -> Tensor:
@@ -270,9 +272,11 @@ class Taken:
     h0: Tensor
     bias: Tensor | None
     lengths: Tensor | None
+    resets: Tensor | None = None
+    reset_state: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.before = neighbours(self.hs, self.h0, before=True)
+        self.before = started(neighbours(self.hs, self.h0, before=True), self.resets, self.reset_state)
         self.r, self.z, self.n = self.gates.chunk(3, -1)
         self.alive = running(self.hs.shape[0], self.lengths)
         self.torch_variant = self.variant == "torch"
@@ -283,6 +287,10 @@ class Taken:
         cz, cn = (self.before - self.n) * self.by_z, (1 - self.z) * self.by_n
         return self.z, cz, cn, (self.pre if self.torch_variant else self.before) * self.by_r, self.r
 
+    def recurrent(self, coefficients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The coefficients of A for LinearGru: zeros at resets."""
+        return tuple(started(coefficient, self.resets, None) for coefficient in coefficients)
+
 
 @keeps_dtype
 def gradients(
@@ -292,7 +300,7 @@ def gradients(
     grad_pre: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Of x, w, h0 and bias, as functions that can be differentiated again. needs: which of them are wanted."""
+    """Of x, w, h0, bias and reset_state, as functions that can be differentiated again. needs: which are wanted."""
     w, coefficients = taken.w, taken.coefficients()
     _, cz, cn, k, r = coefficients
     w_n = w.chunk(3)[2]
@@ -326,25 +334,33 @@ def gradients(
 
     if grad_gates is not None or grad_pre is not None:
         zero = torch.zeros_like(g)
-        g = g + neighbours(sent(zero, *parts(zero)), None, before=False)
-    ghat = LinearGru.apply(taken.variant, False, g, w, *coefficients)
+        g = g + neighbours(started(sent(zero, *parts(zero)), taken.resets, None), None, before=False)
+    ghat = LinearGru.apply(taken.variant, False, g, w, *taken.recurrent(coefficients))
     d_r, d_z, d_n, d_m = parts(ghat)
     rows = torch.cat([d_r, d_z, d_m if taken.torch_variant else d_n], -1).flatten(0, 1)
-    found: list[Tensor | None] = [torch.cat([d_r, d_z, d_n], -1) if needs[0] else None, None, None, None]
+    found: list[Tensor | None] = [torch.cat([d_r, d_z, d_n], -1) if needs[0] else None, *(None,) * 4]
     if needs[1]:
         before, split = taken.before.flatten(0, 1), 2 * g.shape[-1]
         with_n = before if taken.torch_variant else (r * taken.before).flatten(0, 1)
         found[1] = torch.cat([rows[:, :split].mT @ before, rows[:, split:].mT @ with_n])
     if needs[2]:
-        found[2] = sent(*(part[:1] for part in (ghat, d_r, d_z, d_n, d_m)))[0]
+        first = sent(*(part[:1] for part in (ghat, d_r, d_z, d_n, d_m)))[0]
+        found[2] = started(first, None if taken.resets is None else taken.resets[0], None)
     if needs[3] and taken.bias is not None:
         found[3] = rows.sum(0)
+    if needs[4] and taken.resets is not None:
+        found[4] = started(sent(ghat, d_r, d_z, d_n, d_m), ~taken.resets, None).sum(0)
     return tuple(found)
 
 
 @keeps_dtype
 def tangent(
-    taken: Taken, dx: Tensor | None, dw: Tensor | None, dh0: Tensor | None, dbias: Tensor | None
+    taken: Taken,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    dh0: Tensor | None,
+    dbias: Tensor | None,
+    dstate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Those of hs, gates and pre, from those of the inputs, None for zeros."""
     w, coefficients = taken.w, taken.coefficients()
@@ -374,11 +390,14 @@ def tangent(
 
     _, a_z, a_n, _ = step(None)
     g = without_padding(cz * a_z + cn * a_n, taken.alive)
-    if dh0 is not None:
-        first = _applied(taken.variant, dh0, w, tuple(c[0] for c in coefficients))
+    if dstate is not None and taken.resets is not None:
+        entering = started(neighbours(torch.zeros_like(g), dh0, before=True), taken.resets, dstate)
+        g = g + _applied(taken.variant, entering, w, coefficients)
+    elif dh0 is not None:
+        first = _applied(taken.variant, dh0, w, tuple(c[0] for c in taken.recurrent(coefficients)))
         g = torch.cat([(g[0] + first).unsqueeze(0), g[1:]])
-    dhs = LinearGru.apply(taken.variant, True, g, w, *coefficients)
-    before = neighbours(dhs, dh0, before=True)
+    dhs = LinearGru.apply(taken.variant, True, g, w, *taken.recurrent(coefficients))
+    before = started(neighbours(dhs, dh0, before=True), taken.resets, dstate)
     w_r, w_z, _ = w.chunk(3)
     to_n = before if taken.torch_variant else r * before
     a_r, a_z, a_n, q = step((before @ w_r.mT, before @ w_z.mT, to_n @ w_n.mT))
@@ -392,44 +411,47 @@ class Gru(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None, lengths: Tensor | None
+        x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None, *cuts: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.orthokern.gru_scan_fwd(
-            x, w, h0, bias, variant, backend, lengths
-        )
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.orthokern.gru_scan_fwd(x, w, h0, bias, variant, backend, *cuts)
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, w, h0, bias, ctx.variant, _, lengths = inputs
+        _, w, h0, bias, ctx.variant, _, *cuts = inputs
         if ctx.variant != "torch":
             ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, w, h0, bias, lengths)
-        ctx.save_for_forward(*output, w, h0, bias, lengths)
+        ctx.save_for_backward(*output, w, h0, bias, *cuts)
+        ctx.save_for_forward(*output, w, h0, bias, *cuts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_hs, grad_gates, grad_pre = grads
         if all(grad is None for grad in grads):
-            return (None,) * 7
-        taken = Taken(ctx.variant, *ctx.saved_tensors)
-        return *gradients(taken, grad_hs, grad_gates, grad_pre, ctx.needs_input_grad[:4]), None, None, None
+            return (None,) * 9
+        taken, needs = Taken(ctx.variant, *ctx.saved_tensors), ctx.needs_input_grad
+        *found, of_state = gradients(taken, grad_hs, grad_gates, grad_pre, (*needs[:4], needs[8]))
+        return *found, *(None,) * 4, of_state
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        return tangent(Taken(ctx.variant, *ctx.saved_tensors), *tangents[:4])
+        dx, dw, dh0, dbias, *_, dstate = tangents
+        return tangent(Taken(ctx.variant, *ctx.saved_tensors), dx, dw, dh0, dbias, dstate)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Into the batch of the sequences where the parameters are shared, else one after the other."""
-        x, w, h0, bias, variant, backend, lengths = arguments
+        x, w, h0, bias, variant, backend, *cuts = arguments
         size = info.batch_size
         if in_dims[1] is not None or in_dims[3] is not None:
             return looped(Gru.apply, size, in_dims, arguments), (0, 0, 0)
-        lengths = None if lengths is None else joined(lengths, in_dims[6], size, 0)
+        cuts = [
+            None if cut is None else joined(cut, dim, size, batch)
+            for cut, dim, batch in zip(cuts, in_dims[6:], (0, 1, 0), strict=True)  # lengths, resets, reset_state
+        ]
         x, h0 = joined(x, in_dims[0], size, 1), joined(h0, in_dims[2], size, 0)
-        hs, gates, pre = Gru.apply(x, w, h0, bias, variant, backend, lengths)
+        hs, gates, pre = Gru.apply(x, w, h0, bias, variant, backend, *cuts)
         hs, gates = hs.unflatten(1, (size, -1)), gates.unflatten(1, (size, -1))
         if variant != "torch":
             return (hs, gates, pre), (1, 1, None)

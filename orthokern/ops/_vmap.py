@@ -29,18 +29,25 @@ def _with_places(results: Any, place: int) -> tuple[Any, Any]:
     return results, tuple(place if result.ndim > 1 else None for result in results)
 
 
-def one_by_one(op: Callable[..., Any]) -> Rule:
-    """The rule that calls the op for each model."""
+def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
+    """The rule that calls the op for each model.
+
+    wanted: how many of the results are for the caller. The others are kept by the derivative of each call, and are
+    empty; None: all are wanted.
+    """
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        found = [
-            op(*(a if place is None else a.select(place, r) for a, place in zip(arguments, in_dims, strict=True)))
-            for r in range(info.batch_size)
+        # The derivative of unbind writes the gradient of all models once; that of R selects would write it R times.
+        given = [
+            (a,) * info.batch_size if place is None else a.unbind(place)
+            for a, place in zip(arguments, in_dims, strict=True)
         ]
+        found = [op(*of_one) for of_one in zip(*given, strict=True)]
         if isinstance(found[0], Tensor):
             return torch.stack(found), 0
-        results = tuple(torch.stack(of_all) for of_all in zip(*found, strict=True))
-        return results, (0,) * len(results)
+        results = [torch.stack(of_all) for of_all in list(zip(*found, strict=True))[:wanted]]
+        kept = [result.new_empty(0) for result in found[0][len(results) :]]
+        return (*results, *kept), (0,) * len(results) + (None,) * len(kept)
 
     return rule
 

@@ -94,8 +94,6 @@ def gru_scan(
         1 / (1 + exp(-a)), accurate in relative terms down to where it underflows.
     """
     route = _route.route(backend)
-    if route == "function" and resets is not None:
-        route = "reference"  # plain torch code: Note [Derivatives of the GRU] knows no resets
     if route == "reference":
         reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
         check_lengths(lengths, x.shape[0])
@@ -104,8 +102,7 @@ def gru_scan(
         _taps.record_states("gru_scan", hs)
         return hs
     forward = _fwd if route == "op" else _second_gru.Gru.apply
-    cuts = (lengths, resets, reset_state) if route == "op" else (lengths,)
-    hs, _, _ = forward(x, w, h0, bias, variant, backend, *cuts)
+    hs, _, _ = forward(x, w, h0, bias, variant, backend, lengths, resets, reset_state)
     return hs
 
 
@@ -196,10 +193,11 @@ def _backward(
         return ()
     hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
-    if (of_saved or _route.recording()) and resets is None:  # with resets the backward op refuses a second derivative
-        taken = _second_gru.Taken(ctx.variant, hs, gates, pre, w, h0, bias, lengths)
-        grads = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, needs[:4])
-        return (*grads, *(None,) * 5)
+    wanted = resets is not None and needs[8]
+    if of_saved or _route.recording():
+        taken = _second_gru.Taken(ctx.variant, *saved)
+        *found, of_state = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, (*needs[:4], wanted))
+        return (*found, *(None,) * 4, of_state)
     *grads, grad_reset_state, _ = _bwd(
         grad_hs,
         hs,
@@ -215,7 +213,6 @@ def _backward(
         resets,
         reset_state,
     )
-    wanted = resets is not None and needs[8]
     return (*map(given, grads, needs[:4]), *(None,) * 4, given(grad_reset_state, wanted))
 
 

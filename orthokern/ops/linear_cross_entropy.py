@@ -12,7 +12,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import NO_CUDA, check_range, contiguous, filled
+from orthokern.ops._common import NO_CUDA, check_range, contiguous, filled, needs_grad
 from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
 
@@ -70,9 +70,7 @@ def linear_cross_entropy(
         readout = Readout(weight, bias, target, reduction)
         loss: Tensor = reference.linear_cross_entropy_fwd(hidden, readout, need_grad=False).loss
         return loss
-    need_grad = torch.is_grad_enabled() and (
-        hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
+    need_grad = needs_grad(hidden, weight, bias)
     loss = torch.ops.orthokern.linear_cross_entropy_fwd(hidden, weight, bias, target, reduction, need_grad, backend)[0]
     return loss
 

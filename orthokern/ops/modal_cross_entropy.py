@@ -14,7 +14,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import ModalInputs, Readout
-from orthokern.ops._common import contiguous, filled
+from orthokern.ops._common import contiguous, filled, needs_grad
 from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
 from orthokern.ops.modal_scan import FEATURES, SUPPORT, check_ids, check_inputs
@@ -86,9 +86,7 @@ def modal_cross_entropy(
         inputs, classes = _checked(lengths, x, re, im, z0, table, readout, bias, target, None, reduction)
         loss, hits, *_ = reference.modal_cross_entropy_fwd(inputs, classes, need_grad=False)
         return loss, hits
-    need_grad = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (x, re, im, z0, table, readout, bias)
-    )
+    need_grad = needs_grad(x, re, im, z0, table, readout, bias)
     loss, hits, *_ = torch.ops.orthokern.modal_cross_entropy_fwd(
         x, re, im, z0, table, readout, bias, target, None, reduction, need_grad, backend, lengths
     )

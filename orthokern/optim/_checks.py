@@ -69,14 +69,18 @@ def check_certificate(name: str, value: Any, M: int, K: int) -> None:
         check_integer(f"{name}.served", value[5])
 
 
-def check_constrained(index: int, item: Any) -> tuple[Tensor, slice]:
-    """(matrix, slice of its rows) of one element of what the user gave."""
+def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:
+    """(parameter, index of the matrix in it) of each matrix in one element of what the user gave."""
     pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], slice)
     parameter, rows = item if pair else (item, slice(None))
     if not isinstance(parameter, Tensor):
         raise InputError(f"constrained[{index}] is a {type(parameter).__name__}: accepted is a matrix (a torch.Tensor)")
-    if parameter.ndim != 2 or 0 in parameter.detach()[rows].shape:
-        raise InputError(f"constrained[{index}] has shape {list(parameter.shape)}: accepted is a matrix with elements")
+    if parameter.ndim not in (2, 3) or 0 in parameter.detach()[..., rows, :].shape:
+        raise InputError(
+            f"constrained[{index}] has shape {list(parameter.shape)}: accepted is a matrix with elements, or [R, M, K]"
+        )
     if parameter.dtype not in (torch.float32, torch.float64):
         raise InputError(f"constrained[{index}] has dtype {parameter.dtype}: accepted are float32 and float64")
-    return parameter, rows
+    if parameter.ndim == 2:
+        return [(parameter, rows)]
+    return [(parameter, (r, rows)) for r in range(len(parameter))]  # of stacked models

@@ -21,6 +21,8 @@ Note [Clipping by products]
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,28 +31,45 @@ ROOT_STEPS = 30
 
 
 def _norm_bound(a: Tensor) -> Tensor:
-    """A bound of the 2-norm of a symmetric matrix, 0-dim, never 0."""
-    bound = torch.minimum(a.abs().sum(0).amax(), torch.linalg.vector_norm(a))
+    """A bound of the 2-norm of each symmetric matrix [..., K, K], [..., 1, 1], never 0."""
+    rows = a.abs().sum(-2, keepdim=True).amax(-1, keepdim=True)
+    bound = torch.minimum(rows, torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True))
     return bound.clamp_min(torch.finfo(a.dtype).tiny)
 
 
 def clipped(w: Tensor, trigger: float, limit: float) -> Tensor:
-    """w [M, K], M >= K, with every singular value above ``trigger`` set to ``limit``; see Note [Clipping by products].
+    """w [M, K] or [R, M, K], M >= K, with every singular value above ``trigger`` set to ``limit``; see Note [Clipping
+    by products].
 
     Values that differ from the trigger by no more than rounding may be treated either way.
     """
     square = trigger**2
-    identity = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
+    add_product = torch.addmm if w.ndim == 2 else torch.baddbmm
+    identity = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device).expand(*w.shape[:-2], -1, -1)
     beyond = w.mT @ w - square * identity
     x = beyond / _norm_bound(beyond)
     for _ in range(SIGN_STEPS[w.dtype]):
-        x = torch.addmm(x, x, x @ x, beta=1.5, alpha=-0.5)
+        x = add_product(x, x, x @ x, beta=1.5, alpha=-0.5)
     projector = (identity + x) / 2
     c = projector @ beyond
     c = square * identity + (c + c.mT) / 2
     scale = _norm_bound(c)
     y, z = c / scale, identity
     for _ in range(ROOT_STEPS):
-        t = torch.addmm(identity, z, y, beta=1.5, alpha=-0.5)
+        t = add_product(identity, z, y, beta=1.5, alpha=-0.5)
         y, z = y @ t, t @ z
     return w - (w @ projector) @ (identity - limit * scale.rsqrt() * z)
+
+
+def clip_(matrices: list[Tensor], trigger: float, limit: float) -> None:
+    """`clipped` in place: one call for all matrices [M, K] of equal sizes, whichever of the two is larger."""
+    alike: dict[Any, list[Tensor]] = {}
+    for w in matrices:
+        tall = w.mT if w.shape[0] < w.shape[1] else w
+        alike.setdefault((tall.shape, tall.dtype, tall.device), []).append(tall)
+    for group in alike.values():
+        if len(group) == 1:
+            group[0].copy_(clipped(group[0], trigger, limit))
+            continue
+        for w, result in zip(group, clipped(torch.stack(group), trigger, limit), strict=True):
+            w.copy_(result)

@@ -18,7 +18,7 @@ from orthokern._state import check_integer, misfit
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import spectral
 from orthokern.optim._checks import check_certificate, check_constrained, check_matrix
-from orthokern.optim._clip import clipped
+from orthokern.optim._clip import clip_
 
 THRESHOLDS = ("2-delta", "2")
 METHODS = ("auto", "proof", "products")
@@ -112,7 +112,7 @@ class SpectralNormProjection:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
             the candidate's input matrices W_in that ``inputs`` names (or anything with a method
             ``spectral_constraints(inputs)``). Or an iterable of matrices, or of pairs (matrix, slice of its rows).
-            float32 or float64.
+            float32 or float64. In place of a matrix, those of R stacked models [R, M, K]: each is constrained.
         delta: in (0, 2).
         threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as eq. 13 has it. "2":
             those above 2, as section 3.3 proposes to save work; values between the two stay.
@@ -168,7 +168,7 @@ class SpectralNormProjection:
         found = _of_module(constrained, inputs) if isinstance(constrained, nn.Module) else list(constrained)
         if not found:
             raise InputError("constrained has no matrix: accepted is a module with a GRU, or matrices")
-        self._matrices = [check_constrained(index, item) for index, item in enumerate(found)]
+        self._matrices = [one for index, item in enumerate(found) for one in check_constrained(index, item)]
         self._before: list[Tensor | None] = [None] * len(self._matrices)
         self._bounds = [math.inf] * len(self._matrices)
         self._certificates: list[_Certificate | None] = [None] * len(self._matrices)
@@ -177,7 +177,7 @@ class SpectralNormProjection:
     @property
     def matrices(self) -> list[Tensor]:
         """The constrained matrices, as views of their parameters."""
-        return [parameter.detach()[rows] for parameter, rows in self._matrices]
+        return [parameter.detach()[place] for parameter, place in self._matrices]
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
         """Run ``step`` after every step of the optimizer; the handle's ``remove()`` ends that."""
@@ -189,16 +189,15 @@ class SpectralNormProjection:
     def step(self) -> None:
         """Project every constrained matrix, where its bound does not show that there is nothing to do."""
         self.counts["steps"] += 1
-        by_proof = []
+        by_proof, by_products = [], []
         for index, w in enumerate(self.matrices):
             if self.method == "proof" or (self.method == "auto" and w.device.type == "cpu"):
                 by_proof.append(index)
                 continue
             check_constrained(index, w)
             self.counts["checks"] += 1
-            flat = w.shape[0] < w.shape[1]
-            result = clipped(w.mT if flat else w, self.trigger, self.limit)
-            w.copy_(result.mT if flat else result)
+            by_products.append(w)
+        clip_(by_products, self.trigger, self.limit)
         for index, bound in zip(by_proof, self._upper_bounds(by_proof), strict=True):
             if math.isfinite(bound) and bound <= self.trigger:
                 continue

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -33,7 +33,8 @@ from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
 from orthokern.training.options import Options, add_options, defaults, named, option, switch
-from orthokern.training.rundir import RunFolder
+from orthokern.training.replicas import PreparedRun, folder_of_seed, train_together
+from orthokern.training.rundir import RunFolder, usual_folder
 from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -59,6 +60,8 @@ class RunOptions(Options):
     """The settings of every task. Their names are the names of the options, with underscores.
 
     Attributes:
+        REPLICAS: whether --replicas is accepted: after its construction, the task draws all of its random numbers from
+            generators of its own.
         preset: name of the preset; None for none.
         processes: number of processes that train together; recorded.
         iterations_per_epoch: iterations of an epoch; None if the task has no epochs; recorded.
@@ -66,6 +69,7 @@ class RunOptions(Options):
     """
 
     GROUP = "the run"
+    REPLICAS: ClassVar[bool] = False
     preset: str | None = None
     processes: int = 1
     iterations_per_epoch: int | None = None
@@ -154,6 +158,8 @@ def make_parser(
         metavar="DIR",
         help="resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run",
     )
+    text = "train the R seeds from --seed on in one process, in folders of their own: DIR-seed-0, ...; or resume them"
+    group.add_argument("--replicas", type=integer(1), metavar="R", help=text if options.REPLICAS else argparse.SUPPRESS)
     return parser
 
 
@@ -224,12 +230,20 @@ def run(
     """
     started = time.perf_counter()
 
+    def prepare(given: Settings, shard: Shard) -> PreparedRun:
+        return _prepare(name, parser, given, options, presets, complete, build, shard)
+
     def body() -> int:
         try:
             given = parser.parse(arguments)
             timeout: float = given.get("process_timeout") or options.process_timeout
+            replicas = given.pop("replicas", None)
+            if replicas is not None and not options.REPLICAS:
+                raise InputError(f"--replicas {replicas}: for tasks that generate their sequences, not {name}")
             with without_dynamo(), distributed.processes(timeout) as shard:
-                return _run(name, parser, given, options, presets, complete, build, started, shard)
+                if replicas is None:
+                    return _run_one(prepare(given, shard), started, shard)
+                return _run_replicas(lambda one: prepare(one, shard), given, name, replicas, started, shard)
         except (InputError, BackendUnavailable) as error:
             if distributed.speaks(error):
                 raise
@@ -295,7 +309,39 @@ def _may_be_none(parser: Parser, name: str, settings: Settings) -> bool:
         return False
 
 
-def _run(
+@contextlib.contextmanager
+def _rejected(runs: list[PreparedRun]) -> Iterator[None]:
+    """Removes the folders of runs that are rejected before their first iteration, and names a folder that cannot be
+    written."""
+    try:
+        yield
+    except (InputError, BackendUnavailable):
+        for run in runs:
+            run.folder.discard()
+        raise
+    except OSError as error:
+        for run in runs:
+            run.folder.discard()
+        told = InputError(f"cannot write in the run folder {runs[0].folder.path}: {error.strerror or error}")
+        raise distributed.same_scope(told, error) from None
+
+
+def _run_one(run: PreparedRun, started: float, shard: Shard) -> int:
+    with _rejected([run]), _enough_memory(run.options):
+        outcome = train(
+            run.task,
+            run.folder,
+            run.settings,
+            resume=run.resume,
+            started=started,
+            announce=lambda: say(run.headline()),
+        )
+    if shard.first:
+        say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
+    return outcome.exit_code
+
+
+def _prepare(
     name: str,
     parser: Parser,
     given: Settings,
@@ -303,9 +349,8 @@ def _run(
     presets: Mapping[str, Settings],
     complete: Callable[[Settings], Chosen],
     build: Callable[[Chosen], Task],
-    started: float,
     shard: Shard,
-) -> int:
+) -> PreparedRun:
     usual_settings = defaults(options)
     resume = "resume" in given
     out, folder = given.pop("out", None), given.pop("resume", None)
@@ -375,17 +420,27 @@ def _run(
         profile=settings.profile,
         cuda_graph=settings.cuda_graph,
     )
-    where = f"{'resuming in' if resume else 'run folder'} {run_folder.path}{task.headline()}"
-    try:
-        with _enough_memory(settings):
-            outcome = train(task, run_folder, loop, resume=resume, started=started, announce=lambda: say(where))
-    except (InputError, BackendUnavailable):
-        run_folder.discard()
-        raise
-    except OSError as error:
-        run_folder.discard()
-        told = InputError(f"cannot write in the run folder {run_folder.path}: {error.strerror or error}")
-        raise distributed.same_scope(told, error) from None
-    if shard.first:
-        say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
-    return outcome.exit_code
+    return PreparedRun(task, run_folder, loop, resume, settings)
+
+
+def _run_replicas(
+    prepare: Callable[[Settings], PreparedRun], given: Settings, name: str, count: int, started: float, shard: Shard
+) -> int:
+    """Trains the runs of `count` seeds. Returns the largest of their exit codes."""
+    if shard.world > 1:
+        raise InputError(f"--replicas {count}: for one process, not under torchrun")
+    for setting in ("profile", "cuda_graph"):
+        if given.get(setting):
+            raise InputError(f"--replicas {count}: not with --{setting.replace('_', '-')}, which is for one run")
+    places = {key: given[key] for key in ("out", "resume") if given.get(key) is not None}
+    if not places and "resume" not in given:
+        places = {"out": usual_folder(name)}
+    first = given.get("seed", 0)
+    runs: list[PreparedRun] = []
+    with _rejected(runs):
+        for seed in range(first, first + count):
+            own = {key: folder_of_seed(base, seed) for key, base in places.items()}
+            runs.append(prepare({**given, **own, "seed": seed}))
+        with _enough_memory(runs[0].options):
+            outcomes = train_together(runs, [f"seed {first + index}" for index in range(count)], started)
+    return max(outcome.exit_code for outcome in outcomes)

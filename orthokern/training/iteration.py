@@ -16,7 +16,7 @@ from orthokern.training.profiling import Profiler
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
-__all__ = ["LoopSettings", "Step", "diagnosis", "joint_profile", "numbers_of", "step"]
+__all__ = ["LoopSettings", "Step", "diagnosis", "joint_profile", "move", "numbers_of", "step"]
 
 Profiles = dict[str, Tensor]  # field of the record -> norms [T] of one batch
 
@@ -104,6 +104,19 @@ def step(
                 profiles.append(_profiles(task, taken, batch, settings))
     if check:
         distributed.check_averaged(task.module, task.name)
+    return move(task, names, rows, stop, profiler, profiles)
+
+
+def move(
+    task: Task, names: list[str], rows: list[Tensor], stop: StopRequest, profiler: Profiler, profiles: list[Profiles]
+) -> Step:
+    """The optimizer step with the gradients that the parameters hold, unless loss or gradient is not finite.
+
+    Args:
+        names: of the task's numbers.
+        rows: for each batch, the loss and these numbers; float64.
+        profiles: as in Step.
+    """
     with profiler.stage("clip and step"):
         # One transfer for all numbers: on a GPU each .item() would synchronize.
         local = numbers_of(task, rows).tolist()

@@ -90,7 +90,7 @@ class RunFolder:
         what = "the run folder" if path is None else f"--out {path}: the folder"
         own = path is None
         if path is None:
-            path = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+            path = usual_folder(task)
         config = {
             "task": task,
             "settings": settings,
@@ -228,6 +228,11 @@ class RunFolder:
                 f"nothing to resume in {self.path}: no checkpoint.pt there, though {found}; "
                 "put it back, or start a new run in another folder"
             )
+
+
+def usual_folder(task: str) -> Path:
+    """The folder of a run that is given none."""
+    return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _check_empty(path: Path, what: str) -> None:

@@ -78,13 +78,22 @@ def scan_case(op: str, activation: str, inputs: str, *, gap: float = 1e-3, **opt
     return Case(call, given, problem.grad_hs)
 
 
-def gru_case(variant: str, lengths: Tensor | None) -> Case:
+def gru_case(variant: str, lengths: Tensor | None, *, resets: bool = False, state: bool = True) -> Case:
+    """resets: RESETS, from a state that is a leaf, or without `state` from zeros."""
     problem = GruProblem.random(variant, 4, 3, 3, bias=lengths is None)
+    cuts = {"lengths": lengths, "resets": torch.tensor(RESETS).bool() if resets else None}
+    given = [problem.x, problem.w, problem.h0, problem.bias]
+    if resets and state:
+        given.append(problem.h0.flip(0) / 2)
 
-    def call(x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-        return functional.gru_scan(x, w, h0=h0, bias=bias, variant=variant, lengths=lengths, backend=backend)
+    def call(x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *state: Tensor, backend: str | None) -> Tensor:
+        options: dict[str, Any] = {
+            **cuts,
+            "reset_state": state[0] if state else torch.zeros_like(h0) if resets else None,
+        }
+        return functional.gru_scan(x, w, h0=h0, bias=bias, variant=variant, backend=backend, **options)
 
-    return Case(call, [problem.x, problem.w, problem.h0, problem.bias], problem.grad_hs)
+    return Case(call, given, problem.grad_hs)
 
 
 LENGTHS = torch.tensor([4, 2, 3])
@@ -114,6 +123,17 @@ def test_double_backward_and_forward_mode_of_the_gru(variant: str, lengths: Tens
     case = gru_case(variant, lengths)
     assert gradcheck(case, case.leaves, fast_mode=True, check_forward_ad=True)
     assert gradgradcheck(case, case.leaves, fast_mode=True, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("variant", ["kanai", "torch"])
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "lengths"])
+@pytest.mark.parametrize("state", [True, False], ids=["state", "zeros"])
+def test_resets_of_the_gru(variant: str, lengths: Tensor | None, state: bool) -> None:
+    case = gru_case(variant, lengths, resets=True, state=state)
+    assert gradcheck(case, case.leaves, check_forward_ad=True)
+    assert gradgradcheck(case, case.leaves, check_fwd_over_rev=True)
+    for actual, expected in zip(second_gradients(case, None), second_gradients(case, "reference"), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("op", SCANS)
@@ -248,6 +268,8 @@ KINDS_OF_CALLS = [
     pytest.param(lambda: scan_case("dense_scan", "oplu", "features", lengths=LENGTHS), id="dense_scan-oplu"),
     pytest.param(lambda: gru_case("kanai", LENGTHS), id="gru-kanai"),
     pytest.param(lambda: gru_case("torch", None), id="gru-torch"),
+    pytest.param(lambda: gru_case("kanai", None, resets=True), id="gru-kanai-resets"),
+    pytest.param(lambda: gru_case("torch", LENGTHS, resets=True), id="gru-torch-resets"),
 ]
 
 
