@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "common/activations.h"
@@ -16,12 +18,18 @@
 
 namespace orthokern {
 
-// The first of names that ", " separates; `names` becomes the rest.
-inline std::string next_name(const char*& names) {
-  const char* const begin = names;
-  const size_t length = strcspn(begin, ",");
-  names += begin[length] ? length + 2 : length;
-  return std::string(begin, length);
+// The first of names that ", " separates, as a Python string; `names`, a literal, becomes the rest. Strings are made once
+// and kept under the literal's address: a call of a few steps takes less time than making those of its arguments.
+inline PyObject* next_name(const char*& names) {
+  static auto& kept = *new std::unordered_map<const char*, std::pair<PyObject*, size_t>>;  // guarded by the GIL
+  auto& [name, length] = kept[names];
+  if (!name) {
+    length = strcspn(names, ",");
+    name = PyUnicode_InternFromString(std::string(names, length).c_str());
+    if (!name) throw pybind11::error_already_set();
+  }
+  names += names[length] ? length + 2 : length;
+  return name;
 }
 
 // Sets each field that it visits to the value under its name. TypeError for a missing field and, from done(), for a key
@@ -30,7 +38,9 @@ class Arguments {
  public:
   enum Missing { kRefused, kKeepsItsValue };
   Arguments(const char* function, const pybind11::dict& given, Missing missing = kRefused)
-      : function_(function), given_(given), missing_(missing) {}
+      : function_(function), given_(given), missing_(missing) {
+    names_.reserve(given.size());
+  }
 
   // For ORTHOKERN_FIELDS: the names of the fields, separated by ", ".
   template <class... T>
@@ -39,32 +49,34 @@ class Arguments {
   }
 
   // The value under a name; a null object if it is missing and need not be there.
-  pybind11::object take(const std::string& name) {
-    names_.push_back(name);
-    if (PyObject* value = PyDict_GetItemString(given_.ptr(), name.c_str()))
+  pybind11::object take(const char* name) { return take(next_name(name)); }
+  pybind11::object take(PyObject* name) {
+    if (PyObject* value = PyDict_GetItemWithError(given_.ptr(), name)) {
+      names_.push_back(name);
       return pybind11::reinterpret_borrow<pybind11::object>(value);
-    if (missing_ == kRefused) refuse("missing argument '" + name + "'");
-    names_.pop_back();
+    }
+    if (PyErr_Occurred()) throw pybind11::error_already_set();
+    if (missing_ == kRefused) refuse("missing argument '" + text(name) + "'");
     return {};
   }
 
   void done() const {
     if (names_.size() == given_.size()) return;
     for (const auto& item : given_) {
-      const auto key = item.first.cast<std::string>();
       bool known = false;
-      for (const std::string& name : names_) known = known || name == key;
-      if (!known) refuse("unknown argument '" + key + "'");
+      for (PyObject* name : names_) known = known || text(name) == text(item.first.ptr());
+      if (!known) refuse("unknown argument '" + text(item.first.ptr()) + "'");
     }
   }
 
  private:
+  static std::string text(PyObject* name) { return pybind11::str(name); }
   [[noreturn]] void refuse(const std::string& why) const {
     throw pybind11::type_error(std::string(function_) + ": " + why);
   }
 
   template <class T>
-  void read(const std::string& name, T& field) {
+  void read(PyObject* name, T& field) {
     const pybind11::object value = take(name);
     if (!value) return;
     if constexpr (std::is_pointer_v<T>) {
@@ -73,16 +85,16 @@ class Arguments {
       field = value.cast<T>();
     }
     if constexpr (std::is_same_v<T, int>)  // the kernels rely on it to be in their list
-      if (name == "activation" && !visit_activation(field, [](auto) {}))
+      if (!PyUnicode_CompareWithASCIIString(name, "activation") && !visit_activation(field, [](auto) {}))
         throw std::invalid_argument("unknown activation " + std::to_string(field));
   }
   template <class T>
-  void read(const std::string& name, std::vector<T>& structs);
+  void read(PyObject* name, std::vector<T>& structs);
 
   const char* function_;
   const pybind11::dict given_;
   Missing missing_;
-  std::vector<std::string> names_;
+  std::vector<PyObject*> names_;
 };
 
 // A struct read out of a dict; `fields` is the member function that lists what is expected there.
@@ -97,7 +109,7 @@ Struct read_arguments(const char* function, const pybind11::dict& given, void (S
 }
 
 template <class T>
-void Arguments::read(const std::string& name, std::vector<T>& structs) {
+void Arguments::read(PyObject* name, std::vector<T>& structs) {
   const pybind11::object values = take(name);
   for (const pybind11::handle& value : values)
     structs.push_back(

@@ -4,6 +4,7 @@
 // The only caller is orthokern/cpu/_call.py, which has checked dtype, contiguity and device. The GIL is released while
 // a kernel runs.
 #include <pybind11/pybind11.h>
+#include <string.h>
 
 #include <new>
 #include <string>
@@ -87,6 +88,13 @@ PYBIND11_MODULE(_C, m) {
       "cache_bytes",
       [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },
       "Bytes of results in use and waiting.");
+
+  m.def(
+      "same_bytes",
+      [](uintptr_t a, uintptr_t b, size_t bytes) {
+        return memcmp(reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(b), bytes) == 0;
+      },
+      "Whether the bytes at two addresses are the same.");
 
   // One op, one stem: csrc/cpu/<op>.cpp.
   bind(m, "factored_scan_fwd", &CpuKernels::factored_scan_fwd, &ScanArgs::forward<Arguments>);

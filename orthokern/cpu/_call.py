@@ -44,13 +44,24 @@ def build_info() -> dict[str, Any]:
     return info
 
 
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two CPU tensors have one dtype and shape and the same bits (their values, where a copy would be needed to
+    tell, or without the native module)."""
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    if not AVAILABLE or not a.is_contiguous() or not b.is_contiguous():
+        return torch.equal(a, b)
+    same: bool = _C.same_bytes(a.data_ptr(), b.data_ptr(), a.numel() * a.element_size())
+    return same
+
+
 _POOLED_BYTES = 1 << 20
 
 
 def new(*shape: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor; large ones from memory that is kept between iterations (csrc/buffer.h says why)."""
     if math.prod(shape) * dtype.itemsize < _POOLED_BYTES:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
 
 
@@ -83,8 +94,8 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Map
             continue
         if not tensor.is_cpu:
             raise ValueError(f"{key} is on {tensor.device}: the cpu backend takes CPU tensors")
-        expected = _OWN_DTYPE.get(key, dtype)
-        if tensor.dtype != expected:
+        expected = _OWN_DTYPE[key] if key in _OWN_DTYPE else dtype
+        if tensor.dtype is not expected:
             raise ValueError(f"{key} is {tensor.dtype}, expected {expected}")
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
@@ -23,16 +25,17 @@ _RESULTS = (
 
 def _arguments(
     map_: Map, inputs: ScanInputs, options: ScanOptions, steps: int
-) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
     """Sizes and tensors that forward and backward take: fields of ScanArgs in ``csrc/cpu/ops.h``."""
-    x, weight, act_param = inputs.x, inputs.weight, inputs.act_param
-    *replicas, B, N = inputs.h0.shape
+    x, h0, weight, bias, act_param, reset_state = inputs
+    first, scale, second = map_
+    *replicas, B, N = h0.shape
     tokens = x is not None and not x.is_floating_point()
     sizes = {
         "B": B,
         "T": steps,
         "N": N,
-        "K": 0 if map_.first is None else map_.first.shape[-1],
+        "K": 0 if first is None else first.shape[-1],
         "D": 0 if weight is None else weight.shape[-1],
         "R": replicas[0] if replicas else 1,
         "shared_x": int(bool(replicas) and x is not None and x.ndim == (2 if tokens else 3)),
@@ -41,13 +44,10 @@ def _arguments(
         "checkpoint_every": options.checkpoint_every,
     }
     tensors = {
-        **map_._asdict(),
-        **inputs._asdict(),
-        "x": None if tokens else x,
-        "tokens": x if tokens else None,
-        "lengths": options.lengths,
-        "resets": options.resets,
-    }
+        "first": first, "scale": scale, "second": second, "x": None if tokens else x, "tokens": x if tokens else None,
+        "h0": h0, "weight": weight, "bias": bias, "act_param": act_param, "reset_state": reset_state,
+        "lengths": options.lengths, "resets": options.resets,
+    }  # fmt: skip
     return sizes, tensors
 
 
@@ -56,13 +56,11 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     assert inputs.x is not None
     T, rows, dtype, every = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype, options.checkpoint_every
     sizes, tensors = _arguments(map_, inputs, options, T)
-    states = ScanStates(
-        hs=new(T, *rows, dtype=dtype),
-        ckpt=new(-(-T // every), *rows, dtype=dtype) if every else None,
-        pre=new(T, *rows, dtype=dtype) if options.keeps_pre else None,
-    )
-    call(f"{map_.op}_fwd", dtype, sizes, {**tensors, **states._asdict()})
-    return states
+    hs = tensors["hs"] = new(T, *rows, dtype=dtype)
+    ckpt = tensors["ckpt"] = new(-(-T // every), *rows, dtype=dtype) if every else None
+    pre = tensors["pre"] = new(T, *rows, dtype=dtype) if options.keeps_pre else None
+    call("dense_scan_fwd" if map_.first is None else "factored_scan_fwd", dtype, sizes, tensors)
+    return ScanStates(hs, ckpt, pre)
 
 
 def scan_bwd(
@@ -93,7 +91,8 @@ def scan_bwd(
         reset_state=like(inputs.reset_state, options.resets is not None),
         norm=new(*replicas, T, dtype=dtype),
     )
-    saved = {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
-    results = dict(zip(_RESULTS, grads, strict=True))
-    call(f"{map_.op}_bwd", dtype, {**sizes, "message_clip": options.message_clip}, {**tensors, **saved, **results})
+    sizes["message_clip"] = options.message_clip
+    tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
+    tensors |= zip(_RESULTS, grads, strict=True)
+    call("dense_scan_bwd" if map_.first is None else "factored_scan_bwd", dtype, sizes, tensors)
     return grads

@@ -238,7 +238,8 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
 
 def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
     """Refuses what took the place of a module's parameter; shape None: of a module from before shapes were kept."""
-    if type(value) is nn.Parameter and value.layout is torch.strided and value.shape == shape:
+    held = type(value)
+    if (held is nn.Parameter or held is Tensor) and value.layout is torch.strided and value.shape == shape:
         return
     if not isinstance(value, Tensor):
         accepted = "a tensor" if shape is None else f"a tensor of shape {list(shape)}"

@@ -41,9 +41,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
+from orthokern.nn import _few_rows
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
+from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
-from orthokern.ops._alone import quiet
 from orthokern.ops._register import untraced
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
@@ -57,14 +58,6 @@ FLATTEST = 0.1
 # pickled
 _moving: weakref.WeakSet[_Exponential] = weakref.WeakSet()
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
-# module -> of every recurrence the tensors that its matrix was last made of without gradients, the matrix, the settings
-_remembered: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[list[Tensor], Tensor | None, Any]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and torch.equal(a, b)
 
 
 def skew_from(parameter: Tensor) -> Tensor:
@@ -98,7 +91,6 @@ class _Exponential(Recurrent):
 
     _half_ok = False
     _inits: tuple[str, ...] = INITS
-    _made_of: tuple[str, ...] = ("skew", "base")  # the tensors that the matrix depends on
 
     def _set_up_exponential(
         self, init: str, rebase_every: int | None, project_every: int, optimizer_state: str
@@ -145,6 +137,10 @@ class _Exponential(Recurrent):
         check_exponential(f"skew_{suffix}", parameter, p)
         return self._tensor(f"base_{suffix}") @ p
 
+    def _made_of(self, suffix: str) -> tuple[str, ...]:
+        """Names of the tensors that the matrix depends on."""
+        return f"skew_{suffix}", f"base_{suffix}"
+
     def _composed(self, suffix: str) -> Tensor:
         """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""
         raise NotImplementedError
@@ -159,22 +155,21 @@ class _Exponential(Recurrent):
         return [self._composed(suffix) for suffix in self._suffixes()]
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        return (self._gained(self._composed(suffix) if torch.is_grad_enabled() else self._remembered(suffix)),)
+        if torch.is_grad_enabled():
+            return (self._gained(self._composed(suffix)),)
+        parts = [self._tensor(name) for name in self._made_of(suffix)]
+        settings = (self.backend, getattr(self, "mask", None))
+        return (self._gained(kept(self, suffix, parts, settings, lambda: self._composed(suffix))),)
 
-    def _remembered(self, suffix: str) -> Tensor:
-        """`_composed` without gradients, which is made anew only if a tensor that it is made of holds other values than
-        at the last call. They are compared, because a change through ``Tensor.data`` counts no version up."""
-        parts = [self._tensor(f"{part}_{suffix}") for part in self._made_of if hasattr(self, f"{part}_{suffix}")]
-        if not (quiet() and all(type(p) in (nn.Parameter, Tensor) and p.is_cpu for p in parts)):
-            return self._composed(suffix)
-        known = _remembered.setdefault(self, {})
-        values, matrix, settings = known.get(suffix, ([], None, None))
-        now = (self.backend, getattr(self, "mask", None))
-        same = settings == now and len(values) == len(parts)
-        if matrix is None or not same or not all(map(_equal, values, parts)):
-            matrix = self._composed(suffix)
-            known[suffix] = ([p.detach().clone() for p in parts], matrix, now)
-        return matrix
+    def _kept_orthogonal(self, suffix: str) -> Tensor:
+        """`_orthogonal` without gradients."""
+        parts = [self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")]
+        return kept(self, f"p_{suffix}", parts, self.backend, lambda: self._orthogonal(suffix))
+
+    def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
+        """What ``_few_rows.gradient`` needs of A."""
+        skew = self._tensor(f"skew_{suffix}")
+        return kept(self, f"series_{suffix}", [skew], None, lambda: _few_rows.series(skew_from(skew)))
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:

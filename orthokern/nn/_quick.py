@@ -4,85 +4,218 @@
 each layer. For anything else, bad input included, the answer is None, and the full path runs, which handles every
 case and every error. For one step of one sequence the checks of the full path take several times as long as the step.
 
-Letters: B batch, T time, N hidden_size, D input_size.
+With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward calls
+the scan's kernel and makes the parameters' gradients from the few rows that it gives. Where the backward itself is
+recorded (create_graph), or run for many cotangents at once, the node runs the full path again and derives that.
+
+Letters: B batch, T time, N hidden_size, D input_size, R = T B rows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern.ops._alone import quiet
 from orthokern.ops._taps import SINKS
 
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
-__all__ = ["forward"]
+__all__ = ["Rows", "forward"]
 
 
-def common_dtype(module: Recurrent) -> torch.dtype | None:
-    """The dtype of the parameters if all are plain CPU tensors of it and the kernels take it; else None. Their shapes
-    are checked where they are read."""
+class Rows(NamedTuple):
+    """What a module makes the gradients of a few steps from."""
+
+    leaf: Any
+    x: Tensor  # [T,B,D]
+    h0: Tensor  # [B,N]
+    hs: Tensor  # [T,B,N]
+    grad_hs: Tensor  # [T,B,N]
+    parameters: dict[str, Tensor]
+    needs: dict[str, bool]  # parameters whose gradients are wanted
+
+    def before(self) -> Tensor:
+        """[R,N], the states that the steps start from."""
+        return self.h0 if len(self.hs) == 1 else torch.cat([self.h0, self.hs[:-1].flatten(0, 1)])
+
+
+MOST_ROWS = 4  # T B up to which a call with gradients is a single node
+
+
+def _held(module: Recurrent) -> tuple[torch.dtype, dict[str, Tensor]] | None:
+    """The parameters and their dtype if all are plain CPU tensors of it and of their shapes, and the kernels take it;
+    else None."""
     shapes = module.__dict__.get("_shapes")
-    if not shapes:
-        return None
-    parameters: dict[str, Tensor | None] = module._parameters or module._buffers  # type: ignore[assignment]
+    parameters: dict[str, Any] = module._parameters or module._buffers
     first = parameters.get("weight_ih_l0")
-    if first is None:
+    if not shapes or first is None:
         return None
     dtype = first.dtype
     if dtype is not torch.float32 and dtype is not torch.float64:
         return None
-    for name in shapes:
+    for name, shape in shapes.items():
         value = parameters.get(name)
         kind = type(value)
         if value is None or (kind is not nn.Parameter and kind is not Tensor):
             return None
-        if value.dtype is not dtype or not value.is_cpu:
+        if value.dtype is not dtype or not value.is_cpu or value.shape != shape or value.layout is not torch.strided:
             return None
-    return dtype
+    return dtype, parameters
 
 
-def forward(module: Recurrent, input: object, hx: object) -> tuple[Tensor, Tensor] | None:
-    """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run."""
-    if type(input) is not Tensor or not quiet() or module.bidirectional:
+def _plain(value: Tensor) -> bool:
+    return value.is_cpu and value.layout is torch.strided and not value.is_nested and not value.is_neg()
+
+
+def _start(module: Recurrent, suffix: str, data: Tensor, given: Tensor | None) -> Tensor:
+    """h0 [B,N] of one layer."""
+    if given is not None:
+        return given
+    B, N = data.shape[1], module.hidden_size
+    if module.learned_h0:
+        return module._tensor(f"h0_{suffix}").expand(B, N)
+    return torch.zeros(B, N, dtype=module._tensor("weight_ih_l0").dtype, device="cpu")
+
+
+def _states(module: Recurrent, leaf: Any, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """(hs, h_n, h0, what the backward reads) of a module of one layer, without gradients."""
+    h0 = _start(module, "l0", data, hx if hx is None else hx[0])
+    hs, kept = module._quick_states(leaf, "l0", data, h0)
+    return hs, (hs if len(hs) == 1 else hs[-1:]).clone(), h0, kept
+
+
+class _Steps(torch.autograd.Function):
+    """(hs [T,B,N], h_n [1,B,N]) of a module of one layer, from the module, its leaf, x [T,B,D], hx and the parameters
+    in the order of ``module._shapes``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, module: Recurrent, leaf: Any, x: Tensor, hx: Tensor | None, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        hs, last, h0, kept = _states(module, leaf, x, hx)
+        ctx.module, ctx.leaf, ctx.count = module, leaf, len(parameters)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, hx, *parameters, hs, h0, *kept, *module._quick_kept("l0"))
+        return hs, last
+
+    @staticmethod
+    def backward(ctx: Any, grad_hs: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if grad_hs is None and grad_last is None:
+            return (None,) * (ctx.count + 4)
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+            return None, None, *_derived(ctx, saved[: ctx.count + 2], (grad_hs, grad_last))
+        return None, None, *_gradients(ctx, saved, grad_hs, grad_last)
+
+
+@keeps_dtype
+def _gradients(
+    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_last: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    module, end = ctx.module, ctx.count + 2
+    x, hx, *values = saved[:end]
+    hs, h0, *kept = saved[end:]
+    if grad_hs is None:
+        grad_hs = torch.zeros_like(hs)
+    if grad_last is not None:
+        if len(hs) == 1:
+            grad_hs = grad_hs + grad_last
+        else:
+            grad_hs = grad_hs.clone(memory_format=torch.contiguous_format)
+            grad_hs[-1] += grad_last[0]
+    needs = dict(zip(module._shapes, ctx.needs_input_grad[4:], strict=True))
+    rows = Rows(ctx.leaf, x, h0, hs, grad_hs.contiguous(), dict(zip(module._shapes, values, strict=True)), needs)
+    of_x, of_h0, found = module._quick_gradients(rows, ctx.needs_input_grad[2], *kept)
+    if hx is None and module.learned_h0:
+        found["h0_l0"] = of_h0.sum(0)
+    given = (of_x, None if hx is None else of_h0.unsqueeze(0), *map(found.get, module._shapes))
+    return tuple(grad if need else None for grad, need in zip(given, ctx.needs_input_grad[2:], strict=True))
+
+
+class _FullPath(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input: Tensor, hx: Tensor | None) -> Any:
+        return self.module._full_forward(input, hx, None, None)  # type: ignore[operator]
+
+
+def _derived(
+    ctx: Any, inputs: tuple[Any, ...], grads: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by the full path, as functions that can be derived again."""
+    module, needs, again = ctx.module, ctx.needs_input_grad[2:], torch.is_grad_enabled()
+    with torch.enable_grad():
+        # views: a hook of a tensor must see its gradient once, not in here too
+        tensors = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
+        x, hx, *values = tensors
+        names = (f"module.{name}" for name in module._shapes)
+        turned = x.transpose(0, 1) if module.batch_first else x
+        output, last = torch.func.functional_call(
+            _FullPath(module), dict(zip(names, values, strict=True)), (turned, hx)
+        )
+        results = (output.transpose(0, 1) if module.batch_first else output, last)
+        pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+        wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
+        found = iter(
+            torch.autograd.grad(
+                [result for result, _ in pairs], wanted, [grad for _, grad in pairs], create_graph=again,
+                allow_unused=True,
+            )
+        )  # fmt: skip
+    return tuple(next(found) if need else None for need in needs)
+
+
+def forward(module: Recurrent, input: object, hx: object, recorded: bool) -> tuple[Tensor, Tensor] | None:
+    """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run. recorded: whether
+    they have gradients."""
+    if type(input) is not Tensor or module.bidirectional or not quiet():
         return None
-    dtype = common_dtype(module)
-    if dtype is None or not input.is_cpu or input.layout is not torch.strided or input.is_nested:
+    held = _held(module)
+    if held is None or not _plain(input):
         return None
+    dtype, parameters = held
     shape, layers, N = input.shape, module.num_layers, module.hidden_size
-    if input.dtype is dtype:
-        if len(shape) != 3 or shape[2] != module.input_size:
+    ids = input.dtype is not dtype
+    if ids:
+        if input.dtype is not torch.int64 or len(shape) != 2:
             return None
-    elif input.dtype is not torch.int64 or len(shape) != 2:
+    elif len(shape) != 3 or shape[2] != module.input_size:
         return None
     data = input.transpose(0, 1) if module.batch_first else input
     T, B = data.shape[:2]
     if T < 1 or B < 1 or (module.training and module.dropout > 0.0):
         return None
-    if hx is not None:
-        if type(hx) is not Tensor or hx.dtype is not dtype or not hx.is_cpu or hx.layout is not torch.strided:
-            return None
-        if hx.is_nested or hx.shape != (layers, B, N):
-            return None
+    if hx is not None and (type(hx) is not Tensor or hx.dtype is not dtype or not _plain(hx)):
+        return None
+    if hx is not None and hx.shape != (layers, B, N):
+        return None
     op, sizes = module._op()
     leaf = dispatch.cpu_leaf(op, module.backend, dtype, **sizes)
     if leaf is None:
         return None
-    recorded = torch.is_grad_enabled() or bool(SINKS)
-    last = []
+    if layers == 1 and not SINKS:
+        found = None
+        if not recorded:
+            found = _states(module, leaf, data, hx)[:2]
+        elif T * B <= MOST_ROWS and not ids and module.gain == 1.0 and not module.checkpoint_every:
+            found = _Steps.apply(module, leaf, data, hx, *[parameters[name] for name in module._shapes])
+        if found is not None:
+            return (found[0].transpose(0, 1) if module.batch_first else found[0]), found[1]
+    recorded = recorded or bool(SINKS)
+    ends = []
     for layer in range(layers):
         suffix = f"l{layer}"
-        if hx is not None:
-            h0 = hx[layer]
-        elif module.learned_h0:
-            h0 = module._tensor(f"h0_{suffix}").expand(B, N)
-        else:
-            h0 = torch.zeros(B, N, dtype=dtype, device="cpu")
-        data = module._quick_scan(leaf, suffix, data, h0, recorded)
-        last.append(data[-1])
-    return (data.transpose(0, 1) if module.batch_first else data), torch.stack(last)
+        h0 = _start(module, suffix, data, hx if hx is None else hx[layer])
+        data = (
+            module._quick_scan(leaf, suffix, data, h0) if recorded else module._quick_states(leaf, suffix, data, h0)[0]
+        )
+        ends.append(data[-1])
+    return (data.transpose(0, 1) if module.batch_first else data), torch.stack(ends)

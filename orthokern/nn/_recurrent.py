@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import _autocast, dispatch, functional
 from orthokern._activations import ACTIVATIONS
+from orthokern._scan_contract import ScanInputs
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _loss, _quick
 from orthokern.nn._checks import (
@@ -160,7 +161,8 @@ class Recurrent(nn.Module):
     def _tensor(self, name: str) -> Tensor:
         tensor: Any = self._parameters.get(name)
         if tensor is None:  # a buffer, or what took the place of a parameter
-            tensor = getattr(self, name)
+            tensor = self._buffers.get(name)
+            tensor = getattr(self, name) if tensor is None else tensor
         check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
         checked: Tensor = tensor
         return checked
@@ -222,17 +224,55 @@ class Recurrent(nn.Module):
         scan: Callable[..., Tensor] = functional.dense_scan if len(matrix) == 1 else functional.factored_scan
         return scan(x, *matrix, h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
-    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor, recorded: bool) -> Tensor:
-        """`_scan` of a batch in the ordinary layout on a CPU, of which everything has been checked: ``_quick``."""
-        op = SCANS[self._op()[0]]
+    # The four methods of ``_quick``, where all of a call has been checked: a batch in the ordinary layout on a CPU.
+
+    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> Tensor:
+        """`_scan`."""
+        matrix, bias = self._factors(suffix)
+        hs: Tensor = SCANS[self._op()[0]].public(
+            x, *matrix, h0, self._gained(self._tensor(f"weight_ih_{suffix}")), bias, self._act_param(suffix),
+            activation=self.nonlinearity, precision=self.precision, checkpoint_every=self.checkpoint_every,
+            backend=self.backend, message_clip=self.message_clip,
+        )  # fmt: skip
+        return hs
+
+    def _quick_states(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """hs [T,B,N] without gradients, and what `_quick_gradients` is given of it."""
         matrix, bias = self._factors(suffix)
         weight, act_param = self._gained(self._tensor(f"weight_ih_{suffix}")), self._act_param(suffix)
-        if not recorded:
-            return op.states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity)
-        return op.public(
-            x, *matrix, h0, weight, bias, act_param, activation=self.nonlinearity, precision=self.precision,
-            checkpoint_every=self.checkpoint_every, backend=self.backend, message_clip=self.message_clip,
+        found = SCANS[self._op()[0]].states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity)
+        return found.hs, (found.pre, bias, act_param, *matrix)
+
+    def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
+        """What else it is given."""
+        return ()
+
+    def _quick_gradients(
+        self, rows: _quick.Rows, need_x: bool, pre: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
+        *matrix: Tensor,
+    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor | None]]:  # fmt: skip
+        """Gradients of x, h0 and the parameters of l0, of a module without a gain, by M = sum delta h^T of few rows."""
+        op, learned = SCANS[self._op()[0]], ACTIVATIONS[self.nonlinearity].learned
+        maps, more = matrix[: op.count], matrix[op.count :]
+        found = op.first_gradients(
+            rows.leaf, maps, ScanInputs(None, rows.h0, act_param=act_param), self.nonlinearity, self.message_clip,
+            rows.grad_hs, rows.hs, pre, True, learned is not None,
         )  # fmt: skip
+        assert found.x is not None
+        delta, x = found.x.flatten(0, 1), rows.x.flatten(0, 1)
+        grads = self._matrix_gradients(delta, rows, maps, more)
+        grads["weight_ih_l0"] = delta.mT @ x
+        if bias is not None:
+            grads["bias_l0"] = delta.sum(0)
+        if learned is not None:
+            grads[f"{learned.stem}_l0"] = found.act_param
+        return (found.x @ rows.parameters["weight_ih_l0"] if need_x else None), found.h0, grads
+
+    def _matrix_gradients(
+        self, delta: Tensor, rows: _quick.Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
+    ) -> dict[str, Tensor | None]:
+        """Those of the parameters of the matrix W, with dL/dW = delta^T h, delta [R,N] and h = rows.before()."""
+        raise NotImplementedError
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         """The recurrent matrix with the gain: (w,), or (u, s, v)."""
@@ -342,8 +382,17 @@ class Recurrent(nn.Module):
             >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
         """
         plain = resets is None and reset_state is None
-        if plain and (found := _quick.forward(self, input, hx)) is not None:
+        if plain and (found := _quick.forward(self, input, hx, torch.is_grad_enabled())) is not None:
             return found
+        return self._full_forward(input, hx, resets, reset_state)
+
+    def _full_forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None,
+        resets: Tensor | None,
+        reset_state: Tensor | None,
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):

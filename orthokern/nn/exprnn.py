@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern.nn import _few_rows
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
+from orthokern.nn._quick import Rows
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "ExpRNN"]
 
@@ -97,6 +99,12 @@ class ExpRNN(_Exponential):
         """Parameter name -> "skew" (A, which may have a learning rate of its own) or "other"."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
+
+    def _matrix_gradients(
+        self, delta: Tensor, rows: Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
+    ) -> dict[str, Tensor | None]:
+        # W^T dL/dW = sum (W^T delta) h^T
+        return {"skew_l0": _few_rows.gradient(delta @ matrix[0], rows.before(), *more)}
 
     def extra_repr(self) -> str:
         return self._repr_exponential()

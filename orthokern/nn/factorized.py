@@ -15,6 +15,8 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, number, parameter_dtype, positive_int
+from orthokern.nn._kept import kept
+from orthokern.nn._quick import Rows
 from orthokern.nn._recurrent import Recurrent
 
 __all__ = ["APPLY", "FactorizedRNN"]
@@ -190,11 +192,33 @@ class FactorizedRNN(Recurrent):
     def _spectrum(self, suffix: str) -> Tensor:
         return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
 
-    @_autocast.keeps_dtype
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
-        s = self._gained(self._spectrum(suffix))
+        u, p, v = (self._tensor(f"{name}_{suffix}") for name in ("u", "spectrum", "v"))
+        composed, recorded = self.apply_mode == "composed", torch.is_grad_enabled()
+        if recorded:
+            return self._made(u, p, v)
+        parts, settings = [u, p, v] if composed else [p], (composed, self.margin, self.spectrum_map, self.gain)
+        made = kept(self, suffix, parts, settings, lambda: self._made(u, p, v))
+        return made if composed else (u, made[1], v)
+
+    @_autocast.keeps_dtype
+    def _made(self, u: Tensor, p: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
         return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
+
+    def _matrix_gradients(
+        self, delta: Tensor, rows: Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
+    ) -> dict[str, Tensor | None]:
+        u, p, v = (rows.parameters[f"{name}_l0"] for name in ("u", "spectrum", "v"))
+        s = matrix[1] if len(matrix) == 3 else functional.spectrum(p, self.margin, self.spectrum_map)
+        h = rows.before()
+        by_v, by_u = h @ v, delta @ u  # [R,K]
+        grad = (by_u * by_v).sum(0)
+        if self.margin is not None:
+            half = 0.5 if self.spectrum_map == "sigmoid" else 1.0
+            t = torch.tanh(p * half)
+            grad = grad * torch.addcmul(torch.ones_like(t), t, t, value=-1.0).mul_(self.margin * half)
+        return {"u_l0": delta.mT @ (by_v * s), "spectrum_l0": grad, "v_l0": h.mT @ (by_u * s)}
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         if self.apply_mode == "composed":

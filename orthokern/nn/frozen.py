@@ -14,6 +14,7 @@ from torch import Tensor
 from orthokern import _autocast
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
+from orthokern.nn import _quick
 from orthokern.nn._recurrent import Recurrent
 from orthokern.nn.gru import GRU
 
@@ -49,6 +50,11 @@ class _Frozen(Recurrent):
         Raises:
             InputError: as forward; a bidirectional module, which needs the whole sequence.
         """
+        if type(x) is Tensor and x.dim() == (1 if x.dtype is torch.int64 else 2):
+            time = int(self.batch_first)
+            found = _quick.forward(self, x.unsqueeze(time), h, False)
+            if found is not None:
+                return found[0].squeeze(time), found[1]
         if self.bidirectional:
             raise InputError("step serves one direction; accepted for a bidirectional module: forward")
         if not isinstance(x, Tensor):

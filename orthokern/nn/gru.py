@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
-from orthokern._scan_contract import GruInputs, GruOptions
+from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, told
 from orthokern.nn._layouts import Cuts
+from orthokern.nn._quick import Rows
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
+from orthokern.ops._taps import SINKS, record
 from orthokern.ops.gru_scan import VARIANTS, gru_scan
 
 __all__ = ["GRU"]
@@ -199,13 +201,30 @@ class GRU(TorchRecurrent):
             **({} if cuts is None else cuts._asdict()),
         )  # fmt: skip
 
-    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor, recorded: bool) -> Tensor:
+    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> Tensor:
         w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
-        e = self._input_term(x, suffix)
-        if not recorded:
-            states: Tensor = leaf.gru_scan_fwd(GruInputs(e, w, h0, bias), GruOptions(self.variant)).hs
-            return states
-        return gru_scan(e, w, h0, bias, variant=self.variant, backend=self.backend)
+        return gru_scan(self._input_term(x, suffix), w, h0, bias, variant=self.variant, backend=self.backend)
+
+    def _quick_states(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
+        found = leaf.gru_scan_fwd(GruInputs(self._input_term(x, suffix), w, h0, bias), GruOptions(self.variant))
+        return found.hs, (found.gates, found.pre)
+
+    def _quick_gradients(  # type: ignore[override]
+        self, rows: Rows, need_x: bool, gates: Tensor, pre: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor | None]]:
+        w_in, w, bias = (rows.parameters.get(f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_hh"))
+        assert w_in is not None and w is not None
+        found = rows.leaf.gru_scan_bwd(
+            GruInputs(None, w, rows.h0, bias), GruOptions(self.variant), rows.grad_hs, GruStates(rows.hs, gates, pre)
+        )
+        if SINKS:
+            record("gru_scan", found.norm)
+        gates_rows = found.x.flatten(0, 1)
+        grads = {"weight_ih_l0": gates_rows.mT @ rows.x.flatten(0, 1), "weight_hh_l0": found.w}
+        if bias is not None:
+            grads |= {"bias_ih_l0": gates_rows.sum(0), "bias_hh_l0": found.bias}
+        return (found.x @ w_in if need_x else None), found.h0, grads
 
     def extra_repr(self) -> str:
         return told(
