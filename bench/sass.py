@@ -9,8 +9,8 @@ loop with a barrier, and every loop inside of it: its body runs once for each st
 they have at least 32 multiply-adds.
 
 The *path* of a loop is its longest way from the first instruction to the branch back, if possible without function
-calls and without inner loops that multiply nothing. Other inner loops are passed `repeats`
-times. Rarely taken code that the compiler has moved behind the loop is not part of it.
+calls and without inner loops that multiply nothing and send nothing to another block. Other inner loops are passed
+`repeats` times. Rarely taken code that the compiler has moved behind the loop is not part of it.
 
 Clocks are estimated by a simulation of one multiprocessor (`estimate`). Each of its four schedulers issues one
 instruction per clock, from the warp that has waited longest, and observes what the compiler has written into each
@@ -102,7 +102,8 @@ class Instruction:
         """No way to the next instruction."""
         if self.predicate not in ("", "@PT"):
             return False
-        return self.base in ("EXIT", "BRX", "RET", "JMP") or (self.base == "BRA" and ".DIV" not in self.opcode)
+        conditional = ".DIV" in self.opcode or self.operands.startswith(("UP", "!UP"))  # BRA.U: a uniform predicate
+        return self.base in ("EXIT", "BRX", "RET", "JMP") or (self.base == "BRA" and not conditional)
 
 
 @dataclasses.dataclass
@@ -205,7 +206,7 @@ class Loop:
         index = {instruction.address: i for i, instruction in enumerate(body)}
         rare: set[int] = set()
         for loop in loops(self.function):
-            if self.contains(loop) and loop.count("fma") < 8:
+            if self.contains(loop) and loop.count("fma") < 8 and not any(one.base == "STAS" for one in loop.body):
                 rare.update(range(loop.first - self.first, loop.last - self.first + 1))
         calls = {i for i, instruction in enumerate(body) if instruction.is_call}
         for avoided in (rare | calls, calls, set()):
@@ -286,6 +287,22 @@ def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:
         if instruction.base in ("STS", "STAS"):
             since = 0
         elif instruction.base == "BAR":
+            if since is not None:
+                found.append(since)
+            since = None
+        elif since is not None and not instruction.never:
+            since += 1
+    return found
+
+
+def between_sum_and_send(body: Sequence[Instruction]) -> list[int]:
+    """For each vector that a cluster exchanges, the instructions between the last exchange of sums within the block
+    (a shuffle, or the barrier behind which they are read) and the first store to another block."""
+    found, since = [], None
+    for instruction in body:
+        if instruction.opcode.startswith("SHFL.BFLY") or instruction.base == "BAR":
+            since = 0
+        elif instruction.base == "STAS":
             if since is not None:
                 found.append(since)
             since = None
@@ -452,6 +469,7 @@ class Report:
     calls: int  # without is_shuffle_routine
     local: int
     gaps: list[int]
+    sends: list[int]
     clocks: float
     shared_clocks: float | None  # for each block, where a multiprocessor holds several of them; else None
 
@@ -477,6 +495,7 @@ def report(function: Function, loop: Loop, warps: int, arch: str = "90", repeats
         calls=sum(one.is_call and not one.is_shuffle_routine for one in loop.body),
         local=sum(one.kind == "local" for one in loop.body),
         gaps=between_store_and_barrier(path),
+        sends=between_sum_and_send(path),
         clocks=estimate(path, warps, MODELS[arch]),
         shared_clocks=estimate(path, warps, MODELS[arch], blocks=blocks) / blocks if blocks > 1 else None,
     )
@@ -495,9 +514,10 @@ def warps_of(label: str) -> int:
 
 
 def blocks_of(label: str) -> int:
-    """Blocks of a multiprocessor: two of a dense map of 128 units (ResidentTraits::kBlocks)."""
+    """Blocks of a multiprocessor: two of a dense map of 128 units without cuts (ResidentTraits::kBlocks)."""
     kernel, *values = label.split()
-    return 2 if kernel == "resident_scan_kernel" and values[0] == "0" and values[3] == "8" else 1
+    of_two = kernel == "resident_scan_kernel" and values[0] == "0" and values[3] == "8" and values[7:] != ["1"]
+    return 2 if of_two else 1
 
 
 def reports(text: str, arch: str = "90") -> Iterator[Report]:
@@ -507,12 +527,13 @@ def reports(text: str, arch: str = "90") -> Iterator[Report]:
 
 
 def table(rows: Sequence[Report]) -> str:
-    head = ["kernel", *REPORTED, "issue slots", "shared memory", "store to barrier", "clocks", "of 2 blocks, each"]
+    head = ["kernel", *REPORTED, "issue slots", "shared memory", "store to barrier", "sum to send", "clocks"]
+    head.append("of 2 blocks, each")
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
         kinds = [str(row.kinds[kind]) for kind in REPORTED]
-        gaps = ", ".join(map(str, row.gaps))
-        lines.append([row.kernel, *kinds, f"{row.issue:.0f}", str(row.shared), gaps, f"{row.clocks:.0f}"])
+        gaps, sends = (", ".join(map(str, found)) for found in (row.gaps, row.sends))
+        lines.append([row.kernel, *kinds, f"{row.issue:.0f}", str(row.shared), gaps, sends, f"{row.clocks:.0f}"])
         lines[-1].append("" if row.shared_clocks is None else f"{row.shared_clocks:.0f}")
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

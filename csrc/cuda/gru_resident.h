@@ -107,75 +107,95 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   // Prefetches the two inputs of step t of sequence g that this thread reads, to addresses that only this thread uses.
   auto place = [&](int t, int k, int g) { return inputs + ((t % kGruAhead * 3 + k) * group + g) * kPadded; };
   auto fetch = [&](int g, int t) {
-    if (t >= ends[g]) return;
     const float* const from = a.x + 3 * (t * stride + (b0 + g) * N);
-    if (has_gate) cp_async<4>(place(t, which, g) + gate_row, from + which * N + gate_row);
-    if (has_unit) cp_async<4>(place(t, 2, g) + row, from + 2 * N + row);
+    const bool wanted = t < ends[g];
+    cp_async_if<4>(wanted && has_gate, place(t, which, g) + gate_row, from + which * N + gate_row);
+    cp_async_if<4>(wanted && has_unit, place(t, 2, g) + row, from + 2 * N + row);
   };
 #pragma unroll 1
-  for (int t = 0; t < kGruAhead; t++) {
-    for (int g = 0; g < group; g++) fetch(g, t);
-    cp_async_commit();
+  for (int t = 0; t < kGruAhead; t++) {  // the rest of the last of these steps is fetched by the first publish()
+    for (int g = 0; g < group - (t == kGruAhead - 1); g++) fetch(g, t);
+    if (t < kGruAhead - 1) cp_async_commit();
   }
+
+  // Only the new state lies between the last sum of a step and the barrier. Its results go to memory, and later inputs
+  // are fetched, while the lanes exchange the first sums of the next product.
+  float n = 0, q = 0, h = 0;
+  bool has_result = false;
+  auto publish = [&](int t, int g) {
+    const int64_t offset = t * stride + (b0 + g) * N;
+    if (has_result) a.gates[3 * offset + 2 * N + row] = n;
+    if (has_result && !kKanai) a.pre[offset + row] = q;
+    if (has_result) a.hs[offset + row] = h;
+    fetch(g, t + kGruAhead);
+  };
+  auto publish_last = [&](int t, int g) {  // of what came before sequence g in step t
+    publish(g > 0 ? t : t - 1, g > 0 ? g - 1 : group - 1);
+    if (g == 0) cp_async_commit();
+    cp_async_wait<kGruAhead - 1>();
+  };
+  // The end of step t of sequence g, for the row of this lane.
+  auto end_step = [&](int t, int g, bool cut, const float* state, float* next, float r, float z) {
+    has_result = has_unit && t < ends[g];
+    if (!has_result) return;
+    n = tanhf(place(t, 2, g)[row] + r * q);
+    h = z * state[g * kPadded + row] + (1.f - z) * n;
+    next[g * kPadded + row] = cut ? gru_reset_state(a, b0 + g, row) : h;
+  };
 
 #pragma unroll 1
   for (int t = 0; t < longest; t++) {
-    cp_async_wait<kGruAhead - 1>();
     float* const state = kKanai ? states : states + t % 2 * slots;
     float* const next = kKanai ? states : states + (1 - t % 2) * slots;
 #pragma unroll 1
     for (int g = 0; g < group; g++) {
-      const bool live = t < ends[g];
-      const int64_t offset = t * stride + (b0 + g) * N;
       float x[C], sums[16] = {}, candidate[8] = {};
       TileColumns<C>::load(x, state + g * kPadded, lane);
       add_tile<C>(sums, weights[0], x);
       add_tile<C>(sums + 8, weights[1], x);
       if constexpr (!kKanai) add_tile<C>(candidate, weights[2], x);
-      reduce_scatter<16>(sums, lane);
-      const float gate = sigmoid(sums[0] + gate_bias + (live && has_gate ? place(t, which, g)[gate_row] : 0.f));
-      if (live && has_gate) a.gates[3 * offset + which * N + gate_row] = gate;
+      reduce_scatter<16, 16>(sums, lane, [&] {
+        if (g == 0 || !kKanai) publish_last(t, g);  // kanai: the others follow below
+      });
+      const bool live = has_gate && t < ends[g];
+      const float gate = sigmoid(sums[0] + gate_bias + (live ? place(t, which, g)[gate_row] : 0.f));
+      float* const to = a.gates + 3 * (t * stride + (b0 + g) * N) + which * N + gate_row;
       if constexpr (kKanai) {
         if (has_gate && which == 0) m[g * kPadded + gate_row] = gate * state[g * kPadded + gate_row];
         if (has_gate && which == 1) zs[g * kPadded + gate_row] = gate;
+        if (live) *to = gate;
       } else {
-        reduce_scatter<16>(candidate, lane);
+        bool cut = false;
+        reduce_scatter<16, 8>(candidate, lane, [&] {
+          if (live) *to = gate;
+          cut = gru_resets(a, t + 1, b0 + g);
+        });
         const int first = thread % 32 - lane;
         const float r = __shfl_sync(kAllLanes, gate, first + lane / 2),
                     z = __shfl_sync(kAllLanes, gate, first + 8 + lane / 2);
-        if (live && has_unit) {
-          const float q = candidate[0] + bias, n = tanhf(place(t, 2, g)[row] + r * q);
-          const float h = z * state[g * kPadded + row] + (1.f - z) * n;
-          next[g * kPadded + row] = gru_resets(a, t + 1, b0 + g) ? gru_reset_state(a, b0 + g, row) : h;
-          a.gates[3 * offset + 2 * N + row] = n;
-          a.pre[offset + row] = q;
-          a.hs[offset + row] = h;
-        }
-        fetch(g, t + kGruAhead);
+        q = candidate[0] + bias;
+        end_step(t, g, cut, state, next, r, z);
       }
     }
     if constexpr (kKanai) {
       __syncthreads();
 #pragma unroll 1
       for (int g = 0; g < group; g++) {
-        const int64_t offset = t * stride + (b0 + g) * N;
+        bool cut = false;
         float x[C], sums[8] = {};
         TileColumns<C>::load(x, m + g * kPadded, lane);
         add_tile<C>(sums, weights[2], x);
-        reduce_scatter<16>(sums, lane);
-        if (t < ends[g] && has_unit) {
-          const float n = tanhf(sums[0] + bias + place(t, 2, g)[row]), z = zs[g * kPadded + row];
-          const float h = z * state[g * kPadded + row] + (1.f - z) * n;
-          next[g * kPadded + row] = gru_resets(a, t + 1, b0 + g) ? gru_reset_state(a, b0 + g, row) : h;
-          a.gates[3 * offset + 2 * N + row] = n;
-          a.hs[offset + row] = h;
-        }
-        fetch(g, t + kGruAhead);
+        reduce_scatter<16, 8>(sums, lane, [&] {
+          if (g > 0) publish(t, g - 1);
+          cut = gru_resets(a, t + 1, b0 + g);
+        });
+        q = sums[0] + bias;
+        end_step(t, g, cut, state, next, 1.f, zs[g * kPadded + row]);
       }
     }
-    cp_async_commit();
     __syncthreads();
   }
+  publish(longest - 1, group - 1);
 }
 
 template <bool kKanai, int C>

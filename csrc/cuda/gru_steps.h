@@ -39,7 +39,7 @@ struct GruProduct {
 };
 
 template <bool kKanai, GruStep kStep>
-__global__ void __launch_bounds__(kStepThreads)
+__global__ void __launch_bounds__(kStepThreads, kStep == GruStep::kAll ? 3 : 4)  // without it, kAll spills
     gru_step_kernel(const GruScanArgs a, const GruProduct p, const StepIndex index) {
   constexpr int kMaps = kStep == GruStep::kAll ? 3 : 1;
   constexpr bool kBackward = kStep == GruStep::kReset || kStep == GruStep::kCarry;

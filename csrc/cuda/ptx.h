@@ -6,6 +6,7 @@
 //   mbarrier_*         a barrier object in shared memory that counts arrivals and, from sm_90 on, bytes
 //   cluster_*          blocks of a cluster; a ClusterAddress is an address in the shared memory of one of them
 //   st_async, bulk_*   asynchronous stores and copies; they subtract their bytes from an mbarrier of the target block
+//                      (bulk_*, cluster_size and async_proxy_fence are for bench/probe.cu)
 //   mma_*              tensor core products of a warp
 #pragma once
 
@@ -59,18 +60,6 @@ ORTHOKERN_DEVICE uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// ---------------------------------------------------------------------------------------------------- barriers of a
-// block
-
-// Named barriers, id 1 to 15 (0 is __syncthreads). `threads`, a multiple of 32, is the number of threads that sync or
-// arrive.
-ORTHOKERN_DEVICE void bar_sync(int id, int threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-ORTHOKERN_DEVICE void bar_arrive(int id, int threads) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ----------------------------------------------------------------------------------------- asynchronous copies, sm_80
 
 // `bytes` is 4, 8 or 16, and both addresses are aligned to it. The first `valid` bytes are copied, the others are zero.
@@ -111,21 +100,12 @@ ORTHOKERN_DEVICE void mbarrier_init(Mbarrier* barrier, int arrivals) {
 ORTHOKERN_DEVICE void mbarrier_init_fence() {
   ORTHOKERN_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory"));
 }
-ORTHOKERN_DEVICE void mbarrier_arrive(Mbarrier* barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
-               : "memory");
-}
 // Arrive, and add `bytes` of asynchronous stores and copies that the phase waits for.
 ORTHOKERN_DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, int bytes) {
   ORTHOKERN_SM90(
       asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
                        shared_address(barrier)),
                    "r"(bytes) : "memory"));
-}
-// Arrive on a barrier of another block of the cluster.
-ORTHOKERN_DEVICE void mbarrier_arrive_remote(ClusterAddress barrier) {
-  ORTHOKERN_SM90(
-      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory"));
 }
 // Wait for the end of the phase with this parity: 0, 1, 0, ... from the initialisation on. It acquires what arrived in
 // shared memory of this block; at the scope of the cluster it would also empty the first-level cache.
@@ -180,25 +160,8 @@ ORTHOKERN_DEVICE ClusterAddress cluster_address(const void* own, int rank) {
   ORTHOKERN_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank)));
   return address;
 }
-// The same as a pointer for plain loads and stores.
-template <class T>
-ORTHOKERN_DEVICE T* map_shared_rank(T* own, int rank) {
-  uint64_t address = 0;
-  ORTHOKERN_SM90(asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank)));
-  return reinterpret_cast<T*>(address);
-}
-
 // Store to shared memory of a block of the cluster. It subtracts its bytes from an mbarrier of the same block; the
 // store is visible to threads that have waited for the mbarrier.
-ORTHOKERN_DEVICE void st_async(ClusterAddress to, float value, ClusterAddress barrier) {
-  ORTHOKERN_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
-                              "f"(value), "r"(barrier) : "memory"));
-}
-ORTHOKERN_DEVICE void st_async(ClusterAddress to, float2 value, ClusterAddress barrier) {
-  ORTHOKERN_SM90(
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
-                   "f"(value.x), "f"(value.y), "r"(barrier) : "memory"));
-}
 ORTHOKERN_DEVICE void st_async(ClusterAddress to, float4 value, ClusterAddress barrier) {
   ORTHOKERN_SM90(asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
@@ -257,15 +220,6 @@ ORTHOKERN_DEVICE void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint
       "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-// Four 8 x 8 matrices of 16-bit elements: lane 8 i + r gives the address of row r (16 bytes) of matrix i; register i
-// receives elements (l / 4, 2 (l % 4)) and the next of matrix i. With 32-bit elements, a matrix is 8 x 4 and register i
-// is element (l / 4, l % 4).
-ORTHOKERN_DEVICE void ldmatrix(uint32_t (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
 }
 
 }  // namespace cuda

@@ -102,6 +102,7 @@ struct ClusterThread {
   // Inputs, fetched as soon as those of the step before are used: a step (a microsecond and more) ahead. A token id yet
   // another one.
   float input[kHeld], gate[kHeld];
+  bool cut;  // of that step
   int64_t id, first_token, token_stride;
 
   __device__ __forceinline__ ClusterThread(const ScanArgs& args, const ScanPlan& plan)
@@ -186,6 +187,7 @@ struct ClusterThread {
     if (a.tokens && i < where.end) id = a.tokens[first_token + i * token_stride];
   }
   __device__ __forceinline__ void fetch_input(int i) {
+    cut = a.cut && i >= where.begin && i < where.end && is_cut<kBackward>(a, q0 + g, range.begin + i);
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
       input[j] = gate[j] = 0;
@@ -228,13 +230,10 @@ struct ClusterThread {
     }
   }
 
-  // The state that step i passes on: with a cut, that of restart or zeros in place of its own.
-  __device__ __forceinline__ void replace_cut(const float (&after)[kHeld], float (&passed)[kHeld], int i,
-                                              bool live_step) const {
+  // The state that a step passes on: with a cut, that of restart or zeros in place of its own.
+  __device__ __forceinline__ void replace_cut(const float (&after)[kHeld], float (&passed)[kHeld]) const {
 #pragma unroll
-    for (int j = 0; j < kHeld; j++)
-      passed[j] =
-          unit[j] && live_step ? state_to_pass<kBackward>(a, q0 + g, rows[j], range.begin + i, after[j]) : after[j];
+    for (int j = 0; j < kHeld; j++) passed[j] = unit[j] && cut ? restart_of(a, q0 + g, rows[j]) : after[j];
   }
 
   // What is left of step i once its state is on its way: results to memory, later inputs, norms.
@@ -313,7 +312,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       self.end_step(before, v, square, live_step);
       if (a.cut) {
         float passed[kHeld];
-        self.replace_cut(v, passed, i, live_step);
+        self.replace_cut(v, passed);
         self.state.send(passed, i, self.size);
       } else {
         self.state.send(v, i, self.size);

@@ -19,11 +19,11 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t kReservedShared = 1024;  // bytes of each block that the driver takes
 constexpr int64_t kLargestGroup = 40;      // sequences of a resident block; fewer where shared memory is smaller
 
-// Padded N of the resident kernel that serves n, in units of 16; 0 for none.
+// Padded N of the resident kernel that serves n, in units of 16; 0 for none. The kernels with cuts begin at 4.
 template <bool kFactored>
-int resident_columns(int64_t n) {
+int resident_columns(int64_t n, bool cuts) {
   for (int columns : {2, 4, 8, 10, 12})
-    if (n <= 16 * columns && columns != (kFactored ? 12 : 10)) return columns;
+    if (n <= 16 * columns && columns != (kFactored ? 12 : 10) && !(cuts && columns == 2)) return columns;
   return 0;
 }
 
@@ -40,17 +40,20 @@ void with_value(int value, F f) {
 
 // Call f with the ResidentTraits of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the
 // registers, and 8 with 20 do. Above 64 units there are kernels for one activation and one kind of inputs, which have
-// fewer branches in a step. They store no `pre`, and know no `cut`.
+// fewer branches in a step. They store no `pre`. Calls with `cut` have kernels of their own, for any activation.
 template <bool kFactored, bool kBackward, int C, class F>
 void with_resident_traits(int group, const ScanArgs& a, F f) {
   constexpr int kWarps = kFactored && C > 8 ? 8 : C, kIdentity = act::Identity::number, kTanh = act::Tanh::number;
   auto call = [&](auto activation, auto inputs) {
     constexpr int kActivation = decltype(activation)::value;
     constexpr ResidentInputs kInputs = decltype(inputs)::value;
-    if (group == 1) f(ResidentTraits<kFactored, kBackward, kWarps, C, false, kActivation, kInputs>());
-    else f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kActivation, kInputs>());
+    if (group == 1) f(ResidentTraits<kFactored, kBackward, kWarps, C, false, kActivation, kInputs, false>());
+    else f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kActivation, kInputs, false>());
   };
-  const bool known = !a.pre && !a.cut && (a.activation == kIdentity || a.activation == kTanh);
+  if constexpr (C > 2) {
+    if (a.cut) return f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kAnyActivation, kAnyInputs, true>());
+  }
+  const bool known = !a.pre && (a.activation == kIdentity || a.activation == kTanh);
   if constexpr (C >= 8) {
     if (known) {
       with_value<kIdentity, kTanh>(a.activation, [&](auto activation) {
@@ -91,7 +94,7 @@ void with_cluster_traits(bool backward, int group, int precision, F f) {
 template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                    ScanPlan& plan) {
-  const int columns = resident_columns<kFactored>(a.N);
+  const int columns = resident_columns<kFactored>(a.N, a.cut);
   if (!columns) return false;
   int blocks = limits.multiprocessors;  // that run at one time
   // Fill the plan for so many sequences a block; false if their memory does not fit.
@@ -291,7 +294,7 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
   }
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
-    with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N), plan.group, a, [&](auto traits) {
+    with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N, a.cut), plan.group, a, [&](auto traits) {
       using Traits = decltype(traits);
       const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Traits::kThreads), stream,
                       static_cast<size_t>(plan.shared_bytes)};

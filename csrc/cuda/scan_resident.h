@@ -32,24 +32,24 @@ constexpr int kNormSteps = 16;  // gru_resident.h: steps whose squares are summe
 
 // How a kernel holds maps of 16 C x 16 C in `warps` warps, and what a step does. many: a block has several sequences.
 // activation: a number of common/activations.h, or kAnyActivation. inputs: where the inputs of a step come from, which
-// kAnyInputs leaves to the arguments.
+// kAnyInputs leaves to the arguments. cuts: the calls with ScanArgs::cut, whose sequences are multiplied one at a time,
+// since the code of cuts needs registers.
 enum ResidentInputs { kFeatures, kTokens, kAnyInputs };
-template <bool factored, bool backward, int warps, int C, bool many, int activation, ResidentInputs inputs>
+template <bool factored, bool backward, int warps, int C, bool many, int activation, ResidentInputs inputs, bool cuts>
 struct ResidentTraits {
-  static constexpr bool kFactored = factored, kBackward = backward, kMany = many;
+  static constexpr bool kFactored = factored, kBackward = backward, kMany = many, kCuts = cuts;
   static constexpr int kActivation = activation;
   static constexpr int kWarps = warps, kThreads = 32 * warps, kPadded = 16 * C;
   static constexpr int kLanes = 8, kTiles = 32 / kLanes;                                 // of a tile; in a warp
   static constexpr int kRows = kPadded / (warps * kTiles), kColumns = kPadded / kLanes;  // of a lane's tile
-  static constexpr int kSequences = many && 2 * kRows <= kLanes ? 2 : 1;                 // at a time
+  static constexpr int kSequences = many && !cuts && 2 * kRows <= kLanes ? 2 : 1;        // at a time
   // Blocks that a multiprocessor holds: one map of 128 units leaves room for two, which hide each other's latency.
-  static constexpr int kBlocks = !factored && C == 8 ? 2 : 1;
+  static constexpr int kBlocks = !factored && C == 8 && !cuts ? 2 : 1;
   // Steps that inputs are fetched ahead: at least 1 us, more than device memory takes to answer.
   static constexpr int kAhead = many ? 4 : 8;
   // Token ids are fetched another kAhead + 1 steps ahead of the rows that they select.
   static constexpr int kIdRing = 4 * kAhead;
   static constexpr bool kAny = activation == kAnyActivation;
-  static constexpr bool kCuts = kAny;  // ScanArgs::cut: a kernel for one activation has no room for it
   static __device__ __forceinline__ bool tokens(const ScanArgs& a) {
     return !backward && (inputs == kAnyInputs ? a.tokens != nullptr : inputs == kTokens);
   }
@@ -165,7 +165,7 @@ struct ResidentThread {
   struct Result {
     int g, place;  // its sequence, and where its inputs were and those of a later step go
     float after, before, gate;
-    SequenceSteps s;  // kMany: the steps of its sequence
+    SequenceSteps s;  // kMany, not kCuts: the steps of its sequence
     int64_t id;       // the token of the step whose inputs publish() fetches
   };
 
@@ -346,7 +346,9 @@ struct ResidentThread {
   // `elements`: from step 0 to this one. For a block of one sequence, this is called for one step after the other, from
   // -1 on.
   __device__ __forceinline__ void publish(const Result& result, int step, int64_t elements) {
-    const SequenceSteps s = kMany ? result.s : only;
+    // kCuts: asked for twice rather than kept in registers
+    const SequenceSteps s = Traits::kCuts ? steps_of(result.g) : kMany ? result.s : only;
+    const int64_t id = Traits::kCuts ? id_of(result.g, step + kAhead) : result.id;
     if constexpr (kMany) cursor = cursor_at(s.first + elements);
     const bool live = s.has(step);
     if (live && has_out) *cursor.out = result.after;
@@ -354,7 +356,7 @@ struct ResidentThread {
     if (kBackward) square = fmaf(live ? result.before : 0.f, result.before, square);
     if (Traits::kSums && a.sums && live)
       total.add(parameter_grad_as<Traits::kActivation>(a.activation, result.before, result.gate, parameter));
-    fetch(result.place, step + kAhead, result.id, cursor, s);
+    fetch(result.place, step + kAhead, id, cursor, s);
     if constexpr (!kMany) cursor.advance(stride);
   }
 
@@ -465,7 +467,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 #pragma unroll 1
       do {
         const int g = g0 + self.own;
-        bool live;
+        bool live, cut = false;
         SequenceSteps steps;
         float input = 0, gate = 0;
         int64_t id = 0;
@@ -475,6 +477,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           else if (!kFactored) close_previous();
           steps = self.steps_of(g);
           live = steps.has(i);
+          if constexpr (Traits::kCuts) cut = live && is_cut<Traits::kBackward>(a, self.q0() + g, self.range.begin + i);
           id = self.id_of(g, i + Traits::kAhead);
           place = self.place_of(g, i);
           if (live) input = self.inputs[place];
@@ -482,10 +485,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         });
         const float before = sum + input, after = self.end_step(before, gate);
         // before a sequence begins its state is zero and stays so
-        if (live)
-          to[g * kPadded + self.row] =
-              Traits::kCuts ? state_to_pass<Traits::kBackward>(a, self.q0() + g, self.row, self.range.begin + i, after)
-                            : after;
+        if (live) to[g * kPadded + self.row] = cut ? restart_of(a, self.q0() + g, self.row) : after;
         result = {g, place, after, before, gate, steps, id};
       } while ((g0 += kSequences) < group);
       __syncthreads();

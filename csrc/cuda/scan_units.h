@@ -179,11 +179,19 @@ __device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t ro
   return a.tokens + row_offset / a.N;
 }
 
-// What the next product reads of unit n of sequence b after step i. There are no chunks: a sequence is a row.
+// Whether the state of sequence b is replaced after step i, and by what, of unit n. There are no chunks: a sequence is a
+// row.
+template <bool kBackward>
+__device__ __forceinline__ bool is_cut(const ScanArgs& a, int64_t b, int64_t i) {
+  return a.cut && a.cut[(kBackward ? a.T - 1 - i : i) * a.B + b];
+}
+__device__ __forceinline__ float restart_of(const ScanArgs& a, int64_t b, int64_t n) {
+  return a.restart ? a.restart[b * a.N + n] : 0.f;
+}
+// What the next product reads of unit n of sequence b after step i.
 template <bool kBackward>
 __device__ __forceinline__ float state_to_pass(const ScanArgs& a, int64_t b, int64_t n, int64_t i, float after) {
-  if (!a.cut || !a.cut[(kBackward ? a.T - 1 - i : i) * a.B + b]) return after;
-  return a.restart ? a.restart[b * a.N + n] : 0.f;
+  return is_cut<kBackward>(a, b, i) ? restart_of(a, b, n) : after;
 }
 
 __device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t n) {

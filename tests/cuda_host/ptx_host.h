@@ -7,17 +7,6 @@
 namespace orthokern {
 namespace cuda {
 
-inline void bar_sync(int id, int threads, CUDA_HOST_SITE) {
-  if (id < 1 || id > 15 || threads % 32) cuda_host::fail("bar_sync takes an id from 1 to 15 and whole warps");
-  cuda_host::Barrier& barrier = cuda_host::current->block->barriers[id];
-  const cuda_host::Site site{"bar_sync", file, line};
-  barrier.wait(barrier.arrive(threads, false, site, false), site);
-}
-inline void bar_arrive(int id, int threads, CUDA_HOST_SITE) {
-  if (id < 1 || id > 15 || threads % 32) cuda_host::fail("bar_arrive takes an id from 1 to 15 and whole warps");
-  cuda_host::current->block->barriers[id].arrive(threads, false, {"bar_arrive", file, line}, false);
-}
-
 // ------------------------------------------------------------------------------------------------------ asynchronous copies
 
 inline void require_aligned(const void* address, int bytes, const char* what) {
@@ -90,10 +79,6 @@ inline void mbarrier_arrive_expect(Mbarrier* barrier, int bytes, const char* wha
   state.pending--;
   state.advance();
 }
-inline void mbarrier_arrive(Mbarrier* barrier) { mbarrier_arrive_expect(barrier, 0, "mbarrier_arrive"); }
-inline void mbarrier_arrive_remote(ClusterAddress barrier) {
-  mbarrier_arrive_expect(reinterpret_cast<Mbarrier*>(barrier), 0, "mbarrier_arrive_remote");
-}
 // Carry out what is on its way to this mbarrier.
 inline void deliver(Mbarrier* barrier) {
   std::vector<cuda_host::Delivery>& all = cuda_host::current->block->deliveries;
@@ -141,11 +126,6 @@ inline void cluster_sync(CUDA_HOST_SITE) {
   cluster_wait(file, line);
 }
 inline ClusterAddress cluster_address(const void* own, int rank) { return reinterpret_cast<uintptr_t>(cuda_host::in_block(own, rank)); }
-template <class T>
-T* map_shared_rank(T* own, int rank) {
-  return static_cast<T*>(cuda_host::in_block(own, rank));
-}
-
 inline void send(ClusterAddress to, const void* from, const void* value, int bytes, ClusterAddress barrier, int alignment, const char* what) {
   cuda_host::Delivery one{reinterpret_cast<void*>(to), from, bytes, reinterpret_cast<Mbarrier*>(barrier), {}, cuda_host::rounds + cuda_host::travel_rounds()};
   cuda_host::Block& block = cuda_host::owner(one.to, what);
@@ -157,9 +137,8 @@ inline void send(ClusterAddress to, const void* from, const void* value, int byt
   cuda_host::poison(one.to, static_cast<size_t>(bytes));
   block.deliveries.push_back(one);
 }
-template <class T>
-void st_async(ClusterAddress to, T value, ClusterAddress barrier) {
-  send(to, nullptr, &value, sizeof(T), barrier, sizeof(T), "st_async");
+inline void st_async(ClusterAddress to, float4 value, ClusterAddress barrier) {
+  send(to, nullptr, &value, sizeof(value), barrier, sizeof(value), "st_async");
 }
 inline void bulk_load(void* shared, const void* global, int bytes, Mbarrier* barrier) {
   send(reinterpret_cast<uintptr_t>(shared), global, nullptr, bytes, reinterpret_cast<uintptr_t>(barrier), 16, "bulk_load");
@@ -233,13 +212,6 @@ inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
     }
     c[i] = tensor_core_sum(c[i], products);
   }
-}
-inline void ldmatrix(uint32_t (&r)[4], const void* row, CUDA_HOST_SITE) {
-  require_aligned(row, 16, "ldmatrix");
-  const auto rows = cuda_host::exchange(~0u, row, {"ldmatrix", file, line});
-  const int lane = cuda_host::current->lane();
-  for (int i = 0; i < 4; i++) memcpy(&r[i], static_cast<const char*>(rows[8 * i + lane / 4]) + 4 * (lane % 4), 4);
-  __syncwarp(~0u, file, line);  // nobody overwrites a row that another lane still reads
 }
 
 }  // namespace cuda

@@ -63,23 +63,19 @@ __global__ void warp_kernel(const float* in, float* out, int, int bug) {
   out[8 * 32 + lane] = sum;
 }
 
-// out[i] = 2 in[i]: one warp copies tiles of 32 by cp.async, two groups ahead, another one waits at named barriers for them.
+// out[i] = 2 in[i]: one warp copies tiles of 32 by cp.async, two groups ahead, for another one.
 __global__ void pipeline_kernel(const float* in, float* out, int size, int bug) {
   float* ring = dynamic_shared<float>();  // [3][32]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = size / 32;
   for (int t = 0; t < tiles + 2; t++) {
     if (warp == 0) {
-      if (t >= 3) bar_sync(4 + t % 3, 64);  // the slot is free
       if (t < tiles) cp_async<4>(ring + t % 3 * 32 + lane, in + t * 32 + lane);
       cp_async_commit();
-      if (t < 2) continue;
       if (bug != kNoWait) cp_async_wait<2>();
-      bar_arrive(1 + (t - 2) % 3, 64);
-    } else if (t >= 2) {
-      bar_sync(1 + (t - 2) % 3, 64);
-      out[(t - 2) * 32 + lane] = 2 * ring[(t - 2) % 3 * 32 + lane];
-      if (t - 2 < tiles - 1) bar_arrive(4 + (t - 2) % 3, 64);
     }
+    __syncthreads();
+    if (warp == 1 && t >= 2) out[(t - 2) * 32 + lane] = 2 * ring[(t - 2) % 3 * 32 + lane];
+    __syncthreads();  // the slot is free
   }
 }
 
@@ -96,23 +92,15 @@ __global__ void ring_kernel(const float* in, float* out, int, int bug, int way) 
   }
   async_proxy_fence();
   cluster_sync();
-  if (way == 0) {
-    if (bug == kExit && cluster_rank() == 1) return;
-    float* to = map_shared_rank(received, next);
-    if (bug == kNoBarrier && cluster_rank() == 0) __syncthreads();
-    to[lane] = mine[lane];
-    if (bug != kNoBarrier) cluster_sync();
-  } else {
-    if (lane == 0) mbarrier_arrive_expect(&barrier[0], 128);
-    const ClusterAddress to = cluster_address(received, next), done = cluster_address(barrier, next);
-    if (way == 1) st_async(to + 4 * lane, mine[lane], done);
-    if (way == 2 && lane < 8) st_async(to + 16 * lane, *reinterpret_cast<float4*>(mine + 4 * lane), done);
-    if (way == 3 && lane == 0) bulk_send(to, mine, 128, done);
-    if (way == 4 && lane == 0) bulk_load(received, in + (blockIdx.x - cluster_rank() + (cluster_rank() + cluster_size() - 1) % cluster_size()) * 32, 128, barrier);
-    if (bug != kNoWait) mbarrier_wait(&barrier[0], bug == kTooEarly);
-  }
+  if (bug == kExit && cluster_rank() == 1) return;
+  if (lane == 0) mbarrier_arrive_expect(&barrier[0], 128);
+  const ClusterAddress to = cluster_address(received, next), done = cluster_address(barrier, next);
+  if (way == 0 && lane < 8) st_async(to + 16 * lane, *reinterpret_cast<float4*>(mine + 4 * lane), done);
+  if (way == 1 && lane == 0) bulk_send(to, mine, 128, done);
+  if (way == 2 && lane == 0) bulk_load(received, in + (blockIdx.x - cluster_rank() + (cluster_rank() + cluster_size() - 1) % cluster_size()) * 32, 128, barrier);
+  if (bug != kNoWait) mbarrier_wait(&barrier[0], bug == kTooEarly);
   out[blockIdx.x * 32 + lane] = received[lane];
-  if (bug != kNoBarrier) cluster_sync();  // nobody leaves while another block may still send
+  cluster_sync();  // nobody leaves while another block may still send
 }
 
 // in: a [16, 16], b [16, 8]; out [2, 16, 8]: the product in tf32 (two steps) and bfloat16.
@@ -124,9 +112,8 @@ __global__ void mma_kernel(const float* in, float* out) {
   const float *a = in, *b = in + 256;
   float c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
   for (int k = 0; k < 16; k += 8) {
-    uint32_t x[4];  // the layout of ldmatrix with 32-bit elements is that of the operand
-    ldmatrix(x, tile + (lane % 8 + 8 * (lane / 8 % 2)) * 16 + k + 4 * (lane / 16));
-    for (int i = 0; i < 4; i++) x[i] = to_tf32(__uint_as_float(x[i]));
+    uint32_t x[4];
+    for (int i = 0; i < 4; i++) x[i] = to_tf32(tile[(g + 8 * (i % 2)) * 16 + k + t + 4 * (i / 2)]);
     mma_tf32(c, x, {to_tf32(b[(k + t) * 8 + g]), to_tf32(b[(k + t + 4) * 8 + g])});
   }
   auto pair = [&](int row, int k) { return to_bf16x2(a[row * 16 + k], a[row * 16 + k + 1]); };
