@@ -44,12 +44,12 @@ def build_info() -> dict[str, Any]:
     return info
 
 
-_POOLED_BYTES = 1 << 20
+POOLED_BYTES = 1 << 20
 
 
 def new(*shape: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor; large ones from memory that is kept between iterations (csrc/buffer.h says why)."""
-    if math.prod(shape) * dtype.itemsize < _POOLED_BYTES:
+    if math.prod(shape) * dtype.itemsize < POOLED_BYTES:
         return torch.empty(*shape, dtype=dtype)
     return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern.ops._alone import quiet
+from orthokern.ops._last import last_state
 from orthokern.ops._taps import SINKS
 
 if TYPE_CHECKING:
@@ -84,5 +85,5 @@ def forward(module: Recurrent, input: object, hx: object) -> tuple[Tensor, Tenso
         else:
             h0 = torch.zeros(B, N, dtype=dtype, device="cpu")
         data = module._quick_scan(leaf, suffix, data, h0, recorded)
-        last.append(data[-1])
+        last.append(last_state(data))
     return (data.transpose(0, 1) if module.batch_first else data), torch.stack(last)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from orthokern import dispatch, init
 from orthokern._activations import ACTIVATIONS
@@ -22,7 +22,7 @@ from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, switch
 
-__all__ = ["MODELS", "NetworkOptions", "build_recurrence", "check_backend", "check_network"]
+__all__ = ["MODELS", "NetworkOptions", "build_recurrence", "check_backend", "check_network", "last_output"]
 
 MODELS = ("factorized", "rnn", "lstm", "peephole-lstm", "exprnn", "nnrnn")
 LSTMS = ("lstm", "peephole-lstm")
@@ -314,3 +314,9 @@ def check_backend(settings: NetworkOptions, classes: int) -> None:
             K=settings.rank or settings.hidden,
             C=classes,
         )
+
+
+def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:
+    """inputs [T, B, D] or ids [T, B] -> outputs [B, N] of the last step, from h_n, which has the faster backward."""
+    states, last = recurrence(inputs)
+    return states[-1] if isinstance(last, tuple) else last[-1]  # an LSTM returns (h_n, c_n)
