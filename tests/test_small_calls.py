@@ -16,7 +16,7 @@ from orthokern import cpu, functional
 from orthokern.cpu import _call
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _layouts, _quick
-from orthokern.ops import _alone
+from orthokern.ops import _alone, _last
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 
@@ -124,6 +124,31 @@ def test_a_hook_sees_each_gradient_once() -> None:
     assert len(seen) == 1
     sum(grad.square().sum() for grad in grads).backward()
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_last_states_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of the full path in every bit, with its derivative."""
+    monkeypatch.setattr(_last, "POOLED_BYTES", 0)
+    module, x = made(kind, num_layers=2, dtype=torch.float64), torch.randn(5, 3, D, dtype=torch.float64)
+    wanted, cotangent = [x.requires_grad_(), *module.parameters()], torch.randn(2, 3, N, dtype=torch.float64)
+    taken: list[int] = []
+    apply = _last._Last.apply
+    monkeypatch.setattr(_last._Last, "apply", lambda states: taken.append(1) or apply(states))
+
+    def derivatives() -> list[Tensor]:
+        _, h_n = module(x)
+        first = torch.autograd.grad(h_n, wanted, cotangent)
+        slope = torch.autograd.grad(module(x)[1].square().sum(), x, create_graph=True)[0]
+        return [*first, *torch.autograd.grad(slope.square().sum(), wanted)]
+
+    found = derivatives()
+    assert len(taken) == 4
+    the_full_path(monkeypatch)
+    expected = derivatives()
+    assert len(taken) == 4 and all(bool((one != 0).any()) for one in found)
+    torch.testing.assert_close(found[: len(wanted)], expected[: len(wanted)], rtol=0, atol=0)
+    torch.testing.assert_close(found, expected)
 
 
 BAD: list[tuple[Any, ...]] = [

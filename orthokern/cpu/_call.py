@@ -55,12 +55,12 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return same
 
 
-_POOLED_BYTES = 1 << 20
+POOLED_BYTES = 1 << 20
 
 
 def new(*shape: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor; large ones from memory that is kept between iterations (csrc/buffer.h says why)."""
-    if math.prod(shape) * dtype.itemsize < _POOLED_BYTES:
+    if math.prod(shape) * dtype.itemsize < POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.ops._alone import quiet
+from orthokern.ops._last import last_state
 from orthokern.ops._taps import SINKS
 
 if TYPE_CHECKING:
@@ -217,5 +218,5 @@ def forward(module: Recurrent, input: object, hx: object, recorded: bool) -> tup
         data = (
             module._quick_scan(leaf, suffix, data, h0) if recorded else module._quick_states(leaf, suffix, data, h0)[0]
         )
-        ends.append(data[-1])
+        ends.append(last_state(data))
     return (data.transpose(0, 1) if module.batch_first else data), torch.stack(ends)

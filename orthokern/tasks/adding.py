@@ -43,7 +43,7 @@ from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import EXPONENTIALS, OF_OTHERS, build_recurrence
+from orthokern.tasks.network import EXPONENTIALS, OF_OTHERS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULES
 from orthokern.tasks.recurrent import STARTS, DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
@@ -262,8 +262,7 @@ class AddingModel(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs [T, B, 2], targets [B] float32 -> mean squared error (0-dim); "accuracy", the fraction of answers with
         an error of at most CLOSE (0-dim)."""
-        states, _ = self.rnn(inputs)
-        error = self.readout(states[-1]).squeeze(-1) - targets
+        error = self.readout(last_output(self.rnn, inputs)).squeeze(-1) - targets
         return error.square().mean(), {"accuracy": (error.detach().abs() <= CLOSE).double().mean()}
 
 

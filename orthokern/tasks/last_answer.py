@@ -14,7 +14,7 @@ from orthokern.commandline import Settings, integer, real
 from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import build_recurrence
+from orthokern.tasks.network import build_recurrence, last_output
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training.options import option, switch
 
@@ -91,8 +91,7 @@ class LastAnswerModel(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs [T, B, features] float32, targets [B] int64 -> cross-entropy in nats (0-dim), "accuracy" (0-dim)."""
-        states, _ = self.rnn(inputs)
-        last = states[-1]
+        last = last_output(self.rnn, inputs)
         with torch.no_grad():
             right = self.readout(last.detach()).argmax(-1) == targets
         return self.readout.loss(last, targets), {"accuracy": right.double().mean()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from orthokern import dispatch, init
 from orthokern._activations import ACTIVATIONS
@@ -286,3 +286,9 @@ def check_backend(settings: NetworkOptions, classes: int) -> None:
             K=settings.rank or settings.hidden,
             C=classes,
         )
+
+
+def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:
+    """inputs [T, B, D] or ids [T, B] -> outputs [B, N] of the last step, from h_n, which has the faster backward."""
+    states, last = recurrence(inputs)
+    return states[-1] if isinstance(last, tuple) else last[-1]  # an LSTM returns (h_n, c_n)

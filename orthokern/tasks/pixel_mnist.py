@@ -21,7 +21,7 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import build_recurrence
+from orthokern.tasks.network import build_recurrence, last_output
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
 from orthokern.training.options import defaults, option, switch
@@ -171,8 +171,7 @@ class PixelModel(nn.Module):
 
     def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """pixels [T, B, 1] float32 in [0, 1], labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy"."""
-        states, _ = self.rnn(pixels)
-        last = states[-1]
+        last = last_output(self.rnn, pixels)
         with torch.no_grad():
             right = self.readout(last.detach()).argmax(-1) == labels
         return self.readout.loss(last, labels), {"accuracy": right.double().mean()}

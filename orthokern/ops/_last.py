@@ -1,0 +1,41 @@
+"""The last states of a scan, with a backward that takes its memory from what is kept between iterations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern.cpu._call import POOLED_BYTES, new
+from orthokern.ops._alone import quiet
+
+__all__ = ["last_state"]
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor) -> Tensor:
+        ctx.shape = states.shape
+        return states[-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not quiet():
+            filled: Tensor = torch.ops.aten.select_backward(grad, ctx.shape, 0, -1)
+            return filled
+        filled = new(*ctx.shape, dtype=grad.dtype).zero_()
+        filled[-1] = grad
+        return filled
+
+
+def last_state(states: Tensor) -> Tensor:
+    """states [T, B, N] on a CPU -> states[-1] [B, N], where `quiet` holds.
+
+    The gradient of the last state alone is [T, B, N] with zeros before. In new memory the page faults of these zeros
+    take a quarter of the time of the scan's backward (T = 784, B = 128, N = 170).
+    """
+    if not states.requires_grad or states.numel() * states.itemsize < POOLED_BYTES:
+        return states[-1]
+    result: Tensor = _Last.apply(states)
+    return result
