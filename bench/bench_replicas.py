@@ -1,7 +1,7 @@
 """Several models at once: torch.func.vmap over stacked modules, against a loop over the modules and over torch.nn.RNN.
 
 8 models of 10 input features, the sequences their own, tanh, forward and backward to all parameters, cotangents at
-every step. T = 200, so that a model is small and its fixed costs count.
+every step. T = 200, so that a model is small and its fixed costs count. And seeds of a task with --replicas.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from bench_modules import FEATURES, TOLERANCE, build, expected, gradients
 from harness import BATCH, Bench, Size, check, interleave, median, ratio, spread_ms
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
+
+from orthokern.tasks import adding
+from orthokern.tasks.adding import Adding
+from orthokern.training.iteration import LoopSettings, step
+from orthokern.training.profiling import Profiler
+from orthokern.training.replicas import Stacked
+from orthokern.training.signals import StopRequest
 
 SIZES = [{"N": 64, "T": 200, "R": 8}, {"N": 128, "T": 200, "R": 8}]
 QUICK = [{"N": 16, "T": 5, "R": 3}]
@@ -76,3 +83,51 @@ def test_replicas(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
                 "tolerance": TOLERANCE,
             },
         )
+
+
+def seeds(N: int, T: int, R: int) -> list[Adding]:
+    """The adding task with its defaults, with R seeds."""
+    found = []
+    for seed in range(R):
+        torch.manual_seed(seed)
+        given = {**adding.DEFAULTS, "hidden": N, "T": T, "seed": seed, "device": "cpu", "backend": "auto"}
+        found.append(Adding(adding.complete(given)))
+    return found
+
+
+@pytest.mark.sizes([{"N": 64, "T": 50, "R": 5}, {"N": 128, "T": 50, "R": 5}], quick=QUICK)
+def test_seeds_of_a_task(benchmark: Any, bench: Bench, size: Size) -> None:
+    """--replicas: an iteration without diagnostics of R seeds, each alone and together."""
+    alone, joint = seeds(**size), seeds(**size)
+    settings, stop, profiler = LoopSettings(1), StopRequest(), Profiler(None, torch.device("cpu"))
+    stacked, everyone = Stacked(joint, settings), list(range(size["R"]))
+
+    def one_by_one() -> None:
+        for task in alone:
+            step(task, settings, False, stop, profiler, check=False)
+
+    def together() -> None:
+        stacked.prepare(everyone)
+        for r, task in enumerate(joint):
+            stacked.take(r, task, settings, False, stop, profiler, check=False)
+
+    one_by_one()
+    together()
+    # gradients: RMSprop makes a step of full length of the rounding of one that is zero
+    found, wanted = ([p.grad for task in tasks for p in task.model.parameters()] for tasks in (joint, alone))
+    error = check("seeds of the adding task", found, wanted, TOLERANCE)
+    benchmark.group = "seeds of a task"
+    seconds = interleave(benchmark, {"alone": one_by_one, "together": together}, rounds=bench.rounds(21))
+    bench.record(
+        "replicas",
+        "single iterations of the adding task over --replicas",
+        {**size, "B": joint[0].settings.batch},
+        "times as long",
+        ratio(seconds["alone"], seconds["together"]),
+        details={
+            "ms": spread_ms(seconds["together"]),
+            "peer_ms": spread_ms(seconds["alone"]),
+            "error": error,
+            "tolerance": TOLERANCE,
+        },
+    )

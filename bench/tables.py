@@ -184,7 +184,7 @@ SUBJECTS = {
     "oinit": "Learned orthogonality of B matrices",
     "overhead": "One step of one sequence, which is mostly overhead",
     "parametrize": "Constrained weights of torch layers",
-    "replicas": "Several models at once, 10 sequences each",
+    "replicas": "Several models at once",
     "resets": "Sequences that reset, forward and backward",
     "second": "Second derivatives and forward mode",
     "small": "One sequence: one step, and many",

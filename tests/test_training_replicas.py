@@ -61,13 +61,13 @@ def test_the_numbers_are_those_of_single_runs(
     task: str, options: list[str], stacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    differentiate = replicas._Stacked._differentiate
+    differentiate = replicas.Stacked._differentiate
 
     def counted(self: Any, runs: list[int]) -> None:
         calls.append(len(runs))
         differentiate(self, runs)
 
-    monkeypatch.setattr(replicas._Stacked, "_differentiate", counted)
+    monkeypatch.setattr(replicas.Stacked, "_differentiate", counted)
     main = TASKS[task].main
     assert main([*options, "--out", str(tmp_path / "all"), "--replicas", "3", "--seed", "4"]) == 0
     assert calls == ([3] * 4 if stacked else [])  # 3 of the 7 iterations record diagnostics
@@ -81,14 +81,14 @@ def test_memory_limits_how_many_are_stacked(monkeypatch: pytest.MonkeyPatch) -> 
     class One:
         stacked_bytes, device = replicas.CACHED // 3, torch.device("cpu")
 
-    together = replicas._Stacked([One()] * 8, LoopSettings(1))  # type: ignore[list-item]
+    together = replicas.Stacked([One()] * 8, LoopSettings(1))  # type: ignore[list-item]
     groups: list[list[int]] = []
     monkeypatch.setattr(together, "_differentiate", groups.append)
     together.prepare([0, 1, 2, 4, 7])
     together.prepare([0, 3, 4, 5])
     assert groups == [[0, 1, 2], [4, 7], [0, 3, 4]]
     One.stacked_bytes += 1  # room for two only
-    assert replicas._Stacked([One()] * 8, LoopSettings(1)).most == 1  # type: ignore[list-item]
+    assert replicas.Stacked([One()] * 8, LoopSettings(1)).most == 1  # type: ignore[list-item]
 
 
 def test_an_interrupt_saves_all_and_each_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ class _Loss(nn.Module):
         return self.loss(batch)
 
 
-class _Stacked:
+class Stacked:
     """Takes the place of `orthokern.training.iteration.step` in the runs of `train_together`."""
 
     def __init__(self, tasks: Sequence[Task], settings: LoopSettings) -> None:
@@ -174,7 +174,7 @@ def train_together(runs: Sequence[PreparedRun], labels: Sequence[str], started: 
     Raises:
         CheckpointError, OSError: as `train`, for any of the runs. No run continues then.
     """
-    together = _Stacked([run.task for run in runs], runs[0].settings)
+    together = Stacked([run.task for run in runs], runs[0].settings)
     outcomes: dict[int, Outcome] = {}
     with StopRequest() as stop, contextlib.ExitStack() as opened:
         going: dict[int, Iterations] = {}
