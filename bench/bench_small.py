@@ -27,6 +27,7 @@ MODULES: dict[str, Callable[..., Any]] = {
     "NonNormalRNN": NonNormalRNN,
     "GRU": lambda *args, **options: GRU(*args, bias=True, variant="torch", **options),
 }
+BARS = {"inference": 1.2, "frozen step": 1.0, "gradients": 1.5}
 STEPS = [{"N": 64, "T": 1, "B": 1}, {"N": 128, "T": 1, "B": 1}]
 LONG = [{"N": 500, "T": 200, "B": 1}, {"N": 1000, "T": 200, "B": 1}, {"N": 1000, "T": 1, "B": 1}]
 
@@ -36,7 +37,7 @@ def peer(name: str, N: int) -> nn.RNNBase:
 
 
 @pytest.mark.sizes(STEPS, quick=[{"N": 16, "T": 1, "B": 1}])
-@pytest.mark.parametrize("mode", ["inference", "frozen step", "gradients"])
+@pytest.mark.parametrize("mode", BARS)
 @pytest.mark.parametrize("name", MODULES)
 def test_step(benchmark: Any, bench: Bench, size: Size, name: str, mode: str) -> None:
     N = size["N"]
@@ -73,7 +74,7 @@ def test_step(benchmark: Any, bench: Bench, size: Size, name: str, mode: str) ->
     seconds = interleave(benchmark, calls, rounds=bench.rounds(101), warmup=3)
     bench.record(
         "small", f"{name}, {mode}", {**size, "D": FEATURES}, "time over that of torch's module",
-        ratio(seconds["ours"], seconds["torch"]), bar=1.5 if mode == "gradients" else 1.2, better="lower",
+        ratio(seconds["ours"], seconds["torch"]), bar=BARS[mode], better="lower",
         details={"calls": CALLS, "ms": spread_ms(seconds["ours"]), "peer_ms": spread_ms(seconds["torch"]),
                  "error": error, "tolerance": TOLERANCE},
     )  # fmt: skip

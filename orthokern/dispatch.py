@@ -224,7 +224,9 @@ def resolve(
 
 def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: Any) -> Any:
     """The cpu backend's leaf if it serves a call with CPU tensors, else None. Errors as of ``resolve``."""
-    found = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
+    found = _chosen.get((op, backend, _CPU, dtype, "auto", (), *facts.values()))
+    if found is None:
+        found = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
     return found if found.__name__.startswith(_LEAVES["cpu"]) else None
 
 

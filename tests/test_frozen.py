@@ -142,3 +142,31 @@ def test_no_product_of_matrices_in_a_step(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(torch, name, refuse)
     frozen.step(torch.randn(1, D))
     assert calls == ["dense_scan_fwd"] * 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gru"])
+def test_kept_arguments_follow_the_buffers(kind: str) -> None:
+    """step and forward have the same bits after the values, the memory or the dtype of a buffer changed."""
+    frozen = made(kind).frozen()
+    x, h = torch.randn(2, D), torch.randn(1, 2, N)
+
+    def same(x: Tensor, h: Tensor) -> None:
+        for _ in range(2):
+            output, last = frozen.step(x, h)
+            wanted = frozen(x.unsqueeze(0), h)
+            torch.testing.assert_close((output.unsqueeze(0), last), wanted, rtol=0, atol=0)
+            assert output.data_ptr() != last.data_ptr()
+
+    same(x, h)
+    same(x[:1], h[:, :1])
+    for buffer in frozen.buffers():
+        buffer += 0.1
+        same(x, h)
+        buffer.data = buffer.data + 0.1
+        same(x.T.contiguous().T, h)
+    frozen.double()
+    same(x.double(), h.double())
+    with pytest.raises(InputError, match="hx is"):
+        frozen.step(x.double(), h)
+    with pytest.raises(InputError, match="4 features"):
+        frozen.step(torch.randn(2, D + 1).double(), h.double())

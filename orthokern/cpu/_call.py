@@ -81,13 +81,45 @@ _OWN_DTYPE = {
 }
 
 
+class Prepared:
+    """A kernel call whose tensors are checked once, but for those of `varying`, which are given at every call: of one
+    dtype and contiguous, as the caller has made sure."""
+
+    def __init__(
+        self, name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None],
+        varying: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self._run, self._varying = getattr(_C, name), varying
+        self._arguments = _checked(dtype, sizes, tensors, [])
+        fixed = [(key, t) for key, t in tensors.items() if t is not None and key not in varying]
+        self._fixed = [(t, t.data_ptr()) for _, t in fixed]
+        self.ready = all(t.is_contiguous() for _, t in fixed)
+
+    def holds(self) -> bool:
+        """Whether the tensors that do not vary are where they were."""
+        return all(tensor.data_ptr() == address for tensor, address in self._fixed)
+
+    def __call__(self, *varying: Tensor) -> None:
+        arguments = dict(self._arguments, threads=torch.get_num_threads())
+        for key, tensor in zip(self._varying, varying, strict=True):
+            arguments[key] = tensor.data_ptr()
+        self._run(arguments)
+
+
 def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None]) -> None:
     """Call the kernel `name` with the addresses of tensors by their names; those that are None are null pointers there.
 
     Tensors are on the CPU and of this dtype, or refused. An input that is not contiguous is copied; results must be.
     """
+    kept: list[Tensor] = []  # copies, until the kernel has read them
+    getattr(_C, name)(_checked(dtype, sizes, tensors, kept))
+
+
+def _checked(
+    dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None], kept: list[Tensor]
+) -> dict[str, Any]:
+    """What a kernel is given; copies that it reads join `kept`."""
     arguments: dict[str, Any] = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
-    kept = []  # copies, until the kernel has read them
     for key, tensor in tensors.items():
         if tensor is None:
             arguments[key] = None
@@ -101,4 +133,4 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Map
             tensor = tensor.contiguous()
             kept.append(tensor)
         arguments[key] = tensor.data_ptr()
-    getattr(_C, name)(arguments)
+    return arguments

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
-from orthokern.cpu._call import call, new
+from orthokern.cpu._call import Prepared, call, new
 
 # ScanGradients, as ScanArgs names them
 _RESULTS = (
@@ -61,6 +61,13 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     pre = tensors["pre"] = new(T, *rows, dtype=dtype) if options.keeps_pre else None
     call("dense_scan_fwd" if map_.first is None else "factored_scan_fwd", dtype, sizes, tensors)
     return ScanStates(hs, ckpt, pre)
+
+
+def prepared_step(map_: Map, inputs: ScanInputs, activation: str) -> Prepared:
+    """A forward of one step, called with x, h0 and hs."""
+    sizes, tensors = _arguments(map_, inputs, ScanOptions(activation), 1)
+    tensors |= {"hs": inputs.h0, "ckpt": None, "pre": None}
+    return Prepared(f"{map_.op}_fwd", inputs.h0.dtype, sizes, tensors, ("x", "h0", "hs"))
 
 
 def scan_bwd(

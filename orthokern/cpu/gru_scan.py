@@ -14,14 +14,13 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     """See :mod:`orthokern.ops.gru_scan`."""
     assert inputs.x is not None
     T, (B, N), dtype = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype
-    states = GruStates(
-        hs=new(T, B, N, dtype=dtype),
-        gates=new(T, B, 3 * N, dtype=dtype),
-        pre=None if options.kanai else new(T, B, N, dtype=dtype),
-    )
     sizes, tensors = _arguments(inputs, options, T)
-    call("gru_scan_fwd", dtype, sizes, {**tensors, "x": inputs.x, "bias": inputs.bias, **states._asdict()})
-    return states
+    tensors["x"], tensors["bias"] = inputs.x, inputs.bias
+    hs = tensors["hs"] = new(T, B, N, dtype=dtype)
+    gates = tensors["gates"] = new(T, B, 3 * N, dtype=dtype)
+    pre = tensors["pre"] = None if options.kanai else new(T, B, N, dtype=dtype)
+    call("gru_scan_fwd", dtype, sizes, tensors)
+    return GruStates(hs, gates, pre)
 
 
 def gru_scan_bwd(

@@ -40,10 +40,10 @@ def _weights(rho: float, dtype: torch.dtype) -> Tensor:
     points = 2 * terms + int(2 * rho) + 32
     angles = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
     z = rho * (nodes + 1) / 2
-    order = torch.arange(terms, dtype=torch.float64)[:, None, None]
-    bessel = torch.cos(order * angles - z[:, None] * angles.sin()).mean(-1)  # [terms, nodes]
-    bessel[1:] *= 2
-    return ((bessel * vectors[0] ** 2) @ bessel.mT).to(dtype)
+    wave = z.unsqueeze(-1) * angles.sin()  # exp(i z sin(angle)) has the Fourier coefficients J_j(z)
+    bessel = torch.fft.fft(torch.complex(wave.cos(), wave.sin())).real[:, :terms] / points  # [nodes, terms]
+    bessel[:, 1:] *= 2
+    return ((bessel.mT * vectors[0] ** 2) @ bessel).to(dtype)
 
 
 def series(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ from orthokern.ops._taps import SINKS
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
-__all__ = ["Rows", "forward"]
+__all__ = ["Rows", "forward", "held"]
 
 
 class Rows(NamedTuple):
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 MOST_ROWS = 4  # T B up to which a call with gradients is a single node
 
 
-def _held(module: Recurrent) -> tuple[torch.dtype, dict[str, Tensor]] | None:
+def held(module: Recurrent) -> tuple[torch.dtype, dict[str, Tensor]] | None:
     """The parameters and their dtype if all are plain CPU tensors of it and of their shapes, and the kernels take it;
     else None."""
     shapes = module.__dict__.get("_shapes")
@@ -179,10 +179,10 @@ def forward(module: Recurrent, input: object, hx: object, recorded: bool) -> tup
     they have gradients."""
     if type(input) is not Tensor or module.bidirectional or not quiet():
         return None
-    held = _held(module)
-    if held is None or not _plain(input):
+    parts = held(module)
+    if parts is None or not _plain(input):
         return None
-    dtype, parameters = held
+    dtype, parameters = parts
     shape, layers, N = input.shape, module.num_layers, module.hidden_size
     ids = input.dtype is not dtype
     if ids:

@@ -206,6 +206,16 @@ class FactorizedRNN(Recurrent):
         s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
         return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
 
+    def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
+        """ds/dp."""
+        p, margin = self._tensor(f"spectrum_{suffix}"), self.margin
+        if margin is None:
+            return ()
+        half = 0.5 if self.spectrum_map == "sigmoid" else 1.0
+        return kept(
+            self, f"slope_{suffix}", [p], (margin, half), lambda: (margin * half * (1 - (p * half).tanh() ** 2),)
+        )
+
     def _matrix_gradients(
         self, delta: Tensor, rows: Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
     ) -> dict[str, Tensor | None]:
@@ -215,9 +225,7 @@ class FactorizedRNN(Recurrent):
         by_v, by_u = h @ v, delta @ u  # [R,K]
         grad = (by_u * by_v).sum(0)
         if self.margin is not None:
-            half = 0.5 if self.spectrum_map == "sigmoid" else 1.0
-            t = torch.tanh(p * half)
-            grad = grad * torch.addcmul(torch.ones_like(t), t, t, value=-1.0).mul_(self.margin * half)
+            grad *= more[0]
         return {"u_l0": delta.mT @ (by_v * s), "spectrum_l0": grad, "v_l0": h.mT @ (by_u * s)}
 
     def _op(self) -> tuple[str, dict[str, Any]]:

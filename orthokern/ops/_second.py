@@ -315,8 +315,9 @@ class LinearScan(torch.autograd.Function):
             # kap and ghat are there without a product: gam = J c kap, and out = J ghat where c = 1. J is rounded as 1
             # is, which makes an error of eps / J here; but all that follows takes J times this gradient.
             slope = _slope(torch.ones_like(g), source, None, activation)
-            ratio = curvature.div_(slope.square_()).masked_fill_(slope == 0, 0.0)
-            grad_source = ratio.mul_(gam).mul_(out)
+            # where J = 0, so are gam and out: all that counts there is that the quotient is a number
+            least = torch.finfo(g.dtype).tiny ** 0.4
+            grad_source = curvature.mul_(gam).mul_(out).div_(slope.clamp_min_(least).square_())
         elif needs[3] or curvature is not None or by_parameter:
             kap = _times(mask, without_padding(mu + back(map_, _linked(gam, resets, before=not forwards)), alive))
             grad_r = kap if needs[3] else None
