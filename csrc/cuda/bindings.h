@@ -29,7 +29,7 @@ struct Results {
   pybind11::dict dict;
   template <class... T>
   void operator()(const char* names, const T&... fields) {
-    ((dict[py::handle(next_name(names))] = fields), ...);
+    ((dict[pybind11::handle(next_name(names))] = fields), ...);
   }
 };
 
