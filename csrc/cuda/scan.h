@@ -14,6 +14,9 @@
 // virtual sequences that run in parallel, q = c * B + b for row b from step c * chunk on, each from its own initial
 // state. Without chunks, chunk = T and Q = B.
 //
+// Several models: of_model sequences after one another have maps and parameters of their own, so that first, scale,
+// second and act_param have the number of models in front. Without chunks, and on the resident path alone.
+//
 // With cut, the state that a step leaves is replaced before the next product, by restart: forward by the state of a
 // sequence that begins anew, backward by zeros, since nothing passes from there to the steps before. What a step writes
 // is not changed. Without chunks.
@@ -74,6 +77,7 @@ struct ScanArgs {
   int device;
   int64_t T, B, N, K, D;  // K = 0: a dense map
   int64_t chunk, sequences;
+  int64_t of_model;  // sequences of a model; `sequences` for one model
   int64_t time;   // the step of t = 0, for comparison with `lengths`: the tensors may be a window of the whole sequence
   float clip;     // backward: delta_t is clipped to [-clip, clip] before it is used; infinity: no clipping
   int precision;  // enum ScanPrecision
@@ -108,7 +112,8 @@ struct ScanArgs {
 
   template <class Visit>
   void planned(Visit& visit) {  // the fields that plan_scan reads
-    ORTHOKERN_FIELDS(visit, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride, tokens, cut);
+    ORTHOKERN_FIELDS(visit, device, T, B, N, K, chunk, sequences, of_model, precision, activation, act_param_stride,
+                     tokens, cut);
   }
   template <class Visit>
   void fields(Visit& visit) {

@@ -1,6 +1,7 @@
 // The choice of a path and its launches, for factored_scan.cu and dense_scan.cu.
 #pragma once
 
+#include <limits.h>
 #include <math.h>
 
 #include <algorithm>
@@ -91,11 +92,14 @@ void with_cluster_traits(bool backward, int group, int precision, F f) {
   });
 }
 
+inline int64_t models_of(const ScanArgs& a) { return a.of_model ? a.sequences / a.of_model : 1; }
+
 template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                    ScanPlan& plan) {
   const int columns = resident_columns<kFactored>(a.N, a.cut);
-  if (!columns) return false;
+  const int64_t models = models_of(a), places = models * a.N * (kFactored ? a.K : a.N);  // load_maps: 32 bits
+  if (!columns || places > INT_MAX || models > 65535) return false;
   int blocks = limits.multiprocessors;  // that run at one time
   // Fill the plan for so many sequences a block; false if their memory does not fit.
   auto fits = [&](int64_t group) {
@@ -103,7 +107,7 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
     with_resident_kernel<kFactored>(backward, columns, static_cast<int>(group), a, [&](auto traits) {
       using Traits = decltype(traits);
       plan.group = static_cast<int>(divide_up(group, Traits::kSequences)) * Traits::kSequences;
-      plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
+      plan.blocks = static_cast<int>(models * divide_up(a.sequences / models, plan.group));
       plan.sums_rows = plan.blocks * Traits::kSequences;
       plan.shared_bytes = ResidentMemory<Traits>(plan.group, a.tokens).total;
       blocks = limits.multiprocessors * Traits::kBlocks;
@@ -229,6 +233,7 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   auto allowed = [&](ScanPath path) { return overrides.path < 0 || overrides.path == static_cast<int>(path); };
   ScanPlan plan{};
   if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, overrides, limits, plan)) return plan;
+  if (models_of(a) > 1) throw Error("so many models of this size are not served by one launch");
   plan = {};
   if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, overrides, limits, plan)) return plan;
   plan = {};
@@ -296,7 +301,8 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
     with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N, a.cut), plan.group, a, [&](auto traits) {
       using Traits = decltype(traits);
-      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Traits::kThreads), stream,
+      const unsigned models = static_cast<unsigned>(models_of(a));
+      const Launch at{dim3(static_cast<unsigned>(plan.blocks) / models, models), dim3(Traits::kThreads), stream,
                       static_cast<size_t>(plan.shared_bytes)};
       launch(resident_scan_kernel<Traits>, at, a, plan.group);
     });

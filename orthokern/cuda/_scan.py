@@ -15,6 +15,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.cuda import _call as native
+from orthokern.cuda._models import Models
 from orthokern.cuda._sums import Sums
 
 _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
@@ -22,8 +23,8 @@ _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
 # steps, last one first, however the states came about: so recomputing them changes no bit.
 _WINDOW_ELEMENTS = 1 << 23
 # The fewest steps of a window whose products run beside the scan of the next one, which costs a launch for each window;
-# and the path of csrc/cuda/scan.h that launches single steps.
-_OVERLAPPED_STEPS, _SINGLE_STEPS = 256, 2
+# and two paths of csrc/cuda/scan.h: maps in registers, single steps.
+_OVERLAPPED_STEPS, _RESIDENT, _SINGLE_STEPS = 256, 0, 2
 # Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have
 # nothing to gain when the sequences fill the GPU already.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
@@ -41,6 +42,7 @@ class Scan:
         B: rows of the batch.
         tokens: whether the inputs are token ids.
         chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
+        models: of the B rows, each with a map of its own, which then has this number in front.
         restart: [B, N], what a cut puts in place of a state; None: zeros. Cuts where the options have resets.
     """
 
@@ -56,8 +58,9 @@ class Scan:
         chunk: int | None = None,
         sequences: int | None = None,
         restart: Tensor | None = None,
+        models: int = 1,
     ) -> None:
-        N = map_.second.shape[0]
+        N = map_.second.shape[-2]
         self.map, self.device, self.chunk = map_, map_.second.device, chunk
         self.tensors = {**map_._asdict(), "act_param": act_param, "lengths": options.lengths, "restart": restart}
         self.cut = None if options.resets is None else _cuts(options.resets, backward)
@@ -65,11 +68,12 @@ class Scan:
         self.sizes = {
             "B": B,
             "N": N,
-            "K": 0 if map_.first is None else map_.first.shape[1],
+            "K": 0 if map_.first is None else map_.first.shape[-1],
             "sequences": B if sequences is None else sequences,
+            "of_model": (B if sequences is None else sequences) // models,
             "precision": _PRECISIONS[options.precision],
             "activation": ACTIVATIONS[options.activation].number,
-            "act_param_stride": int(act_param is not None and act_param.numel() > 1),
+            "act_param_stride": int(act_param is not None and act_param.numel() > models),
             "backward": int(backward),
         }
         # which inputs there are decides how much shared memory a sequence takes
@@ -147,9 +151,12 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     if weight is None:
         return x, None
     if not x.is_floating_point():
-        table = weight.mT if bias is None else weight.mT + bias
-        return None, table.contiguous()
+        table = weight.mT if bias is None else weight.mT + bias.unsqueeze(-2)
+        return None, table.flatten(0, -2).contiguous()  # of models: one after the other
     with ieee_products():
+        if weight.ndim == 3:
+            terms = [_input_of(x[:, r], w, None if bias is None else bias[r])[0] for r, w in enumerate(weight)]
+            return torch.cat(terms, 1), None  # type: ignore[arg-type]
         rows = x.flatten(0, 1)
         e = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
     return e.view(*x.shape[:2], weight.shape[0]), None
@@ -178,9 +185,9 @@ def _composed(map_: Map) -> Tensor:
 
 
 def _transposed_product(map_: Map, rows: Tensor) -> Tensor:
-    """W^T applied to rows [B, N]."""
+    """W^T applied to rows [B, N], or each of the models' to its rows [models, B, N]."""
     first, scale, second = map_
-    return rows @ second if first is None or scale is None else ((rows @ second) * scale) @ first.mT
+    return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
 
 
 def _power(w: Tensor, exponent: int) -> Tensor:
@@ -254,6 +261,8 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where
     single steps are launched."""
     map_, inputs, options = _ready(map_, inputs, options)
+    models = Models(map_)
+    inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
     steps, (B, N), checkpoint_every = x.shape[0], h0.shape, options.checkpoint_every
@@ -265,13 +274,16 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     if chunk:
         _chunked(map_, options, chunk, terms, h0, hs, backward=False, table=table)
     else:
-        scan = Scan(map_, options, act_param, backward=False, B=B, tokens=table is not None, restart=reset_state)
+        scan = Scan(
+            map_, options, act_param, backward=False, B=B, tokens=table is not None, restart=reset_state,
+            models=models.count,
+        )  # fmt: skip
         start = h0 if options.resets is None else _started(h0, options.resets[0], reset_state)
         scan.run(steps, **terms, table=table, start=start, out=hs, pre=pre)
     ckpt = None
     if checkpoint_every:
         ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : steps - 1 : checkpoint_every]])
-    return ScanStates(hs, ckpt, pre)
+    return ScanStates(*(models.apart(tensor) for tensor in (hs, ckpt, pre)))
 
 
 class _Recomputed:
@@ -290,8 +302,9 @@ class _Recomputed:
         tokens = inputs.weight is not None and not inputs.x.is_floating_point()
         self.table = _input_of(inputs.x, inputs.weight, inputs.bias)[1] if tokens else None
         self.scan = Scan(
-            map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state
-        )
+            map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state,
+            models=Models(map_).count,
+        )  # fmt: skip
         self.resets = options.resets
         self.before = ckpt.new_empty(min(self.every + window, steps) + 1, B, N)
         self.pre = ckpt.new_empty(self.every, B, N) if ACTIVATIONS[options.activation].needs_input else None
@@ -410,6 +423,49 @@ class _Products:
             self.high = begin
 
 
+class _ProductsOfModels:
+    """`_Products` for each model, of tensors with the rows of all.
+
+    Args:
+        inputs, options: with the rows of all models.
+        steps, window: as in `_Products`.
+        need_x, need_params: which gradients are wanted.
+    """
+
+    def __init__(
+        self, models: Models, inputs: ScanInputs, options: ScanOptions, steps: int, window: int, need_x: bool,
+        need_params: bool,
+    ) -> None:  # fmt: skip
+        N, lengths, resets = inputs.h0.shape[-1], options.lengths, options.resets
+        alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
+        self.models, self.h0, self.each = models, inputs.h0, []
+        for r in range(models.count):
+            x, h0, weight, bias, _, reset_state = models.inputs_of(inputs, r)
+            here, own = (None if t is None else models.of(t, r) for t in (alive, resets))
+            sums = Sums(N, h0, x, weight, bias, here, own, reset_state) if need_params else None
+            cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
+            features = need_x and weight is not None and x is not None and x.is_floating_point()
+            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if features and x is not None else None
+            self.each.append(_Products(sums, weight, grad_x, window, steps, own, cut_sum))
+        self.wanted = need_params or self.each[0].grad_x is not None
+
+    @property
+    def high(self) -> int:
+        return self.each[0].high
+
+    def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor) -> None:
+        for r, products in enumerate(self.each):
+            rows = [None if t is None else self.models.of(t, r) for t in (delta, before, states)]
+            products.add(start, low, rows[0], rows[1], rows[2], self.models.of(self.h0, r, 0))  # type: ignore[arg-type]
+
+    def found(self, name: str, dim: int = 0) -> Any:
+        """An attribute of the products or of their sums, of all models."""
+        of_all: list[Any] = [getattr(one if hasattr(one, name) else one.sums, name, None) for one in self.each]
+        if of_all[0] is None:
+            return None
+        return torch.stack(of_all, dim) if self.models.several else of_all[0]
+
+
 def _parameter_gradient(running: Tensor, act_param: Tensor | None) -> Tensor:
     """grad_act_param from the running sums of the kernels and their rounding errors, [2, rows, N]."""
     assert act_param is not None
@@ -430,14 +486,16 @@ def scan_bwd(
 ) -> ScanGradients:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
     map_, inputs, options = _ready(map_, inputs, options)
-    x, h0, weight, bias, act_param, reset_state = inputs
+    models = Models(map_)
+    inputs, options = models.rows(inputs, options)
+    h0, act_param, weight = inputs.h0, inputs.act_param, inputs.weight
     saved: list[Any] = [
-        native.ready(tensor, torch.float32, h0.device, name)
+        models.joined(native.ready(tensor, torch.float32, h0.device, name))
         for name, tensor in (("grad_hs", grad_hs), ("states", states), ("pre", pre))
     ]
     grad_hs, states, pre = saved
     steps, B, N = grad_hs.shape
-    chunk, lengths = chunk_length(options, steps, B, N), options.lengths
+    chunk, resets = chunk_length(options, steps, B, N), options.resets
     if options.checkpoint_every and chunk:
         # the chunks do not end where the segments do: all states at once, as the forward gave them
         options = dataclasses.replace(options, checkpoint_every=0)
@@ -445,18 +503,13 @@ def scan_bwd(
 
     window = window_steps(B, N)
     every = options.checkpoint_every or max(steps, 1)
-    alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
-    resets = options.resets
-    sums = Sums(N, h0, x, weight, bias, alive, resets, reset_state) if need_params else None
-    cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
     keep_delta = not options.checkpoint_every or (need_x and weight is None)
-    grad_x = torch.empty_like(x) if need_x and weight is not None and x is not None and x.is_floating_point() else None
-    scan = Scan(map_, options, act_param, backward=True, B=B)
+    scan = Scan(map_, options, act_param, backward=True, B=B, models=models.count)
     again = _Recomputed(map_, inputs, options, states, steps, window) if options.checkpoint_every else None
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
-    products, beside = _Products(sums, weight, grad_x, window, steps, resets, cut_sum), None
-    if again is None and not chunk and (sums is not None or grad_x is not None) and scan.leaves_room(window):
+    products, beside = _ProductsOfModels(models, inputs, options, steps, window, need_x, need_params), None
+    if again is None and not chunk and products.wanted and scan.leaves_room(window):
         every, beside = window, _Beside(h0.device)  # the products of a window while the next one is scanned
 
     # Row t - low of delta is delta_t. low is 0 where all of them are kept, else the start of the segment: then, as in
@@ -487,19 +540,38 @@ def scan_bwd(
         if resets is not None:
             carry = _started(carry, resets[start], None)
         with ieee_products(), beside or nullcontext():
-            products.add(start, low, delta, None if again is None else again.before, states, h0)
+            products.add(start, low, delta, None if again is None else again.before, states)
     if beside is not None:
         beside.join()
 
+    cut_sum = products.found("cut_sum")
     with ieee_products():
-        grad_h0 = torch.zeros_like(h0) if carry is None else _transposed_product(map_, carry)
+        grad_h0 = _transposed_product(map_, models.apart(torch.zeros_like(h0) if carry is None else carry, 0))
         grad_reset_state = None if cut_sum is None else _transposed_product(map_, cut_sum)
-    grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1) if chunk else norms.sum(1).sqrt()
+    if chunk:
+        grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1)
+    else:
+        grad_norm = models.apart(norms).sum(-1).sqrt().movedim(-1, 0) if models.several else norms.sum(1).sqrt()
+    grad_x = products.found("grad_x", 1)
     if need_x and weight is None:
-        grad_x = delta
-    if sums is None:
+        grad_x = models.apart(delta)
+    if not need_params:
         return ScanGradients(grad_x, None, grad_h0, None, None, None, grad_reset_state, grad_norm)
-    grad_act_param = None if running is None else _parameter_gradient(running, act_param)
+    grad_act_param = None
+    if running is not None and act_param is not None:
+        params = act_param if models.several else act_param.unsqueeze(0)
+        each = [_parameter_gradient(models.of(running, r), param) for r, param in enumerate(params)]
+        grad_act_param = torch.stack(each) if models.several else each[0]
     return ScanGradients(
-        grad_x, sums.m, grad_h0, sums.grad_weight, sums.grad_bias, grad_act_param, grad_reset_state, grad_norm
-    )
+        grad_x, products.found("m"), grad_h0, products.found("grad_weight"), products.found("grad_bias"),
+        grad_act_param, grad_reset_state, grad_norm,
+    )  # fmt: skip
+
+
+def serves_replicas(map_: Map, options: ScanOptions, steps: int, B: int) -> bool:
+    """Whether a call for R models is one launch: those whose maps stay in registers, without chunks of time."""
+    N = map_.second.shape[-2]
+    if chunk_length(options, steps, B, N):
+        return False
+    one = Map._make(None if t is None else t[0] for t in map_)
+    return Scan(one, options, None, backward=True, B=B).plan["path"] == _RESIDENT

@@ -2,5 +2,6 @@
 
 from orthokern.cuda._scan import scan_bwd as dense_scan_bwd
 from orthokern.cuda._scan import scan_fwd as dense_scan_fwd
+from orthokern.cuda._scan import serves_replicas
 
-__all__ = ["dense_scan_bwd", "dense_scan_fwd"]
+__all__ = ["dense_scan_bwd", "dense_scan_fwd", "serves_replicas"]

@@ -2,5 +2,6 @@
 
 from orthokern.cuda._scan import scan_bwd as factored_scan_bwd
 from orthokern.cuda._scan import scan_fwd as factored_scan_fwd
+from orthokern.cuda._scan import serves_replicas
 
-__all__ = ["factored_scan_bwd", "factored_scan_fwd"]
+__all__ = ["factored_scan_bwd", "factored_scan_fwd", "serves_replicas"]

@@ -23,6 +23,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import ScanInputs
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _loss, _quick
+from orthokern.nn._both import both_directions
 from orthokern.nn._checks import (
     check_backend,
     check_held,
@@ -605,8 +606,15 @@ class Recurrent(nn.Module):
         last: list[Tensor] = []
         ways = (False, True) if self.bidirectional else (False,)
         for layer in range(count):
-            outputs = []
-            for reverse in ways:
+            outputs: list[Tensor] = []
+            if self.bidirectional and cuts is None and isinstance(layout, Dense):
+                suffixes = [self._suffix(layer, reverse) for reverse in ways]
+                states = [self._initial_state(s, hx, len(last) + i, layout) for i, s in enumerate(suffixes)]
+                found = both_directions(self, data, states, suffixes)
+                if found is not None:
+                    outputs, ends = found
+                    last += ends
+            for reverse in () if outputs else ways:
                 suffix = self._suffix(layer, reverse)
                 h0 = self._initial_state(suffix, hx, len(last), layout)
                 own = None if cuts is None else cuts.of(len(last))

@@ -30,14 +30,13 @@ from orthokern.ops._common import (
 from orthokern.ops._register import custom_op
 
 _GPU: dict[str, Any] = {
-    "devices": ("cuda",), "algorithms": ("sequential", "chunked"), "features": SCAN_FEATURES,
-    "capability": (8, 0),
+    "devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0),
 }  # fmt: skip
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=(*SCAN_FEATURES, "replicas")),
-    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, **_GPU),
-    "cuda": Support(dtypes=(torch.float32,), **_GPU),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, features=SCAN_FEATURES, **_GPU),
+    "cuda": Support(dtypes=(torch.float32,), features=(*SCAN_FEATURES, "replicas"), **_GPU),
 }
 
 # Arguments of both schemas, behind x and the factors. The backward has need_x and need_params between the two parts.
@@ -196,7 +195,7 @@ class ScanOp:
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         leaf, map_, inputs, options = self._leaf(x.shape[0], x, *rest)
         function = getattr(leaf, f"{self.name}_fwd")
-        if self._one_by_one(leaf, map_):
+        if self._one_by_one(leaf, map_, inputs, options, x.shape[0]):
             function = functools.partial(_replicas.forward_one_by_one, function)
         found = function(map_, inputs, options)
         _taps.record_states(self.name, found.hs)
@@ -206,7 +205,7 @@ class ScanOp:
         arguments, need_x, need_params = self._without_needs(rest)
         leaf, map_, inputs, options = self._leaf(grad_hs.shape[0], *arguments)
         function = getattr(leaf, f"{self.name}_bwd")
-        if self._one_by_one(leaf, map_):
+        if self._one_by_one(leaf, map_, inputs, options, grad_hs.shape[0]):
             function = functools.partial(_replicas.backward_one_by_one, function)
         found = function(
             map_, inputs, options, grad_hs.contiguous(), states.contiguous(),
@@ -218,9 +217,14 @@ class ScanOp:
         grads = (None,) * self.count if m is None else self.gradients(m, map_)
         return filled((grad_x, *grads, *others), found.h0)
 
-    def _one_by_one(self, leaf: Any, map_: Map) -> bool:
+    def _one_by_one(self, leaf: Any, map_: Map, inputs: ScanInputs, options: ScanOptions, T: int) -> bool:
         """Whether this is a call for replicas that the leaf serves for one model at a time."""
-        return map_.second.ndim == 3 and not dispatch.has_feature(self.name, dispatch.backend_of(leaf), "replicas")
+        if map_.second.ndim < 3:
+            return False
+        if not dispatch.has_feature(self.name, dispatch.backend_of(leaf), "replicas"):
+            return True
+        serves = getattr(leaf, "serves_replicas", None)  # a leaf that serves some calls only
+        return serves is not None and not serves(map_, options, T, inputs.h0.shape[-2])
 
     def _without_needs(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
         """The arguments from x on that the forward has too, and need_x and need_params."""
