@@ -210,14 +210,14 @@ def _state(group: Sequence[dict[str, Any]]) -> str:
 
 
 def _cells(
-    experiment: Experiment, group: Sequence[dict[str, Any]], labels: Sequence[str], published: bool
+    experiment: Experiment, group: Sequence[dict[str, Any]], labels: Sequence[str], published: set[str]
 ) -> list[str]:
     """One row of the table."""
     cells = [group[0]["labels"].get(heading, "") for heading in labels]
     for measure in experiment.measures:
         theirs, ours = group[0]["published"].get(measure.title), [row["ours"].get(measure.title) for row in group]
         text = _spread(ours, f"{{:.{measure.digits}f}}".format)
-        if published:
+        if measure.title in published:
             median = _median(ours)
             difference = None if theirs is None or median is None else median - theirs
             cells += [_number(theirs, measure.digits), text, _number(difference, measure.digits, plus=True)]
@@ -246,10 +246,11 @@ def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
     """
     rows: list[dict[str, Any]] = summary["rows"]
     labels = list(dict.fromkeys(heading for row in rows for heading in row["labels"]))
-    published = any(row["published"] for row in rows)
+    published = {title for row in rows for title in row["published"]}  # a measure that no paper has is one column
     headings = list(labels)
     for measure in experiment.measures:
-        headings += [f"published {measure.title}", "ours", "difference"] if published else [measure.title]
+        compared = [f"published {measure.title}", "ours", "difference"]
+        headings += compared if measure.title in published else [measure.title]
     headings += ["epochs" if any(row.get("epochs") for row in rows) else "iterations", "seconds", "state"]
     groups = _groups(rows)
     lines = table(headings, (_cells(experiment, group, labels, published) for group in groups))
