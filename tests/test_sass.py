@@ -170,7 +170,7 @@ MOST_BETWEEN = {
 MOST_BEFORE_A_SEND = 230
 # The kernel that keeps a register in local memory.
 LOCAL = {("factored_scan", "100"): ["resident_scan_kernel 1 0 8 10 1 -1 2 0: 1 x access to local memory"]}
-HOT_KERNELS = {"factored_scan": 60, "dense_scan": 60, "gru_scan": 18}  # how many there are at least
+HOT_KERNELS = {"factored_scan": 50, "dense_scan": 50, "gru_scan": 18}  # how many there are at least, beside clusters
 
 
 def most_between(label: str) -> int:
@@ -190,7 +190,7 @@ def test_hot_loops(name: str, arch: str) -> None:
     text = sass.disassemble(ROOT / "csrc" / "cuda" / f"{name}.cu", arch, nvcc, nvdisasm)
     found = list(sass.reports(text, arch))
     kernels = collections.Counter(row.kernel.split()[0] for row in found)
-    assert kernels.total() >= HOT_KERNELS[name]
+    assert kernels.total() - kernels["cluster_scan_kernel"] >= HOT_KERNELS[name]
     if name != "gru_scan":
         assert kernels["resident_scan_kernel"] >= 46 and (arch == "80" or kernels["cluster_scan_kernel"] == 14)
     for row in found:
