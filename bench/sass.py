@@ -550,18 +550,23 @@ def find_nvdisasm() -> str | None:
     return shutil.which("nvdisasm")
 
 
-def disassemble(source: Path, arch: str, nvcc: str, nvdisasm: str) -> str:
-    """The machine code of a .cu file of this project for one architecture. Minutes on a slow machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "out.cubin"
-        command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", f"-I{ROOT / 'csrc'}", "-cubin", "-o", str(cubin)]
-        done = subprocess.run([*command, str(source)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"nvcc failed on {source.name}:\n{done.stderr}")
-        done = subprocess.run([nvdisasm, "-c", "-hex", str(cubin)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"nvdisasm failed on {source.name} for sm_{arch}: {done.stderr}")
-        return done.stdout
+def compiled(source: Path, arch: str, nvcc: str, folder: Path) -> tuple[Path, str]:
+    """A .cu file of this project for one architecture: the cubin in `folder`, and what ptxas says of the resources of
+    each kernel. Minutes on a slow machine."""
+    cubin = folder / f"{source.stem}.{arch}.cubin"
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-Xptxas=-v", f"-I{ROOT / 'csrc'}", "-cubin"]
+    done = subprocess.run([*command, "-o", str(cubin), str(source)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc failed on {source.name} for sm_{arch}:\n{done.stderr}")
+    return cubin, done.stderr
+
+
+def disassemble(cubin: Path, nvdisasm: str) -> str:
+    """The machine code of a cubin."""
+    done = subprocess.run([nvdisasm, "-c", "-hex", str(cubin)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvdisasm failed on {cubin.name}: {done.stderr}")
+    return done.stdout
 
 
 def main() -> None:
@@ -582,7 +587,9 @@ def main() -> None:
             source = given if given.suffix == ".cu" else ROOT / "csrc" / "cuda" / f"{name}.cu"
             if not source.is_file():
                 sys.exit(f"{source} does not exist; names of csrc/cuda are {', '.join(FILES)}")
-            texts = {arch: disassemble(source, arch, nvcc, nvdisasm) for arch in arguments.arch}
+            with tempfile.TemporaryDirectory() as folder:
+                cubins = {arch: compiled(source, arch, nvcc, Path(folder))[0] for arch in arguments.arch}
+                texts = {arch: disassemble(cubin, nvdisasm) for arch, cubin in cubins.items()}
         for arch, text in texts.items():
             rows = [row for row in reports(text, arch) if arguments.kernel in row.kernel]
             print(f"\n{given.stem}, sm_{arch}\n\n{table(rows)}")

@@ -9,10 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +29,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import cpu, cuda, dispatch, nn
+from orthokern import cpu, dispatch, nn
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.cuda import _call, _scan, _sums, gru_scan
 from orthokern.nn import _recurrent
@@ -63,9 +60,6 @@ def module(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(autouse=True)
 def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    if "nvcc_arch" in request.fixturenames:
-        yield None
-        return
     module = request.getfixturevalue("module")
     torch.set_num_threads(1)
     build.use(module, monkeypatch)
@@ -998,46 +992,3 @@ def test_a_path_that_cannot_serve_says_so(override: Any) -> None:
     with pytest.raises(RuntimeError, match="does not serve this size") as caught:
         plan("factored_scan", 300, 5)
     assert "\n" not in str(caught.value)
-
-
-# ------------------------------------------------------------------------------------------------------------ resources
-
-
-# Bytes that a kernel may spill: factored maps above 128 units, any activation, several sequences of a block.
-SPILLS = {("100", "ResidentTraitsILb1ELb0ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb0E"): 4}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nvcc_arch", ["80", "90", "100"])
-@pytest.mark.parametrize("op", (*OPS, "gru_scan", "cayley", "activations"))
-def test_registers_and_shared_memory_of_the_kernels(op: str, nvcc_arch: str, tmp_path: Path) -> None:
-    """Only the kernels of SPILLS spill: the maps are in registers, and a spilled weight would be read in every step."""
-    csrc = Path(__file__).resolve().parents[1] / "csrc"
-    nvcc = build.nvcc()
-    if nvcc is None:
-        assert not cuda.AVAILABLE, "the build had an nvcc that is not here now: set CUDACXX to it"
-        pytest.skip("nvcc not found")
-    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{csrc}", "-c"]
-    done = subprocess.run(
-        [*command, str(csrc / "cuda" / f"{op}.cu"), "-o", str(tmp_path / "out.o")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    entries = done.stderr.split("Compiling entry function")[1:]
-    assert len(entries) > (20 if op in OPS else 5)
-    for entry in entries:
-        name = entry.split("'")[1]
-        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
-        used = re.search(r"Used (\d+) registers", entry)
-        assert spills is not None and used is not None, entry
-        allowed = [most for (arch, known), most in SPILLS.items() if arch == nvcc_arch and known in name]
-        assert max(map(int, spills.groups())) <= max(allowed, default=0), f"{name} spills {spills.groups()} bytes"
-        shape = re.search(r"(?:ResidentTraitsILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", name)
-        assert shape or "resident" not in name, name
-        threads = 32 * int(shape.group(1)) if shape else 256
-        warps = -(-threads // 128) * 4  # registers are given to the four parts of a multiprocessor, evenly
-        assert int(used.group(1)) <= min(255, 65536 // (32 * warps)), name
-        static = re.search(r"(\d+) bytes smem", entry)
-        assert (
-            static is None
-            or int(static.group(1)) <= {"cayley": 48, "activations": 48, "gru_scan": 17}.get(op, 10) << 10
-        ), name

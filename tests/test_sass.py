@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from cuda_host import build
+
+from orthokern import cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
@@ -180,14 +184,32 @@ def most_between(label: str) -> int:
     return MOST_BETWEEN["resets" if values[7] == "1" else "several sequences" if values[4] == "1" else kernel]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", sass.ARCHITECTURES)
-@pytest.mark.parametrize("name", HOT_KERNELS)
-def test_hot_loops(name: str, arch: str) -> None:
-    nvcc, nvdisasm = sass.find_nvcc(), sass.find_nvdisasm()
-    if nvcc is None or nvdisasm is None:
-        pytest.skip("nvcc or nvdisasm not found")
-    text = sass.disassemble(ROOT / "csrc" / "cuda" / f"{name}.cu", arch, nvcc, nvdisasm)
+# Bytes that a kernel may spill: factored maps above 128 units, any activation, several sequences of a block.
+SPILLS = {("100", "ResidentTraitsILb1ELb0ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb0E"): 4}
+STATIC_KILOBYTES = {"cayley": 48, "activations": 48, "gru_scan": 17}  # of shared memory; 10 for the others
+
+
+def check_resources(name: str, arch: str, report: str) -> None:
+    """Only the kernels of SPILLS spill: the maps are in registers, and a spilled weight would be read in every step."""
+    entries = report.split("Compiling entry function")[1:]
+    assert len(entries) > (20 if name in ("factored_scan", "dense_scan") else 5)
+    for entry in entries:
+        kernel = entry.split("'")[1]
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+        used = re.search(r"Used (\d+) registers", entry)
+        assert spills is not None and used is not None, entry
+        allowed = [most for (of, known), most in SPILLS.items() if of == arch and known in kernel]
+        assert max(map(int, spills.groups())) <= max(allowed, default=0), f"{kernel} spills {spills.groups()} bytes"
+        shape = re.search(r"(?:ResidentTraitsILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", kernel)
+        assert shape or "resident" not in kernel, kernel
+        threads = 32 * int(shape.group(1)) if shape else 256
+        warps = -(-threads // 128) * 4  # registers are given to the four parts of a multiprocessor, evenly
+        assert int(used.group(1)) <= min(255, 65536 // (32 * warps)), kernel
+        static = re.search(r"(\d+) bytes smem", entry)
+        assert static is None or int(static.group(1)) <= STATIC_KILOBYTES.get(name, 10) << 10, kernel
+
+
+def check_hot_loops(name: str, arch: str, text: str) -> None:
     found = list(sass.reports(text, arch))
     kernels = collections.Counter(row.kernel.split()[0] for row in found)
     assert kernels.total() - kernels["cluster_scan_kernel"] >= HOT_KERNELS[name]
@@ -200,3 +222,19 @@ def test_hot_loops(name: str, arch: str) -> None:
             assert row.sends and max(row.sends) <= MOST_BEFORE_A_SEND, (row.kernel, row.sends)
         else:
             assert row.gaps, row.kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", sass.ARCHITECTURES)
+@pytest.mark.parametrize("name", (*HOT_KERNELS, "cayley", "activations"))
+def test_machine_code(name: str, arch: str, tmp_path: Path) -> None:
+    nvcc, nvdisasm = build.nvcc(), sass.find_nvdisasm()
+    if nvcc is None:
+        assert not cuda.AVAILABLE, "the build had an nvcc that is not here now: set CUDACXX to it"
+        pytest.skip("nvcc not found")
+    cubin, report = sass.compiled(ROOT / "csrc" / "cuda" / f"{name}.cu", arch, nvcc, tmp_path)
+    check_resources(name, arch, report)
+    if name in HOT_KERNELS:
+        if nvdisasm is None:
+            pytest.skip("the resources were checked; nvdisasm for the loops was not found")
+        check_hot_loops(name, arch, sass.disassemble(cubin, nvdisasm))
