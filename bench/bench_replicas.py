@@ -1,7 +1,7 @@
 """Several models at once: torch.func.vmap over stacked modules, against a loop over the modules and over torch.nn.RNN.
 
 8 models of 10 input features, the sequences their own, tanh, forward and backward to all parameters, cotangents at
-every step. T = 200, so that a model is small and its fixed costs count. And seeds of a task with --replicas.
+every step. T = 200 and B = 10, so that a model is small and its fixed costs count. And seeds of a task with --replicas.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bench_modules import FEATURES, TOLERANCE, build, expected, gradients
-from harness import BATCH, Bench, Size, check, interleave, median, ratio, spread_ms
+from harness import Bench, Size, check, interleave, median, ratio, spread_ms
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
@@ -22,8 +22,8 @@ from orthokern.training.profiling import Profiler
 from orthokern.training.replicas import Stacked
 from orthokern.training.signals import StopRequest
 
-SIZES = [{"N": 64, "T": 200, "R": 8}, {"N": 128, "T": 200, "R": 8}]
-QUICK = [{"N": 16, "T": 5, "R": 3}]
+SIZES = [{"N": 64, "T": 200, "B": 10, "R": 8}, {"N": 128, "T": 200, "B": 10, "R": 8}]
+QUICK = [{"N": 16, "T": 5, "B": 2, "R": 3}]
 
 # Time of the loop over that of one call: the loop over the same modules, and over torch.nn.RNN.
 BARS = {"one call for each model": 1 / 0.6, "torch.nn.RNN": 4.0}
@@ -33,10 +33,10 @@ BARS = {"one call for each model": 1 / 0.6, "torch.nn.RNN": 4.0}
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_replicas(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     """R models in one call: forward and backward of vmap over the stacked parameters."""
-    N, T, R = size["N"], size["T"], size["R"]
+    N, T, B, R = size["N"], size["T"], size["B"], size["R"]
     pairs = [build(name, N) for _ in range(R)]
     ours, theirs = zip(*pairs, strict=True)
-    x, cotangent = torch.randn(R, T, BATCH, FEATURES), torch.randn(R, T, BATCH, N)
+    x, cotangent = torch.randn(R, T, B, FEATURES), torch.randn(R, T, B, N)
     parameters, buffers = stack_module_state(list(ours))
 
     def output(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def test_replicas(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         bench.record(
             "replicas",
             f"{peer_name} over vmap of orthokern.nn.{name}",
-            {**size, "B": BATCH, "D": FEATURES},
+            {**size, "D": FEATURES},
             "times as long",
             ratio(seconds[peer_name], seconds["ours"]),
             bar=bar,
@@ -95,7 +95,7 @@ def seeds(N: int, T: int, R: int) -> list[Adding]:
     return found
 
 
-@pytest.mark.sizes([{"N": 64, "T": 50, "R": 5}, {"N": 128, "T": 50, "R": 5}], quick=QUICK)
+@pytest.mark.sizes([{"N": 64, "T": 50, "R": 5}, {"N": 128, "T": 50, "R": 5}], quick=[{"N": 16, "T": 5, "R": 3}])
 def test_seeds_of_a_task(benchmark: Any, bench: Bench, size: Size) -> None:
     """--replicas: an iteration without diagnostics of R seeds, each alone and together."""
     alone, joint = seeds(**size), seeds(**size)
