@@ -32,7 +32,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,35 +280,32 @@ def hot_loops(function: Function) -> list[Loop]:
     ]
 
 
-def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:
-    """For each barrier of a loop, the instructions between it and the last store to shared memory before it."""
+def _between(
+    body: Sequence[Instruction], begins: Callable[[Instruction], bool], ends: Callable[[Instruction], bool]
+) -> list[int]:
+    """The instructions between each one that ends a section and the last one before it that begins a section."""
     found, since = [], None
     for instruction in body:
-        if instruction.base in ("STS", "STAS"):
+        if begins(instruction):
             since = 0
-        elif instruction.base == "BAR":
+        elif ends(instruction):
             if since is not None:
                 found.append(since)
             since = None
         elif since is not None and not instruction.never:
             since += 1
     return found
+
+
+def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:
+    """For each barrier of a loop, the instructions between it and the last store to shared memory before it."""
+    return _between(body, lambda i: i.base in ("STS", "STAS"), lambda i: i.base == "BAR")
 
 
 def between_sum_and_send(body: Sequence[Instruction]) -> list[int]:
     """For each vector that a cluster exchanges, the instructions between the last exchange of sums within the block
     (a shuffle, or the barrier behind which they are read) and the first store to another block."""
-    found, since = [], None
-    for instruction in body:
-        if instruction.opcode.startswith("SHFL.BFLY") or instruction.base == "BAR":
-            since = 0
-        elif instruction.base == "STAS":
-            if since is not None:
-                found.append(since)
-            since = None
-        elif since is not None and not instruction.never:
-            since += 1
-    return found
+    return _between(body, lambda i: i.opcode.startswith("SHFL.BFLY") or i.base == "BAR", lambda i: i.base == "STAS")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -496,7 +496,11 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
             "--schedule cosine --lr-decay 1.5",
             "--lr-decay 1.5: with cosine it is the final factor of the rates; accepted",
         ),
-        ("adding", "--model lstm --backend cpu", "--backend: for --model factorized or rnn or exprnn or nnrnn; here"),
+        (
+            "adding",
+            "--model lstm --backend cpu",
+            "--backend: for --model factorized or rnn or gru or exprnn or nnrnn; here",
+        ),
         (
             "adding",
             "--last-step-gradient",

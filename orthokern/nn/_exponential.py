@@ -47,8 +47,6 @@ from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._register import untraced
 
-__all__ = ["INITS", "OPTIMIZER_STATES", "skew_from", "transported"]
-
 INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
 OPTIMIZER_STATES = ("transport", "reset", "keep")
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # of torch.optim: SGD, RMSprop, Adam and their kin

@@ -24,8 +24,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["gradient", "series"]
-
 
 @functools.lru_cache(maxsize=64)
 def _weights(rho: float, dtype: torch.dtype) -> Tensor:

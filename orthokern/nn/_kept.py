@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from orthokern.cpu._call import same_bytes
 from orthokern.ops._alone import quiet
 
-__all__ = ["kept"]
-
 _R = TypeVar("_R")
 
 # module -> name -> (settings, copies of the parts, what was made); outside the module so that it can be copied and

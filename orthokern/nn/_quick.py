@@ -27,8 +27,6 @@ from orthokern.ops._taps import SINKS
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
-__all__ = ["Rows", "forward", "held"]
-
 
 class Rows(NamedTuple):
     """What a module makes the gradients of a few steps from."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["alone", "quiet"]
-
 _PLAIN = {type(None), str, int, float, bool}
 _NAMES = (
     "_len_torch_dispatch_stack",

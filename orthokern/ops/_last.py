@@ -10,8 +10,6 @@ from torch import Tensor
 from orthokern.cpu._call import POOLED_BYTES, new
 from orthokern.ops._alone import quiet
 
-__all__ = ["last_state"]
-
 
 class _Last(torch.autograd.Function):
     @staticmethod

@@ -147,7 +147,7 @@ def _row(
     epoch = number_at(last, "epoch")
     row["epochs"] = row["iterations"] / per_epoch if epoch is None and per_epoch else epoch
     row["seconds"] = number_at(last, "seconds")
-    row["settings"] = record.settings
+    row["settings"] = {name: value for name, value in record.settings.items() if name != "data"}  # a folder here
     machine = record.config.get("machine")
     processor = machine.get("processor", "unknown") if isinstance(machine, dict) else "unknown"
     threads = record.config.get("threads")

@@ -43,7 +43,7 @@ from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import EXPONENTIALS, OF_OTHERS, build_recurrence, last_output
+from orthokern.tasks.network import EXPONENTIALS, OF_KERNELS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULES
 from orthokern.tasks.recurrent import STARTS, DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training import cli
@@ -350,7 +350,7 @@ examples:
 
 def _parser() -> Parser:
     parser = cli.make_parser("adding", DESCRIPTION, EXAMPLES, AddingOptions, PRESETS, PRESET_HELP)
-    parser.needs["backend"] = ((OF_OTHERS,),)  # the readout is computed by torch, and so are LSTMs
+    parser.needs["backend"] = ((OF_KERNELS,),)  # the readout is computed by torch, and so are LSTMs
     return parser
 
 

@@ -34,6 +34,7 @@ ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 # Options that have an effect only together with another option.
 OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
 OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
+OF_KERNELS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))  # cells with kernels of ours
 OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in GATED))
 
 
