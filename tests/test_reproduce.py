@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from orthokern.reproduce import __main__ as command
-from orthokern.reproduce import kanai, nnrnn, oinit, runner, vorontsov
+from orthokern.reproduce import constraint, kanai, nnrnn, oinit, runner, vorontsov
 from orthokern.reproduce.report import markdown
 from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search
@@ -50,7 +50,7 @@ MODULES = {
     "temporal_order": temporal_order,
     "random_permutation": random_permutation,
 }
-ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *nnrnn.EXPERIMENTS, *kanai.EXPERIMENTS)
+ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *nnrnn.EXPERIMENTS, *kanai.EXPERIMENTS, *constraint.EXPERIMENTS)
 ACCURACY = Measure("accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("loss", "best_loss", digits=3, higher_is_better=False)
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from toy_task import Toy, ToyOptions
 
 from orthokern import dispatch
-from orthokern.training import LoopSettings, RunFolder, load_checkpoint, save_checkpoint, train
+from orthokern.reproduce.runner import is_done
+from orthokern.training import LoopSettings, RunFolder, load_checkpoint, read_metrics, save_checkpoint, train
 from orthokern.training.iteration import joint_profile
 from orthokern.training.progress import Progress
 
@@ -42,6 +43,22 @@ def go(folder: Path, task: Toy, **settings: Any) -> str:
 def task(cls: type[Toy] = Toy, **settings: Any) -> Toy:
     torch.manual_seed(3)
     return cls(ToyOptions(**settings))
+
+
+# ---- the length of a run -------------------------------------------------------------------------
+
+
+def test_a_time_limit(tmp_path: Path) -> None:
+    """The run ends in the iteration that passes the limit, with an evaluation; resumed parts count."""
+    folder = tmp_path / "run"
+
+    def done() -> list[int]:
+        return [record["iteration"] for record in read_metrics(folder / "metrics.jsonl")]
+
+    assert run("--out", folder, "--iterations", 7, "--minutes", 1e-6) == 0
+    assert done() == [1] and "held_out_loss" in read_metrics(folder / "metrics.jsonl")[0] and is_done(folder)
+    assert run("--resume", folder) == 0 and done() == [1]
+    assert run("--resume", folder, "--minutes", 1000) == 0 and done() == list(range(1, 8))
 
 
 # ---- accumulation --------------------------------------------------------------------------------

@@ -19,14 +19,14 @@ from orthokern.commandline import (
     say,
 )
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce import kanai, nnrnn, oinit, vorontsov
+from orthokern.reproduce import constraint, kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import earlier_rows, report
 from orthokern.reproduce.runner import Plan, default_threads, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
 
-PAPERS = (vorontsov, oinit, nnrnn, kanai)
+PAPERS = (vorontsov, oinit, nnrnn, kanai, constraint)
 EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
-STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES, *kanai.STUDIES)}
+STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES, *kanai.STUDIES, *constraint.STUDIES)}
 
 DESCRIPTION = """\
 Train the runs of a table or figure of a paper, and compare the results with the published numbers.

@@ -91,6 +91,9 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
         return False
     if result.get("diverged") or result.get("reached"):
         return True
+    minutes, seconds = number(settings.get("minutes")), number(result.get("seconds"))
+    if minutes is not None and seconds is not None and seconds >= 60.0 * minutes:
+        return True
     # config.json has the length that a run was started with; result.json has the number of iterations done.
     target = count(settings.get("iterations")) or 0
     for option, value in zip(longer[::2], longer[1::2], strict=True):

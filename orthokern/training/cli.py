@@ -76,6 +76,13 @@ class RunOptions(Options):
     iterations: int = option(
         None, integer(1), "stop after N iterations, even if the task is not solved", "N", shown="by --epochs"
     )
+    minutes: float | None = option(
+        None,
+        real(0.0, exclusive=True, none=True),
+        "stop in the iteration that ends after X minutes, with its evaluation and test; resumed parts count, and "
+        "schedules still span all iterations",
+        shown="none",
+    )
     seed: int = option(0, integer(0, 2**63 - 1), "seed of the model, the data and the held-out data", "N")
     device: str = option(
         "cuda" if torch.cuda.is_available() else "cpu",
@@ -381,6 +388,8 @@ def _prepare(
                 raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
         settings = complete(resolve(given, usual_settings, presets, stored))
         parser.check_all_play(given, settings)
+        if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
+            raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
         return settings
 
     settings = distributed.together(settle)
@@ -419,6 +428,7 @@ def _prepare(
         last_step_gradient=settings.last_step_gradient,
         profile=settings.profile,
         cuda_graph=settings.cuda_graph,
+        time_limit=None if settings.minutes is None else 60.0 * settings.minutes,
     )
     return PreparedRun(task, run_folder, loop, resume, settings)
 

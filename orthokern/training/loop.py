@@ -64,7 +64,8 @@ def train(
     started: float | None = None,
     announce: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Trains until the goal is reached, all iterations are done, the loss is not finite, or SIGINT or SIGTERM arrives.
+    """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss is not finite, or
+    SIGINT or SIGTERM arrives.
 
     Longer than 100 lines: most of them are this documentation and its example.
 
@@ -203,7 +204,8 @@ def _iterations(
     shown_ms = None
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
-    while state.iteration < settings.iterations and not state.reached and stopped is None:
+    over = state.is_over(settings)
+    while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
         profiler.begin(state.iteration)
@@ -226,7 +228,8 @@ def _iterations(
             with profiler.stage("diagnose"):
                 record |= diagnosis(task, state.shard, done.profiles)
         wanted = task.wants_evaluation(state.iteration, metrics)
-        if wanted or state.iteration == settings.iterations:
+        over = state.is_over(settings)
+        if wanted or over:
             with profiler.stage("evaluate"):
                 record |= _evaluate(state, wanted)
         milliseconds = 1e3 * (time.perf_counter() - begun)
@@ -245,7 +248,7 @@ def _iterations(
                 state.iteration,
                 f"{epoch}{task.progress_text(metrics)}, {shown_ms:.0f} ms per iteration, "
                 f"{1e3 * shown_ms / time_steps:.1f} µs per time step",
-                force=state.iteration == settings.iterations or state.reached,
+                force=over or state.reached,
             )
             if state.iteration % settings.checkpoint_every == 0 and not state.reached:
                 if not _parameters_are_finite(task):
@@ -268,7 +271,7 @@ def _iterations(
         progress.line(f"no profile: training ended within the {WARM_UP} warm-up iterations")
     if not _parameters_are_finite(task):
         return _diverged(state, settings, {"loss": math.nan})
-    ended = state.reached or state.iteration >= settings.iterations
+    ended = state.reached or over
     failure = state.save() if state.iteration > first or state.saved_at is None else None
     seconds = state.seconds()
     progress.close()

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import math
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from orthokern.training.checkpoint import (
     write_atomically,
 )
 from orthokern.training.distributed import Shard
+from orthokern.training.iteration import LoopSettings
 from orthokern.training.metrics import MetricsLog
 from orthokern.training.profiling import Profiler, table
 from orthokern.training.progress import Progress
@@ -32,7 +34,18 @@ from orthokern.training.task import Task
 # threads or processes may change rounding, and another number of processes changes dropout. A schedule that depends on
 # the length of the run, a cosine, continues along the longer curve.)
 FREE_SETTINGS = frozenset(
-    {"iterations", "epochs", "data", "checkpoint_every", "threads", "plots", "processes", "process_timeout", "profile"}
+    {
+        "iterations",
+        "epochs",
+        "minutes",
+        "data",
+        "checkpoint_every",
+        "threads",
+        "plots",
+        "processes",
+        "process_timeout",
+        "profile",
+    }
 )
 
 
@@ -58,6 +71,11 @@ class RunState:
 
     def seconds(self) -> float:
         return self.earlier_seconds + time.perf_counter() - self.started
+
+    def is_over(self, settings: LoopSettings) -> bool:
+        """Whether the run has done all iterations, or has reached its time limit with at least one."""
+        limit = math.inf if settings.time_limit is None else settings.time_limit
+        return self.iteration >= settings.iterations or (self.iteration > 0 and self.seconds() >= limit)
 
     def open_log(self, resume: bool) -> None:
         """Opens metrics.jsonl, on rank 0.

@@ -32,6 +32,7 @@ from orthokern.diagnostics.plots.heat_maps import (
     profiles,
 )
 from orthokern.diagnostics.plots.linear import memory
+from orthokern.diagnostics.plots.parts import compare_parts
 from orthokern.diagnostics.plots.spectra import compare_spectra, plot_moduli, plot_spectrum
 from orthokern.diagnostics.plots.stability import compare_stability, plot_stability
 
@@ -42,6 +43,7 @@ __all__ = [
     "compare_curves",
     "compare_dynamics",
     "compare_gradients",
+    "compare_parts",
     "compare_spectra",
     "compare_stability",
     "compare_states",

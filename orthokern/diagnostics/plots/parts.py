@@ -1,0 +1,55 @@
+"""Numbers of many variants of a network side by side, one panel per task."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from orthokern.diagnostics.plots._figures import _COLOURS, _GREY, _figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Variant = tuple[str, str]  # the part that is varied, and its value
+
+
+def compare_parts(panels: Mapping[str, Mapping[Variant, float | None]], title: str = "") -> "Figure | None":
+    """A point for each variant: from top to bottom the values of one part of a method after the other.
+
+    Args:
+        panels: title of a panel -> variant -> number; None, or a variant that is missing, for no number. A panel whose
+            numbers are positive and span more than a factor of 30 has a logarithmic axis.
+
+    Returns:
+        The figure, or None if there is no number.
+
+    Example::
+
+        >>> errors = {("margin", "0"): 0.2, ("margin", "0.1"): 0.001, ("cell", "LSTM"): 0.16}
+        >>> figure = compare_parts({"adding: squared error": errors}, "parts")
+        >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
+        ['margin: 0', 'margin: 0.1', 'cell: LSTM']
+    """
+    variants = list(dict.fromkeys(variant for values in panels.values() for variant in values))
+    numbers = [value for values in panels.values() for value in values.values() if value is not None]
+    if not numbers:
+        return None
+    parts = list(dict.fromkeys(part for part, _ in variants))
+    size = (2.4 + 2.5 * len(panels), 1.2 + 0.24 * len(variants))
+    figure, axes = _figure(1, len(panels), size, title, sharey=True)
+    for axis, (heading, values) in zip(axes[0], panels.items(), strict=True):
+        known = [value for value in values.values() if value is not None]
+        for row, variant in enumerate(variants):
+            value = values.get(variant)
+            colour = _COLOURS[parts.index(variant[0]) % len(_COLOURS)]
+            if value is None:
+                axis.plot([0.5], [row], "x", color=_GREY, markersize=4, transform=axis.get_yaxis_transform())
+            else:
+                axis.plot([value], [row], "o", color=colour, markersize=6)
+        for row, (above, below) in enumerate(zip(variants, variants[1:], strict=False)):
+            if above[0] != below[0]:
+                axis.axhline(row + 0.5, color=_GREY, linewidth=0.8)
+        if known and min(known) > 0 and max(known) > 30 * min(known):
+            axis.set_xscale("log")
+        axis.set_title(heading, fontsize=9, wrap=True)
+    axes[0, 0].set_yticks(range(len(variants)), [f"{part}: {value}" for part, value in variants], fontsize=8)
+    axes[0, 0].invert_yaxis()
+    return figure
