@@ -207,6 +207,31 @@ def test_a_budget(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "'2 hours' is not a length of time such as 90s, 30m or 2h" in capsys.readouterr().err
 
 
+def test_the_joint_page_of_the_constraint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each number stands in the row of its options and in the column of its task, also where two rows share a run."""
+    assert reproduce("constraint", "--out", tmp_path) == 2
+    assert "first train constraint-copy, constraint-adding" in capsys.readouterr().err
+    for experiment in constraint.EXPERIMENTS:
+        assert reproduce(experiment.name, "--report", "--out", tmp_path) == 0
+    path = tmp_path / "full" / "constraint-adding.json"
+    summary = json.loads(path.read_text())
+    for number, row in enumerate(summary["rows"]):
+        row["ours"], row["state"] = {"best held-out error": 0.01 * number}, "done"
+    summary["rows"][2] |= {"state": "solved", "seconds": 31.4, "machine": "one core"}
+    path.write_text(json.dumps(summary))
+    assert reproduce("constraint", "--out", tmp_path) == 0
+    page = (tmp_path / "full" / "constraint.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    assert lines[0] == ["part", "value", *(subject.title for subject in constraint.SUBJECTS.values())]
+    cells = {(line[0], line[1]): line[2:] for line in lines[2:]}
+    assert len(cells) == 21
+    assert cells[constraint.MARGIN, "0.1"] == ["not run", "0.0200 in 31 s", "not run", "not run"]
+    assert cells[constraint.FUNCTION, "relu"] == cells[constraint.MARGIN, "0.1"]  # relu is the task's own
+    assert cells[constraint.HELD, "none"] == ["not run", "0.0900", "not run", "not run"]
+    assert page.rstrip().splitlines()[-1].startswith("one core; ")
+    assert (tmp_path / "full" / "constraint.png").stat().st_size > 10_000
+
+
 PAGES = ROOT / "docs" / "results"
 
 
