@@ -27,6 +27,7 @@ GRAPH_API = (
     "cudaStreamIsCapturing",
     "cudaGraphCreate",
     "cudaGraphAddKernelNode",
+    "cudaGraphKernelNodeSetAttribute",
     "cudaThreadExchangeStreamCaptureMode",
     "cudaGraphInstantiateWithFlags",
     "cudaGraphExecKernelNodeSetParams",
@@ -91,9 +92,11 @@ def problem_of(kind: str, T: int = STEPS, B: int = 3, N: int = 9, seed: int = 0,
 
 
 def run(problem: Any, graph_steps: int = BLOCK, **options: Any) -> dict[str, Tensor]:
-    """Forward and backward, step by step; kernel by kernel where graph_steps is 0."""
+    """Forward and backward, step by step; kernel by kernel where graph_steps is 0. Dense scans have clusters."""
     scan = isinstance(problem, ScanProblem)
     _call.overrides = {"path": 2 if scan else 1, "graph_steps": graph_steps}
+    if scan and problem.op == "dense_scan":
+        _call.overrides["cluster"] = 2
     return run_scan(problem, "cuda", **options) if scan else problem.run("cuda", **options)
 
 

@@ -48,6 +48,8 @@ PATHS = {
     "cluster-8": {"path": CLUSTER, "cluster": 2, "group": 8},
     "streamed": {"path": CLUSTER, "cluster": 4, "group": 4, "shared_chunks": 0},
     "steps": {"path": STEPS},
+    "steps-2": {"path": STEPS, "cluster": 2},
+    "steps-4": {"path": STEPS, "cluster": 4},
 }
 KINDS = ("dense", "features", "tokens")
 
@@ -284,7 +286,7 @@ PRECISION_ERRORS = {"3xtf32": 2e-6, "tf32": 3e-3, "bf16": 3e-2}
 @pytest.mark.parametrize("op", OPS)
 def test_precisions_of_single_steps(op: str, activation: str, inputs: str, override: Any, harness: Any) -> None:
     """On tensor cores: tiles with edges; as precise as asked, and no more; the same bits in any order of threads."""
-    override("steps")
+    override("steps-2" if inputs == "tokens" else "steps")
     rank = {"K": 37} if op == "factored_scan" else {}
     problem = scan_problem(op, B=35, T=3, N=70, activation=activation, inputs=inputs, gap=-1.0, **rank)
     exact, inexact = run_scan(problem, "reference"), problem.to(torch.float32)
@@ -949,9 +951,11 @@ def test_path_by_size(op: str, harness: Any) -> None:
     assert plan(op, largest + 1, 50)["path"] == CLUSTER
     assert plan(op, 1024, 50)["path"] == CLUSTER
     assert plan(op, 1025, 50)["path"] == STEPS
+    # 35 tiles for each 32 sequences, on 132 multiprocessors
+    assert [plan(op, 1100, B)["cluster"] for B in (1, 32, 50, 64, 100)] == [4, 4, 2, 2, 1]
     harness.set_chip(major=8, minor=0, multiprocessors=108, shared_per_block=163 << 10)
     assert plan(op, largest, 50)["path"] == RESIDENT
-    assert plan(op, largest + 1, 50)["path"] == STEPS
+    assert plan(op, largest + 1, 50)["path"] == STEPS and plan(op, 1100, 1)["cluster"] == 1
     harness.set_chip(major=8, minor=9, multiprocessors=142, shared_per_block=99 << 10)
     assert plan(op, largest, 50)["path"] == RESIDENT
     harness.set_chip(largest_cluster=8)

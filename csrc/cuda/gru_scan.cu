@@ -34,7 +34,7 @@ void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
 template <bool kKanai, GruStep kStep, class To>
 void put_gru_step(const To& to, const GruScanArgs& a, const GruProduct& p, int64_t t, int direction) {
   const dim3 grid(static_cast<unsigned>(step_tiles(p.rows, a.B)));
-  to(gru_step_kernel<kKanai, kStep>, grid, dim3(kStepThreads), a, p,
+  to(gru_step_kernel<kKanai, kStep>, {grid, dim3(kStepThreads)}, a, p,
      StepIndex{to.base, static_cast<int>(t), direction});
 }
 

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kStepThreads, kStep == GruStep::kAll ? 3 : 4) 
   ORTHOKERN_SHARED(float, map_tile, [kMaps][kTile][kTilePitch]);  // [column][row]
   ORTHOKERN_SHARED(float, from_tile, [kTile][kTilePitch]);        // [column][sequence]
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
-  const StepTile tile = step_tile(p.rows);
+  const StepTile tile = step_tile(p.rows, blockIdx.x);
   const int thread = threadIdx.x, row0 = tile.row, N = static_cast<int>(a.N);
   const int64_t b0 = tile.sequence, stride = a.B * a.N;
   const bool along_rows = p.row_stride == 1;  // adjacent threads read adjacent elements of the map

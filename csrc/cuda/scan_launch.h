@@ -215,12 +215,16 @@ inline int graph_steps_of(int asked) {
   return asked < 0 ? kGraphSteps : asked;
 }
 
-inline void plan_steps(const ScanArgs& a, const ScanOverrides& overrides, ScanPlan& plan) {
+inline void plan_steps(const ScanArgs& a, const ScanOverrides& overrides, const DeviceLimits& limits, ScanPlan& plan) {
   plan.path = static_cast<int>(ScanPath::kSteps);
   plan.precision = a.precision;
   plan.group = kTile;
   plan.blocks = step_tiles(a.N, a.sequences);
   plan.norm_columns = plan.blocks;
+  plan.cluster =
+      overrides.cluster ? overrides.cluster : step_split(plan.blocks, a.K ? std::min(a.N, a.K) : a.N, limits);
+  if (plan.cluster > kMostSplit || (plan.cluster > 1 && limits.major < 9))
+    throw Error("single steps have no clusters of " + std::to_string(plan.cluster) + " blocks on this device");
   plan.sums_rows = static_cast<int>(a.sequences);
   plan.work = (2 * a.N + a.K) * a.sequences + 1;
   plan.graph_steps = graph_steps_of(overrides.graph_steps);
@@ -238,7 +242,7 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, overrides, limits, plan)) return plan;
   plan = {};
   if (!allowed(ScanPath::kSteps)) throw Error("the path that was asked for does not serve this size on this device");
-  plan_steps(a, overrides, plan);
+  plan_steps(a, overrides, limits, plan);
   return plan;
 }
 
@@ -267,24 +271,28 @@ void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
   float* state[2] = {a.work, a.work + a.sequences * a.N};
   float* const y = a.work + 2 * a.sequences * a.N;
   int* const base = reinterpret_cast<int*>(y + a.sequences * a.K);
-  const dim3 first(static_cast<unsigned>(step_tiles(a.K, a.sequences))),
-      last(static_cast<unsigned>(step_tiles(a.N, a.sequences)));
+  auto shape_of = [&](int64_t rows) {
+    const int64_t blocks = static_cast<int64_t>(plan.cluster) * step_tiles(rows, a.sequences);
+    return StepShape{dim3(static_cast<unsigned>(blocks)), dim3(kStepThreads), plan.cluster};
+  };
+  const StepShape first = shape_of(a.K), last = shape_of(a.N);
   const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
   fill_zero(state[0], static_cast<size_t>(a.sequences * a.N) * sizeof(float), stream);
   auto step = [&](const auto& to, int64_t i) {
     const float* const from = i == 0 && a.start ? a.start : state[i % 2];
     const StepIndex index{to.base, static_cast<int>(i), 1};
-    StepProduct product{a.second, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N, N};
+    StepProduct product{a.second, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N,
+                        N,        plan.cluster};
     if (kFactored) {
-      to(step_product_kernel<kBackward, kPrecision>, first, dim3(kStepThreads), a,
-         StepProduct{a.first, 1, a.K, from, y, a.scale, K, N}, index);
+      to(step_product_kernel<kBackward, kPrecision>, first, a,
+         StepProduct{a.first, 1, a.K, from, y, a.scale, K, N, plan.cluster}, index);
       product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = K;
     }
-    to(step_product_kernel<kBackward, kPrecision>, last, dim3(kStepThreads), a, product, index);
+    to(step_product_kernel<kBackward, kPrecision>, last, a, product, index);
   };
   step(OntoStream{stream}, 0);  // from another state than those that follow
   const int64_t length = std::min(a.chunk, a.T);
-  const int kind = 8 * kPrecision + 2 * kFactored + kBackward;  // gru_scan has 4 to 7
+  const int kind = 32 * plan.cluster + 8 * kPrecision + 2 * kFactored + kBackward;  // gru_scan has 4 to 7
   run_step_loop({a.device, stream, kind, plan.graph_steps, base, 1, length}, step);
 }
 

@@ -8,6 +8,9 @@
 // or, where a precision below IEEE is allowed, the tensor cores': then a warp has 16 rows by 8 sequences, and its lanes
 // get what they would have had anyway. All tiles lie along x of the grid, those of the same sequences one after the
 // other: y ends at 65535 tiles, which are no more than 2 million sequences, and chunks of time have more.
+//
+// Where the tiles are fewer than the multiprocessors, the blocks of a cluster share the columns of a tile. The others
+// send their sums to the first one, which adds them in the order of their ranks and ends the step.
 #pragma once
 
 #include <limits.h>
@@ -22,6 +25,8 @@ namespace orthokern {
 namespace cuda {
 
 constexpr int kTile = 32, kStepThreads = 256;
+constexpr int kMostSplit = 4;     // blocks that share the columns of a tile
+constexpr int kFewestSlices = 8;  // of kTile columns, for each of them: fewer take less time than sending the sums
 // Rows of the operands' tiles begin at 16 aligned bytes, and are so many banks apart that the lanes' reads do not meet
 // in one.
 constexpr int kFromPitch = kTile + 4;
@@ -37,14 +42,22 @@ inline int step_tiles(int64_t rows, int64_t sequences) {
                 " units are more than one launch holds: use a smaller batch");
   return static_cast<int>(tiles);
 }
-// Where the tile of a block begins.
+// Blocks that share the columns of a tile: as few as give every multiprocessor a block.
+inline int step_split(int64_t tiles, int64_t columns, const DeviceLimits& limits) {
+  int split = 1;
+  while (limits.major >= 9 && split < kMostSplit && tiles * split < limits.multiprocessors &&
+         columns >= 2 * split * kFewestSlices * kTile)
+    split *= 2;
+  return split;
+}
+// Where a tile begins.
 struct StepTile {
   int row;
   int64_t sequence;
 };
-__device__ __forceinline__ StepTile step_tile(int rows) {
-  const unsigned across = static_cast<unsigned>(rows + kTile - 1) / kTile, down = blockIdx.x / across;
-  return {static_cast<int>(blockIdx.x - down * across) * kTile, static_cast<int64_t>(down) * kTile};
+__device__ __forceinline__ StepTile step_tile(int rows, unsigned number) {
+  const unsigned across = static_cast<unsigned>(rows + kTile - 1) / kTile, down = number / across;
+  return {static_cast<int>(number - down * across) * kTile, static_cast<int64_t>(down) * kTile};
 }
 
 struct StepProduct {
@@ -54,6 +67,7 @@ struct StepProduct {
   float* to;           // [Q, rows]
   const float* scale;  // [rows]: the product ends with to = scale * sum; null: it ends a step
   int rows, columns;
+  int split;  // blocks of a cluster, which share the columns
 };
 
 // A thread's part of a tile: rows row, row + 1 (a pair of oplu) by sequences sequence, sequence + 1.
@@ -162,7 +176,11 @@ __global__ void __launch_bounds__(kStepThreads)
   ORTHOKERN_SHARED(float, map_tile, [kTile][kMapPitch<kPrecision>]);  // [column][row]
   ORTHOKERN_SHARED(float, from_tile, [kTile][kFromPitch]);            // [sequence][column]
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
-  const StepTile tile = step_tile(p.rows);
+  ORTHOKERN_SHARED(float4, sums_of_others, [kMostSplit - 1][kStepThreads]);
+  ORTHOKERN_SHARED(Mbarrier, sums_arrived, [1]);
+  const unsigned number = blockIdx.x / static_cast<unsigned>(p.split);
+  const int rank = static_cast<int>(blockIdx.x) - static_cast<int>(number) * p.split;
+  const StepTile tile = step_tile(p.rows, number);
   const int i = index.at();  // without lengths, the product does not wait for it
   const int thread = threadIdx.x, row0 = tile.row;
   const int64_t q0 = tile.sequence;
@@ -172,7 +190,7 @@ __global__ void __launch_bounds__(kStepThreads)
     const int64_t q = q0 + thread;
     const Sequence where = thread < kTile ? sequence<kBackward>(a, q) : Sequence{0, 0, 0};
     if (!__syncthreads_or(i >= where.begin && i < where.end)) {
-      if (p.scale) return;
+      if (p.scale || rank) return;
       for (int k = thread; k < kTile * kTile; k += kStepThreads) {
         const int64_t at = q0 + k / kTile;
         const int row = row0 + k % kTile;
@@ -195,10 +213,20 @@ __global__ void __launch_bounds__(kStepThreads)
       next_from[k] = q < a.sequences && c0 + fast < p.columns ? p.from[q * p.columns + c0 + fast] : 0.f;
     }
   };
+  if (p.split > 1) {
+    if (rank == 0 && thread == 0) {
+      mbarrier_init(sums_arrived, 1);
+      mbarrier_init_fence();
+      mbarrier_arrive_expect(sums_arrived, (p.split - 1) * kStepThreads * static_cast<int>(sizeof(float4)));
+    }
+    cluster_arrive();
+  }
   float sums[4] = {};  // [row][sequence]
   const StepPart part = step_part<kPrecision>(thread);
-  load(0);
-  for (int c0 = 0; c0 < p.columns; c0 += kTile) {
+  const int share = ((p.columns + kTile - 1) / kTile + p.split - 1) / p.split * kTile;  // columns of a block
+  const int begin = rank * share, end = min(p.columns, begin + share);
+  load(begin);
+  for (int c0 = begin; c0 < end; c0 += kTile) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       const int fast = thread % kTile, slow = thread / kTile + k * (kStepThreads / kTile);
@@ -206,9 +234,22 @@ __global__ void __launch_bounds__(kStepThreads)
       from_tile[slow][fast] = next_from[k];
     }
     __syncthreads();
-    if (c0 + kTile < p.columns) load(c0 + kTile);
+    if (c0 + kTile < end) load(c0 + kTile);
     multiply_tile<kPrecision>(map_tile, from_tile, part, sums);
     __syncthreads();
+  }
+  if (p.split > 1) {
+    cluster_wait();  // the first block has initialised its mbarrier
+    if (rank) {
+      st_async(cluster_address(&sums_of_others[rank - 1][thread], 0), make_float4(sums[0], sums[1], sums[2], sums[3]),
+               cluster_address(sums_arrived, 0));
+      return;
+    }
+    mbarrier_wait(sums_arrived, 0);
+    for (int other = 0; other + 1 < p.split; other++) {
+      const float4 more = sums_of_others[other][thread];
+      sums[0] += more.x, sums[1] += more.y, sums[2] += more.z, sums[3] += more.w;
+    }
   }
 
   float square = 0;
@@ -273,7 +314,7 @@ __global__ void __launch_bounds__(kStepThreads)
   if (thread > 0) return;
   float sum = 0;
   for (int w = 0; w < kStepThreads / 32; w++) sum += warp_squares[w];
-  a.norms[(a.T - 1 - i) * gridDim.x + blockIdx.x] = sum;
+  a.norms[(a.T - 1 - i) * (gridDim.x / p.split) + number] = sum;
 }
 
 }  // namespace cuda

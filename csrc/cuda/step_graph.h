@@ -41,17 +41,24 @@ struct StepIndex {
 
 static __global__ void advance_steps_kernel(int* base, int steps) { *base += steps; }
 
-// The target of the kernels of a loop: `to(kernel, grid, block, arguments...)`, with `to.base` for their StepIndex.
+// Blocks and threads of a kernel of a loop; its blocks may form clusters.
+struct StepShape {
+  dim3 grid, block;
+  int cluster = 1;
+};
+
+// The target of the kernels of a loop: `to(kernel, shape, arguments...)`, with `to.base` for their StepIndex.
 struct OntoStream {
   cudaStream_t stream;
   const int* base = nullptr;
   template <class... Parameters, class... Arguments>
-  void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block, Arguments&&... arguments) const {
-    launch(kernel, {grid, block, stream}, arguments...);
+  void operator()(void (*kernel)(Parameters...), const StepShape& shape, Arguments&&... arguments) const {
+    launch(kernel, {shape.grid, shape.block, stream, 0, shape.cluster}, arguments...);
   }
 };
 
-// Graphs with equal keys differ only in the arguments and the grid sizes of their kernels.
+// Graphs with equal keys differ only in the arguments and the grid sizes of their kernels. The size of a cluster is
+// part of `kind`: a kernel of an executable graph keeps it.
 struct StepGraphKey {
   int device;
   cudaStream_t stream;  // only compared; the stream may have been destroyed
@@ -99,12 +106,12 @@ class StepGraph {
     StepGraph& graph;
     const int* base;
     template <class... Parameters, class... Arguments>
-    void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block, Arguments&&... arguments) const {
+    void operator()(void (*kernel)(Parameters...), const StepShape& shape, Arguments&&... arguments) const {
       std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
       std::apply(
           [&](auto&... value) {
             void* addresses[] = {static_cast<void*>(&value)...};
-            graph.put(kernel, grid, block, addresses);
+            graph.put(kernel, shape, addresses);
           },
           values);
     }
@@ -112,16 +119,21 @@ class StepGraph {
 
   // The API copies the arguments.
   template <class... Parameters>
-  void put(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments) {
+  void put(void (*kernel)(Parameters...), const StepShape& shape, void** arguments) {
     if (status_ != cudaSuccess) return;
     announce_kernel(kernel);
     cudaKernelNodeParams node{};
-    node.func = reinterpret_cast<void*>(kernel), node.gridDim = grid, node.blockDim = block,
+    node.func = reinterpret_cast<void*>(kernel), node.gridDim = shape.grid, node.blockDim = shape.block,
     node.kernelParams = arguments;
     if (!exec_) {
       nodes_.emplace_back();
       status_ =
           cudaGraphAddKernelNode(&nodes_.back(), graph_, next_ ? &nodes_[next_ - 1] : nullptr, next_ ? 1 : 0, &node);
+      if (status_ == cudaSuccess && shape.cluster > 1) {
+        cudaLaunchAttributeValue value{};
+        value.clusterDim.x = static_cast<unsigned>(shape.cluster), value.clusterDim.y = value.clusterDim.z = 1;
+        status_ = cudaGraphKernelNodeSetAttribute(nodes_.back(), cudaLaunchAttributeClusterDimension, &value);
+      }
     } else {
       status_ =
           next_ < nodes_.size() ? cudaGraphExecKernelNodeSetParams(exec_, nodes_[next_], &node) : cudaErrorInvalidValue;
@@ -218,7 +230,7 @@ void run_step_loop(const StepLoop& loop, Body body) {
     std::unique_ptr<StepGraph> graph = cache.take({loop.device, loop.stream, loop.kind, loop.graph_steps});
     bool good = graph->fill(loop.base, [&](const auto& to) {
       for (int64_t k = 0; k < loop.graph_steps; k++) body(to, loop.first + k);
-      to(advance_steps_kernel, dim3(1), dim3(1), loop.base, loop.graph_steps);
+      to(advance_steps_kernel, {dim3(1), dim3(1)}, loop.base, loop.graph_steps);
     });
     if (good) fill_zero(loop.base, sizeof(int), loop.stream);
     for (int64_t n = 0; good && n < launches; n++) {

@@ -66,7 +66,7 @@ void carry_out(const Work& work) {
 bool bind(const cudaKernelNodeParams& p, Work& work) {
   const auto known = announced.find(p.func);
   if (known == announced.end() || !p.kernelParams || p.extra || !p.gridDim.x || !p.gridDim.y || !p.gridDim.z) return false;
-  work = {{p.gridDim, p.blockDim, p.sharedMemBytes, 1}, known->second(p.kernelParams), device};
+  work = {{p.gridDim, p.blockDim, p.sharedMemBytes, work.shape.cluster}, known->second(p.kernelParams), device};
   return true;
 }
 
@@ -173,6 +173,13 @@ cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t* node, cudaGraph_t graph, con
   made->dependencies.assign(dependencies, dependencies + count);
   *node = made.get();
   graph->nodes.push_back(std::move(made));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID, const cudaLaunchAttributeValue* value) {
+  const Lock lock(everything);
+  if (const cudaError_t error = called("cudaGraphKernelNodeSetAttribute")) return error;
+  node->work.shape.cluster = static_cast<int>(value->clusterDim.x);
   return cudaSuccess;
 }
 

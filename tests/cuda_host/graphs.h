@@ -85,6 +85,12 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned flags);
 cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t* node, cudaGraph_t graph, const cudaGraphNode_t* dependencies, size_t count,
                                    const cudaKernelNodeParams* parameters);
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+union cudaLaunchAttributeValue {
+  dim3 clusterDim;
+  cudaLaunchAttributeValue() : clusterDim(1) {}
+};
+cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID attribute, const cudaLaunchAttributeValue* value);
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags);
 cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t exec, cudaGraphNode_t node, const cudaKernelNodeParams* parameters);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);

@@ -77,7 +77,7 @@ void set_schedule(Order order, unsigned seed);
 struct Shape {
   dim3 grid, block;
   size_t shared_bytes;  // dynamic
-  int cluster;
+  int cluster = 1;
   bool asks_for_shared_memory = false;  // the launch raised the limit on it; otherwise static and dynamic memory share 48 KB
 };
 int max_active_clusters(const Shape& shape);
