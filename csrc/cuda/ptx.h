@@ -23,6 +23,13 @@ using ClusterAddress = uintptr_t;
 using ClusterAddress = uint32_t;  // in the window shared::cluster
 #endif
 
+// Whether the architecture that is compiled for has clusters. Code under it is not compiled for the others.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kHasClusters = false;
+#else
+constexpr bool kHasClusters = true;
+#endif
+
 }  // namespace cuda
 }  // namespace orthokern
 

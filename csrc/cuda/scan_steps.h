@@ -178,8 +178,9 @@ __global__ void __launch_bounds__(kStepThreads)
   ORTHOKERN_SHARED(float, warp_squares, [kStepThreads / 32]);
   ORTHOKERN_SHARED(float4, sums_of_others, [kMostSplit - 1][kStepThreads]);
   ORTHOKERN_SHARED(Mbarrier, sums_arrived, [1]);
-  const unsigned number = blockIdx.x / static_cast<unsigned>(p.split);
-  const int rank = static_cast<int>(blockIdx.x) - static_cast<int>(number) * p.split;
+  const int split = kHasClusters ? p.split : 1;
+  const unsigned number = blockIdx.x / static_cast<unsigned>(split);
+  const int rank = static_cast<int>(blockIdx.x) - static_cast<int>(number) * split;
   const StepTile tile = step_tile(p.rows, number);
   const int i = index.at();  // without lengths, the product does not wait for it
   const int thread = threadIdx.x, row0 = tile.row;
@@ -213,17 +214,17 @@ __global__ void __launch_bounds__(kStepThreads)
       next_from[k] = q < a.sequences && c0 + fast < p.columns ? p.from[q * p.columns + c0 + fast] : 0.f;
     }
   };
-  if (p.split > 1) {
+  if (split > 1) {
     if (rank == 0 && thread == 0) {
       mbarrier_init(sums_arrived, 1);
       mbarrier_init_fence();
-      mbarrier_arrive_expect(sums_arrived, (p.split - 1) * kStepThreads * static_cast<int>(sizeof(float4)));
+      mbarrier_arrive_expect(sums_arrived, (split - 1) * kStepThreads * static_cast<int>(sizeof(float4)));
     }
     cluster_arrive();
   }
   float sums[4] = {};  // [row][sequence]
   const StepPart part = step_part<kPrecision>(thread);
-  const int share = ((p.columns + kTile - 1) / kTile + p.split - 1) / p.split * kTile;  // columns of a block
+  const int share = ((p.columns + kTile - 1) / kTile + split - 1) / split * kTile;  // columns of a block
   const int begin = rank * share, end = min(p.columns, begin + share);
   load(begin);
   for (int c0 = begin; c0 < end; c0 += kTile) {
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kStepThreads)
     multiply_tile<kPrecision>(map_tile, from_tile, part, sums);
     __syncthreads();
   }
-  if (p.split > 1) {
+  if (split > 1) {
     cluster_wait();  // the first block has initialised its mbarrier
     if (rank) {
       st_async(cluster_address(&sums_of_others[rank - 1][thread], 0), make_float4(sums[0], sums[1], sums[2], sums[3]),
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(kStepThreads)
       return;
     }
     mbarrier_wait(sums_arrived, 0);
-    for (int other = 0; other + 1 < p.split; other++) {
+    for (int other = 0; other + 1 < split; other++) {
       const float4 more = sums_of_others[other][thread];
       sums[0] += more.x, sums[1] += more.y, sums[2] += more.z, sums[3] += more.w;
     }
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(kStepThreads)
   if (thread > 0) return;
   float sum = 0;
   for (int w = 0; w < kStepThreads / 32; w++) sum += warp_squares[w];
-  a.norms[(a.T - 1 - i) * (gridDim.x / p.split) + number] = sum;
+  a.norms[(a.T - 1 - i) * (gridDim.x / split) + number] = sum;
 }
 
 }  // namespace cuda
