@@ -1,4 +1,4 @@
-"""Several models in one call of a scan on CUDA: their rows lie one model after the other, as rows of one batch."""
+"""What the leaves on a GPU compute in torch around the kernels of a scan, for one model or several in one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 
 
 class Models:
-    """How many models a call has, and where the rows of each are.
+    """How many models a call has, and where the rows of each are: one model after the other, as rows of one batch.
 
     Args:
         map_: with R in front of second [R, N, K] for R models. Attribute ``count``: R, or 1 for a call of one model,
@@ -36,7 +36,7 @@ class Models:
         return tensor.unflatten(dim, (self.count, -1)).select(dim, r) if self.several else tensor
 
     def rows(self, inputs: ScanInputs, options: ScanOptions) -> tuple[ScanInputs, ScanOptions]:
-        """The same call with R * B rows. x: features [T, R, B, D]; ids [T, R * B] of the models' tables one after the
+        """The same call with R * B rows. x: features [T, R * B, D]; ids [T, R * B] of the models' tables one after the
         other, -1 where an id is out of range; without a weight [T, R * B, N]."""
         if not self.several:
             return inputs, options
@@ -45,13 +45,11 @@ class Models:
             features = x.is_floating_point()
             if x.ndim == (3 if features else 2):  # shared
                 x = x.unsqueeze(1).expand(-1, self.count, *x.shape[1:])
-            if weight is None:
-                x = x.flatten(1, 2)
-            elif not features:
+            if weight is not None and not features:
                 D = weight.shape[-1]
                 shift = D * torch.arange(self.count, device=x.device).unsqueeze(-1)
-                x = torch.where((x >= 0) & (x < D), x + shift, -1).flatten(1, 2)
-            x = x.contiguous()
+                x = torch.where((x >= 0) & (x < D), x + shift, -1)
+            x = x.flatten(1, 2).contiguous()
         return (
             inputs._replace(x=x, h0=inputs.h0.flatten(0, 1), reset_state=self.joined(inputs.reset_state, 0)),
             dataclasses.replace(
@@ -64,11 +62,54 @@ class Models:
         if not self.several:
             return inputs
         x, h0, weight, bias, act_param, reset_state = inputs
-        if x is not None and weight is not None and x.is_floating_point():
-            x = x[:, r]
-        elif x is not None:
+        if x is not None:
             x = self.of(x, r)
             x = x if x.is_floating_point() or weight is None else x - r * weight.shape[-1]
         weight, bias, act_param = (None if t is None else t[r] for t in (weight, bias, act_param))
         state = None if reset_state is None else self.of(reset_state, r, 0)
         return ScanInputs(x, self.of(h0, r, 0), weight, bias, act_param, state)
+
+
+def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
+    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true."""
+    if resets is None:
+        return h
+    return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
+
+
+def before_resets(resets: Tensor) -> Tensor:
+    """The steps before those that reset, as bool [T, B], of resets [T, B]."""
+    return torch.cat([resets[1:], torch.zeros_like(resets[:1])])
+
+
+def token_table(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[D, N], what a step adds for each id: weight [N, D] and bias [N]; of models [R D, N], one after the other."""
+    table = weight.mT if bias is None else weight.mT + bias.unsqueeze(-2)
+    return table.flatten(0, -2).contiguous()
+
+
+def composed(map_: Map) -> Tensor:
+    """W [N, N] in float64, or W of each model [R, N, N]."""
+    first, scale, second = map_
+    if first is None or scale is None:
+        return second.double()
+    return (second.double() * scale.unsqueeze(-2)) @ first.double().mT
+
+
+def transposed_product(map_: Map, rows: Tensor) -> Tensor:
+    """W^T applied to rows [B, N], or each of the models' to its rows [R, B, N]."""
+    first, scale, second = map_
+    return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
+
+
+def power(w: Tensor, exponent: int) -> Tensor:
+    """w^exponent [..., N, N] in float64, by repeated squaring; exponent > 0."""
+    square, found = w.double(), None
+    while exponent:
+        if exponent & 1:
+            found = square if found is None else found @ square
+        exponent >>= 1
+        if exponent:
+            square = square @ square
+    assert found is not None
+    return found
