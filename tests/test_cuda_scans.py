@@ -21,6 +21,7 @@ from helpers import (
     ScanProblem,
     assert_matches_reference,
     assert_same_bits,
+    models_of,
     run_scan,
     scan_problem,
     some_lengths,
@@ -132,19 +133,6 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
         found = check(problem, lengths=lengths)
         again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=4)
         assert_same_bits(found, again, skip=("ckpt", "pre"))
-
-
-def models_of(problems: list[ScanProblem]) -> ScanProblem:
-    """One problem with all models, R behind time or in front."""
-
-    def stacked(name: str) -> Any:
-        of_all = [getattr(problem, name) for problem in problems]
-        if name == "matrices":
-            return tuple(torch.stack(each) for each in zip(*of_all, strict=True))
-        return None if of_all[0] is None else torch.stack(of_all, int(name in ("x", "grad_hs", "resets")))
-
-    names = [field.name for field in dataclasses.fields(ScanProblem) if field.name not in ("op", "activation")]
-    return dataclasses.replace(problems[0], **{name: stacked(name) for name in names})
 
 
 @pytest.mark.parametrize(("activation", "N", "every"), [("tanh", 100, 0), ("prelu", 33, 4), ("modrelu", 9, 0)])
