@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions
+from orthokern._gru_parameters import add_product, parameter_gradients
+from orthokern._scan_contract import GruInputs, GruOptions, Map, ScanInputs, ScanOptions
 
 
 class Models:
     """How many models a call has, and where the rows of each are: one model after the other, as rows of one batch.
 
     Args:
-        map_: with R in front of second [R, N, K] for R models. Attribute ``count``: R, or 1 for a call of one model,
-            whose tensors are left as they are.
+        matrix: ``second`` of a map or w of a GRU, [R, N, K] for R models. Attribute ``count``: R, or 1 for a call of
+            one model, whose tensors are left as they are.
     """
 
-    def __init__(self, map_: Map) -> None:
-        self.several = map_.second.ndim == 3
-        self.count = map_.second.shape[0] if self.several else 1
+    def __init__(self, matrix: Tensor) -> None:
+        self.several = matrix.ndim == 3
+        self.count = matrix.shape[0] if self.several else 1
 
     def joined(self, tensor: Any, dim: int = 1) -> Any:
         """[..., R, B, ...] with R at ``dim`` as [..., R * B, ...]."""
@@ -50,12 +52,19 @@ class Models:
                 shift = D * torch.arange(self.count, device=x.device).unsqueeze(-1)
                 x = torch.where((x >= 0) & (x < D), x + shift, -1)
             x = x.flatten(1, 2).contiguous()
+        return self._joined(inputs._replace(x=x), options)
+
+    def _joined(self, inputs: Any, options: Any) -> tuple[Any, Any]:
         return (
-            inputs._replace(x=x, h0=inputs.h0.flatten(0, 1), reset_state=self.joined(inputs.reset_state, 0)),
+            inputs._replace(h0=self.joined(inputs.h0, 0), reset_state=self.joined(inputs.reset_state, 0)),
             dataclasses.replace(
                 options, lengths=self.joined(options.lengths, 0), resets=self.joined(options.resets, 1)
             ),
         )
+
+    def gru_rows(self, inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:
+        """The same call with R * B rows; w and bias keep R in front."""
+        return self._joined(inputs._replace(x=self.joined(inputs.x)), options)
 
     def inputs_of(self, inputs: ScanInputs, r: int) -> ScanInputs:
         """Those of one model, of what ``rows`` returned; ids count from 0 in each."""
@@ -113,3 +122,24 @@ def power(w: Tensor, exponent: int) -> Tensor:
             square = square @ square
     assert found is not None
     return found
+
+
+def gru_parameter_gradients(
+    models: Models, inputs: GruInputs, options: GruOptions, hs: Tensor, grad_x: Tensor, factor: Tensor,
+    add: Callable[[Tensor, Tensor, Tensor], None] = add_product,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`parameter_gradients` of each model, of tensors with the rows of all; inputs, options: what ``gru_rows`` gave."""
+    each = []
+    for r in range(models.count):
+        h0, w, bias = models.of(inputs.h0, r, 0), inputs.w, inputs.bias
+        state, resets = inputs.reset_state, options.resets
+        if models.several:
+            w, bias = w[r], None if bias is None else bias[r]
+            state, resets = (None if t is None else models.of(t, r, dim) for t, dim in ((state, 0), (resets, 1)))
+        one = GruInputs(None, w, h0, bias, state)
+        own = GruOptions(options.variant, resets=resets)
+        of_states, of_x, of_factor = (models.of(t, r) for t in (hs, grad_x, factor))
+        each.append(parameter_gradients(one, own, of_states, of_x, of_factor, add))
+    if not models.several:
+        return each[0]
+    return tuple(None if of_all[0] is None else torch.stack(of_all) for of_all in zip(*each, strict=True))

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory"},
     {"_scan_contract"},
-    {"_modal_chunks", "_gru_parameters", "_gpu_scans"},  # what the leaves share
+    {"_modal_chunks", "_gru_parameters"},  # what the leaves share
+    {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
     {"dispatch", "commandline", "_files", "_state"},
     {"ops"},

@@ -39,7 +39,7 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
 
 def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """hs, ckpt and pre; see :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
-    models = Models(map_)
+    models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
@@ -209,7 +209,7 @@ def run_backward(
 
     Longer than 100 lines: a line for every argument of the kernel.
     """
-    models = Models(map_)
+    models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     grad_hs, states, pre = models.joined(grad_hs), models.joined(states), models.joined(pre)
     x, h0, weight, bias, act_param, reset_state = inputs

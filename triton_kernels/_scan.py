@@ -47,6 +47,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._gpu_scans import Models
 from orthokern._scan_contract import Map
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels._matrix import product, resident
@@ -433,11 +434,6 @@ def as_rows(map_: Map, *, transposed: bool = False) -> Map:
     return Map(first.mT.contiguous(), scale, second)
 
 
-def models_of(map_: Map) -> int:
-    """How many models a map is of: 1 where its matrices have no number in front."""
-    return map_.second.shape[0] if map_.second.ndim == 3 else 1
-
-
 def launch_forward(
     map_: Map,
     x: Tensor,
@@ -464,7 +460,7 @@ def launch_forward(
     lengths: int64 [B] or None, of sequences whose step ``first`` is the first one here.
     cut: bool [T, B] and restart [B, N], or None for both.
     """
-    models, (N, K) = models_of(map_), map_.second.shape[-2:]
+    models, (N, K) = Models(map_.second).count, map_.second.shape[-2:]
     R = h0.shape[0] // models
     way = plan(N, K, R, factored=map_.first is not None, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
@@ -503,7 +499,7 @@ def launch_backward(
 ) -> None:
     """Run ``scan_bwd_kernel`` from carry [P B, N] to left [P B, N]; clip: [1] or None; cut: bool [T, B] or None; the
     others as in ``launch_forward``."""
-    models, (N, K) = models_of(map_), map_.second.shape[-2:]
+    models, (N, K) = Models(map_.second).count, map_.second.shape[-2:]
     R = carry.shape[0] // models
     way = plan(N, K, R, factored=map_.first is not None, dtype=carry.dtype, precision=precision)
     reads = ACTIVATIONS[activation].reads

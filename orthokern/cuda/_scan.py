@@ -227,7 +227,7 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where
     single steps are launched."""
     map_, inputs, options = _ready(map_, inputs, options)
-    models = Models(map_)
+    models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
@@ -269,7 +269,7 @@ class _Recomputed:
         self.table = _input_of(inputs.x, inputs.weight, inputs.bias)[1] if tokens else None
         self.scan = Scan(
             map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state,
-            models=Models(map_).count,
+            models=Models(map_.second).count,
         )  # fmt: skip
         self.resets = options.resets
         self.before = ckpt.new_empty(min(self.every + window, steps) + 1, B, N)
@@ -452,7 +452,7 @@ def scan_bwd(
 ) -> ScanGradients:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
     map_, inputs, options = _ready(map_, inputs, options)
-    models = Models(map_)
+    models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     h0, act_param, weight = inputs.h0, inputs.act_param, inputs.weight
     saved: list[Any] = [

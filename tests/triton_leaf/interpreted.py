@@ -551,6 +551,24 @@ def test_gru_with_the_reference_and_without_parameters(variant: str) -> None:
     same_bits(some, {name: everything[name] for name in some})
 
 
+@pytest.mark.parametrize(("R", "N", "way"), [(1, 5, "rows"), (3, 3, "rows"), (3, 34, "panels")])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_several_grus_are_a_loop(variant: str, R: int, N: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch; resets and lengths of each model."""
+    monkeypatch.setattr(gru_scan, "ROWS_WARPS", GRU_WAYS[way])
+    T, B = 3, 2
+    problems = [GruProblem.random(variant, T, B, N, bias=R > 1, seed=seed) for seed in range(R)]
+    problems = [p.with_resets(state=N != 5, seed=seed) for seed, p in enumerate(problems)]
+    dtype = DTYPES[VARIANTS.index(variant)]
+    problems = [p.map(lambda t: t.to(dtype) if t.is_floating_point() else t) for p in problems]
+    lengths = [some_lengths(B, T, "any", seed) for seed in range(R)]
+    found = run_gru(models_of(problems), lengths=torch.stack(lengths))
+    alone = [run_gru(p, lengths=own) for p, own in zip(problems, lengths, strict=True)]
+    assert_a_loop(found, alone, tuple(found))
+    without = run_gru(models_of(problems), need_params=False)
+    assert_a_loop(without, [run_gru(p, need_params=False) for p in problems], tuple(without))
+
+
 # --------------------------------------------------------------------------------------------------------------- tokens
 
 
