@@ -186,6 +186,9 @@ def test_both_directions_of_a_layer_in_one_launch(monkeypatch: pytest.MonkeyPatc
         (nn.RNN(5, 9, bias=False, **options), torch.randn(6, 3, 5), (4, 8)),
         (nn.RNN(5, 200, **options), torch.randn(6, 3, 5), (8, 8)),  # beyond the registers of a block
         (nn.ExpRNN(5, 9, **options), torch.randn(6, 3, 5), (4, 8)),
+        (nn.GRU(5, 9, bias=True, learned_h0=True, **options), torch.randn(6, 3, 5), (4, 8)),
+        (nn.GRU(5, 9, variant="torch", **options), ids, (4, 8)),
+        (nn.GRU(5, 140, **options), ids, (8, 8)),
     ):
         results = []
         for both in (true_both, lambda *_: None):
@@ -194,7 +197,7 @@ def test_both_directions_of_a_layer_in_one_launch(monkeypatch: pytest.MonkeyPatc
             output, last = module(x)
             cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
             grads = torch.autograd.grad([(output * cotangent).sum() + last.square().sum()], list(module.parameters()))
-            results.append((len([name for name in calls if name in OPS]), output, last, *grads))
+            results.append((len([name for name in calls if name in (*OPS, "gru_scan")]), output, last, *grads))
         (once, *found), (twice, *expected) = results
         assert (once, twice) == launches
         for actual, wanted in zip(found, expected, strict=True):

@@ -455,18 +455,21 @@ def test_models_share_an_input(op: str) -> None:
             assert_a_loop(found, alone, BITS)
 
 
-@pytest.mark.parametrize("inputs", ["features", "tokens"])
-def test_both_directions_of_a_layer_are_one_launch(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gru", "inputs"), [(False, "features"), (False, "tokens"), (True, "features")])
+def test_both_directions_of_a_layer_are_one_launch(gru: bool, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true_resolve = dispatch.resolve
 
     def resolve(op: str, backend: str | None = None, **facts: Any) -> Any:
         return leaf(op, "triton") if backend == "triton" else true_resolve(op, backend, **facts)
 
     monkeypatch.setattr(dispatch, "resolve", resolve)
-    module = nn.FactorizedRNN(4, 6, nonlinearity="modrelu", learned_h0=True, bidirectional=True, backend="triton")
+    options: dict[str, Any] = {"learned_h0": True, "bidirectional": True, "backend": "triton"}
+    module = nn.GRU(4, 6, **options) if gru else nn.FactorizedRNN(4, 6, nonlinearity="modrelu", **options)
     x = torch.randint(0, 4, (5, 2)) if inputs == "tokens" else torch.randn(5, 2, 4)
     cotangent = torch.randn(5, 2, 12)
     seen = launches(monkeypatch, _gradients, "launch_forward", "launch_backward")
+    if gru:
+        seen = launches(monkeypatch, leaf("gru_scan", "triton"), "gru_scan_fwd", "gru_scan_bwd")
     results = []
     for both, count in ((_recurrent.both_directions, 2), (lambda *_: None, 4)):
         monkeypatch.setattr(_recurrent, "both_directions", both)
