@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -403,6 +403,20 @@ class GruProblem:
         padding = torch.arange(self.x.shape[0]).unsqueeze(1) >= lengths
         copy.x[padding] = copy.grad_hs[padding] = float("nan")
         return copy
+
+
+def models_of(problems: Sequence[Any]) -> Any:
+    """One problem with those of several models of a scan, R behind time or in front."""
+
+    def stacked(name: str) -> Any:
+        of_all = [getattr(problem, name) for problem in problems]
+        if name == "matrices":
+            return tuple(torch.stack(each) for each in zip(*of_all, strict=True))
+        return None if of_all[0] is None else torch.stack(of_all, int(name in ("x", "grad_hs", "resets")))
+
+    names = [field.name for field in dataclasses.fields(problems[0])]
+    names = [name for name in names if name not in ("op", "activation", "variant")]
+    return dataclasses.replace(problems[0], **{name: stacked(name) for name in names})
 
 
 PRODUCTS = ("mm", "bmm", "mv", "addmm", "baddbmm", "addmm_", "baddbmm_", "linalg_solve_triangular")

@@ -21,6 +21,7 @@ from helpers import (
     ScanProblem,
     assert_matches_reference,
     assert_same_bits,
+    models_of,
     run_scan,
     scan_problem,
     some_lengths,
@@ -136,19 +137,6 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
         assert_same_bits(found, again, skip=("ckpt", "pre"))
 
 
-def models_of(problems: list[ScanProblem]) -> ScanProblem:
-    """One problem with all models, R behind time or in front."""
-
-    def stacked(name: str) -> Any:
-        of_all = [getattr(problem, name) for problem in problems]
-        if name == "matrices":
-            return tuple(torch.stack(each) for each in zip(*of_all, strict=True))
-        return None if of_all[0] is None else torch.stack(of_all, int(name in ("x", "grad_hs", "resets")))
-
-    names = [field.name for field in dataclasses.fields(ScanProblem) if field.name not in ("op", "activation")]
-    return dataclasses.replace(problems[0], **{name: stacked(name) for name in names})
-
-
 @pytest.mark.parametrize(("activation", "N", "every"), [("tanh", 100, 0), ("prelu", 33, 4), ("modrelu", 9, 0)])
 @pytest.mark.parametrize("inputs", KINDS)
 @pytest.mark.parametrize("op", OPS)
@@ -200,6 +188,9 @@ def test_both_directions_of_a_layer_in_one_launch(monkeypatch: pytest.MonkeyPatc
         (nn.RNN(5, 9, bias=False, **options), torch.randn(6, 3, 5), (4, 8)),
         (nn.RNN(5, 200, **options), torch.randn(6, 3, 5), (8, 8)),  # beyond the registers of a block
         (nn.ExpRNN(5, 9, **options), torch.randn(6, 3, 5), (4, 8)),
+        (nn.GRU(5, 9, bias=True, learned_h0=True, **options), torch.randn(6, 3, 5), (4, 8)),
+        (nn.GRU(5, 9, variant="torch", **options), ids, (4, 8)),
+        (nn.GRU(5, 140, **options), ids, (8, 8)),
     ):
         results = []
         for both in (true_both, lambda *_: None):
@@ -208,7 +199,7 @@ def test_both_directions_of_a_layer_in_one_launch(monkeypatch: pytest.MonkeyPatc
             output, last = module(x)
             cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
             grads = torch.autograd.grad([(output * cotangent).sum() + last.square().sum()], list(module.parameters()))
-            results.append((len([name for name in calls if name in OPS]), output, last, *grads))
+            results.append((len([name for name in calls if name in (*OPS, "gru_scan")]), output, last, *grads))
         (once, *found), (twice, *expected) = results
         assert (once, twice) == launches
         for actual, wanted in zip(found, expected, strict=True):
@@ -775,6 +766,29 @@ def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, T
     return actual
 
 
+@pytest.mark.parametrize("group", [0, 1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_several_grus_in_one_launch(variant: str, group: int, override: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a call for each model, with lengths and resets too, whatever blocks their sequences share. Sizes
+    that no launch serves: one model after the other."""
+    calls: list[str] = []
+    true_call = _call.call
+    monkeypatch.setattr(_call, "call", lambda name, *rest: (calls.append(name), true_call(name, *rest)))
+    override({"path": RESIDENT, "group": group} if group else {})
+    for R, T, B, N in ((3, 6, 5, 33), (1, 35, 2, 7), (2, 3, 1, 100)) if group else ((3, 2, 4, 9), (2, 2, 2, 140)):
+        problems = [GruProblem.random(variant, T, B, N, bias=N != 7, seed=seed).map(Tensor.float) for seed in range(R)]
+        problems = [p.with_resets(state=N != 9, seed=seed) for seed, p in enumerate(problems)]
+        lengths = [some_lengths(B, T, "any", seed) for seed in range(R)]
+        calls.clear()
+        found = models_of(problems).run("cuda", lengths=torch.stack(lengths))
+        assert calls.count("gru_scan") == (2 if N <= 128 else 2 * R)
+        for r, (problem, own) in enumerate(zip(problems, lengths, strict=True)):
+            for name, tensor in problem.run("cuda", lengths=own).items():
+                if tensor.numel():
+                    of_all = found[name].select(int(name in ("hs", "gates", "pre", "grad_x")), r)
+                    assert torch.equal(of_all, tensor) if name != "grad_norm" else torch.allclose(of_all, tensor), name
+
+
 @pytest.mark.parametrize("path", GRU_PATHS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gru_parity_of_every_path(variant: str, path: str, override: Any) -> None:
@@ -843,11 +857,25 @@ def test_gru_with_the_reference_and_without_parameters() -> None:
 
 
 def test_gru_plan(harness: Any) -> None:
-    def made(N: int, B: int, backward: bool = True, **overrides: int) -> dict[str, int]:
-        asked = {"T": 1, "B": B, "N": N, "kanai": 1, "backward": int(backward), "device": 0, "overrides": overrides}
+    def made(N: int, B: int, backward: bool = True, models: int = 1, **overrides: int) -> dict[str, Any]:
+        asked: dict[str, Any] = {
+            "T": 1,
+            "B": B,
+            "N": N,
+            "of_model": B // models,
+            "kanai": 1,
+            "backward": int(backward),
+            "device": 0,
+        }
+        asked |= {"overrides": overrides}
         plan: dict[str, int] = harness.gru_scan_plan(asked)
         return plan
 
+    # 5 models of 50: two sequences a block, 25 blocks a model; 200 models of one sequence: none beside it
+    assert [(made(9, *size)["group"], made(9, *size)["blocks"]) for size in ((250, True, 5), (200, True, 200))] == [
+        (2, 125),
+        (1, 200),
+    ]
     assert [made(N, 50)["path"] for N in (1, 128, 129, 650)] == [0, 0, 1, 1]
     assert [made(128, B)["group"] for B in (1, 132, 133, 265)] == [1, 1, 2, 3]
     for shared in (99 << 10, 163 << 10, 227 << 10):
@@ -858,6 +886,8 @@ def test_gru_plan(harness: Any) -> None:
             assert plan["blocks"] * plan["group"] >= B
     with pytest.raises(RuntimeError, match="does not serve this size"):
         made(129, 5, path=0)
+    with pytest.raises(RuntimeError, match="so many models of this size"):
+        made(129, 6, models=2)
 
 
 def test_products_are_ieee_whatever_the_process_allows() -> None:

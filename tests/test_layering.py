@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory"},
     {"_scan_contract"},
     {"_modal_chunks", "_gru_parameters"},  # what the leaves share
+    {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
     {"dispatch", "commandline", "_files", "_state"},
     {"ops"},
@@ -47,8 +48,8 @@ SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_paramet
 LEAF_IMPORTS = {
     "reference": {"_scan_contract"},
     "cpu": SHARED | {"_version", "_C"},
-    "cuda": SHARED | {"_version", "_C", "_modal_chunks"},
-    "triton_kernels": SHARED | {"_modal_chunks"},
+    "cuda": SHARED | {"_version", "_C", "_modal_chunks", "_gpu_scans"},
+    "triton_kernels": SHARED | {"_modal_chunks", "_gpu_scans"},
 }
 
 FOLDERS = {"orthokern": ROOT / "orthokern", "orthokern.triton_kernels": ROOT / "triton_kernels"}

@@ -155,9 +155,9 @@ def scan_arguments(
     arguments: dict[str, Any] = {
         "p_second": dtype, "p_first": dtype if factored else None, "p_scale": dtype if factored else None,
         "FACTORED": factored, "p_param": dtype if has_param else None,
-        "T": "i32", "B": "i32", "R": "i32", "CHUNK": "i32", "FIRST": "i32", "D": "i32", "N": N, "K": K,
-        "ACTIVATION": activation, "PARAM": "N" if has_param else "none", "WAY": plan.way, "PRECISION": precision,
-        "BLOCK_B": plan.block_b, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
+        "T": "i32", "B": "i32", "R": "i32", "CHUNK": "i32", "FIRST": "i32", "OF_MODEL": "i32", "D": "i32",
+        "N": N, "K": K, "ACTIVATION": activation, "PARAM": "N" if has_param else "none", "WAY": plan.way,
+        "PRECISION": precision, "BLOCK_B": plan.block_b, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
         "p_lengths": torch.int64 if ragged else None, "LENGTHS": ragged,
         "p_cut": torch.uint8 if cuts else None, "p_restart": dtype if cuts else None, "CUTS": cuts,
     }  # fmt: skip
@@ -377,7 +377,16 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     if dtype == F64:
         features = [("ieee", dot) for dot in {_inputs.DOT_F64, False}]
     for precision, dot in features:
-        arguments = {"p_x": dtype, "p_weight": dtype, "p_bias": dtype, "p_e": dtype, "R": "i32", "D": 50, "N": 128}
+        arguments = {
+            "p_x": dtype,
+            "p_weight": dtype,
+            "p_bias": dtype,
+            "p_e": dtype,
+            "R": "i32",
+            "B": "i32",
+            "D": 50,
+            "N": 128,
+        }
         arguments |= {"BIAS": True, "DOT": dot, "PRECISION": precision, "BLOCK_R": _inputs.FEATURES_BLOCK_R}
         arguments |= {"BLOCK_N": _inputs.FEATURES_BLOCK_N, "BLOCK_D": _inputs.FEATURES_BLOCK_D}
         found.append((_inputs.features_kernel, arguments, _inputs.FEATURES_WARPS, 0))

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from orthokern._gpu_scans import composed, power
 from orthokern._scan_contract import Map, ScanOptions
 from orthokern.triton_kernels._scan import launch_backward, launch_forward
 
@@ -56,27 +57,6 @@ def wants_chunks(options: ScanOptions, T: int, B: int, device: torch.device, fac
     return chunked < CHUNK_GAIN * sequential
 
 
-def composed(map_: Map) -> Tensor:
-    """The matrix [N, N] of a map of ``as_rows`` in float64."""
-    second = map_.second.double()
-    if map_.first is None or map_.scale is None:
-        return second
-    return (second * map_.scale.double()) @ map_.first.double()
-
-
-def power(matrix: Tensor, exponent: int) -> Tensor:
-    """matrix [N, N] to a positive power, by squaring."""
-    result = None
-    while True:
-        if exponent & 1:
-            result = matrix if result is None else result @ matrix
-        exponent >>= 1
-        if not exponent:
-            assert result is not None
-            return result
-        matrix = matrix @ matrix
-
-
 def forward_in_chunks(
     map_: Map,
     x: Tensor,
@@ -88,7 +68,7 @@ def forward_in_chunks(
     hs: Tensor,
     lengths: Tensor | None = None,
 ) -> None:
-    """Note [Chunks of time], forward: fills hs [T, B, N]."""
+    """Note [Chunks of time], forward: fills hs [T, B, N]. map_: as the op has it."""
     (B, N), C = h0.shape, chunk_length(T)
     P = triton.cdiv(T, C)
     options: dict[str, Any] = {"activation": "identity", "precision": precision}
@@ -121,12 +101,12 @@ def backward_in_chunks(
     square: Tensor,
     lengths: Tensor | None = None,
 ) -> None:
-    """Note [Chunks of time], backward: fills delta [T, B, N], left [B, N] and square [T, B]."""
+    """Note [Chunks of time], backward: fills delta [T, B, N], left [B, N] and square [T, B]. map_: as the op has it."""
     T, B, N = grad_hs.shape
     C = chunk_length(T)
     P = triton.cdiv(T, C)
     options: dict[str, Any] = {"act_param": None, "activation": "identity", "precision": precision, "by_row": None}
-    w = composed(map_)
+    w = composed(map_).mT.contiguous()
     dense = Map(None, None, w.to(grad_hs.dtype))
     carry = torch.zeros(P, B, N, dtype=grad_hs.dtype, device=grad_hs.device)  # of each chunk, from the chunk after it
     if P > 1:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._gpu_scans import Models, before_resets, started, token_table, transposed_product
 from orthokern._products import ieee_products
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.triton_kernels._chunks import backward_in_chunks, forward_in_chunks, wants_chunks
@@ -33,20 +34,21 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
         return x, None
     if x.is_floating_point():
         return features_term(x, weight, bias, precision), None
-    table = weight.mT.contiguous() if bias is None else weight.mT + bias
-    return x, table.contiguous()
+    return x, token_table(weight, bias)
 
 
 def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """hs, ckpt and pre; see :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    models = Models(map_.second)
+    inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
     T, (B, N), every = x.shape[0], h0.shape, options.checkpoint_every
     precision = TRITON_PRECISION[options.precision]
     hs = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
     source, table = input_of(x, weight, bias, precision)
-    map_, pre = as_rows(map_), None
-    if wants_chunks(options, T, B, h0.device, map_.first is not None):
+    pre = None
+    if wants_chunks(options, T, B // models.count, h0.device, map_.first is not None):
         forward_in_chunks(map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=options.lengths)
     else:
         if options.keeps_pre:
@@ -54,12 +56,17 @@ def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStat
         cut, restart = cuts_of(options, inputs)
         start = started(h0, None if options.resets is None else options.resets[0], reset_state)
         launch_forward(
-            map_, source, table, start, act_param, T=T, B=B, chunk=T, activation=options.activation,
+            as_rows(map_), source, table, start, act_param, T=T, B=B, chunk=T, activation=options.activation,
             precision=precision, hs=hs, pre=pre, lengths=options.lengths, cut=cut, restart=restart,
         )  # fmt: skip
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
     ckpt = torch.cat([h0.unsqueeze(0), hs[every - 1 : T - 1 : every]]) if every else None
-    return ScanStates(hs, ckpt, pre)
+    return ScanStates(*(models.apart(tensor) for tensor in (hs, ckpt, pre)))
+
+
+def serves_replicas(map_: Map, options: ScanOptions, steps: int, B: int) -> bool:
+    """Whether a call for R models is one launch: always, since programs belong to one model each."""
+    return True
 
 
 def cuts_of(options: ScanOptions, inputs: ScanInputs) -> tuple[Tensor | None, Tensor | None]:
@@ -67,14 +74,7 @@ def cuts_of(options: ScanOptions, inputs: ScanInputs) -> tuple[Tensor | None, Te
     if options.resets is None:
         return None, None
     restart = torch.zeros_like(inputs.h0) if inputs.reset_state is None else inputs.reset_state
-    return torch.cat([options.resets[1:], torch.zeros_like(options.resets[:1])]), restart
-
-
-def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
-    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true."""
-    if resets is None:
-        return h
-    return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
+    return before_resets(options.resets), restart
 
 
 def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
@@ -94,13 +94,6 @@ def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
     if not values.is_floating_point():
         return torch.where(here, values, -1)
     return torch.where(here.unsqueeze(-1), values, 0.0)
-
-
-def product(map_: Map, rows: Tensor) -> Tensor:
-    """A map of ``as_rows`` applied to rows [B, N]."""
-    if map_.first is None or map_.scale is None:
-        return rows @ map_.second.mT
-    return ((rows @ map_.first.mT) * map_.scale) @ map_.second.mT
 
 
 class States:
@@ -144,45 +137,60 @@ class States:
         self.run(self.start, self.stop, self.saved[segment], self.entered[1:], self.pre)
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [M, N, D] += left^T right, of rows left [M, R, N] and right [M, R, D] of each of M models."""
+    if len(total) == 1:  # addmm divides a long sum among more blocks than a batched product does
+        total[0].addmm_(left[0].mT, right[0])
+    else:
+        total.baddbmm_(left.mT, right)
+
+
 class ParameterSums:
     """The gradients of the map (M), the input weight and the bias, added up a block of steps at a time.
 
     Args:
+        models: whose rows the B of a step are; all gradients have their number in front where there are several.
         h0: [B, N], for sizes, dtype and device.
         weight: [N, D], or None; bias: [N], or None.
         features: whether x is features [T, B, D] rather than token ids [T, B].
     """
 
-    def __init__(self, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool) -> None:
-        N, D = h0.shape[1], 0 if weight is None else weight.shape[1]
-        self.features, self.D = features, D
-        self.m = h0.new_zeros(N, N)
-        self.bias = None if bias is None else h0.new_zeros(N)
-        self.weight = None if weight is None else h0.new_zeros((N, D) if features else (D, N))
+    def __init__(
+        self, models: Models, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool
+    ) -> None:  # fmt: skip
+        N, D = h0.shape[1], 0 if weight is None else weight.shape[-1]
+        self.models, self.features, self.D = models, features, D
+        self.m = h0.new_zeros(models.count, N, N)
+        self.bias = None if bias is None else h0.new_zeros(models.count, N)
+        self.weight = None if weight is None else h0.new_zeros(models.count, *((N, D) if features else (D, N)))
+
+    def of_models(self, rows: Tensor) -> Tensor:
+        """[steps, B, ...] as [models, rows of a model, ...]; a view for one model."""
+        return rows.unflatten(1, (self.models.count, -1)).transpose(0, 1).flatten(1, 2)
 
     def add_states(self, delta: Tensor, before: Tensor, between: Tensor) -> None:
         """Add the products with the states, and the bias: delta [steps, B, N], before and between as `States.get`."""
-        N = delta.shape[-1]
-        self.m.addmm_(delta[1:].reshape(-1, N).mT, between.reshape(-1, N))
-        self.m.addmm_(delta[0].mT, before)
+        add_product(self.m, self.of_models(delta[1:]), self.of_models(between))
+        add_product(self.m, self.of_models(delta[:1]), self.of_models(before.unsqueeze(0)))
         if self.bias is not None:
-            self.bias += delta.view(-1, N).sum(0)
+            self.bias += self.of_models(delta).sum(1)
 
     def add_input(self, delta: Tensor, x: Tensor) -> None:
         """Add the products with the input, x [steps, B, D] or ids [steps, B]."""
         assert self.weight is not None
-        rows = delta.view(-1, delta.shape[-1])
         if self.features:
-            self.weight.addmm_(rows.mT, x.reshape(rows.shape[0], -1))
+            add_product(self.weight, self.of_models(delta), self.of_models(x))
         else:
-            self.weight += token_gradient(rows, x.reshape(-1), self.D)
+            rows = delta.view(-1, delta.shape[-1])
+            self.weight += token_gradient(rows, x.reshape(-1), self.models.count * self.D).view_as(self.weight)
 
-    def results(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def results(self) -> tuple[Tensor | None, ...]:
         """(M [N, N], grad_weight [N, D], grad_bias [N]); None where there is no weight or bias."""
         weight = self.weight
         if weight is not None and not self.features:
             weight = weight.mT.contiguous()
-        return self.m, weight, self.bias
+        found = (self.m, weight, self.bias)
+        return found if self.models.several else tuple(None if t is None else t[0] for t in found)
 
 
 @ieee_products()
@@ -201,12 +209,15 @@ def run_backward(
 
     Longer than 100 lines: a line for every argument of the kernel.
     """
+    models = Models(map_.second)
+    inputs, options = models.rows(inputs, options)
+    grad_hs, states, pre = models.joined(grad_hs), models.joined(states), models.joined(pre)
     x, h0, weight, bias, act_param, reset_state = inputs
     activation, checkpoint_every, lengths = options.activation, options.checkpoint_every, options.lengths
-    map_, transposed = as_rows(map_), as_rows(map_, transposed=True)
+    rows_, transposed = as_rows(map_), as_rows(map_, transposed=True)
     T, B, N = grad_hs.shape
     precision = TRITON_PRECISION[options.precision]
-    chunked = wants_chunks(options, T, B, h0.device, map_.first is not None)
+    chunked = wants_chunks(options, T, B // models.count, h0.device, map_.first is not None)
     resets = options.resets
     cut, restart = cuts_of(options, inputs)
     cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
@@ -223,7 +234,7 @@ def run_backward(
         if cut is not None and resets is not None:
             h = started(h, resets[start], reset_state)
             options |= {"cut": cut[start:stop], "restart": restart}
-        launch_forward(map_, *inputs, h, act_param, activation=activation, pre=pre, **size, **options)
+        launch_forward(rows_, *inputs, h, act_param, activation=activation, pre=pre, **size, **options)
 
     features = x is not None and x.is_floating_point() and weight is not None
     # all of delta is kept where it is grad_x (x is the input term) or there are no checkpoints; else one block
@@ -235,7 +246,7 @@ def run_backward(
     # chunks depend on T, so the same bits need all steps again, from the first checkpoint
     source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
     source.keep_pre = ACTIVATIONS[activation].needs_input
-    sums = ParameterSums(h0, weight, bias, features) if need_params else None
+    sums = ParameterSums(models, h0, weight, bias, features) if need_params else None
     grad_x = h0.new_empty(x.shape) if features and need_x and x is not None else None
 
     clip = h0.new_full((1,), options.message_clip) if options.message_clip > 0 else None
@@ -243,14 +254,8 @@ def run_backward(
     if chunked:
         assert delta_all is not None
         backward_in_chunks(
-            transposed,
-            grad_hs,
-            precision=precision,
-            delta=delta_all,
-            left=left,
-            square=square,
-            lengths=lengths,
-        )
+            map_, grad_hs, precision=precision, delta=delta_all, left=left, square=square, lengths=lengths
+        )  # fmt: skip
     elif not checkpoint_every:
         launch_backward(
             transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,
@@ -279,17 +284,23 @@ def run_backward(
             if weight is not None and x is not None:
                 sums.add_input(delta, without_padding(x[low:high], alive, low))
         if grad_x is not None and weight is not None:
-            rows = delta.view(-1, N)
-            torch.mm(rows, weight, out=grad_x[low:high].view(rows.shape[0], -1))
+            if models.several:
+                for_rows = torch.matmul(models.apart(delta).transpose(0, 1).flatten(1, 2), weight)
+                models.apart(grad_x[low:high]).copy_(for_rows.unflatten(1, (high - low, -1)).transpose(0, 1))
+            else:
+                torch.mm(delta.view(-1, N), weight, out=grad_x[low:high].view(-1, weight.shape[1]))
     if one_block:
         left = carry  # exchanged after the last block
     if need_x and weight is None:
         grad_x = delta_all
     grad_act_param = None
     if by_row is not None and act_param is not None:
-        grad_act_param = by_row.sum(0) if act_param.numel() > 1 else by_row.sum().view(1)
+        by_model = models.apart(by_row, 0).sum(-2)  # [..., N]
+        grad_act_param = by_model if act_param.shape[-1] > 1 else by_model.sum(-1, keepdim=True)
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
+    grad_state = None if cut_sum is None else transposed_product(map_, models.apart(cut_sum, 0))
+    norm = models.apart(square).sum(-1).sqrt()  # [T], [T, models]
     return ScanGradients(
-        grad_x, m, left, grad_weight, grad_bias, grad_act_param,
-        None if cut_sum is None else product(transposed, cut_sum), square.sum(1).sqrt(),
+        models.apart(grad_x), m, models.apart(left, 0), grad_weight, grad_bias, grad_act_param, grad_state,
+        norm.mT if models.several else norm,
     )  # fmt: skip

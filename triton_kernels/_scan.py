@@ -7,7 +7,7 @@ scan:
     forward   factored: first = V^T, second = U     dense: second = W
     backward  factored: first = U^T, second = V     dense: second = W^T
 
-    program i_r  ->  BLOCK_B sequences, all T steps; nothing is exchanged between programs
+    program i_r, i_m  ->  BLOCK_B sequences of model i_m, all T steps; nothing is exchanged between programs
 
     on chip, for all T:    first, second (see below where); the state [BLOCK_B, BLOCK_N] in registers
     shared memory:         the state, between the threads that compute it and those that multiply with it
@@ -23,8 +23,11 @@ Three ways to multiply, chosen by ``plan``:
     panels   BLOCK_B = 1. For matrices that do not fit into the registers: up to 32 rows of first and columns of second
              at a time, read in every step from L1 or L2. The dense scan has no first, and selects 32 elements of x.
 
-Virtual sequences. A launch runs over R = P B rows; row r = p B + b is chunk p (the steps p CHUNK ... of T) of sequence
-b. The plain scan has P = 1 and CHUNK = T.
+Virtual sequences. A launch runs over P B rows; row p B + b is chunk p (the steps p CHUNK ... of T) of sequence b. The
+plain scan has P = 1 and CHUNK = T.
+
+Models. The B sequences are those of one model or several, OF_MODEL each, one model after the other. Each has a map and
+a parameter of the activation; token ids select rows of one table. R is the number of rows of a model, P OF_MODEL.
 
 Lengths. With LENGTHS, row r ends with its sequence. A program runs the steps of its longest row and writes zeros for
 all later steps. Rows that have ended earlier are zeros too. Padding is never read. Lengths are clamped to [0, T],
@@ -44,6 +47,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._gpu_scans import Models
 from orthokern._scan_contract import Map
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels._matrix import product, resident
@@ -53,7 +57,16 @@ from orthokern.triton_kernels.activations import parameter, parameter_kind
 
 
 @triton.jit
-def row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS: tl.constexpr):
+def rows_of(B, R, CHUNK, OF_MODEL, BLOCK_B: tl.constexpr):
+    """(o_b, o_row, o_start, m_row), int32 [BLOCK_B]: the sequence, row and first step of this program's rows, and which
+    exist."""
+    o = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    o_b = tl.program_id(1) * OF_MODEL + o % OF_MODEL
+    return o_b, (o // OF_MODEL) * B + o_b, (o // OF_MODEL) * CHUNK, o < R
+
+
+@triton.jit
+def row_ends(p_lengths, o_b, m_row, o_start, T, CHUNK, FIRST, LENGTHS: tl.constexpr):
     """(o_last, o_end, steps): the end of each row in memory, the end of its sequence, and the number of steps to run.
 
     o_start, o_last, o_end: int32 [BLOCK_B], in steps of the launch, which starts at step FIRST of the sequence. The
@@ -63,7 +76,7 @@ def row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS: tl.c
     o_end = o_last
     steps = CHUNK
     if LENGTHS:
-        b_length = tl.load(p_lengths + o_row % B, mask=m_row, other=0) - FIRST
+        b_length = tl.load(p_lengths + o_b, mask=m_row, other=0) - FIRST
         o_end = tl.minimum(o_last, tl.minimum(tl.maximum(b_length, 0), T).to(tl.int32))
         steps = tl.max(tl.maximum(o_end - o_start, 0), axis=0)
     return o_last, o_end, steps
@@ -92,18 +105,18 @@ def load_input(p_x, p_table, b_ids, o_r, m_r, D, N: tl.constexpr, TOKENS: tl.con
     return b_e
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "D"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "OF_MODEL", "D"])
 def scan_fwd_kernel(
     p_x,  # [T, B, N], or int64 [T, B] with a table
     p_table,  # [D, N], bias included, or None
-    p_first,  # [K, N], or None
-    p_scale,  # [K], or None
-    p_second,  # [N, K]
-    p_h0,  # [R, N]
-    p_param,  # [1] or [N], or None
+    p_first,  # [M, K, N], or None
+    p_scale,  # [M, K], or None
+    p_second,  # [M, N, K], of M models
+    p_h0,  # [P B, N]
+    p_param,  # [M, 1] or [M, N], or None
     p_hs,  # [T, B, N], or None
     p_pre,  # [T, B, N], or None
-    p_last,  # [R, N], or None: the state after the last step of each row; zeros where its sequence has ended
+    p_last,  # [P B, N], or None: the state after the last step of each row; zeros where its sequence has ended
     p_lengths,  # int64 [B], or None
     p_cut,  # uint8 [T, B], or None: the steps after which the state becomes that of p_restart
     p_restart,  # [B, N], or None
@@ -112,6 +125,7 @@ def scan_fwd_kernel(
     R,
     CHUNK,
     FIRST,
+    OF_MODEL,
     D,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -134,11 +148,16 @@ def scan_fwd_kernel(
 
     Longer than 100 lines: a line for every argument.
     """
-    o_row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    m_row = o_row < R
-    o_start = (o_row // B) * CHUNK  # the first step of each row
-    o_last, o_end, steps = row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS)
-    o_r = o_start.to(tl.int64) * B + o_row % B  # rows of [T * B, N]
+    o_b, o_row, o_start, m_row = rows_of(B, R, CHUNK, OF_MODEL, BLOCK_B)
+    o_last, o_end, steps = row_ends(p_lengths, o_b, m_row, o_start, T, CHUNK, FIRST, LENGTHS)
+    o_r = o_start.to(tl.int64) * B + o_b  # rows of [T * B, N]
+    i_m = tl.program_id(1).to(tl.int64)
+    p_second += i_m * (N * K)
+    if FACTORED:
+        p_first += i_m * (N * K)
+        p_scale += i_m * K
+    if PARAM != "none":
+        p_param += i_m * (N if PARAM == "N" else 1)
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
     m_rn = m_row[:, None] & m_n[None, :]
@@ -148,7 +167,7 @@ def scan_fwd_kernel(
     b_h = tl.load(p_h0 + o_row.to(tl.int64)[:, None] * N + o_n[None, :], mask=m_rn, other=0.0)
 
     if CUTS:
-        b_restart = tl.load(p_restart + (o_row % B)[:, None] * N + o_n[None, :], mask=m_rn, other=0.0)
+        b_restart = tl.load(p_restart + o_b[:, None] * N + o_n[None, :], mask=m_rn, other=0.0)
 
     # ids are loaded two steps ahead, rows of the input one step ahead, which hides both latencies
     m_t = m_row & (o_start < o_end)
@@ -227,20 +246,20 @@ def clear_later(p_delta, p_square, o_r, m_row, o_start, o_last, steps, B, CHUNK,
         o_r -= B
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "OF_MODEL"])
 def scan_bwd_kernel(
     p_grad,  # [T, B, N]
     p_hs,  # [T, B, N], or None where phi' needs no output
     p_pre,  # [T, B, N], or None where phi' needs no input
-    p_first,  # [K, N], or None
-    p_scale,  # [K], or None
-    p_second,  # [N, K]
-    p_carry,  # [R, N]: W^T delta of the step after the last one of each row
-    p_param,  # [1] or [N], or None
+    p_first,  # [M, K, N], or None
+    p_scale,  # [M, K], or None
+    p_second,  # [M, N, K], of M models
+    p_carry,  # [P B, N]: W^T delta of the step after the last one of each row
+    p_param,  # [M, 1] or [M, N], or None
     p_delta,  # [T, B, N], or None
-    p_left,  # [R, N]: W^T delta of the first step of each row
+    p_left,  # [P B, N]: W^T delta of the first step of each row
     p_square,  # [T, B], or None: |dL/dh_t|^2 of every sequence
-    p_sum,  # [R, N], or None: the gradient of the parameter by row and unit; updated
+    p_sum,  # [P B, N], or None: the gradient of the parameter by row and unit; updated
     p_lengths,  # int64 [B], or None
     p_clip,  # [1], or None: the bound of |delta|
     p_cut,  # uint8 [T, B], or None: the steps that no carry leaves
@@ -249,6 +268,7 @@ def scan_bwd_kernel(
     R,
     CHUNK,
     FIRST,
+    OF_MODEL,
     N: tl.constexpr,
     K: tl.constexpr,
     FACTORED: tl.constexpr,
@@ -272,11 +292,16 @@ def scan_bwd_kernel(
     With CLIP, delta_t is clipped before it is used, see Note [Message clip] of the reference. Longer than 100 lines: a
     line for every argument.
     """
-    o_row = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    m_row = o_row < R
-    o_start = (o_row // B) * CHUNK
-    o_last, o_end, steps = row_ends(p_lengths, o_row, m_row, o_start, T, B, CHUNK, FIRST, LENGTHS)
-    o_r = (o_start + (CHUNK - 1)).to(tl.int64) * B + o_row % B
+    o_b, o_row, o_start, m_row = rows_of(B, R, CHUNK, OF_MODEL, BLOCK_B)
+    o_last, o_end, steps = row_ends(p_lengths, o_b, m_row, o_start, T, CHUNK, FIRST, LENGTHS)
+    o_r = (o_start + (CHUNK - 1)).to(tl.int64) * B + o_b
+    i_m = tl.program_id(1).to(tl.int64)
+    p_second += i_m * (N * K)
+    if FACTORED:
+        p_first += i_m * (N * K)
+        p_scale += i_m * K
+    if PARAM != "none":
+        p_param += i_m * (N if PARAM == "N" else 1)
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
     m_rn = m_row[:, None] & m_n[None, :]
@@ -399,7 +424,8 @@ def plan(N: int, K: int, rows: int, *, factored: bool, dtype: torch.dtype, preci
 
 
 def as_rows(map_: Map, *, transposed: bool = False) -> Map:
-    """W, or W^T, as the kernels read it: first [K, N] and second [N, K] with a row per output, contiguous."""
+    """W, or W^T, as the kernels read it: first [K, N] and second [N, K] with a row per output, contiguous; those of
+    models have their number in front."""
     first, scale, second = map_
     if first is None:
         return Map(None, None, second.mT.contiguous() if transposed else second)
@@ -428,19 +454,21 @@ def launch_forward(
     cut: Tensor | None = None,
     restart: Tensor | None = None,
 ) -> None:
-    """Run ``scan_fwd_kernel`` from h0 [R, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
+    """Run ``scan_fwd_kernel`` from h0 [P B, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
 
+    map_, act_param: with the number of models in front where there are several; they share B evenly.
     lengths: int64 [B] or None, of sequences whose step ``first`` is the first one here.
     cut: bool [T, B] and restart [B, N], or None for both.
     """
-    (R, N), K = h0.shape, map_.second.shape[1]
+    models, (N, K) = Models(map_.second).count, map_.second.shape[-2:]
+    R = h0.shape[0] // models
     way = plan(N, K, R, factored=map_.first is not None, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
-        scan_fwd_kernel[(triton.cdiv(R, way.block_b),)](
+        scan_fwd_kernel[(triton.cdiv(R, way.block_b), models)](
             x, table, *map_, h0, act_param, hs, pre, last, lengths, None if cut is None else cut.view(torch.uint8),
-            restart, T, B, R, chunk, first, 0 if table is None else table.shape[0], N=N, K=K,
+            restart, T, B, R, chunk, first, B // models, 0 if table is None else table.shape[0], N=N, K=K,
             FACTORED=map_.first is not None, TOKENS=table is not None, ACTIVATION=activation,
-            PARAM=parameter_kind(act_param), STORE_HS=hs is not None, STORE_PRE=pre is not None,
+            PARAM=parameter_kind(act_param, models), STORE_HS=hs is not None, STORE_PRE=pre is not None,
             STORE_LAST=last is not None, LENGTHS=lengths is not None, CUTS=cut is not None, WAY=way.way,
             PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
             enable_fp_fusion=True,
@@ -469,17 +497,19 @@ def launch_backward(
     clip: Tensor | None = None,
     cut: Tensor | None = None,
 ) -> None:
-    """Run ``scan_bwd_kernel`` from carry [R, N] to left [R, N]; lengths, first as in ``launch_forward``, clip [1] or
-    None; cut: bool [T, B] or None."""
-    (R, N), K = carry.shape, map_.second.shape[1]
+    """Run ``scan_bwd_kernel`` from carry [P B, N] to left [P B, N]; clip: [1] or None; cut: bool [T, B] or None; the
+    others as in ``launch_forward``."""
+    models, (N, K) = Models(map_.second).count, map_.second.shape[-2:]
+    R = carry.shape[0] // models
     way = plan(N, K, R, factored=map_.first is not None, dtype=carry.dtype, precision=precision)
     reads = ACTIVATIONS[activation].reads
     from_hs, from_pre = reads == "output", reads == "input"
     with torch.cuda.device_of(carry):
-        scan_bwd_kernel[(triton.cdiv(R, way.block_b),)](
+        scan_bwd_kernel[(triton.cdiv(R, way.block_b), models)](
             grad_hs, hs if from_hs else None, pre if from_pre else None, *map_, carry, act_param, delta, left, square,
-            by_row, lengths, clip, None if cut is None else cut.view(torch.uint8), T, B, R, chunk, first, N=N, K=K,
-            FACTORED=map_.first is not None, ACTIVATION=activation, PARAM=parameter_kind(act_param),
+            by_row, lengths, clip, None if cut is None else cut.view(torch.uint8), T, B, R, chunk, first,
+            B // models, N=N, K=K, FACTORED=map_.first is not None, ACTIVATION=activation,
+            PARAM=parameter_kind(act_param, models),
             STORE_DELTA=delta is not None, STORE_SUM=by_row is not None, FROM_HS=from_hs, FROM_PRE=from_pre,
             LENGTHS=lengths is not None, CLIP=clip is not None, CUTS=cut is not None, WAY=way.way, PRECISION=precision,
             BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,

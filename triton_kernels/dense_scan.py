@@ -7,5 +7,6 @@ docs/triton-kernels.md.
 
 from orthokern.triton_kernels._gradients import run_backward as dense_scan_bwd
 from orthokern.triton_kernels._gradients import run_forward as dense_scan_fwd
+from orthokern.triton_kernels._gradients import serves_replicas
 
-__all__ = ["dense_scan_bwd", "dense_scan_fwd"]
+__all__ = ["dense_scan_bwd", "dense_scan_fwd", "serves_replicas"]

@@ -7,5 +7,6 @@ from 65 on) they are read in every step, see docs/triton-kernels.md. Chunks of t
 
 from orthokern.triton_kernels._gradients import run_backward as factored_scan_bwd
 from orthokern.triton_kernels._gradients import run_forward as factored_scan_fwd
+from orthokern.triton_kernels._gradients import serves_replicas
 
-__all__ = ["factored_scan_bwd", "factored_scan_fwd"]
+__all__ = ["factored_scan_bwd", "factored_scan_fwd", "serves_replicas"]

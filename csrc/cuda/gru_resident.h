@@ -50,6 +50,18 @@ struct GruMemory {                    // layout of the shared memory of a block,
   }
 };
 
+// The sequences of a block are gru_first() and those behind it. Models are along y of the grid.
+__device__ __forceinline__ int64_t gru_first(const GruScanArgs& a, int group) {
+  return blockIdx.y * a.of_model + static_cast<int64_t>(blockIdx.x) * group;
+}
+__device__ __forceinline__ bool gru_has(const GruScanArgs& a, int group, int g) {
+  return static_cast<int64_t>(blockIdx.x) * group + g < a.of_model;
+}
+// The steps of sequence g of the block, -1 where there is none.
+__device__ __forceinline__ int gru_own_steps(const GruScanArgs& a, int group, int g) {
+  return gru_has(a, group, g) ? gru_steps_of(a, gru_first(a, group) + g) : -1;
+}
+
 // sums[i] += row i of the tile times a vector, over the lane's C columns.
 template <int C>
 __device__ __forceinline__ void add_tile(float* sums, const float (&weights)[8][C], const float (&x)[C]) {
@@ -79,15 +91,18 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
             which = lane / 8;           // the row of this lane, of r (which = 0) or z (which = 1)
   const int row = 8 * tile + lane / 2;  // and of the candidate
   const bool has_gate = gate_row < N, has_unit = lane % 2 == 0 && row < N;
-  const int64_t b0 = static_cast<int64_t>(blockIdx.x) * group, stride = a.B * a.N;
+  const int64_t b0 = gru_first(a, group), stride = a.B * a.N;
 
-  for (int g = thread; g < group; g += kThreads) ends[g] = gru_steps_of(a, b0 + g);
+  for (int g = thread; g < group; g += kThreads) ends[g] = gru_own_steps(a, group, g);
   for (int i = thread; i < slots; i += kThreads) {
     const int64_t b = b0 + i / kPadded;
     const int n = i % kPadded;
-    states[i] = b >= a.B || n >= N ? 0.f : gru_resets(a, 0, b) ? gru_reset_state(a, b, n) : a.h0[b * N + n];
+    states[i] = !gru_has(a, group, i / kPadded) || n >= N ? 0.f
+                : gru_resets(a, 0, b)                     ? gru_reset_state(a, b, n)
+                                                          : a.h0[b * N + n];
     states[slots + i] = m[i] = zs[i] = 0;
   }
+  const float* const w = a.w + blockIdx.y * (3 * a.N * a.N);
   float weights[3][8][C];
 #pragma unroll
   for (int k = 0; k < 3; k++)
@@ -96,10 +111,11 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
 #pragma unroll
       for (int j = 0; j < C; j++) {
         const int r = 8 * tile + i, c = TileColumns<C>::column(j, lane);
-        weights[k][i][j] = r < N && c < N ? a.w[(static_cast<int64_t>(k) * N + r) * N + c] : 0.f;
+        weights[k][i][j] = r < N && c < N ? w[(static_cast<int64_t>(k) * N + r) * N + c] : 0.f;
       }
-  const float gate_bias = a.bias && has_gate ? a.bias[which * N + gate_row] : 0.f;
-  const float bias = a.bias && has_unit ? a.bias[2 * N + row] : 0.f;
+  const float* const biases = a.bias + (a.bias ? blockIdx.y * (3 * a.N) : 0);
+  const float gate_bias = a.bias && has_gate ? biases[which * N + gate_row] : 0.f;
+  const float bias = a.bias && has_unit ? biases[2 * N + row] : 0.f;
   __syncthreads();
   int longest = 0;
   for (int g = 0; g < group; g++) longest = ends[g] > longest ? ends[g] : longest;
@@ -218,7 +234,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   const int N = static_cast<int>(a.N);
   const int row = 8 * tile + lane / 2;
   const bool has_unit = lane % 2 == 0 && row < N;
-  const int64_t b0 = static_cast<int64_t>(blockIdx.x) * group, stride = a.B * a.N;
+  const int64_t b0 = gru_first(a, group), stride = a.B * a.N;
 
   // d_r, d_z and d_n (kanai) or d_q, double-buffered, because a product may still read those of the next step (kanai:
   // d_r and d_n have one buffer, since a barrier is in between).
@@ -226,8 +242,9 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   // The part of the carry that needs no product, or (kanai) only the product with W_n.
   auto direct = [&](int g) { return vectors + (6 * group + g) * kPadded + row; };
 
-  for (int g = thread; g < group; g += kThreads) ends[g] = gru_steps_of(a, b0 + g);
+  for (int g = thread; g < group; g += kThreads) ends[g] = gru_own_steps(a, group, g);
   for (int i = thread; i < GruMemory::kVectors * slots; i += kThreads) vectors[i] = 0;
+  const float* const w = a.w + blockIdx.y * (3 * a.N * a.N);
   float weights[3][8][C];  // of W_r^T, W_z^T, W_n^T
 #pragma unroll
   for (int k = 0; k < 3; k++)
@@ -236,7 +253,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
 #pragma unroll
       for (int j = 0; j < C; j++) {
         const int r = 8 * tile + i, c = TileColumns<C>::column(j, lane);
-        weights[k][i][j] = r < N && c < N ? a.w[(static_cast<int64_t>(k) * N + c) * N + r] : 0.f;
+        weights[k][i][j] = r < N && c < N ? w[(static_cast<int64_t>(k) * N + c) * N + r] : 0.f;
       }
   __syncthreads();
   int longest = 0;
@@ -295,7 +312,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
       for (int k = 0; k < C; k++) sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
       sum = warp_sum(sum);
       const int64_t t = longest - 1 - (i - i % kNormSteps + j);
-      if (thread % 32 == 0) a.norms[t * gridDim.x + blockIdx.x] = sum;
+      if (thread % 32 == 0) a.norms[(t * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = sum;
     }
   };
 
@@ -345,7 +362,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
       if (t > 0) {
         const float ghat = begin(g, t - 1, 1 - half, carry);
         square = fmaf(ghat, ghat, square);
-      } else if (has_unit && b0 + g < a.B) {
+      } else if (has_unit && ends[g] >= 0) {
         a.grad_h0[(b0 + g) * N + row] = carry;
       }
       fetch(g, t - kGruAhead);
@@ -356,7 +373,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   }
   if (!longest && has_unit)
     for (int g = 0; g < group; g++)
-      if (b0 + g < a.B) a.grad_h0[(b0 + g) * N + row] = 0;
+      if (ends[g] >= 0) a.grad_h0[(b0 + g) * N + row] = 0;
 }
 
 }  // namespace cuda

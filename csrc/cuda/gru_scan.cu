@@ -18,6 +18,8 @@ int64_t gru_bytes(bool backward, int warps, int64_t group) {
   return GruMemory(backward, 16 * warps, static_cast<int>(group), 32 * warps).total;
 }
 
+int64_t gru_models(const GruScanArgs& a) { return a.B ? a.B / a.of_model : 1; }
+
 template <class F>
 void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
   with_direction(kanai, [&](auto variant) {
@@ -93,20 +95,23 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruOverrides& o
   const DeviceLimits limits = device_limits();
   GruPlan plan{};
   const int warps = gru_warps(a.N);
-  if (warps && overrides.path != static_cast<int>(GruPath::kSteps)) {
+  const int64_t models = gru_models(a);
+  if (warps && models <= 65535 && overrides.path != static_cast<int>(GruPath::kSteps)) {
     // As few sequences a block as keep every multiprocessor busy, see plan_resident.
     const int64_t waves = std::max<int64_t>(1, divide_up(a.B, kLargestGroup * limits.multiprocessors));
     int64_t group =
         overrides.group ? overrides.group : std::max<int64_t>(1, divide_up(a.B, waves * limits.multiprocessors));
+    if (!overrides.group) group = std::min(group, std::max<int64_t>(1, a.of_model));
     while (group > 1 && gru_bytes(backward, warps, group) > static_cast<int64_t>(limits.shared_per_block)) group--;
     plan.path = static_cast<int>(GruPath::kResident);
     plan.group = static_cast<int>(group);
-    plan.blocks = plan.norm_columns = static_cast<int>(divide_up(a.B, group));
+    plan.blocks = plan.norm_columns = static_cast<int>(models * divide_up(a.of_model, group));
     plan.shared_bytes = gru_bytes(backward, warps, group);
     if (plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block)) return plan;
   }
   if (overrides.path == static_cast<int>(GruPath::kResident))
     throw Error("the path that was asked for does not serve this size on this device");
+  if (models > 1) throw Error("so many models of this size are not served by one launch");
   plan = {};
   plan.path = static_cast<int>(GruPath::kSteps);
   plan.group = kTile;
@@ -127,7 +132,8 @@ void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void
   }
   if (plan.path == static_cast<int>(GruPath::kResident)) {
     const int warps = gru_warps(a.N);
-    const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
+    const unsigned models = static_cast<unsigned>(gru_models(a));
+    const Launch at{dim3(plan.blocks / models, models), dim3(static_cast<unsigned>(32 * warps)), stream,
                     static_cast<size_t>(plan.shared_bytes)};
     with_gru_kernel(backward, a.kanai, warps, [&](auto kernel) { launch(kernel, at, a, plan.group); });
     return;

@@ -4,6 +4,9 @@
 //
 // With lengths, a sequence has the steps before its length, and the results are zero on padding. The values of lengths
 // are not checked on the host: a value below 0 is read as 0, and one above T as T.
+//
+// Several models: of_model sequences after one another have w [models, 3N, N] and bias [models, 3N] of their own. B is
+// the number of sequences of all models. kResident serves them in one launch; kSteps serves one model.
 #pragma once
 
 #include <stddef.h>
@@ -24,7 +27,7 @@ struct GruPlan {
   int path;
   int group;         // sequences of a block
   int blocks;        // of the grid
-  int norm_columns;  // partial sums of squares per step in `norms`
+  int norm_columns;  // partial sums of squares per step in `norms`, those of a model adjacent
   int64_t work;      // floats of workspace
   int graph_steps;   // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
@@ -38,6 +41,7 @@ struct GruPlan {
 struct GruScanArgs {
   int device;
   int64_t T, B, N;
+  int64_t of_model;          // sequences of a model; B for one model
   int kanai;                 // 1: reset gate before W_n; 0: after W_n, as in torch
   const float* w;            // [3N, N]
   const float* h0;           // [B, N]
@@ -62,7 +66,7 @@ struct GruScanArgs {
 
   template <class Visit>
   void planned(Visit& visit) {  // the fields that plan_gru_scan reads
-    ORTHOKERN_FIELDS(visit, device, T, B, N, kanai);
+    ORTHOKERN_FIELDS(visit, device, T, B, N, of_model, kanai);
   }
   template <class Visit>
   void fields(Visit& visit) {

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._gpu_scans import Models, before_resets, composed, power, started, token_table, transposed_product
 from orthokern._products import ieee_products
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.cuda import _call as native
-from orthokern.cuda._models import Models
 from orthokern.cuda._sums import Sums
 
 _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
@@ -134,16 +134,7 @@ class Scan:
 def _cuts(resets: Tensor, backward: bool) -> Tensor:
     """ScanArgs::cut, bool [T, B]: the steps after which a state is replaced. Backward that of a step that resets, whose
     message goes no further; forward that of the step before it."""
-    if backward:
-        return resets
-    return torch.cat([resets[1:], torch.zeros_like(resets[:1])])
-
-
-def _started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
-    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true."""
-    if resets is None:
-        return h
-    return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
+    return resets if backward else before_resets(resets)
 
 
 def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -151,11 +142,11 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     if weight is None:
         return x, None
     if not x.is_floating_point():
-        table = weight.mT if bias is None else weight.mT + bias.unsqueeze(-2)
-        return None, table.flatten(0, -2).contiguous()  # of models: one after the other
+        return None, token_table(weight, bias)
     with ieee_products():
         if weight.ndim == 3:
-            terms = [_input_of(x[:, r], w, None if bias is None else bias[r])[0] for r, w in enumerate(weight)]
+            of_models = x.unflatten(1, (len(weight), -1)).unbind(1)
+            terms = [_input_of(of_models[r], w, None if bias is None else bias[r])[0] for r, w in enumerate(weight)]
             return torch.cat(terms, 1), None  # type: ignore[arg-type]
         rows = x.flatten(0, 1)
         e = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
@@ -178,31 +169,6 @@ def chunk_length(options: ScanOptions, steps: int, B: int, N: int) -> int:
     return max(1, min(_LONGEST_CHUNK, math.isqrt(steps)))
 
 
-def _composed(map_: Map) -> Tensor:
-    """W [N, N] in float64."""
-    first, scale, second = map_
-    return second.double() if first is None or scale is None else (second.double() * scale) @ first.double().mT
-
-
-def _transposed_product(map_: Map, rows: Tensor) -> Tensor:
-    """W^T applied to rows [B, N], or each of the models' to its rows [models, B, N]."""
-    first, scale, second = map_
-    return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
-
-
-def _power(w: Tensor, exponent: int) -> Tensor:
-    """w^exponent [N, N] in float64, by repeated squaring; exponent > 0."""
-    square, power = w.double(), None
-    while exponent:
-        if exponent & 1:
-            power = square if power is None else power @ square
-        exponent >>= 1
-        if exponent:
-            square = square @ square
-    assert power is not None
-    return power
-
-
 def _chunked(
     map_: Map, options: ScanOptions, chunk: int, inputs: dict[str, Any], start: Tensor | None, out: Tensor,
     *, backward: bool, table: Tensor | None = None,
@@ -217,7 +183,7 @@ def _chunked(
     """
     steps, B, N = out.shape
     count = -(-steps // chunk)
-    w = _composed(map_)
+    w = composed(map_)
     if map_.first is not None and 2 * map_.first.shape[1] > N:
         map_ = Map(None, None, w.float())
     starts = out.new_empty(count, B, N)
@@ -231,9 +197,9 @@ def _chunked(
     if count > 1:
         ends = out.new_empty(count - 1, B, N)
         scan(count - 1).run(steps, **inputs, table=table, end=ends)
-        power = _power(w if backward else w.mT, chunk).contiguous()
+        of_chunk = power(w if backward else w.mT, chunk).contiguous()
         sizes = {"count": count - 1, "B": B, "N": N}
-        native.call("scan_carry", out.device, sizes, {"power": power, "ends": ends, "starts": starts})
+        native.call("scan_carry", out.device, sizes, {"power": of_chunk, "ends": ends, "starts": starts})
     scan(count).run(steps, **inputs, table=table, start=starts, out=out)
 
 
@@ -261,7 +227,7 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where
     single steps are launched."""
     map_, inputs, options = _ready(map_, inputs, options)
-    models = Models(map_)
+    models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
@@ -278,7 +244,7 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
             map_, options, act_param, backward=False, B=B, tokens=table is not None, restart=reset_state,
             models=models.count,
         )  # fmt: skip
-        start = h0 if options.resets is None else _started(h0, options.resets[0], reset_state)
+        start = h0 if options.resets is None else started(h0, options.resets[0], reset_state)
         scan.run(steps, **terms, table=table, start=start, out=hs, pre=pre)
     ckpt = None
     if checkpoint_every:
@@ -303,7 +269,7 @@ class _Recomputed:
         self.table = _input_of(inputs.x, inputs.weight, inputs.bias)[1] if tokens else None
         self.scan = Scan(
             map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state,
-            models=Models(map_).count,
+            models=Models(map_.second).count,
         )  # fmt: skip
         self.resets = options.resets
         self.before = ckpt.new_empty(min(self.every + window, steps) + 1, B, N)
@@ -324,7 +290,7 @@ class _Recomputed:
             term = {"tokens": part}
         first = self.before[0]
         if self.resets is not None:
-            first = _started(first, self.resets[start], self.inputs.reset_state)
+            first = started(first, self.resets[start], self.inputs.reset_state)
         # the last row may be that of a waiting step: the same state, the same bits
         self.scan.run(length, **term, table=self.table, start=first, out=segment, pre=pre, time=start)
         return segment, pre
@@ -409,7 +375,7 @@ class _Products:
             end = min(begin + self.window, self.high)
             rows = delta[begin - low : end - low]
             if self.resets is not None and self.cut_sum is not None:
-                self.cut_sum += _started(rows, ~self.resets[begin:end], None).sum(0)
+                self.cut_sum += started(rows, ~self.resets[begin:end], None).sum(0)
             if self.sums is not None and begin > 0:
                 self.sums.add(
                     begin, rows, states[begin - 1 : end - 1] if before is None else before[begin - start : end - start]
@@ -486,7 +452,7 @@ def scan_bwd(
 ) -> ScanGradients:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
     map_, inputs, options = _ready(map_, inputs, options)
-    models = Models(map_)
+    models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     h0, act_param, weight = inputs.h0, inputs.act_param, inputs.weight
     saved: list[Any] = [
@@ -538,7 +504,7 @@ def scan_bwd(
         # the kernel of the next segment may write where this row lies
         carry = place[0] if keep_delta else place[0].clone()
         if resets is not None:
-            carry = _started(carry, resets[start], None)
+            carry = started(carry, resets[start], None)
         with ieee_products(), beside or nullcontext():
             products.add(start, low, delta, None if again is None else again.before, states)
     if beside is not None:
@@ -546,8 +512,8 @@ def scan_bwd(
 
     cut_sum = products.found("cut_sum")
     with ieee_products():
-        grad_h0 = _transposed_product(map_, models.apart(torch.zeros_like(h0) if carry is None else carry, 0))
-        grad_reset_state = None if cut_sum is None else _transposed_product(map_, cut_sum)
+        grad_h0 = transposed_product(map_, models.apart(torch.zeros_like(h0) if carry is None else carry, 0))
+        grad_reset_state = None if cut_sum is None else transposed_product(map_, cut_sum)
     if chunk:
         grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1)
     else:

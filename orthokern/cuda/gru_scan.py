@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern._gru_parameters import parameter_gradients
+from orthokern._gpu_scans import Models, gru_parameter_gradients
 from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
 from orthokern.cuda import _call as native
 from orthokern.cuda._sums import add_product
+
+_RESIDENT = 0  # a path of csrc/cuda/gru_scan.h
 
 
 class _Scan:
@@ -17,7 +19,10 @@ class _Scan:
     def __init__(self, inputs: GruInputs, options: GruOptions, T: int, *, backward: bool) -> None:
         B, N = inputs.h0.shape
         self.inputs, self.options = inputs, options
-        self.sizes = {"T": T, "B": B, "N": N, "kanai": int(options.kanai), "backward": int(backward)}
+        self.sizes = {
+            "T": T, "B": B, "N": N, "of_model": B // Models(inputs.w).count, "kanai": int(options.kanai),
+            "backward": int(backward),
+        }  # fmt: skip
         self.plan = native.plan("gru_scan_plan", inputs.h0.device, self.sizes)
 
     def run(self, **tensors: Tensor | None) -> None:
@@ -31,23 +36,25 @@ class _Scan:
 
 def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     """See :mod:`orthokern.ops.gru_scan`."""
-    inputs, options = _ready(inputs, options)
+    models = Models(inputs.w)
+    inputs, options = models.gru_rows(*_ready(inputs, options))
     assert inputs.x is not None
     T, (B, N), new = inputs.x.shape[0], inputs.h0.shape, inputs.h0.new_empty
     states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if options.kanai else new(T, B, N))
     of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "grad_reset_state", "norms"))
     _Scan(inputs, options, T, backward=False).run(**of_backward, **states._asdict())
-    return states
+    return GruStates(*(models.apart(tensor) for tensor in states))
 
 
 def gru_scan_bwd(
     inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
 ) -> GruGradients:
     """See :mod:`orthokern.ops.gru_scan`."""
-    inputs, options = _ready(inputs._replace(x=None), options)
+    models = Models(inputs.w)
+    inputs, options = models.gru_rows(*_ready(inputs._replace(x=None), options))
     h0 = inputs.h0
     saved = {
-        name: native.ready(tensor, torch.float32, h0.device, name)
+        name: models.joined(native.ready(tensor, torch.float32, h0.device, name))
         for name, tensor in {"grad_hs": grad_hs, **states._asdict()}.items()
     }
     hs = saved["hs"]
@@ -61,8 +68,18 @@ def gru_scan_bwd(
     scan.run(**saved, grad_x=grad_x, factor=factor, grad_h0=grad_h0, grad_reset_state=grad_state, norms=norms)
     grad_w = grad_bias = None
     if need_params:
-        grad_w, grad_bias = parameter_gradients(inputs, options, hs, grad_x, factor, add_product)
-    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norms.sum(1).sqrt())
+        grad_w, grad_bias = gru_parameter_gradients(models, inputs, options, hs, grad_x, factor, add_product)
+    norm = models.apart(norms).sum(-1).sqrt()  # [T], [T, models]
+    return GruGradients(
+        models.apart(grad_x), grad_w, models.apart(grad_h0, 0), grad_bias, models.apart(grad_state, 0),
+        norm.mT if models.several else norm,
+    )  # fmt: skip
+
+
+def serves_replicas(inputs: GruInputs) -> bool:
+    """Whether a call for R models is one launch: where the matrices stay in registers."""
+    one = inputs._replace(w=inputs.w[0], h0=inputs.h0[0])
+    return _Scan(one, GruOptions("kanai"), 1, backward=True).plan["path"] == _RESIDENT
 
 
 def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:

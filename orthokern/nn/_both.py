@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from orthokern import dispatch
-from orthokern._scan_contract import ScanOptions
+from orthokern._scan_contract import GruInputs, ScanOptions
 from orthokern.ops import _taps
 from orthokern.ops._alone import quiet
 from orthokern.ops._common import scan_features
 from orthokern.ops._scan_op import SCANS
+from orthokern.ops.gru_scan import gru_scan
 
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
@@ -33,11 +34,11 @@ def both_directions(
         The states [T, B, N] of each direction and their last ones [B, N]; or None, where each direction is a call.
     """
     name, sizes = module._op()
-    if name not in SCANS or data.is_meta or not data.numel() or not quiet():
+    if name not in (*SCANS, "gru_scan") or data.is_meta or not data.numel() or not quiet():
         return None
     if torch.is_autocast_enabled(data.device.type) or _taps.SINKS:  # taps tell calls apart
         return None
-    op, like = SCANS[name], module._tensor(f"weight_ih_{suffixes[0]}")
+    like = module._tensor(f"weight_ih_{suffixes[0]}")
     leaf = dispatch.resolve(
         name, module.backend, device=like.device, dtype=like.dtype,
         features=scan_features(None, module.message_clip, None), **sizes,
@@ -53,14 +54,22 @@ def both_directions(
     matrices, biases = zip(*(module._factors(suffix) for suffix in suffixes), strict=True)
     factors = [torch.stack(each) for each in zip(*matrices, strict=True)]
     steps, B = data.shape[:2]
-    options = ScanOptions(module.nonlinearity, message_clip=module.message_clip, precision=module.precision)
-    if not serves(op.map_of(*factors), options, steps, B):
-        return None
     zeros = like.new_zeros(B, module.hidden_size)
-    hs = op.fwd(
-        torch.stack([data, data.flip(0)], 1), *factors, torch.stack([zeros if h is None else h for h in states]),
-        stacked([module._gained(module._tensor(f"weight_ih_{suffix}")) for suffix in suffixes]), stacked(biases),
-        stacked([module._act_param(suffix) for suffix in suffixes]), module.nonlinearity, module.checkpoint_every,
-        module.backend, module.precision, "auto", None, module.message_clip, None, None,
-    )[0]  # fmt: skip
+    h0, both = torch.stack([zeros if h is None else h for h in states]), (data, data.flip(0))
+    if name == "gru_scan":
+        gru, (w,) = cast(Any, module), factors
+        if not serves(GruInputs(None, w, h0)):
+            return None
+        x = torch.stack([gru._input_term(each, suffix) for each, suffix in zip(both, suffixes, strict=True)], 1)
+        hs = gru_scan(x, w, h0, stacked(biases), variant=gru.variant, backend=gru.backend)
+    else:
+        options = ScanOptions(module.nonlinearity, message_clip=module.message_clip, precision=module.precision)
+        if not serves(SCANS[name].map_of(*factors), options, steps, B):
+            return None
+        hs = SCANS[name].fwd(
+            torch.stack(both, 1), *factors, h0,
+            stacked([module._gained(module._tensor(f"weight_ih_{suffix}")) for suffix in suffixes]), stacked(biases),
+            stacked([module._act_param(suffix) for suffix in suffixes]), module.nonlinearity, module.checkpoint_every,
+            module.backend, module.precision, "auto", None, module.message_clip, None, None,
+        )[0]  # fmt: skip
     return [hs[:, 0], hs[:, 1].flip(0)], [hs[-1, 0], hs[-1, 1]]

@@ -1,36 +1,46 @@
 """Replicas: one call of a scan for R models of equal sizes.
 
-``second`` [R, N, K] of the map makes it such a call. Every other tensor either has R too, in front (x, states and their
-gradients behind T: [T, R, B, N]), or lacks it and is shared by all models. Results have R in the same places, the
-gradients of what is shared included; grad_norm is [R, T].
+``second`` [R, N, K] of the map, or w [R, 3N, N] of a GRU, makes it such a call. Every other tensor either has R too, in
+front (x, states and their gradients behind T: [T, R, B, N]), or lacks it and is shared by all models. Results have R in
+the same places, the gradients of what is shared included; grad_norm is [R, T].
 
-A leaf is given every tensor with R but x. One whose row in SUPPORT names the feature "replicas" serves the call at
-once; for the others ``one_by_one`` calls the leaf for each model.
+A leaf is given every tensor with R but the x of a scan. One whose row in SUPPORT names the feature "replicas" serves
+the call at once; for the others ``one_by_one`` calls the leaf for each model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern._scan_contract import (
+    GruGradients,
+    GruInputs,
+    GruOptions,
+    GruStates,
+    Map,
+    ScanGradients,
+    ScanInputs,
+    ScanOptions,
+    ScanStates,
+)
 from orthokern.errors import InputError
 from orthokern.ops._second import Taken
 
 # Where R is in a tensor, and how many dimensions the tensor has without it. x: features or states; token ids have one
 # dimension less.
 _FRONT = {
-    **dict.fromkeys(("first", "second", "h0", "weight", "reset_state"), 2),
+    **dict.fromkeys(("first", "second", "h0", "w", "weight", "reset_state"), 2),
     **dict.fromkeys(("scale", "bias", "act_param", "lengths"), 1),
 }
 
 
 def count(second: Tensor) -> int | None:
-    """R, or None for a call of one model. second: [R, N, K] or [N, K]."""
+    """R, or None for a call of one model. second: [R, N, K] or [N, K], or w of a GRU."""
     return int(second.shape[0]) if second.ndim == 3 else None
 
 
@@ -74,31 +84,53 @@ def given_to_all(op: str, map_: Map, inputs: ScanInputs, options: ScanOptions) -
     map_ = Map(**{name: everywhere(name, tensor, R, op) for name, tensor in map_._asdict().items()})  # type: ignore[arg-type]
     rest = {name: everywhere(name, t, R, op) for name, t in inputs._asdict().items() if name != "x"}
     inputs = ScanInputs(x=inputs.x, **rest)  # type: ignore[arg-type]
+    check_equal(op, map_, inputs, R)
+    return map_, inputs, _options_given_to_all(op, options, R)
+
+
+def _options_given_to_all(op: str, options: Any, R: int) -> Any:
+    """The same with R in lengths and resets."""
     resets = options.resets
     if resets is not None and resets.ndim == 2:  # [T, B]
         resets = resets.unsqueeze(1).expand(-1, R, -1)
     if resets is not None and resets.shape[1] != R:
         raise InputError(f"{op}: resets has shape {list(resets.shape)} for R = {R} replicas: accepted is [T, R, B]")
-    options = dataclasses.replace(options, lengths=everywhere("lengths", options.lengths, R, op), resets=resets)
-    check_equal(op, map_, inputs, R)
-    return map_, inputs, options
+    return dataclasses.replace(options, lengths=everywhere("lengths", options.lengths, R, op), resets=resets)
 
 
-def _models(
-    map_: Map, inputs: ScanInputs, options: ScanOptions, R: int
-) -> Iterable[tuple[int, Map, ScanInputs, ScanOptions]]:
-    """The arguments of each model alone."""
+def gru_given_to_all(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:
+    """The arguments of a GRU's leaf with R in every tensor, checked; those of one model as they are."""
+    R, x = count(inputs.w), inputs.x
+    if R is None:
+        return inputs, options
+    rest = {name: everywhere(name, t, R, "gru_scan") for name, t in inputs._asdict().items() if name != "x"}
+    inputs = GruInputs(x=None, **rest)  # type: ignore[arg-type]
+    _, B, N = inputs.h0.shape
+    if inputs.w.shape[1:] != (3 * N, N):
+        raise InputError(f"gru_scan: w has shape {list(inputs.w.shape)} for N = {N}: accepted is [R, 3N, N]")
+    if x is not None:
+        x = x.unsqueeze(1).expand(-1, R, -1, -1) if x.ndim == 3 else x
+        if x.shape[1:] != (R, B, 3 * N):
+            raise InputError(f"gru_scan: x has shape {list(x.shape)} for R = {R} replicas: accepted is [T, R, B, 3N]")
+    return inputs._replace(x=x), _options_given_to_all("gru_scan", options, R)
+
+
+def _models(inputs: Any, options: Any, R: int) -> Iterable[tuple[int, Any, Any]]:
+    """The inputs and options of each model alone, of a scan or a GRU."""
     for r in range(R):
         x = inputs.x
         if x is not None and not is_shared(x):
             x = x[:, r].contiguous()
-        one = ScanInputs(x, *(None if t is None else t[r] for t in inputs[1:]))  # type: ignore[arg-type]
         own = dataclasses.replace(
             options,
             lengths=None if options.lengths is None else options.lengths[r],
             resets=None if options.resets is None else options.resets[:, r].contiguous(),
         )
-        yield r, Map._make(None if t is None else t[r] for t in map_), one, own
+        yield r, type(inputs)(x, *(None if t is None else t[r] for t in inputs[1:])), own
+
+
+def _map_of(map_: Map, r: int) -> Map:
+    return Map._make(None if t is None else t[r] for t in map_)
 
 
 def _stacked(results: list[Tensor | None], dim: int) -> Tensor | None:
@@ -109,7 +141,7 @@ def forward_one_by_one(
     function: Callable[..., ScanStates], map_: Map, inputs: ScanInputs, options: ScanOptions
 ) -> ScanStates:
     """The forward of a leaf, model by model."""
-    found = [function(*one) for _, *one in _models(map_, inputs, options, map_.second.shape[0])]
+    found = [function(_map_of(map_, r), *one) for r, *one in _models(inputs, options, len(map_.second))]
     return ScanStates(*(_stacked(list(of_all), 1) for of_all in zip(*found, strict=True)))  # type: ignore[arg-type]
 
 
@@ -126,13 +158,37 @@ def backward_one_by_one(
     """The backward of a leaf, model by model."""
     found = [
         function(
-            *one, grad_hs[:, r].contiguous(), states[:, r].contiguous(),
+            _map_of(map_, r), *one, grad_hs[:, r].contiguous(), states[:, r].contiguous(),
             None if pre is None else pre[:, r].contiguous(), **needs,
         )
-        for r, *one in _models(map_, inputs, options, map_.second.shape[0])
+        for r, *one in _models(inputs, options, len(map_.second))
     ]  # fmt: skip
-    gradients = [list(of_all) for of_all in zip(*found, strict=True)]
-    return ScanGradients(_stacked(gradients[0], 1), *(_stacked(g, 0) for g in gradients[1:]))  # type: ignore[arg-type]
+    return ScanGradients(*gradients_of_all(found))  # type: ignore[arg-type]
+
+
+def gru_forward_one_by_one(function: Callable[..., GruStates], inputs: GruInputs, options: GruOptions) -> GruStates:
+    """The forward of a GRU's leaf, model by model."""
+    found = [function(*one) for _, *one in _models(inputs, options, len(inputs.w))]
+    return GruStates(*(_stacked(list(of_all), 1) for of_all in zip(*found, strict=True)))  # type: ignore[arg-type]
+
+
+def gru_backward_one_by_one(
+    function: Callable[..., GruGradients],
+    inputs: GruInputs,
+    options: GruOptions,
+    grad_hs: Tensor,
+    states: GruStates,
+    **needs: bool,
+) -> GruGradients:
+    """The backward of a GRU's leaf, model by model."""
+    found = [
+        function(
+            *one, grad_hs[:, r].contiguous(),
+            GruStates(*(None if t is None else t[:, r].contiguous() for t in states)), **needs,  # type: ignore[arg-type]
+        )
+        for r, *one in _models(inputs, options, len(inputs.w))
+    ]  # fmt: skip
+    return GruGradients(*gradients_of_all(found))  # type: ignore[arg-type]
 
 
 def behind_time(tensor: Tensor | None, r: int) -> Tensor | None:
@@ -162,7 +218,7 @@ def taken(of_all: Taken, factors: tuple[str, ...], r: int, R: int, op: str) -> T
     )
 
 
-def gradients_of_all(models: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+def gradients_of_all(models: Sequence[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
     """The gradients of all models from those of each; that of x is first."""
     return [_stacked(list(of_all), 0 if index else 1) for index, of_all in enumerate(zip(*models, strict=True))]
 

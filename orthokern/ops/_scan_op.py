@@ -35,7 +35,9 @@ _GPU: dict[str, Any] = {
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=(*SCAN_FEATURES, "replicas")),
-    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, features=SCAN_FEATURES, **_GPU),
+    "triton": Support(
+        dtypes=(torch.float64, torch.float32), limits={"N": 512}, features=(*SCAN_FEATURES, "replicas"), **_GPU
+    ),
     "cuda": Support(dtypes=(torch.float32,), features=(*SCAN_FEATURES, "replicas"), **_GPU),
 }
 

@@ -122,8 +122,9 @@ def scan_forward(op: Callable[..., Any], factors: int, time_first: tuple[int, ..
     return rule
 
 
-def scan_backward(op: Callable[..., Any], factors: int, time_first: tuple[int, ...]) -> Rule:
-    """The rule of a scan's backward. Its arguments begin with grad_hs, states, pre, x and the factors."""
+def scan_backward(op: Callable[..., Any], factors: int, time_first: tuple[int, ...], saved: int = 3) -> Rule:
+    """The rule of a scan's backward. Its arguments begin with grad_hs, states, pre, x and the factors, or with four
+    that the forward saved and the factors; saved: the first tensors [T, B, ...], which all models have."""
     each, of_map = one_by_one(op), range(4, 4 + factors)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -133,7 +134,7 @@ def scan_backward(op: Callable[..., Any], factors: int, time_first: tuple[int, .
         for index, (tensor, place) in enumerate(zip(arguments, in_dims, strict=True)):
             if index in of_map:
                 given[index] = _expanded(tensor, place, info.batch_size, 0)
-            elif index < 3 and tensor.ndim > 1:  # not a pre that was not kept
+            elif index < saved and tensor.ndim > 1:  # not a pre that was not kept
                 given[index] = _expanded(tensor, place, info.batch_size, 1)
             else:
                 given[index] = _moved(tensor, place, 1 if index in time_first else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.dispatch import Support
-from orthokern.ops import _route, _second_gru, _taps
+from orthokern.ops import _replicas, _route, _second_gru, _taps, _vmap
 from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -25,10 +26,10 @@ SUPPORT = {
         devices=("cuda",),
         dtypes=(torch.float64, torch.float32),
         limits={"N": 512},
-        features=FEATURES,
+        features=(*FEATURES, "replicas"),
         capability=(8, 0),
     ),
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float32,), features=FEATURES, capability=(8, 0)),
+    "cuda": Support(devices=("cuda",), dtypes=(torch.float32,), features=(*FEATURES, "replicas"), capability=(8, 0)),
 }
 dispatch.register("gru_scan", SUPPORT)
 
@@ -101,7 +102,8 @@ def gru_scan(
         hs: Tensor = reference.gru_scan_fwd(inputs, options).hs
         _taps.record_states("gru_scan", hs)
         return hs
-    forward = _fwd if route == "op" else _second_gru.Gru.apply
+    by_op = route == "op" or (route == "function" and _route.first_reverse())
+    forward = _fwd if by_op else _second_gru.Gru.apply
     hs, _, _ = forward(x, w, h0, bias, variant, backend, lengths, resets, reset_state)
     return hs
 
@@ -110,12 +112,25 @@ def _leaf(
     T: int, x: Tensor | None, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None,
     lengths: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
 ) -> tuple[Any, GruInputs, GruOptions]:  # fmt: skip
-    """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
+    """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values. With w
+    [R, 3N, N] the call is one for R models, see ``_replicas``."""
     used = tuple(name for name, tensor in zip(FEATURES, (lengths, resets), strict=True) if tensor is not None)
-    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[1])
+    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
+    inputs, options = _replicas.gru_given_to_all(
+        GruInputs(x, w, h0, bias, None if resets is None else reset_state), GruOptions(variant, lengths, resets)
+    )
     check_lengths(lengths, T)
-    inputs = GruInputs._make(map(contiguous, (x, w, h0, bias, None if resets is None else reset_state)))
-    return leaf, inputs, GruOptions(variant, contiguous(lengths), contiguous(resets))
+    options.lengths, options.resets = contiguous(options.lengths), contiguous(options.resets)
+    return leaf, GruInputs._make(map(contiguous, inputs)), options
+
+
+def _one_by_one(leaf: Any, inputs: GruInputs) -> bool:
+    """Whether this is a call for replicas that the leaf serves for one model at a time."""
+    if inputs.w.ndim < 3:
+        return False
+    if not dispatch.has_feature("gru_scan", dispatch.backend_of(leaf), "replicas"):
+        return True
+    return not leaf.serves_replicas(inputs)
 
 
 @custom_op(
@@ -126,16 +141,19 @@ def _leaf(
 def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
     leaf, inputs, options = _leaf(x.shape[0], x, *rest)
-    states = leaf.gru_scan_fwd(inputs, options)
+    function = leaf.gru_scan_fwd
+    if _one_by_one(leaf, inputs):
+        function = functools.partial(_replicas.gru_forward_one_by_one, function)
+    states = function(inputs, options)
     _taps.record_states("gru_scan", states.hs)
     return filled(states, states.hs)
 
 
 @_fwd.register_fake
 def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, *__: Any) -> tuple[Tensor, ...]:
-    T, (B, N) = x.shape[0], h0.shape
-    pre = w.new_empty(T, B, N) if variant == "torch" else w.new_empty(0)
-    return w.new_empty(T, B, N), w.new_empty(T, B, 3 * N), pre
+    T, rows, N = x.shape[0], (*w.shape[:-2], h0.shape[-2]), h0.shape[-1]  # rows: R in front for replicas
+    pre = w.new_empty(T, *rows, N) if variant == "torch" else w.new_empty(0)
+    return w.new_empty(T, *rows, N), w.new_empty(T, *rows, 3 * N), pre
 
 
 @custom_op(
@@ -151,7 +169,10 @@ def _bwd(
     """(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm [T]); what is not needed is empty."""
     leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *rest)
     states = GruStates(hs.contiguous(), gates.contiguous(), None if options.kanai else pre.contiguous())
-    grads = leaf.gru_scan_bwd(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
+    function = leaf.gru_scan_bwd
+    if _one_by_one(leaf, inputs):
+        function = functools.partial(_replicas.gru_backward_one_by_one, function)
+    grads = function(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
     if _taps.SINKS:
         _taps.record("gru_scan", grads.norm)
     return filled(grads, h0)
@@ -162,23 +183,28 @@ def _bwd_fake(
     grad_hs: Tensor, _: Tensor, gates: Tensor, __: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, ___: str,
     need_params: bool, ____: str | None, _____: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    def like(tensor: Tensor | None, wanted: bool) -> Tensor:
-        return tensor.new_empty(tensor.shape) if tensor is not None and wanted else w.new_empty(0)
+    replicas = w.shape[:-2]
+
+    def like(tensor: Tensor | None, ndim: int, wanted: bool) -> Tensor:
+        return w.new_empty(*replicas, *tensor.shape[-ndim:]) if tensor is not None and wanted else w.new_empty(0)
 
     norm_dtype = torch.float32 if w.dtype in (torch.float16, torch.bfloat16) else w.dtype
     return (
-        like(gates, True),
-        like(w, need_params),
-        like(h0, True),
-        like(bias, need_params),
-        like(reset_state, resets is not None),
-        w.new_empty(grad_hs.shape[0], dtype=norm_dtype),
+        gates.new_empty(gates.shape),
+        like(w, 2, need_params),
+        like(h0, 2, True),
+        like(bias, 1, need_params),
+        like(reset_state, 2, resets is not None),
+        w.new_empty(*replicas, grad_hs.shape[0], dtype=norm_dtype),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
+    x, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
     hs, gates, pre = output
+    # replicas may share some of the tensors
+    given_ = (x, w, h0, bias, cuts[-1])
+    ctx.dimensions = [0 if t is None else t.ndim for t in given_] if w.ndim == 3 else None
     if ctx.variant != "torch":
         ctx.mark_non_differentiable(pre)  # gates, and pre where there is one, have gradients in a second derivative
     ctx.set_materialize_grads(False)
@@ -194,27 +220,44 @@ def _backward(
     hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
     wanted = resets is not None and needs[8]
-    if of_saved or _route.recording():
-        taken = _second_gru.Taken(ctx.variant, *saved)
-        *found, of_state = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, (*needs[:4], wanted))
-        return (*found, *(None,) * 4, of_state)
-    *grads, grad_reset_state, _ = _bwd(
-        grad_hs,
-        hs,
-        gates,
-        pre,
-        w,
-        h0,
-        bias,
-        ctx.variant,
-        needs[1] or needs[3],
-        ctx.backend,
-        lengths,
-        resets,
-        reset_state,
-    )
-    return (*map(given, grads, needs[:4]), *(None,) * 4, given(grad_reset_state, wanted))
+    if of_saved or _route.recording(grad_hs, *saved):
+        found = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), (*needs[:4], wanted))
+    else:
+        *grads, grad_reset_state, _ = _bwd(
+            grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets,
+            reset_state,
+        )  # fmt: skip
+        found = [*map(given, grads, needs[:4]), given(grad_reset_state, wanted)]
+        if ctx.dimensions is not None:
+            found = _replicas.summed(found, ctx.dimensions)
+    return (*found[:-1], *(None,) * 4, found[-1])
+
+
+def _differentiable(
+    ctx: Any, saved: tuple[Any, ...], cotangents: tuple[Any, Any, Any], needs: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The same gradients, computed in such a way that autograd can derive them again."""
+    if ctx.dimensions is None:
+        return list(_second_gru.gradients(_second_gru.Taken(ctx.variant, *saved), *cotangents, needs))
+    hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
+
+    def front(name: str, tensor: Tensor | None, r: int) -> Any:
+        whole = _replicas.everywhere(name, tensor, len(w), "gru_scan")
+        return None if whole is None else whole[r]
+
+    models = []
+    for r in range(len(w)):
+        taken = _second_gru.Taken(
+            ctx.variant, hs[:, r], gates[:, r], pre if pre.ndim == 1 else pre[:, r], w[r], front("h0", h0, r),
+            front("bias", bias, r), front("lengths", lengths, r),
+            resets if resets is None or resets.ndim == 2 else resets[:, r], front("reset_state", reset_state, r),
+        )  # fmt: skip
+        own = [None if cotangent is None else cotangent[:, r] for cotangent in cotangents]
+        models.append(_second_gru.gradients(taken, own[0], own[1], own[2], needs))
+    return _replicas.summed(_replicas.gradients_of_all(models), ctx.dimensions)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("gru_scan"))
+_fwd.register_vmap(_vmap.scan_forward(_fwd.overload, 1, _fwd.indices("x", "resets")))
+_bwd.register_vmap(_vmap.scan_backward(_bwd.overload, 1, _bwd.indices("resets"), saved=4))
