@@ -133,9 +133,7 @@ class Toy(Task):
         return f"done at {iteration}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = cli.make_parser("toy", "", "", ToyOptions)
-    return cli.run("toy", parser, ToyOptions, {}, complete, Toy, arguments)
+main = cli.TaskCommand("toy", "", "", ToyOptions, complete, Toy).main
 
 
 if __name__ == "__main__":

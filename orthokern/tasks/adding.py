@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer, real
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.errors import InputError
@@ -114,6 +114,8 @@ class AddingOptions(StartOptions, DrawnOptions):
     clip: float | None = 1.0
     basis_clip: float | None = 1.0
     iterations: int = 10_000
+    # the readout is computed by torch, and so are LSTMs
+    backend: str = redeclared(DrawnOptions, "backend", or_needs=OF_KERNELS)
 
 
 DEFAULTS = defaults(AddingOptions)
@@ -348,12 +350,6 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    parser = cli.make_parser("adding", DESCRIPTION, EXAMPLES, AddingOptions, PRESETS, PRESET_HELP)
-    parser.needs["backend"] = ((OF_KERNELS,),)  # the readout is computed by torch, and so are LSTMs
-    return parser
-
-
 def complete(settings: Settings) -> AddingOptions:
     """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`.
 
@@ -385,10 +381,8 @@ def complete(settings: Settings) -> AddingOptions:
     return recurrent.complete(AddingOptions, {**settings, **missing})
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("adding", _parser(), AddingOptions, PRESETS, complete, Adding, arguments)
-
+COMMAND = cli.TaskCommand("adding", DESCRIPTION, EXAMPLES, AddingOptions, complete, Adding, PRESETS, PRESET_HELP)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern._state import check_integer, check_tensor, misfit
-from orthokern.commandline import Needs, Parser, Settings, file_name, integer, real
+from orthokern.commandline import Needs, Settings, file_name, integer, real
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
@@ -52,16 +52,16 @@ class CharOptions(StartOptions, DataOptions):
     GROUP = "the task"
     HIDDEN = frozenset({"sigma"})
     data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
-    length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=(_BY_SENTENCE,))
+    length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=_BY_SENTENCE)
     bucket: int = option(
         16,
         integer(1),
         "number of batches whose sentences are sorted by length together; 1: random batches",
         "N",
-        needs=(_BY_SENTENCE,),
+        needs=_BY_SENTENCE,
     )
     released_targets: bool = switch(
-        False, "also count two trivial targets per sentence, as in the paper's released code", needs=(_BY_SENTENCE,)
+        False, "also count two trivial targets per sentence, as in the paper's released code", needs=_BY_SENTENCE
     )
     bptt: int | None = option(
         None,
@@ -410,19 +410,13 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("char_lm", DESCRIPTION, EXAMPLES, CharOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> CharOptions:
     """The settings as an object, checked; see `recurrent.complete`."""
     return recurrent.complete(CharOptions, settings, data="the Penn Treebank's text files")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("char_lm", _parser(), CharOptions, PRESETS, complete, _task, arguments)
-
+COMMAND = cli.TaskCommand("char_lm", DESCRIPTION, EXAMPLES, CharOptions, complete, _task, PRESETS, PRESET_HELP)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

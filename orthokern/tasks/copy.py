@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Parser, Settings, integer, real
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
@@ -70,7 +70,7 @@ class CopyOptions(DrawnOptions):
         -1.0,
         real(),
         "value of the marker in scalar input: -1 or 9 in released codes",
-        needs=(Needs("input", ("scalar",)),),
+        needs=Needs("input", ("scalar",)),
     )
     goal: float = option(
         99.9,
@@ -89,7 +89,7 @@ class CopyOptions(DrawnOptions):
         ALGORITHMS,
         "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
         "auto: modal if it is faster and as accurate",
-        needs=(OF_OTHERS,),
+        needs=OF_OTHERS,
     )
     learn_blank: bool = switch(
         False,
@@ -393,10 +393,6 @@ and plots.
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("copy", DESCRIPTION, EXAMPLES, CopyOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> CopyOptions:
     """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings.
 
@@ -414,10 +410,8 @@ def complete(settings: Settings) -> CopyOptions:
     return made
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("copy", _parser(), CopyOptions, PRESETS, complete, CopyExperiment, arguments)
-
+COMMAND = cli.TaskCommand("copy", DESCRIPTION, EXAMPLES, CopyOptions, complete, CopyExperiment, PRESETS, PRESET_HELP)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -51,7 +51,7 @@ class GruOptions(DataOptions):
         None,
         ("kanai", "torch"),
         "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
-        needs=(Needs("model", ("gru",)),),
+        needs=Needs("model", ("gru",)),
         shown="kanai",
     )
     hidden: int = option(200, integer(1), "units of a layer", "N")
@@ -71,20 +71,20 @@ class GruOptions(DataOptions):
         shown="none with --clip, else projection",
     )
     delta: float = option(
-        None, real(), "projection: the bound is 2 - X, with X in (0, 2)", needs=(_PROJECTED,), shown="0.2"
+        None, real(), "projection: the bound is 2 - X, with X in (0, 2)", needs=_PROJECTED, shown="0.2"
     )
     threshold: str = named(
         None,
         THRESHOLDS,
         "projection: singular values to set to 2 - delta: those above 2-delta, or those above 2",
-        needs=(_PROJECTED,),
+        needs=_PROJECTED,
         shown="2-delta",
     )
     constrained_inputs: str = named(
         None,
         INPUTS,
         "projection: input matrices of the candidate that are also constrained: those of the upper layers, all, none",
-        needs=(_PROJECTED,),
+        needs=_PROJECTED,
         shown="upper",
     )
     clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
@@ -93,7 +93,7 @@ class GruOptions(DataOptions):
     window: int = option(35, integer(1), "time steps of back-propagation; the state is carried to the next window", "N")
     optimizer: str = named("sgd", tuple(OPTIMIZERS), ", ".join(OPTIMIZERS))
     lr: float = option(1.0, real(0.0, exclusive=True), "learning rate")
-    momentum: float = option(0.0, real(0.0, maximum=1.0), "momentum of sgd", needs=(Needs("optimizer", ("sgd",)),))
+    momentum: float = option(0.0, real(0.0, maximum=1.0), "momentum of sgd", needs=Needs("optimizer", ("sgd",)))
     checkpoint_every: int = 500
     diagnose_every: int = 50
 

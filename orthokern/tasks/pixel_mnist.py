@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer
+from orthokern.commandline import Needs, Settings, integer
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
@@ -33,7 +33,7 @@ class PixelOptions(StartOptions, DigitsOptions):
 
     GROUP = "the task"
     permuted: bool = switch(False, "read the pixels in one random order")
-    permutation_seed: int = option(0, integer(0), "seed of that order", "N", needs=(Needs("permuted", nothing=False),))
+    permutation_seed: int = option(0, integer(0), "seed of that order", "N", needs=Needs("permuted", nothing=False))
     pool: int = option(1, integer(1), "average N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14", "N")
     standardize: bool = switch(
         False, "scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]"
@@ -244,10 +244,6 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("pixel_mnist", DESCRIPTION, EXAMPLES, PixelOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> PixelOptions:
     """The settings as an object, checked.
 
@@ -260,10 +256,10 @@ def complete(settings: Settings) -> PixelOptions:
     return made
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("pixel_mnist", _parser(), PixelOptions, PRESETS, complete, PixelMnist, arguments)
-
+COMMAND = cli.TaskCommand(
+    "pixel_mnist", DESCRIPTION, EXAMPLES, PixelOptions, complete, PixelMnist, PRESETS, PRESET_HELP
+)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -60,7 +60,7 @@ class StartOptions(OptimizerOptions):
         real(0.0, exclusive=True, none=True),
         "rnn: draw all matrices from N(0, X) instead of --init and --start, biases 0; those with the value learned "
         "are then made orthogonal; none",
-        needs=(Needs("model", ("rnn",)),),
+        needs=Needs("model", ("rnn",)),
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern.commandline import Parser, Settings, file_name, integer, real
+from orthokern.commandline import Settings, file_name, integer, real
 from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
@@ -191,22 +191,13 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("word_lm", DESCRIPTION, EXAMPLES, WordOptions)
-
-
 def complete(settings: Settings) -> WordOptions:
     """The settings as an object, checked; see `gru.complete`."""
     return gru.complete(WordOptions, settings, "the Penn Treebank's text files")
 
 
-PRESETS: dict[str, Settings] = {}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("word_lm", _parser(), WordOptions, PRESETS, complete, WordLm, arguments)
-
+COMMAND = cli.TaskCommand("word_lm", DESCRIPTION, EXAMPLES, WordOptions, complete, WordLm)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())
