@@ -243,13 +243,7 @@ def run_backward(
     if chunked:
         assert delta_all is not None
         backward_in_chunks(
-            transposed,
-            grad_hs,
-            precision=precision,
-            delta=delta_all,
-            left=left,
-            square=square,
-            lengths=lengths,
+            transposed, grad_hs, precision=precision, delta=delta_all, left=left, square=square, lengths=lengths
         )
     elif not checkpoint_every:
         launch_backward(

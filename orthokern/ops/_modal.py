@@ -112,10 +112,10 @@ def why_never(call: Call) -> str | None:
         return "resets replace states between steps, so the recurrence runs step by step"
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the stream is being captured in a graph, and the host has to look at the modes of every call"
-    op = OPS[call.kind]
     features = ("lengths",) if call.lengths else ()
+    facts = dispatch.Call(call.device, call.dtype, {"N": call.N, "C": call.C}, features=features)
     try:
-        dispatch.choose(op, call.backend, device=call.device, dtype=call.dtype, features=features, N=call.N, C=call.C)
+        dispatch.choose(OPS[call.kind], call.backend, facts)
     except BackendUnavailable as error:
         return str(error)
     return None
@@ -152,7 +152,7 @@ def why_not_now(call: Call) -> str | None:
         return "backend 'reference' runs the scan step by step, for second derivatives"
     if _route.plain(call.backend):
         return "a derivative of torch.func or forward mode is being taken"
-    if dispatch.choose(OPS[call.kind], call.backend, device=call.device, dtype=call.dtype) == "reference":
+    if dispatch.choose(OPS[call.kind], call.backend, dispatch.Call(call.device, call.dtype, {})) == "reference":
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
     if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
@@ -505,12 +505,7 @@ def modal_states(
 
 @keeps_dtype
 def modal_loss(
-    inputs: ScanInputs,
-    readout: Readout,
-    modes: Modes,
-    *,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
+    inputs: ScanInputs, readout: Readout, modes: Modes, *, backend: str | None = None, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(loss, hits) of ``modal_cross_entropy`` for the linear recurrence with W = ``modes.w``; inputs as those of
     ``factored_scan``, the readout's weight [C, N]."""

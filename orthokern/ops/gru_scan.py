@@ -18,17 +18,12 @@ from orthokern.ops._register import custom_op
 VARIANTS = ("kanai", "torch")
 FEATURES = ("lengths", "resets")  # optional arguments that a backend may lack, see Support.features
 
+_GPU: dict[str, Any] = {"devices": ("cuda",), "features": FEATURES, "capability": (8, 0)}
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": Support(
-        devices=("cuda",),
-        dtypes=(torch.float64, torch.float32),
-        limits={"N": 512},
-        features=FEATURES,
-        capability=(8, 0),
-    ),
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float32,), features=FEATURES, capability=(8, 0)),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, **_GPU),
+    "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }
 dispatch.register("gru_scan", SUPPORT)
 
@@ -158,10 +153,9 @@ def _bwd(
 
 
 @_bwd.register_fake
-def _bwd_fake(
-    grad_hs: Tensor, _: Tensor, gates: Tensor, __: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, ___: str,
-    need_params: bool, ____: str | None, _____: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _bwd_fake(grad_hs: Tensor, _: Tensor, gates: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, w, h0, bias, _, need_params, _, _, resets, reset_state = rest
+
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if tensor is not None and wanted else w.new_empty(0)
 
@@ -191,28 +185,14 @@ def _backward(
     of_saved = grad_gates is not None or grad_pre is not None
     if grad_hs is None and not of_saved:
         return ()
-    hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
-    needs = ctx.needs_input_grad
+    needs, resets = ctx.needs_input_grad, saved[7]  # as in _setup_context
     wanted = resets is not None and needs[8]
     if of_saved or _route.recording():
         taken = _second_gru.Taken(ctx.variant, *saved)
         *found, of_state = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, (*needs[:4], wanted))
         return (*found, *(None,) * 4, of_state)
-    *grads, grad_reset_state, _ = _bwd(
-        grad_hs,
-        hs,
-        gates,
-        pre,
-        w,
-        h0,
-        bias,
-        ctx.variant,
-        needs[1] or needs[3],
-        ctx.backend,
-        lengths,
-        resets,
-        reset_state,
-    )
+    need_params = needs[1] or needs[3]
+    *grads, grad_reset_state, _ = _bwd(grad_hs, *saved[:6], ctx.variant, need_params, ctx.backend, *saved[6:])
     return (*map(given, grads, needs[:4]), *(None,) * 4, given(grad_reset_state, wanted))
 
 

@@ -214,14 +214,10 @@ class DeepMnist(DigitsTask):
         settings = self.settings
         penalty = f", penalty {settings.penalty:g}" if settings.penalty else ""
         title = f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
+        loss = "cross-entropy (nats)" + (" and penalty" if penalty else "")
+        file = folder / "learning.png"
         drawn = [
-            plots.plot_learning(
-                records,
-                folder / "learning.png",
-                baseline=self.baseline,
-                title=title,
-                loss_label="cross-entropy (nats)" + (" and penalty" if penalty else ""),
-            ),
+            plots.plot_learning(records, file, baseline=self.baseline, title=title, loss_label=loss),
             plots.plot_layers(records, folder / "layers.png", title=title),
         ]
         return [path for path in drawn if path is not None]

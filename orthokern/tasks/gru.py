@@ -145,16 +145,8 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
     layers = settings.layers
     dropout = settings.dropout if layers > 1 else 0.0  # the task applies dropout to the output of the last layer
     if settings.model == "gru":
-        return GRU(
-            inputs,
-            settings.hidden,
-            layers,
-            dropout=dropout,
-            variant=settings.variant,
-            init="kanai",
-            init_std=settings.init_std,
-            backend=settings.backend,
-        )
+        options: dict[str, Any] = {"init": "kanai", "init_std": settings.init_std, "backend": settings.backend}
+        return GRU(inputs, settings.hidden, layers, dropout=dropout, variant=settings.variant, **options)
     rnn = nn.GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout)
     with torch.no_grad():
         for name, weight in rnn.named_parameters():
@@ -193,10 +185,8 @@ class GruTask(Task):
         self.settings = settings
         self.device = torch.device(settings.device)
         self.time_steps = settings.window
-        if settings.model == "gru":
-            dispatch.resolve(
-                "gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype()
-            )  # raises now, rather than in the first iteration
+        if settings.model == "gru":  # raises now, rather than in the first iteration
+            dispatch.resolve("gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype())
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
         self.worst_loss = -math.inf  # on the validation data, after any epoch so far

@@ -209,15 +209,9 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         _initialize_gates(rnn, settings)
     else:
         options: dict[str, Any] = {
-            "nonlinearity": settings.nonlinearity,
-            "bias": bias,
-            "init": settings.init,
-            "learned_h0": settings.learned_h0,
-            "gain": settings.gain,
-            "negative_slope": settings.slope,
-            "message_clip": settings.message_clip or 0.0,
-            "backend": settings.backend,
+            name: getattr(settings, name) for name in ("nonlinearity", "init", "learned_h0", "gain", "backend")
         }
+        options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
         kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
         if settings.model in EXPONENTIALS:
             options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
@@ -272,16 +266,10 @@ def check_backend(settings: NetworkOptions, classes: int) -> None:
         "peephole-lstm": (),
         "gru": ("gru_scan",),
     }[settings.model]
+    device, dtype = torch.device(settings.device), torch.get_default_dtype()
+    sizes: dict[str, Any] = {"N": settings.hidden, "K": settings.rank or settings.hidden, "C": classes}
     for op in (*ops, "linear_cross_entropy") if classes else ops:
-        dispatch.resolve(
-            op,
-            settings.backend,
-            device=torch.device(settings.device),
-            dtype=torch.get_default_dtype(),
-            N=settings.hidden,
-            K=settings.rank or settings.hidden,
-            C=classes,
-        )
+        dispatch.resolve(op, settings.backend, device=device, dtype=dtype, **sizes)
 
 
 def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:

@@ -26,11 +26,8 @@ from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN, Ne
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, redeclared
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "rmsprop": torch.optim.RMSprop,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rmsprop": torch.optim.RMSprop}
+OPTIMIZERS |= {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
@@ -244,7 +241,7 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
     """
     lr = settings.lr
     kind, options = euclidean(settings)
-    rmsprop = settings.geodesic == "rmsprop"
+    rmsprop, moments = settings.geodesic == "rmsprop", {"alpha": settings.alpha, "eps": settings.eps}
     return optimizer_for(
         nn.ModuleDict({"readout": readout, "input": rnn}),
         lr={"readout": lr, "input": lr if settings.input_lr is None else settings.input_lr},
@@ -254,10 +251,7 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
         euclidean=kind,
         max_basis_grad_norm=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
-        geodesic_options={
-            "backend": settings.backend,
-            **({"alpha": settings.alpha, "eps": settings.eps} if rmsprop else {}),
-        },
+        geodesic_options={"backend": settings.backend, **(moments if rmsprop else {})},
         **options,
     )
 

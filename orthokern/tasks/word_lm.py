@@ -93,14 +93,8 @@ class WordLm(GruTask):
         self.data = load_words(settings.data, limit=settings.vocabulary)
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
-        dispatch.resolve(
-            "linear_cross_entropy",
-            settings.backend,
-            device=self.device,
-            dtype=torch.get_default_dtype(),
-            N=settings.hidden,
-            C=words,
-        )
+        sizes: dict[str, Any] = {"device": self.device, "dtype": torch.get_default_dtype(), "N": settings.hidden}
+        dispatch.resolve("linear_cross_entropy", settings.backend, C=words, **sizes)
         self.streams = stream_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         check_gru(settings, steps=min(settings.window, len(self.streams) - 1))
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -21,9 +21,7 @@ from orthokern.commandline import (
     command,
     device,
     integer,
-    one_of,
     path,
-    real,
     say,
 )
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
@@ -39,19 +37,7 @@ from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
 
-__all__ = [
-    "EXIT_BAD_INPUT",
-    "EXIT_INTERRUPTED",
-    "RunOptions",
-    "Parser",
-    "Settings",
-    "device",
-    "integer",
-    "one_of",
-    "real",
-    "TaskCommand",
-    "resolve",
-]
+__all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 
 
 @dataclass(kw_only=True)
@@ -393,16 +379,7 @@ class TaskCommand(Generic[Chosen]):
             run_folder = distributed.on_first(lambda: RunFolder.create(folder, self.name, asdict(settings), facts))
         else:
             run_folder.config["settings"] = {**(stored or {}), **asdict(settings)}
-        loop = LoopSettings(
-            settings.iterations,
-            settings.checkpoint_every,
-            settings.diagnose_every,
-            settings.plots,
-            accumulate=settings.accumulate,
-            last_step_gradient=settings.last_step_gradient,
-            profile=settings.profile,
-            cuda_graph=settings.cuda_graph,
-        )
+        loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
         return PreparedRun(task, run_folder, loop, resume, settings)
 
     def _run_replicas(self, given: Settings, count: int, started: float, shard: Shard) -> int:
