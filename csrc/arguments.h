@@ -1,5 +1,5 @@
-// How the native module reads what Python hands it: a dict with the fields of a struct, numbers and addresses. A null
-// pointer is None.
+// Reads the arguments that Python passes to the native module: a dict with the fields of a struct, numbers and
+// addresses. None is a null pointer.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,8 +18,8 @@
 
 namespace orthokern {
 
-// The first of names that ", " separates, as a Python string; `names`, a literal, becomes the rest. Strings are made once
-// and kept under the literal's address: a call of a few steps takes less time than making those of its arguments.
+// The first name of a literal with names separated by ", ", as a Python string; `names` becomes the rest. The strings
+// are cached by the address of the literal: creating those of all arguments takes longer than a call of a few steps.
 inline PyObject* next_name(const char*& names) {
   static auto& kept = *new std::unordered_map<const char*, std::pair<PyObject*, size_t>>;  // guarded by the GIL
   auto& [name, length] = kept[names];

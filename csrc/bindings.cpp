@@ -96,26 +96,9 @@ PYBIND11_MODULE(_C, m) {
       },
       "Whether the bytes at two addresses are the same.");
 
-  // One op, one stem: csrc/cpu/<op>.cpp.
-  bind(m, "factored_scan_fwd", &CpuKernels::factored_scan_fwd, &ScanArgs::forward<Arguments>);
-  bind(m, "factored_scan_bwd", &CpuKernels::factored_scan_bwd, &ScanArgs::backward<Arguments>);
-  bind(m, "dense_scan_fwd", &CpuKernels::dense_scan_fwd, &ScanArgs::forward<Arguments>);
-  bind(m, "dense_scan_bwd", &CpuKernels::dense_scan_bwd, &ScanArgs::backward<Arguments>);
-  bind(m, "gru_scan_fwd", &CpuKernels::gru_scan_fwd, &GruArgs::forward<Arguments>);
-  bind(m, "gru_scan_bwd", &CpuKernels::gru_scan_bwd, &GruArgs::backward<Arguments>);
-  bind(m, "activation_fwd", &CpuKernels::activation_fwd, &ActivationArgs::forward<Arguments>);
-  bind(m, "activation_bwd", &CpuKernels::activation_bwd, &ActivationArgs::backward<Arguments>);
-  bind(m, "linear_cross_entropy_fwd", &CpuKernels::linear_cross_entropy_fwd,
-       &LinearCrossEntropyArgs::fields<Arguments>);
-  bind(m, "modal_scan_fwd", &CpuKernels::modal_scan_fwd, &ModalArgs::scan<Arguments>);
-  bind(m, "modal_scan_bwd", &CpuKernels::modal_scan_bwd, &ModalArgs::scan_backward<Arguments>);
-  bind(m, "modal_cross_entropy_fwd", &CpuKernels::modal_cross_entropy_fwd, &ModalArgs::cross_entropy<Arguments>);
-  bind(m, "cayley", &CpuKernels::cayley, &CayleyArgs::fields<Arguments>);
-  bind(m, "gram", &CpuKernels::gram, &SpectralArgs::gram<Arguments>);
-  bind(m, "is_definite", &CpuKernels::is_definite, &SpectralArgs::is_definite<Arguments>);
-  bind(m, "distance", &CpuKernels::distance, &SpectralArgs::norm<Arguments>);
-  bind(m, "wide_product", &CpuKernels::wide_product, &SpectralArgs::wide_product<Arguments>);
-  bind(m, "subtract_product", &CpuKernels::subtract_product, &SpectralArgs::subtract_product<Arguments>);
+#define ORTHOKERN_BIND(name, Args, fields) bind(m, #name, &CpuKernels::name, &Args::fields<Arguments>);
+  ORTHOKERN_CPU_KERNELS(ORTHOKERN_BIND)
+#undef ORTHOKERN_BIND
 #ifdef ORTHOKERN_HAVE_CUDA
   py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels. Called through orthokern.cuda._call only.");
   cuda::bind(cuda);

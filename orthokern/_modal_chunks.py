@@ -37,6 +37,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,22 +53,47 @@ SPAN_BYTES = 2**28
 SUM_ROWS = 1024  # of a product over steps, between two additions in float64
 
 
+class Steps(NamedTuple):
+    """The steps that a launch computes, from ``first`` on, in chunks of ``chunk`` steps."""
+
+    re: Tensor  # float64 [M]
+    im: Tensor  # float64 [M]
+    lengths: Tensor | None  # int64 [B]
+    B: int
+    chunk: int
+    first: int
+
+
+class Inside(NamedTuple):
+    """What the adjoint of some steps is computed from."""
+
+    g: Tensor  # [steps, B, 2M], the gradient from outside the recurrence
+    z: Tensor | None = None  # [steps, B, 2M]
+    before: Tensor | None = None  # [B, 2M], the state before the first of the steps
+    ids: Tensor | None = None  # [steps, B]
+
+
+class Adjoints(NamedTuple):
+    """Memory for what a backward launch computes. Float64, except that delta may have any dtype."""
+
+    end: Tensor  # [chunks, 2, R], the adjoint of each chunk's first step
+    delta: Tensor | None = None  # [steps, B, 2M]
+    table: Tensor | None = None  # [chunks, D, 2, R], sums by id; comes as zeros
+    sums: Tensor | None = None  # [chunks, 2, R], of delta_t conj(z_{t-1})
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """A leaf's launches. All tensors are contiguous; [steps, ...] are those of the steps from ``first`` on, which
-    chunks of ``chunk`` steps make. re and im [M], state, carry, end and sums are float64; lengths int64 [B] or None.
+    """A leaf's launches. All tensors are contiguous; state, carry, end and sums are float64.
 
     Attributes:
-        forward: (x [steps, B, 2M] or ids [steps, B], re, im, table [D, 2M] or None, state, z, end, lengths, B, chunk,
-            first): runs every chunk from state [chunks, 2, R], or zeros for None, into z [steps, B, 2M], or else into
-            end [chunks, 2, R].
+        forward: (Steps, x [steps, B, 2M] or ids [steps, B], table [D, 2M] or None, state, z, end): runs every chunk
+            from state [chunks, 2, R], or zeros for None, into z [steps, B, 2M], or else into end [chunks, 2, R].
         join: (re, im, entering [2, R], end, chunk, backward): returns what enters each chunk [chunks, 2, R]; entering
             enters the first, or, backward, the last.
-        backward: (g [steps, B, 2M], z, before [B, 2M], ids, re, im, carry, delta, table, sums, end, lengths, chunk,
-            first): the adjoint of every chunk from carry [chunks, 2, R], or zeros for None. end gets the adjoint of
-            each chunk's first step. Unless None: delta [steps, B, 2M] of any dtype; table [chunks, D, 2, R], sums by
-            id, comes as zeros; sums [chunks, 2, R], of delta_t conj(z_{t-1}), with before the state before step 0.
-        pairs: (g, z, before, pairs int64 [P, 2], re, im, carry, sums [chunks, 4, B, P], lengths, chunk, first).
+        backward: (Steps, Inside, carry, Adjoints): the adjoint of every chunk from carry [chunks, 2, R], or zeros for
+            None.
+        pairs: (Steps, Inside, pairs int64 [P, 2], carry, sums [chunks, 4, B, P]).
         by_id: (rows float64 [steps * B, 2M], ids int64, D): the sums of rows with equal ids [D, 2M], in an order of
             their own; an id outside [0, D) counts for none.
     """
@@ -120,6 +146,11 @@ class Recurrence:
         """The steps of chunks [first, last)."""
         return slice(first * self.chunk, min(last * self.chunk, self.T))
 
+    def launch(self, first: int) -> Steps:
+        """A launch from chunk ``first`` on."""
+        _, re, im, z0, _, lengths, _ = self.inputs
+        return Steps(re, im, lengths, z0.shape[0], self.chunk, first * self.chunk)
+
     def by_chunk(self, chunks: int) -> Tensor:
         """An empty float64 [chunks, 2, R]."""
         return self.inputs.re.new_empty(chunks, 2, self.lanes)
@@ -134,10 +165,9 @@ class Recurrence:
 
     def forward(self, first: int, last: int, state: Tensor | None, z: Tensor | None, end: Tensor | None) -> None:
         """Run chunks [first, last) from state, or zeros: into z, or into end."""
-        x, re, im, z0, table, lengths, _ = self.inputs
+        x, table = self.inputs.x, self.inputs.table
         assert x is not None
-        steps = self.steps(first, last)
-        self.kernels.forward(x[steps], re, im, table, state, z, end, lengths, z0.shape[0], self.chunk, steps.start)
+        self.kernels.forward(self.launch(first), x[self.steps(first, last)], table, state, z, end)
 
     def states(self) -> Tensor:
         """The state before every chunk, float64 [chunks, 2, R]."""
@@ -165,14 +195,11 @@ class Adjoint:
     def run(self, first: int, last: int, g: Tensor, z: Tensor, before: Tensor, grad_x: Tensor | None) -> None:
         """Chunks [first, last), which are next: g, z and grad_x are those of their steps, before [B, 2M] the state
         that the first of them begins with."""
-        of, chunks, start = self.of, last - first, first * self.of.chunk
-        x, re, im, z0, rows, lengths, pairs = of.inputs
+        of, chunks = self.of, last - first
+        x, re, im, z0, rows, _, pairs = of.inputs
         end = of.by_chunk(chunks)
-        nothing = (None,) * 3
         if chunks > 1:  # what the first one begins with enters none of these
-            of.kernels.backward(
-                g[of.chunk :], *nothing, re, im, None, *nothing, end[1:], lengths, of.chunk, start + of.chunk
-            )
+            of.kernels.backward(of.launch(first + 1), Inside(g[of.chunk :]), None, Adjoints(end[1:]))
         carry = of.kernels.join(re, im, self.carry, end, of.chunk, True)
         sums, table, delta, ids = torch.empty_like(end), None, grad_x, None
         B, M = z0.shape[0], re.shape[0]
@@ -181,7 +208,8 @@ class Adjoint:
             table, ids = re.new_zeros(chunks, rows.shape[0], 2, of.lanes), x[of.steps(first, last)]
         elif rows is not None:
             delta = re.new_empty(g.shape)
-        of.kernels.backward(g, z, before, ids, re, im, carry, delta, table, sums, end, lengths, of.chunk, start)
+        inside = Inside(g, z, before, ids)
+        of.kernels.backward(of.launch(first), inside, carry, Adjoints(end, delta, table, sums))
         self.carry = end[0]
         self.sums += sums.sum(0).view(2, B, M).sum(1)
         if self.table is not None and table is not None:
@@ -191,7 +219,7 @@ class Adjoint:
             self.table += of.kernels.by_id(delta.view(-1, 2 * M), self.ids(first, last), self.table.shape[0])
         if pairs is not None and len(pairs):
             found = re.new_empty(chunks, 4, B, len(pairs))
-            of.kernels.pairs(g, z, before, pairs, re, im, carry, found, lengths, of.chunk, start)
+            of.kernels.pairs(of.launch(first), inside, pairs, carry, found)
             self.pair_sums += found.sum(0).sum(1).mT.reshape(-1, 2, 2)
 
     def ids(self, first: int, last: int) -> Tensor:

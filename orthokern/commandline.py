@@ -48,10 +48,7 @@ def write(text: str, stream: TextIO | None = None) -> None:
             continue
         try:
             each.flush()
-        except (
-            OSError,
-            ValueError,
-        ):  # the rest of the buffer must not cause an error at the end of the interpreter either
+        except (OSError, ValueError):  # nor may the rest of the buffer cause an error at the end of the interpreter
             with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, each.fileno())

@@ -226,16 +226,9 @@ def _successor(old: nn.Module, backend: str | None) -> nn.Module:
     new: nn.Module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has warned of dropout with one layer
-        options: dict[str, Any] = {
-            "num_layers": old.num_layers,
-            "bias": bool(old.bias),
-            "batch_first": bool(old.batch_first),
-            "dropout": old.dropout,
-            "bidirectional": bool(old.bidirectional),
-            "device": "meta",
-            "dtype": dtype,
-            "backend": backend,
-        }
+        options: dict[str, Any] = {name: bool(getattr(old, name)) for name in ("bias", "batch_first", "bidirectional")}
+        options |= {"num_layers": old.num_layers, "dropout": old.dropout}
+        options |= {"device": "meta", "dtype": dtype, "backend": backend}
         if isinstance(old, nn.RNN):
             nonlinearity = "relu" if old.mode == "RNN_RELU" else "tanh"
             new = RNN(old.input_size, old.hidden_size, nonlinearity=nonlinearity, **options)

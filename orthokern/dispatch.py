@@ -80,7 +80,14 @@ class Support:
 
 
 class Call(NamedTuple):
-    """What the choice of a backend depends on; the attributes are the arguments of ``choose``."""
+    """What the choice of a backend depends on.
+
+    Attributes:
+        device, dtype: of the op's floating tensors.
+        facts: sizes that SUPPORT tables may limit, by their letters, e.g. ``{"N": 128, "K": 7}``.
+        algorithm: what the caller asks for, see ``Support``.
+        features: the optional arguments that the call uses, see ``Support``.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -207,7 +214,7 @@ def resolve(
     features: tuple[str, ...] = (),
     **facts: int,
 ) -> Any:
-    """The leaf that serves a call: that of the backend which ``choose`` names, with the same arguments and errors.
+    """The leaf that serves a call: that of the backend which ``choose`` names, with the same errors; see ``Call``.
 
     Returns:
         The namespace with the leaf's functions (see ``leaf``).
@@ -215,10 +222,11 @@ def resolve(
     key = (op, backend, device, dtype, algorithm, features, *facts.values())
     found = _chosen.get(key)
     if found is None:
-        name = choose(op, backend, device=device, dtype=dtype, algorithm=algorithm, features=features, **facts)
+        call = Call(device, dtype, facts, algorithm, features)
+        name = choose(op, backend, call)
         found = _chosen[key] = leaf(op, name)
         if name == "reference" and device.type == "cuda" and requested(backend) == "auto":
-            _warn_of_reference(op, Call(device, dtype, facts, algorithm, features))
+            _warn_of_reference(op, call)
     return found
 
 
@@ -240,34 +248,19 @@ def _warn_of_reference(op: str, call: Call) -> None:
     warnings.warn(f"{op}: backend 'auto' runs the reference, which is slow, on {call}: {'; '.join(why)}", stacklevel=3)
 
 
-def choose(
-    op: str,
-    backend: str | None = None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    algorithm: str = "auto",
-    features: tuple[str, ...] = (),
-    **facts: int,
-) -> str:
-    """Choose the backend that serves a call.
+def choose(op: str, backend: str | None, call: Call) -> str:
+    """The name of the backend that serves a call.
 
     Args:
         op: the stem, e.g. "factored_scan".
         backend: a name, "auto" or None (the process default, ORTHOKERN_BACKEND or auto).
-        device, dtype: of the op's floating tensors.
-        algorithm: what the caller asks for, see ``Support``.
-        features: the optional arguments that the call uses, see ``Support``.
-        facts: sizes that SUPPORT tables may limit, by their letters, e.g. ``N=128, K=7``.
-
-    Returns:
-        Its name.
+        call: the call.
 
     Raises:
         BackendUnavailable: an explicit backend that cannot serve, or none that can; lists every backend's reason.
         InputError: for an unknown backend name.
     """
-    name, call = requested(backend), Call(device, dtype, facts, algorithm, features)
+    name = requested(backend)
     for candidate in AUTO_ORDER if name == "auto" else (name,):
         if not reasons(op, candidate, call):
             return candidate
@@ -277,19 +270,10 @@ def choose(
         lines.append(f"{candidate}: {' and '.join(why) if why else 'can serve this call'}")
     asked = "no backend" if name == "auto" else f"backend {name!r} cannot serve"
     verb = " serves" if name == "auto" else ""
-    raise BackendUnavailable(f"{asked}{verb} {op} ({dtype_name(dtype)} on {device.type}): {'; '.join(lines)}")
+    raise BackendUnavailable(f"{asked}{verb} {op} ({dtype_name(call.dtype)} on {call.device.type}): {'; '.join(lines)}")
 
 
-def explain_call(
-    op: str,
-    backend: str | None = None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    algorithm: str = "auto",
-    features: tuple[str, ...] = (),
-    **facts: int,
-) -> str:
+def explain_call(op: str, backend: str | None, call: Call) -> str:
     """Describe the backend that ``choose`` selects for a call, with the same arguments, and why the others are not.
 
     Raises:
@@ -297,11 +281,9 @@ def explain_call(
     """
     if op not in _tables:
         raise unknown_name("op", op, _tables)
-    asked = requested(backend)
-    call = Call(device, dtype, facts, algorithm, features)
-    head = f"{op} ({call})"
+    asked, head = requested(backend), f"{op} ({call})"
     try:
-        chosen = choose(op, backend, device=device, dtype=dtype, algorithm=algorithm, features=features, **facts)
+        chosen = choose(op, backend, call)
         lines = [f"{head}: backend {asked!r} takes {chosen}"]
     except BackendUnavailable:
         chosen = ""

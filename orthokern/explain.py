@@ -20,6 +20,7 @@ import orthokern
 from orthokern import dispatch, functional, init, ops
 from orthokern._activations import ACTIVATIONS
 from orthokern.commandline import Parser, command, integer, say
+from orthokern.dispatch import Call
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
 
@@ -80,9 +81,7 @@ def explain(
             return _explain_loss(place, _dtype(dtype), backend, algorithm, features, activation or "identity", sizes)
         if activation is not None:
             raise InputError(f"activation is {activation!r}; accepted: no activation, except for {LOSS}")
-        return dispatch.explain_call(
-            op, backend, device=place, dtype=_dtype(dtype), algorithm=algorithm, features=features, **sizes
-        )
+        return dispatch.explain_call(op, backend, Call(place, _dtype(dtype), sizes, algorithm, features))
     head = f"orthokern {orthokern.__version__}, Python {platform.python_version()}, {platform.machine()}"
     return f"{head}\n{dispatch.explain()}"
 
@@ -116,25 +115,17 @@ def _explain_loss(
     call = f"{LOSS} ({dispatch.dtype_name(dtype)} on {device}, N={N}, K={K}, T={T}, B={B}, C={C}, {activation})"
     try:
         name, why = functional.explain_scan_cross_entropy(
-            (u, u.new_ones(K), v), T, B, C, lengths="lengths" in features, activation=activation, message_clip=clip,
-            resets="resets" in features,
-            backend=backend, algorithm=algorithm,
+            (u, u.new_ones(K), v), T, B, C, lengths="lengths" in features, resets="resets" in features,
+            activation=activation, message_clip=clip, backend=backend, algorithm=algorithm,
         )  # fmt: skip
     except InputError as error:
         return f"{call}: {error}"
     if name == "modal":
-        op, facts = "modal_cross_entropy", {"N": N, "C": C}
+        facts = Call(device, dtype, {"N": N, "C": C}, "auto", features)
+        scan = dispatch.explain_call("modal_cross_entropy", backend, facts)
     else:
-        op, facts, why = "factored_scan", {"N": N, "K": K}, f"not modal: {why}"
-    scan = dispatch.explain_call(
-        op,
-        backend,
-        device=device,
-        dtype=dtype,
-        algorithm="auto" if name == "modal" else name,
-        features=features,
-        **facts,
-    )
+        scan = dispatch.explain_call("factored_scan", backend, Call(device, dtype, {"N": N, "K": K}, name, features))
+        why = f"not modal: {why}"
     note = "This holds for random orthogonal U and V. For the matrix of a module, call its explain_loss."
     return f"{call}: algorithm {algorithm!r} takes {name} ({why})\n{scan}\n{note}"
 

@@ -12,18 +12,19 @@ Longer than 600 lines: most of them are the docstrings of the public functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from orthokern import dispatch, ops
+from orthokern._scan_contract import Readout, ScanInputs
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
 from orthokern.ops import _scan_loss
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops._common import values
+from orthokern.ops._scan_loss import Scan, ScanLoss
 from orthokern.ops.activations import NAMES as ACTIVATIONS
 
 __all__ = [
@@ -46,23 +47,6 @@ __all__ = [
 ]
 
 SPECTRUM_MAPS = ("sigmoid", "tanh")
-
-
-class ScanLoss(NamedTuple):
-    """What ``scan_cross_entropy`` returns.
-
-    Attributes:
-        loss: 0-dim, in nats; differentiable.
-        hits: int64 [T], at how many sequences the largest logit of the step is that of the target.
-        basis: float64 [N, 2M], the eigenvectors that the call found, to begin at in the next one; None by
-            "sequential".
-        refused: why the call did not use the modal form, in one line; "" where it did.
-    """
-
-    loss: Tensor
-    hits: Tensor
-    basis: Tensor | None
-    refused: str
 
 
 def factored_scan(
@@ -131,27 +115,29 @@ def factored_scan(
         >>> factored_scan(torch.randn(100, 4, 8), u, torch.ones(8), v).shape
         torch.Size([100, 4, 8])
     """
-    N = _check_factors(u, s, v)
-    given = h0
-    x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, checkpoint_every, "u", u)
-    check.scan_lengths(lengths, x)
-    reset_state = check.scan_resets(resets, reset_state, x, given, N, "u", u)
-    check.scan_clip(message_clip)
-    check.scan_choices(precision, algorithm, activation, message_clip, resets)
-    if algorithm == "modal":
-        return _scan_loss.modal_states(
-            x, (u, s, v), h0, weight, bias, act_param,
-            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip, resets=resets,
-        )  # fmt: skip
-    return ops.factored_scan.factored_scan(
-        x, u, s, v, h0, weight, bias, act_param,
-        activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
-        algorithm=algorithm, lengths=lengths, message_clip=message_clip, resets=resets, reset_state=reset_state,
-    )  # fmt: skip
+    _check_factors(u, s, v)
+    scan = Scan(activation, checkpoint_every, backend, precision, algorithm, lengths, message_clip, resets)
+    return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "u", u), (u, s, v))
 
 
-def _check_factors(u: Tensor, s: Tensor, v: Tensor) -> int:
-    """N of u [N, K], s [K], v [N, K], after they are checked."""
+def _checked(
+    x: Tensor, h0: Tensor | None, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
+    reset_state: Tensor | None, scan: Scan, name: str, like: Tensor, small_ids: bool = False,
+) -> ScanInputs:  # fmt: skip
+    """The inputs of a scan, after all checks but those of its matrix, of which ``like`` [N, ...] is a tensor."""
+    N, given, every = like.shape[0], h0, scan.checkpoint_every
+    x, h0 = check.scan_inputs(
+        x, N, h0, weight, bias, scan.activation, act_param, every, name, like, small_ids=small_ids
+    )
+    check.scan_lengths(scan.lengths, x)
+    reset_state = check.scan_resets(scan.resets, reset_state, x, given, N, name, like)
+    check.scan_clip(scan.message_clip)
+    check.scan_choices(scan.precision, scan.algorithm, scan.activation, scan.message_clip, scan.resets)
+    return ScanInputs(x, h0, weight, bias, act_param, reset_state)
+
+
+def _check_factors(u: Tensor, s: Tensor, v: Tensor) -> None:
+    """The checks of u [N, K], s [K], v [N, K]."""
     check.is_tensor("u", u)
     if u.ndim != 2 or u.shape[0] < 1 or u.shape[1] < 1:
         raise InputError(f"u has shape {list(u.shape)}: accepted is [N, K], both at least 1")
@@ -161,7 +147,6 @@ def _check_factors(u: Tensor, s: Tensor, v: Tensor) -> int:
     check.is_float("u", u)
     check.fits("v", v, (N, K), "[N, K], the shape of u,", "u", u)
     check.fits("s", s, (K,), "[K]", "u", u)
-    return N
 
 
 def dense_scan(
@@ -209,22 +194,8 @@ def dense_scan(
     if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     check.is_float("w", w)
-    given = h0
-    x, h0 = check.scan_inputs(x, w.shape[0], h0, weight, bias, activation, act_param, checkpoint_every, "w", w)
-    check.scan_lengths(lengths, x)
-    reset_state = check.scan_resets(resets, reset_state, x, given, w.shape[0], "w", w)
-    check.scan_clip(message_clip)
-    check.scan_choices(precision, algorithm, activation, message_clip, resets)
-    if algorithm == "modal":
-        return _scan_loss.modal_states(
-            x, (w,), h0, weight, bias, act_param,
-            activation=activation, backend=backend, lengths=lengths, message_clip=message_clip, resets=resets,
-        )  # fmt: skip
-    return ops.dense_scan.dense_scan(
-        x, w, h0, weight, bias, act_param,
-        activation=activation, checkpoint_every=checkpoint_every, backend=backend, precision=precision,
-        algorithm=algorithm, lengths=lengths, message_clip=message_clip, resets=resets, reset_state=reset_state,
-    )  # fmt: skip
+    scan = Scan(activation, checkpoint_every, backend, precision, algorithm, lengths, message_clip, resets)
+    return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "w", w), (w,))
 
 
 def gru_scan(
@@ -559,21 +530,16 @@ def scan_cross_entropy(
     """
     factors = matrix if isinstance(matrix, (tuple, list)) else (matrix,)
     if len(factors) == 3:
-        u, s, v = factors
-        N = _check_factors(u, s, v)
-        name, like = "u", u
+        _check_factors(*factors)
+        name, like = "u", factors[0]
     else:
         name, like = "matrix", check.is_tensor("matrix", factors[0])
         if len(factors) != 1 or like.ndim != 2 or like.shape[0] != like.shape[1] or like.shape[0] < 1:
             raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
         check.is_float("matrix", like)
-        N = like.shape[0]
-    given = h0
-    x, h0 = check.scan_inputs(x, N, h0, weight, bias, activation, act_param, 0, name, like, small_ids=True)
-    check.scan_lengths(lengths, x)
-    reset_state = check.scan_resets(resets, reset_state, x, given, N, name, like)
-    check.scan_clip(message_clip)
-    check.scan_choices(precision, algorithm, activation, message_clip, resets)
+    N = like.shape[0]
+    scan = Scan(activation, 0, backend, precision, algorithm, lengths, message_clip, resets)
+    inputs = _checked(x, h0, weight, bias, act_param, reset_state, scan, name, like, small_ids=True)
     check.is_tensor("readout", readout)
     if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:
         raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")
@@ -591,13 +557,8 @@ def scan_cross_entropy(
         check.is_tensor("basis", basis)
         if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
             raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
-    return ScanLoss(
-        *_scan_loss.scan_loss(
-            x, tuple(factors), h0, weight, bias, act_param, readout, readout_bias, target,
-            activation=activation, reduction=reduction, backend=backend, precision=precision, algorithm=algorithm,
-            lengths=lengths, message_clip=message_clip, start=basis, resets=resets, reset_state=reset_state,
-        )
-    )  # fmt: skip
+    outputs = Readout(readout, readout_bias, target, reduction)
+    return _scan_loss.scan_loss(inputs, tuple(factors), outputs, scan, basis)
 
 
 def explain_scan_cross_entropy(

@@ -51,7 +51,8 @@ def module(name: str) -> ModuleType:
 
 
 def parser(name: str) -> Parser:
-    made = module(name)._parser()
+    home = module(name)
+    made = home.COMMAND.parser() if hasattr(home, "COMMAND") else home._parser()
     assert isinstance(made, Parser)
     return made
 

@@ -28,7 +28,7 @@ def small(mnist: Path) -> list[str]:
 
 
 def build(options: list[str]) -> deep_mnist.DeepMnist:
-    given = deep_mnist._parser().parse(options)
+    given = deep_mnist.COMMAND.parser().parse(options)
     preset = deep_mnist.PRESETS.get(given.get("preset", ""), {})
     torch.manual_seed(0)
     return deep_mnist.DeepMnist(deep_mnist.complete({**deep_mnist.DEFAULTS, **preset, **given}))

@@ -129,7 +129,7 @@ def test_an_argument_that_a_backend_does_not_serve(monkeypatch: pytest.MonkeyPat
     with pytest.raises(BackendUnavailable, match="cpu: it does not serve lengths;"):
         functional.dense_scan(x, torch.eye(3), lengths=lengths, backend="cpu")
     functional.dense_scan(x, torch.eye(3), lengths=lengths)  # auto goes on to the reference
-    assert dispatch.choose("dense_scan", device=CPU, dtype=torch.float32) == "cpu"
+    assert dispatch.choose("dense_scan", None, dispatch.Call(CPU, torch.float32, {})) == "cpu"
     assert not dispatch.has_feature("dense_scan", "cpu", "lengths")
     assert "cpu: cpu; float32; message_clip (dense_scan)" in dispatch.explain()
 
@@ -199,9 +199,9 @@ def test_the_projection_and_many_cayley_steps_pass_through_dispatch(monkeypatch:
     asked = []
     true_choose = dispatch.choose
 
-    def choose(op: str, backend: str | None = None, **call: Any) -> str:
+    def choose(op: str, backend: str | None, call: dispatch.Call) -> str:
         asked.append((op, dispatch.requested(backend)))
-        return true_choose(op, backend, **call)
+        return true_choose(op, backend, call)
 
     monkeypatch.setattr(dispatch, "choose", choose)
     monkeypatch.setattr(dispatch, "_process_default", "reference")
@@ -275,7 +275,7 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
             sizes = {"N": N, "K": N}
             text = orthokern.explain(op, device=device, dtype=dtype, **sizes)
             try:
-                name = dispatch.choose(op, device=device, dtype=dtype, **sizes)
+                name = dispatch.choose(op, None, dispatch.Call(device, dtype, sizes))
                 assert text.splitlines()[0].endswith(f"backend 'auto' takes {name}") and f"  {name}: chosen" in text
             except BackendUnavailable:
                 assert text.splitlines()[0].endswith("no backend serves")

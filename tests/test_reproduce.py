@@ -159,7 +159,7 @@ def test_a_quick_table_tells_what_it_runs(name: str, tmp_path: Path) -> None:
         for words, settings in zip(commands, wanted, strict=True):
             options = [word for word in words if word.startswith("--")]
             assert len(options) == len(set(options)), words
-            given = MODULES[experiment.runs[0].task]._parser().parse(words[3:])  # type: ignore[attr-defined]
+            given = MODULES[experiment.runs[0].task].COMMAND.parser().parse(words[3:])  # type: ignore[attr-defined]
             assert given.items() <= settings.items()
 
 
@@ -347,9 +347,9 @@ def test_the_cost_of_the_constraint(
 def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> Any:
     """The complete settings that a command line stands for."""
     module = MODULES[task]
-    parser = module._parser()
+    parser = module.COMMAND.parser()
     given: dict[str, Any] = parser.parse(list(options))
-    preset = module.PRESETS.get(given.get("preset", ""), {})
+    preset = module.COMMAND.presets.get(given.get("preset", ""), {})
     settings = module.complete({**module.DEFAULTS, **preset, **given, **more})
     parser.check_all_play(given, settings)
     return settings

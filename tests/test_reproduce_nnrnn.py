@@ -18,8 +18,8 @@ MODULES = {"copy": copy, "adding": adding, "pixel_mnist": pixel_mnist, "char_lm"
 
 def settings_of(run: Run, options: tuple[str, ...]) -> Any:
     module = MODULES[run.task]
-    given: dict[str, Any] = module._parser().parse(list(options))
-    preset = module.PRESETS[given["preset"]] if "preset" in given else {}
+    given: dict[str, Any] = module.COMMAND.parser().parse(list(options))
+    preset = module.COMMAND.presets[given["preset"]] if "preset" in given else {}
     data = {"data": "somewhere"} if "data" in module.DEFAULTS else {}
     settings = module.complete({**module.DEFAULTS, **preset, **given, **data})
     return settings

@@ -81,7 +81,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 def build(task: str, options: list[str], *more: str) -> gru.GruTask:
     module = TASKS[task]
-    given = module._parser().parse([*options, *more])
+    given = module.COMMAND.parser().parse([*options, *more])
     torch.manual_seed(0)
     return BUILD[task](module.complete({**module.DEFAULTS, **given}))
 
@@ -218,7 +218,7 @@ def test_clipping_instead(tmp_path: Path, small: dict[str, list[str]]) -> None:
     from orthokern.training.checkpoint import seed_all
 
     seed_all(0)
-    given = music._parser().parse([*small["music"], "--clip", "1e-3"])
+    given = music.COMMAND.parser().parse([*small["music"], "--clip", "1e-3"])
     before = music.MusicTask(music.complete({**music.DEFAULTS, **given})).model.state_dict()
     moved = math.sqrt(sum(float((after[name] - before[name]).double().square().sum()) for name in before))
     assert moved == pytest.approx(0.5 * 1e-3, rel=1e-3)
@@ -327,7 +327,7 @@ def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]])
 
 def test_what_is_not_given_is_filled_in(small: dict[str, list[str]]) -> None:
     def settings(*options: str) -> tuple[Any, ...]:
-        given = word_lm._parser().parse([*small["word_lm"], *options])
+        given = word_lm.COMMAND.parser().parse([*small["word_lm"], *options])
         found = word_lm.complete({**word_lm.DEFAULTS, **given})
         assert word_lm.complete(vars(found)) == found  # as a resumed run does
         return tuple(

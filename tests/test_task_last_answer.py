@@ -37,7 +37,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def build(task: str, *options: str) -> Any:
-    given = TASKS[task]._parser().parse(list(options))
+    given = TASKS[task].COMMAND.parser().parse(list(options))
     preset = last_answer.PRESETS.get(given.get("preset", ""), {})
     torch.manual_seed(0)
     return EXPERIMENTS[task](TASKS[task].complete({**TASKS[task].DEFAULTS, **preset, **given}))

@@ -54,8 +54,8 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def settings_of(task: str, options: list[str]) -> Any:
     module = TASKS[task]
-    given = module._parser().parse(options)
-    preset = module.PRESETS.get(given.get("preset", ""), {})
+    given = module.COMMAND.parser().parse(options)
+    preset = module.COMMAND.presets.get(given.get("preset", ""), {})
     settings = module.complete({**module.DEFAULTS, **preset, **given})
     return settings
 

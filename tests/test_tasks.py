@@ -68,7 +68,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def settings_of(task: str, options: list[str], **changes: Any) -> Any:
     """The complete settings that a command line stands for."""
-    given = TASKS[task]._parser().parse(options)
+    given = TASKS[task].COMMAND.parser().parse(options)
     settings = TASKS[task].complete({**TASKS[task].DEFAULTS, **given, **changes})
     return settings
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthokern.commandline import Settings, integer, real
 from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import optimizer_for
@@ -29,9 +30,9 @@ from orthokern.training.options import defaults, option
 @dataclass(kw_only=True)
 class ToyOptions(cli.RunOptions):
     GROUP = "the task"
-    batch: int = option(8, cli.integer(1), "sequences", "N")
-    hidden: int = option(12, cli.integer(1), "units", "N")
-    dropout: float = option(0.0, cli.real(0.0), "dropout")
+    batch: int = option(8, integer(1), "sequences", "N")
+    hidden: int = option(12, integer(1), "units", "N")
+    dropout: float = option(0.0, real(0.0), "dropout")
     mistake: str | None = option(None, str, "drift, data, model or idle: what the task does wrong", "NAME")
     dump: str | None = option(
         None, str, "at the end, each rank writes its parameters to this file, '.' and its number", "FILE"
@@ -45,7 +46,7 @@ class ToyOptions(cli.RunOptions):
 DEFAULTS = defaults(ToyOptions)
 
 
-def complete(settings: cli.Settings) -> ToyOptions:
+def complete(settings: Settings) -> ToyOptions:
     return make_options(ToyOptions, settings)
 
 
@@ -133,9 +134,7 @@ class Toy(Task):
         return f"done at {iteration}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = cli.make_parser("toy", "", "", ToyOptions)
-    return cli.run("toy", parser, ToyOptions, {}, complete, Toy, arguments)
+main = cli.TaskCommand("toy", "", "", ToyOptions, complete, Toy).main
 
 
 if __name__ == "__main__":

@@ -255,7 +255,7 @@ def run_backward(
         assert delta_all is not None
         backward_in_chunks(
             map_, grad_hs, precision=precision, delta=delta_all, left=left, square=square, lengths=lengths
-        )  # fmt: skip
+        )
     elif not checkpoint_every:
         launch_backward(
             transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orthokern._modal_chunks import Kernels, run_scan_bwd, run_scan_fwd
+from orthokern._modal_chunks import Adjoints, Inside, Kernels, Steps, run_scan_bwd, run_scan_fwd
 from orthokern._scan_contract import ModalGradients, ModalInputs
 from orthokern.triton_kernels._inputs import token_gradient
 
@@ -358,10 +358,10 @@ def modal_scan_pairs_kernel(
 
 
 def launch_forward(
-    x: Tensor, re: Tensor, im: Tensor, table: Tensor | None, state: Tensor | None, z: Tensor | None,
-    end: Tensor | None, lengths: Tensor | None, B: int, chunk: int, first: int,
-) -> None:  # fmt: skip
+    steps: Steps, x: Tensor, table: Tensor | None, state: Tensor | None, z: Tensor | None, end: Tensor | None
+) -> None:
     """See ``Kernels.forward``."""
+    re, im, lengths, B, chunk, first = steps
     T, M = x.shape[0], re.shape[0]
     with torch.cuda.device_of(re):
         modal_scan_fwd_kernel[(triton.cdiv(B * M, BLOCK) * triton.cdiv(T, chunk),)](
@@ -382,13 +382,11 @@ def launch_join(re: Tensor, im: Tensor, entering: Tensor, end: Tensor, chunk: in
     return state
 
 
-def launch_backward(
-    g: Tensor, z: Tensor | None, before: Tensor | None, ids: Tensor | None, re: Tensor, im: Tensor,
-    carry: Tensor | None, delta: Tensor | None, table: Tensor | None, sums: Tensor | None, end: Tensor,
-    lengths: Tensor | None, chunk: int, first: int,
-) -> None:  # fmt: skip
+def launch_backward(steps: Steps, inside: Inside, carry: Tensor | None, results: Adjoints) -> None:
     """See ``Kernels.backward``."""
-    (T, B, _), M = g.shape, re.shape[0]
+    re, im, lengths, B, chunk, first = steps
+    (g, z, before, ids), (end, delta, table, sums) = inside, results
+    T, M = g.shape[0], re.shape[0]
     with torch.cuda.device_of(re):
         modal_scan_bwd_kernel[(triton.cdiv(B * M, BLOCK) * triton.cdiv(T, chunk),)](
             g, z, before, ids, re, im, carry, delta, table, sums, end, lengths, T, B,
@@ -398,12 +396,11 @@ def launch_backward(
         )  # fmt: skip
 
 
-def launch_pairs(
-    g: Tensor, z: Tensor, before: Tensor, pairs: Tensor, re: Tensor, im: Tensor, carry: Tensor, sums: Tensor,
-    lengths: Tensor | None, chunk: int, first: int,
-) -> None:  # fmt: skip
+def launch_pairs(steps: Steps, inside: Inside, pairs: Tensor, carry: Tensor, sums: Tensor) -> None:
     """See ``Kernels.pairs``."""
-    (T, B, _), P = g.shape, pairs.shape[0]
+    re, im, lengths, B, chunk, first = steps
+    g, z, before, _ = inside
+    T, P = g.shape[0], pairs.shape[0]
     with torch.cuda.device_of(re):
         modal_scan_pairs_kernel[(triton.cdiv(B * P, BLOCK) * triton.cdiv(T, chunk),)](
             g, z, before, pairs, re, im, carry, sums, lengths, T, B, P, chunk, first, M=re.shape[0],

@@ -62,13 +62,11 @@ void make_skew(const Panels<T>& x, int N, T scale, int threads) {
       V<T> a[L], b[L];
       load_transposed<T>(block_at(x, j, i), kWidth<T>, b);
       load_block<T>(block_at(x, i, j), a);
-#pragma GCC unroll 16
-      for (int r = 0; r < L; r++) a[r] = scale * (a[r] - b[r]);
+      ORTHOKERN_UNROLL for (int r = 0; r < L; r++) a[r] = scale * (a[r] - b[r]);
       store_block<T>(block_at(x, i, j), a);
       if (j == i) continue;
       load_transposed<T>(block_at(x, i, j), kWidth<T>, b);
-#pragma GCC unroll 16
-      for (int r = 0; r < L; r++) b[r] = -b[r];
+      ORTHOKERN_UNROLL for (int r = 0; r < L; r++) b[r] = -b[r];
       store_block<T>(block_at(x, j, i), b);
     }
   });
@@ -94,12 +92,10 @@ Norms norms(const Panels<T>& x, int N, double* sums, int threads) {
   const int blocks = ceil_div(N, L);
   share(threads, blocks, [&](int i) {
     V<T> acc[L];
-#pragma GCC unroll 16
-    for (int r = 0; r < L; r++) acc[r] = V<T>{};
+    ORTHOKERN_UNROLL for (int r = 0; r < L; r++) acc[r] = V<T>{};
     for (int j = 0; j < blocks; j++) {
       const T* from = block_at(x, i, j);
-#pragma GCC unroll 16
-      for (int r = 0; r < L; r++) {
+      ORTHOKERN_UNROLL for (int r = 0; r < L; r++) {
         const V<T> v = load(from + r * kWidth<T>);
         acc[r] += v * v;
       }

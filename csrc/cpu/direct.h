@@ -1,5 +1,5 @@
-// Products of a few vectors with a weight matrix that is read where it lies, row-major, and once: for calls of so few
-// steps that packing the weights (gemm.h) would take longer than the steps.
+// Products of a few vectors with a row-major weight matrix that is read in place, once: for calls of so few steps that
+// packing the weights (gemm.h) would take longer than the steps.
 //
 // A block of L rows of the matrix is read in squares of L x L, each transposed in registers, so that an element of the
 // result is the same chain of multiply-adds in ascending depth as in the packed product: the bits are equal.
@@ -10,15 +10,14 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
-constexpr int64_t kDirectRows = 4;                // T B up to which reading the weights in place is the faster way
-constexpr size_t kDirectThreadBytes = 256 << 10;  // bytes of weights from which a product is shared among threads
+constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
+constexpr size_t kDirectThreadBytes = 256 << 10;  // least bytes of weights for which a product is divided among threads
 
 // Exchanges bit S of the row's index with that of the lane's.
 template <class T, int S>
 ORTHOKERN_INLINE void transpose_bit(V<T>* rows) {
   constexpr int L = kLanes<T>;
-#pragma GCC unroll 16
-  for (int i = 0; i < L; i++) {
+  ORTHOKERN_UNROLL for (int i = 0; i < L; i++) {
     if (i & S) continue;
     const V<T> a = rows[i], b = rows[i + S];
 #if defined(__clang__)
@@ -54,11 +53,9 @@ inline V<T> direct_rows(const T* w, ptrdiff_t stride, int count, int depth, cons
   if (count == L) {
     for (; k + L <= depth; k += L) {
       V<T> square[L];
-#pragma GCC unroll 16
-      for (int i = 0; i < L; i++) square[i] = load(w + i * stride + k);
+      ORTHOKERN_UNROLL for (int i = 0; i < L; i++) square[i] = load(w + i * stride + k);
       transpose_square<T>(square);
-#pragma GCC unroll 16
-      for (int j = 0; j < L; j++) sum += square[j] * a[k + j];
+      ORTHOKERN_UNROLL for (int j = 0; j < L; j++) sum += square[j] * a[k + j];
     }
   }
   for (; k < depth; k++) {

@@ -127,15 +127,11 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
   constexpr int NP = PANELS == 0 ? 1 : PANELS;  // panels
   V<T> acc[MR][NP * W];
   if (add) {
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 16
-      for (int n = 0; n < NP * W; n++) acc[r][n] = load(out + n * out_block + r * L);
+    ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) {
+      ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) acc[r][n] = load(out + n * out_block + r * L);
+    }
   } else {
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 16
-      for (int n = 0; n < NP * W; n++) acc[r][n] = V<T>{};
+    ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) acc[r][n] = V<T>{};
   }
   const T* b = panel;
   for (int i = 0; i < segment_count; i++) {
@@ -145,17 +141,14 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
       const int count = left < L ? left : L;
       for (int j = 0; j < count; j++) {
         V<T> w[NP * W];
-#pragma GCC unroll 16
-        for (int n = 0; n < NP * W; n++) w[n] = load(b + (n / W) * panel_stride + (n % W) * L);
+        ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) w[n] = load(b + (n / W) * panel_stride + (n % W) * L);
         if (PREFETCH) {
           __builtin_prefetch(ahead, 0, 2);
           ahead += W * L;
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; r++) {
+        ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) {
           const T x = a[r * L + j];
-#pragma GCC unroll 16
-          for (int n = 0; n < NP * W; n++) acc[r][n] += w[n] * x;
+          ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) acc[r][n] += w[n] * x;
         }
         b += W * L;
       }
@@ -164,10 +157,8 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
       transfers->advance();
     }
   }
-#pragma GCC unroll 16
-  for (int n = 0; n < NP * W; n++)
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) store(out + n * out_block + r * L, acc[r][n]);
+  ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) ORTHOKERN_UNROLL for (int r = 0; r < MR; r++)
+      store(out + n * out_block + r * L, acc[r][n]);
 }
 
 template <class T, int PANELS, bool PREFETCH>

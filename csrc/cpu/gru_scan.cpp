@@ -49,7 +49,7 @@ struct GruPlan {
   Packed<T> gate[3];       // forward [N, N]: W_r^T, W_z^T, W_n^T
   Packed<T> back, back_n;  // backward: [2N or 3N, N] W_r, W_z (, W_n); kanai: [N, N] W_n
   Scratch<T> bias;         // [3][round_up(N)]
-  Scratch<int> begin;      // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
+  Scratch<int> begin;      // [threads + 1], see share_rows
 
   int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
   int padded() const { return round_up(N, kLanes<T>); }
@@ -486,22 +486,6 @@ void gru_pack_task(void* context, int task) {
   }
 }
 
-// Each task gets about the same number of steps, summed over its rows.
-template <class T>
-bool share_gru_rows(GruPlan<T>* plan) {
-  const int64_t tasks = plan->threads;
-  if (!plan->begin.allocate(tasks + 1)) return false;
-  int64_t total = 0, taken = 0;
-  for (int b = 0; b < plan->B; b++) total += plan->length(b);
-  int b = 0;
-  for (int64_t task = 1; task < tasks; task++) {
-    while (b < plan->B && (2 * taken + plan->length(b)) * tasks < 2 * total * task) taken += plan->length(b++);
-    plan->begin[task] = b;
-  }
-  plan->begin[tasks] = plan->B;
-  return true;
-}
-
 template <class T>
 bool run_gru(const GruArgs& args, bool backward) {
   GruCall<T> call;
@@ -510,7 +494,7 @@ bool run_gru(const GruArgs& args, bool backward) {
   plan.B = static_cast<int>(args.B), plan.N = static_cast<int>(args.N);
   plan.threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
   call.backward = backward, call.failed = false;
-  if (!share_gru_rows(&plan)) return false;
+  if (!share_rows(&plan)) return false;
   const void* large = backward ? args.grad_x : args.gates;
   plan.stream = plan.N % kLanes<T> == 0 &&
                 args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGruStreamBytes &&

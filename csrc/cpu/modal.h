@@ -1,11 +1,11 @@
-// What the modal kernels are made of: the recurrence z_t = lambda z_{t-1} + x_t of one sequence over a chunk of at most
+// The parts of the modal kernels: the recurrence z_t = lambda z_{t-1} + x_t of one sequence over a chunk of at most
 // kSteps steps, its adjoint, and the sums over a chunk's steps.
 //
-// Vectors of M modes lie as [re Mp][im Mp], Mp = M rounded up to whole vectors of the call's type, with zeros behind M
-// in the coefficients and in everything that enters: so what stands there stays zero. Lanes run over modes: a table's
-// row and a step's features are read with unit stride, no lane is lost to the number of sequences, and each sequence
-// has its own length. Coefficients, states and adjoints are float64 in registers from the first step of a chunk to the
-// last; the rows that a chunk leaves behind for products and sums are of type T.
+// A vector of M modes is stored as [re Mp][im Mp], where Mp is M rounded up to whole SIMD vectors of the call's type.
+// Coefficients and inputs are zero from M on, and so are the states. The lanes of a SIMD vector are modes: rows of a
+// table and features are read with unit stride, all lanes are in use whatever the batch size, and each sequence has its
+// own length. Coefficients, states and adjoints are float64, in registers during a chunk. The rows that a chunk stores
+// for products and sums have type T.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -34,7 +34,7 @@ ORTHOKERN_INLINE V<double> load_wide<double>(const double* p) {
 }
 #if defined(__AVX512F__)
 template <>
-ORTHOKERN_INLINE V<double> load_wide<float>(const float* p) {  // of the above GCC makes two halves
+ORTHOKERN_INLINE V<double> load_wide<float>(const float* p) {  // GCC splits the above in two
   return (V<double>)_mm512_maskz_cvtps_pd((__mmask8)-1, _mm256_loadu_ps(p));
 }
 #endif
@@ -57,13 +57,12 @@ ORTHOKERN_INLINE V<double> widen(V<T> v, int i) {
 // to[0 .. kLanes<T>) += v
 template <class T>
 ORTHOKERN_INLINE void add_wide(double* to, V<T> v) {
-#pragma GCC unroll 2
-  for (int i = 0; i < kLanes<T> / kLanes<double>; i++)
-    store(to + i * kLanes<double>, load(to + i * kLanes<double>) + widen<T>(v, i));
+  ORTHOKERN_UNROLL for (int i = 0; i < kLanes<T> / kLanes<double>; i++)
+      store(to + i * kLanes<double>, load(to + i * kLanes<double>) + widen<T>(v, i));
 }
 
-// Keeps a loaded vector in a register: GCC would load it anew for each multiply-add, more loads than the machine has
-// ports for.
+// Keeps a loaded vector in a register. GCC would load it again for each multiply-add, and the load ports would limit
+// the rate.
 template <class X>
 ORTHOKERN_INLINE void pin(X& v) {
 #if defined(__AVX512F__)
@@ -75,11 +74,11 @@ ORTHOKERN_INLINE void pin(X& v) {
 #endif
 }
 
-// Modes that one pass of the recurrence takes, in vectors of double: real and imaginary parts of states and
-// coefficients in registers.
+// Vectors of double with modes in one pass of the recurrence: real and imaginary parts of states and coefficients fit
+// into the registers.
 constexpr int kModeVectors = kVectorBytes == 64 ? 4 : 2;
 
-// Token ids up to which, and steps for each of them from which, ModalTables::held is made.
+// ModalTables::held is computed for at most kHeldIds token ids, with at least kHeldSteps steps for each.
 constexpr int64_t kHeldIds = 256, kHeldSteps = 16 * kSteps;
 
 struct Modes {
@@ -88,7 +87,7 @@ struct Modes {
   const double* im;  // [Mp]
 };
 
-// x [M re][M im] of type S -> [Mp re][Mp im] of type R; what stands behind M is not touched.
+// x [M re][M im] of type S -> [Mp re][Mp im] of type R; elements from M on are not written.
 template <class S, class R>
 inline void spread(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[m] = static_cast<R>(from[m]);
@@ -101,8 +100,8 @@ inline void gather(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[modes.M + m] = static_cast<R>(from[modes.Mp + m]);
 }
 
-// The rows of one sequence in a tensor [T, B, 2M]. They lie far apart, on a page each, so that no prefetcher of the
-// machine finds them.
+// The rows of one sequence in a tensor [T, B, 2M]. They are usually on different pages, which the hardware prefetchers
+// do not cross.
 template <class T>
 struct SequenceRows {
   T* first;          // step 0 of the sequence
@@ -127,7 +126,7 @@ inline void read_rows(const Modes& modes, const SequenceRows<const S>& from, int
     spread(modes, from[t + r], to + static_cast<ptrdiff_t>(r) * modes.Np);
   }
 }
-// And back, past the caches where whole vectors are written.
+// And back, with streaming stores if all vectors are whole and aligned.
 template <class T>
 inline void write_rows(const Modes& modes, const T* from, const SequenceRows<T>& to, int64_t t, int steps) {
   constexpr int L = kLanes<T>;
@@ -142,23 +141,21 @@ inline void write_rows(const Modes& modes, const T* from, const SequenceRows<T>&
   if (stream) stream_fence();
 }
 
-// Modes at .. at + K vectors, `steps` steps: state [Np] goes on, in[r] [Np] is added in step r, and with kStore the
-// state after step r goes to z + r Np.
+// Advances K vectors of modes, from mode `at` on, by `steps` steps: step r of the state [Np] adds in[r] [Np]. With
+// kStore, the state after step r is written to z + r Np.
 template <class T, int K, bool kStore>
 void advance_block(const Modes& modes, int at, const double* const* in, int steps, double* state, T* z) {
   constexpr int L = kLanes<double>;
   const int Mp = modes.Mp, Np = modes.Np;
   V<double> a[K], b[K], zr[K], zi[K];
-#pragma GCC unroll 8
-  for (int k = 0; k < K; k++) {
+  ORTHOKERN_UNROLL for (int k = 0; k < K; k++) {
     a[k] = load(modes.re + at + k * L), b[k] = load(modes.im + at + k * L);
     zr[k] = load(state + at + k * L), zi[k] = load(state + Mp + at + k * L);
   }
   for (int r = 0; r < steps; r++) {
     const double* x = in[r] + at;
     T* to = kStore ? z + static_cast<ptrdiff_t>(r) * Np + at : nullptr;
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k++) {
+    ORTHOKERN_UNROLL for (int k = 0; k < K; k++) {
       const V<double> real = load(x + k * L) + a[k] * zr[k], imag = load(x + Mp + k * L) + a[k] * zi[k];
       const V<double> old = zr[k];
       zr[k] = real - b[k] * zi[k];
@@ -166,8 +163,7 @@ void advance_block(const Modes& modes, int at, const double* const* in, int step
       if (kStore) store_narrow<T>(to + k * L, zr[k]), store_narrow<T>(to + Mp + k * L, zi[k]);
     }
   }
-#pragma GCC unroll 8
-  for (int k = 0; k < K; k++) store(state + at + k * L, zr[k]), store(state + Mp + at + k * L, zi[k]);
+  ORTHOKERN_UNROLL for (int k = 0; k < K; k++) store(state + at + k * L, zr[k]), store(state + Mp + at + k * L, zi[k]);
 }
 template <class T, bool kStore>
 void advance(const Modes& modes, const double* const* in, int steps, double* state, T* z) {
@@ -178,24 +174,23 @@ void advance(const Modes& modes, const double* const* in, int steps, double* sta
   for (; at < modes.Mp; at += L) advance_block<T, 1, kStore>(modes, at, in, steps, state, z);
 }
 
-// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, left in g's place. With kTable also
-// table[id of step r] += delta_r, in float64: delta turns with its mode, so that its sum over many steps is far smaller
-// than what rounding every one of them would leave. A run of steps with one id, as a blank's, is added up in registers.
+// The adjoint, from the last step to the first: delta = conj(lambda) delta + g_r, which overwrites g_r. With kTable
+// also table[id of step r] += delta_r, in float64: delta rotates with its mode, so its sum over many steps may be
+// smaller than the rounding errors of float32 terms. Consecutive steps with the same id, such as blanks, are summed in
+// registers.
 template <class T, int K, bool kTable>
 void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g, const int64_t* ids, double* table) {
   constexpr int L = kLanes<double>;
   const int Mp = modes.Mp, Np = modes.Np;
   V<double> a[K], b[K], dr[K], di[K], sum_r[K], sum_i[K];
-#pragma GCC unroll 8
-  for (int k = 0; k < K; k++) {
+  ORTHOKERN_UNROLL for (int k = 0; k < K; k++) {
     a[k] = load(modes.re + at + k * L), b[k] = load(modes.im + at + k * L);
     dr[k] = load(delta + at + k * L), di[k] = load(delta + Mp + at + k * L);
     sum_r[k] = sum_i[k] = V<double>{};
   }
   for (int r = steps - 1; r >= 0; r--) {
     T* here = g + static_cast<ptrdiff_t>(r) * Np + at;
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k++) {
+    ORTHOKERN_UNROLL for (int k = 0; k < K; k++) {
       const V<double> real = load_wide(here + k * L) + a[k] * dr[k], imag = load_wide(here + Mp + k * L) + a[k] * di[k];
       const V<double> old = dr[k];
       dr[k] = real + b[k] * di[k];
@@ -205,14 +200,12 @@ void retreat_block(const Modes& modes, int at, int steps, double* delta, T* g, c
     }
     if (!kTable || (r && ids[r - 1] == ids[r])) continue;
     double* row = table + ids[r] * Np + at;
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k++) {
+    ORTHOKERN_UNROLL for (int k = 0; k < K; k++) {
       store(row + k * L, load(row + k * L) + sum_r[k]), store(row + Mp + k * L, load(row + Mp + k * L) + sum_i[k]);
       sum_r[k] = sum_i[k] = V<double>{};
     }
   }
-#pragma GCC unroll 8
-  for (int k = 0; k < K; k++) store(delta + at + k * L, dr[k]), store(delta + Mp + at + k * L, di[k]);
+  ORTHOKERN_UNROLL for (int k = 0; k < K; k++) store(delta + at + k * L, dr[k]), store(delta + Mp + at + k * L, di[k]);
 }
 template <class T, bool kTable>
 void retreat_over(const Modes& modes, int steps, double* delta, T* g, const int64_t* ids, double* table) {
@@ -237,19 +230,17 @@ inline void step_back(const Modes& modes, double* delta) {
   }
 }
 
-// The sums over a chunk that the coefficients' gradient is made of: re += sum_r Re(delta_r conj(z_{r-1})), im += Im of
-// it. z holds the states before each step.
+// A chunk's part of the gradient of the coefficients: re += sum_r Re(delta_r conj(z_{r-1})), and im its Im. z holds the
+// states before each step.
 template <class T, int K>
 void diagonal_block(const Modes& modes, int at, int steps, const T* delta, const T* z, double* re, double* im) {
   constexpr int L = kLanes<T>;
   const int Mp = modes.Mp, Np = modes.Np;
   V<T> real[K], imag[K];
-#pragma GCC unroll 8
-  for (int k = 0; k < K; k++) real[k] = imag[k] = V<T>{};
+  ORTHOKERN_UNROLL for (int k = 0; k < K; k++) real[k] = imag[k] = V<T>{};
   for (int r = 0; r < steps; r++) {
     const T *d = delta + static_cast<ptrdiff_t>(r) * Np + at, *s = z + static_cast<ptrdiff_t>(r) * Np + at;
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k++) {
+    ORTHOKERN_UNROLL for (int k = 0; k < K; k++) {
       V<T> dr = load(d + k * L), di = load(d + Mp + k * L), zr = load(s + k * L), zi = load(s + Mp + k * L);
       pin(dr), pin(di), pin(zr), pin(zi);
       real[k] += dr * zr;
@@ -258,8 +249,9 @@ void diagonal_block(const Modes& modes, int at, int steps, const T* delta, const
       imag[k] -= dr * zi;
     }
   }
-#pragma GCC unroll 8
-  for (int k = 0; k < K; k++) add_wide<T>(re + at + k * L, real[k]), add_wide<T>(im + at + k * L, imag[k]);
+  ORTHOKERN_UNROLL for (int k = 0; k < K; k++) {
+    add_wide<T>(re + at + k * L, real[k]), add_wide<T>(im + at + k * L, imag[k]);
+  }
 }
 template <class T>
 void diagonal_sums(const Modes& modes, int steps, const T* delta, const T* z, double* re, double* im) {
@@ -304,7 +296,7 @@ inline void read_column(const void* ids, int64_t bytes, int64_t first, int64_t s
   }
 }
 
-// What enters a sequence, in float64 and spread out: the table's rows, or a chunk of features.
+// The inputs of a sequence in float64, [Np] each: rows of the table, or a chunk of features.
 template <class T>
 struct ModalInput {
   const ModalArgs* args;
@@ -338,13 +330,13 @@ struct ModalInput {
   }
 };
 
-// Coefficients and table, spread out once a call.
+// Coefficients and table in float64, converted once per call.
 template <class T>
 struct ModalTables {
   Modes modes;
   Scratch<double> coefficients, table;
   // A whole chunk of one token id: z <- lambda^kSteps z + held[id], held[id] = sum_j lambda^j table[id] over j <
-  // kSteps; [Np], [D][Np]. Null unless there are so many steps that this pays.
+  // kSteps; [Np], [D][Np]. Null if there are too few steps for this to pay.
   Scratch<double> power, held;
 
   bool allocate(const ModalArgs& args) {
@@ -383,7 +375,7 @@ struct ModalTables {
   }
 };
 
-// What a task sums up over its chunks. All zero bytes: empty.
+// A task's sums over its chunks. All zero bytes: empty.
 struct ModalSums {
   Scratch<double> table, re, im, pairs;  // [D][Np], [Mp], [Mp], [P][4]
 
@@ -429,9 +421,9 @@ inline int64_t first_sequence(const ModalArgs& args, int task, int tasks) {
   return b;
 }
 
-// Where a sequence's time is cut into pieces, a task for each. A piece that does not begin its sequence starts from a
-// state that is found first: every piece runs from zero, and the results are joined, one after another, by
-// lambda^steps. The adjoint does the same from the end.
+// The pieces of time that sequences are cut into, one per task. The states before the pieces are computed first: every
+// piece runs from a zero state, and the results are combined in order with lambda^steps. The adjoints are computed in
+// the same way from the end.
 struct Pieces {
   const ModalArgs* args;
   int tasks, cuts;         // cuts: of each sequence; 1: a task takes a range of whole sequences
@@ -439,7 +431,7 @@ struct Pieces {
   Scratch<double> states;  // [B][cuts][Np]: the state before each piece
   Scratch<double> deltas;  // [B][cuts][Np]: the adjoint after it
 
-  // The passes over pieces take about half as much again as one over sequences: worth it where the batch leaves a third
+  // The passes over pieces take about 1.5 times as long as one over sequences, so they pay if the batch leaves a third
   // of the threads idle.
   bool allocate(const ModalArgs& a, const Modes& modes, bool may_cut) {
     args = &a;
@@ -469,7 +461,7 @@ struct Pieces {
     const int64_t end = first_sequence(*args, task + 1, tasks);
     for (int64_t b = first_sequence(*args, task, tasks); b < end; b++) fn(b, 0);
   }
-  // ends -> states, from the first piece's, or deltas, from the last one's zero.
+  // Computes states from ends and the first piece's state, or deltas from ends and zero after the last piece.
   void join(const Modes& modes, bool backward) const {
     for (int64_t b = 0; b < args->B; b++) {
       for (int i = 1; i < cuts; i++) {

@@ -4,10 +4,10 @@
 //   z_t = lambda z_{t-1} + x_t,  logits = C z_t + b,  d_t = c (softmax(logits) - onehot(target)),  g_t = C^T d_t,
 //   delta_t = conj(lambda) delta_{t+1} + g_t,  and the sums of d_t z_t^T, d_t, delta_t (by id), delta_t conj(z_{t-1})
 //
-// A task takes a range of sequences, one after another. Forward, the recurrence alone runs over a sequence and leaves
-// its state before every chunk of kSteps steps; then, chunk by chunk from the end, states are made again, as rows
-// [step][Np] of type T beside the logits [class][step], and everything of the chunk is done with them in the nearest
-// caches. A batch that leaves threads idle is cut in pieces of time: see Pass.
+// A task processes a range of sequences, one after another. First the recurrence alone runs over a sequence and stores
+// the state before every chunk of kSteps steps. Then the chunks are processed from the last to the first: states are
+// computed again, as rows [step][Np] of type T, and logits [class][step], loss and gradients follow while this data is
+// in the nearest caches. A batch that leaves threads idle is cut in pieces of time: see Pass.
 //
 // The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence:
 // readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
@@ -25,8 +25,8 @@ namespace ORTHOKERN_ISA {
 namespace {
 
 constexpr int kClasses = 3;  // of a register tile
-constexpr int kBackSteps =
-    16;  // of a chunk, whose g stays in the first cache until the adjoint has it; a multiple of 4 that divides kSteps
+// Steps of a chunk whose g stays in L1 until the adjoint reads it; a multiple of 4 that divides kSteps.
+constexpr int kBackSteps = 16;
 constexpr int kFlushChunks = 4;                // chunks whose readout gradient is summed in T
 constexpr int kProductClasses = 200;           // kProductClasses^kSteps is a double
 constexpr double kErrorBytes = 256 << 20;      // of d, kept where sequences are cut in pieces
@@ -38,7 +38,7 @@ constexpr int kTileRows = kVectorBytes == 64   ? 8
                           : kVectorBytes == 32 ? 4
                                                : kLanes<T>;
 
-// What a lane of a comparison of T holds.
+// The integers that a comparison of vectors of T yields.
 template <class T>
 struct IdOf {
   typedef int32_t I;
@@ -66,8 +66,7 @@ template <class T, int S>
 ORTHOKERN_INLINE V<T> fold(V<T> a, V<T> b) {
   constexpr int L = kLanes<T>;
   typename Vec<T>::I low, high;
-#pragma GCC unroll 16
-  for (int i = 0; i < L; i++) {
+  ORTHOKERN_UNROLL for (int i = 0; i < L; i++) {
     const int start = i / S * S, o = i % S;
     low[i] = o < S / 2 ? start + o : L + start + o - S / 2;
     high[i] = o < S / 2 ? start + o + S / 2 : L + start + o;
@@ -78,8 +77,7 @@ ORTHOKERN_INLINE V<T> fold(V<T> a, V<T> b) {
 template <class T, int R, int S>
 struct FoldTree {
   static ORTHOKERN_INLINE V<T> run(V<T>* a) {
-#pragma GCC unroll 16
-    for (int i = 0; i < R / 2; i++) a[i] = fold<T, S>(a[i], a[i + R / 2]);
+    ORTHOKERN_UNROLL for (int i = 0; i < R / 2; i++) a[i] = fold<T, S>(a[i], a[i + R / 2]);
     return FoldTree<T, R / 2, S / 2>::run(a);
   }
 };
@@ -93,24 +91,17 @@ template <class T, int CT>
 ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* parts) {
   constexpr int L = kLanes<T>, R = kTileRows<T>;
   V<T> acc[CT][R];
-#pragma GCC unroll 16
-  for (int c = 0; c < CT; c++)
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) acc[c][r] = V<T>{};
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) ORTHOKERN_UNROLL for (int r = 0; r < R; r++) acc[c][r] = V<T>{};
   for (int n = 0; n < Np; n += L) {
     V<T> w[CT];
-#pragma GCC unroll 16
-    for (int c = 0; c < CT; c++) w[c] = load(readout + static_cast<ptrdiff_t>(c) * Np + n), pin(w[c]);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
+    ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) w[c] = load(readout + static_cast<ptrdiff_t>(c) * Np + n), pin(w[c]);
+    ORTHOKERN_UNROLL for (int r = 0; r < R; r++) {
       V<T> s = load(z + static_cast<ptrdiff_t>(r) * Np + n);
       pin(s);
-#pragma GCC unroll 16
-      for (int c = 0; c < CT; c++) acc[c][r] += w[c] * s;
+      ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) acc[c][r] += w[c] * s;
     }
   }
-#pragma GCC unroll 16
-  for (int c = 0; c < CT; c++) parts[c] = FoldTree<T, R, L>::run(acc[c]);
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) parts[c] = FoldTree<T, R, L>::run(acc[c]);
 }
 // logits[c][0 .. L) of L rows, CT classes; rows of logits are kSteps apart.
 template <class T, int CT>
@@ -120,8 +111,7 @@ void logits_of(const T* z, const T* readout, const T* bias, int Np, T* logits) {
   for (int i = 0; i < L / R; i++) logits_tile<T, CT>(z + static_cast<ptrdiff_t>(i) * R * Np, readout, Np, parts[i]);
   typename Vec<T>::I even, odd;
   for (int i = 0; i < L; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
-#pragma GCC unroll 16
-  for (int c = 0; c < CT; c++) {
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) {
     static_assert(L / R <= 2, "a tile's sums are whole or in two lanes");
     const V<T> sum =
         L == R ? parts[0][c]
@@ -135,24 +125,19 @@ template <class T, int CT, int NV>
 void readout_tile(const T* d, const T* z, int steps, int Np, T* gradient) {
   constexpr int L = kLanes<T>;
   V<T> acc[CT][NV];
-#pragma GCC unroll 16
-  for (int c = 0; c < CT; c++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) acc[c][v] = load(gradient + static_cast<ptrdiff_t>(c) * Np + v * L);
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) {
+    ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) acc[c][v] = load(gradient + static_cast<ptrdiff_t>(c) * Np + v * L);
+  }
   for (int r = 0; r < steps; r++) {
-#pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) {
+    ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) {
       V<T> s = load(z + v * L);
       pin(s);
-#pragma GCC unroll 16
-      for (int c = 0; c < CT; c++) acc[c][v] += s * d[c * kSteps + r];
+      ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) acc[c][v] += s * d[c * kSteps + r];
     }
     z += Np;
   }
-#pragma GCC unroll 16
-  for (int c = 0; c < CT; c++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) store(gradient + static_cast<ptrdiff_t>(c) * Np + v * L, acc[c][v]);
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) ORTHOKERN_UNROLL for (int v = 0; v < NV; v++)
+      store(gradient + static_cast<ptrdiff_t>(c) * Np + v * L, acc[c][v]);
 }
 template <class T, int CT>
 void readout_rows(const T* d, const T* z, int steps, int Np, T* gradient) {
@@ -175,24 +160,15 @@ template <class T, int R, int NV>
 void back_tile(const T* d, int C, const T* readout, int Np, T* g) {
   constexpr int L = kLanes<T>;
   V<T> acc[R][NV];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) acc[r][v] = V<T>{};
+  ORTHOKERN_UNROLL for (int r = 0; r < R; r++) ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) acc[r][v] = V<T>{};
   for (int c = 0; c < C; c++) {
     V<T> w[NV];
-#pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) w[v] = load(readout + v * L), pin(w[v]);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-      for (int v = 0; v < NV; v++) acc[r][v] += w[v] * d[r];
+    ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) w[v] = load(readout + v * L), pin(w[v]);
+    ORTHOKERN_UNROLL for (int r = 0; r < R; r++) ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) acc[r][v] += w[v] * d[r];
     d += kSteps, readout += Np;
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NV; v++) store(g + static_cast<ptrdiff_t>(r) * Np + v * L, acc[r][v]);
+  ORTHOKERN_UNROLL for (int r = 0; r < R; r++) ORTHOKERN_UNROLL for (int v = 0; v < NV; v++)
+      store(g + static_cast<ptrdiff_t>(r) * Np + v * L, acc[r][v]);
 }
 // g [steps][Np] = d^T readout, and up to 3 rows more
 template <class T>
@@ -206,9 +182,9 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
-// What a pass over pieces does. Whole sequences take kAll (or kLoss, without gradients) alone. With more pieces, kEnds
-// finds the states between them; kErrors does what the loss asks for, keeps d and finds the adjoints between pieces;
-// kSums makes states and adjoints again for the sums over them.
+// The passes over pieces. Whole sequences need one pass: kAll, or kLoss without gradients. With more pieces, kEnds
+// computes the states between them. kErrors computes the loss, stores d and computes the adjoints between pieces. kSums
+// computes states and adjoints again, and the sums over them.
 enum Pass { kAll, kLoss, kEnds, kErrors, kSums };
 
 template <class T>
@@ -222,7 +198,7 @@ struct Call {
   Pass pass;
 };
 
-// What a task sums up. All zero bytes: empty.
+// The sums of a task. All zero bytes: empty.
 template <class T>
 struct Sums {
   ModalSums modal;
@@ -347,7 +323,7 @@ struct Worker {
     unflushed = 0;
   }
 
-  // A chunk, from the state before it and, but for kLoss, delta after it.
+  // Processes a chunk, given the state before it and, except in kLoss, delta after it.
   void chunk(int64_t b, int64_t t, int steps, const double* before) {
     const Pass pass = call.pass;
     input.take(b, t, steps);
@@ -380,7 +356,7 @@ struct Worker {
     if (args.grad_x) write_rows<T>(modes, g, SequenceRows<T>(static_cast<T*>(args.grad_x), args, b), t, steps);
   }
 
-  // The recurrence alone over chunks first .. last, the state before each one kept.
+  // Runs the recurrence alone over chunks [first, last). With `keep`, stores the state before each of them.
   void run_span(int64_t b, int64_t length, int64_t first, int64_t last, bool keep) {
     for (int64_t i = first; i < last; i++) {
       const int64_t t = i * kSteps;
@@ -393,7 +369,7 @@ struct Worker {
     }
   }
 
-  // Chunks begin .. end of a sequence from the last to the first; state is what comes before them, delta after them.
+  // Processes chunks [begin, end) of a sequence from the last to the first, given state before them, delta after them.
   void backward(int64_t b, int64_t length, int64_t begin, int64_t end) {
     const int64_t span = call.span, count = (end - begin + span - 1) / span;
     for (int64_t s = 0; s < count; s++) {

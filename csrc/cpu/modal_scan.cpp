@@ -1,7 +1,7 @@
 // The states of a linear recurrence in modal coordinates, and its backward: see modal.h. Work is divided over
 // sequences, and over time where there are few of them.
 //
-// Memory traffic bounds it: forward x in, z out; backward dL/dz and z in, grad_x out.
+// Limit: memory traffic. Forward reads x and writes z; backward reads dL/dz and z and writes grad_x.
 #include "cpu/modal.h"
 #include "cpu/parallel.h"
 
@@ -16,7 +16,7 @@ struct Call {
   Pieces pieces;
   ModalSums* sums;  // [tasks] (backward)
   bool backward;
-  bool ends;     // this pass finds the ends of pieces that start from zero
+  bool ends;     // this pass computes the ends of pieces that start from zero
   bool* failed;  // [tasks]
 };
 

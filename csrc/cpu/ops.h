@@ -45,7 +45,7 @@ struct ScanArgs {
   void* ckpt;  // [ceil(T / checkpoint_every), B, N] or null
   void* pre;   // [T, B, N] or null
 
-  // backward: what comes in
+  // backward: inputs
   const void* grad_hs;    // [T, B, N]
   const void* states;     // hs [T, B, N], or ckpt
   const void* saved_pre;  // [T, B, N] or null
@@ -98,7 +98,7 @@ struct GruArgs {
   void* gates;  // [T, B, 3N]
   void* pre;    // [T, B, N]: W_n h_{t-1} + b_n; null for kanai
 
-  // backward: what comes in
+  // backward: inputs
   const void* grad_hs;      // [T, B, N]
   const void* saved_hs;     // [T, B, N]
   const void* saved_gates;  // [T, B, 3N]
@@ -107,7 +107,7 @@ struct GruArgs {
   void* grad_x;            // [T, B, 3N]
   void* factor;            // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
   void* grad_h0;           // [B, N]
-  void* grad_reset_state;  // [B, N] or null; comes in as zeros
+  void* grad_reset_state;  // [B, N] or null; zeros before the call
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
   template <class Visit>
@@ -230,7 +230,7 @@ struct ModalArgs {
   }
 };
 
-// What the spectral-norm projection is made of; see spectral.cpp.
+// The parts of the spectral-norm projection; see spectral.cpp.
 struct SpectralArgs {
   int64_t M, K, S;
   int dtype, threads;

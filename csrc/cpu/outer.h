@@ -22,30 +22,22 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
   constexpr int L = kLanes<T>;
   constexpr int MR = kOuterRows<T>;
   V<T> acc[MR][NV];
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; i++)
-#pragma GCC unroll 16
-    for (int n = 0; n < NV; n++) {
-      acc[i][n] = V<T>{};
-      __builtin_prefetch(c + i * ldc + n * L, 1, 3);  // read after the loop; C exceeds the caches at N = 1000
-    }
+  ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) {
+    acc[i][n] = V<T>{};
+    __builtin_prefetch(c + i * ldc + n * L, 1, 3);  // read after the loop; C exceeds the caches at N = 1000
+  }
   for (int r = 0; r < rows; r++) {
     V<T> x[NV];
-#pragma GCC unroll 16
-    for (int n = 0; n < NV; n++) x[n] = load(h + n * h_block);
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; i++) {
+    ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) x[n] = load(h + n * h_block);
+    ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) {
       const T y = d[i];
-#pragma GCC unroll 16
-      for (int n = 0; n < NV; n++) acc[i][n] += x[n] * y;
+      ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) acc[i][n] += x[n] * y;
     }
     d += L;
     h += L;
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; i++)
-#pragma GCC unroll 16
-    for (int n = 0; n < NV; n++) store(c + i * ldc + n * L, load(c + i * ldc + n * L) + acc[i][n]);
+  ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) ORTHOKERN_UNROLL for (int n = 0; n < NV; n++)
+      store(c + i * ldc + n * L, load(c + i * ldc + n * L) + acc[i][n]);
 }
 
 // d has d_blocks blocks and h has h_blocks blocks; blocks are `block` elements apart, and `rows` rows of each are used.

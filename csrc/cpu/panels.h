@@ -100,30 +100,23 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
   constexpr int L = kLanes<T>;
   constexpr int W = kWidth<T>;
   V<T> acc[MR][NV];
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
-#pragma GCC unroll 2
-    for (int n = 0; n < NV; n++) acc[r][n] = V<T>{};
+  ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) acc[r][n] = V<T>{};
   while (depth > 0) {
     const int count = TRANSPOSED || depth < W ? depth : W;
     if (!TRANSPOSED && depth > W) {
       // The rows of the next panel are far away, and the hardware does not prefetch them. That costs 3 % where A comes
       // from L3.
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; r++) {
+      ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) {
         __builtin_prefetch(a + a_stride + r * W, 0, 3);
         __builtin_prefetch(a + a_stride + r * W + L, 0, 3);
       }
     }
     for (int j = 0; j < count; j++) {
       V<T> w[NV];
-#pragma GCC unroll 2
-      for (int n = 0; n < NV; n++) w[n] = load(b + n * L);
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; r++) {
+      ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) w[n] = load(b + n * L);
+      ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) {
         const T x = TRANSPOSED ? a[j * W + r] : a[r * W + j];
-#pragma GCC unroll 2
-        for (int n = 0; n < NV; n++) acc[r][n] += w[n] * x;
+        ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) acc[r][n] += w[n] * x;
       }
       b += W;
     }
@@ -131,16 +124,11 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
     depth -= count;
   }
   if (add) {
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 2
-      for (int n = 0; n < NV; n++)
+    ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int n = 0; n < NV; n++)
         store(out + r * out_row + n * L, load(add + r * add_row + n * L) + alpha * acc[r][n]);
   } else {
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 2
-      for (int n = 0; n < NV; n++) store(out + r * out_row + n * L, alpha * acc[r][n]);
+    ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int n = 0; n < NV; n++)
+        store(out + r * out_row + n * L, alpha * acc[r][n]);
   }
 }
 
@@ -227,8 +215,7 @@ template <class T>
 ORTHOKERN_INLINE V<T> gather_pieces(const T* from, ptrdiff_t step) {
 #if defined(__AVX512F__)
   __m128 p[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) memcpy(&p[i], from + i * step, sizeof p[i]);
+  ORTHOKERN_UNROLL for (int i = 0; i < 4; i++) memcpy(&p[i], from + i * step, sizeof p[i]);
   __m512 v = _mm512_castps128_ps512(p[0]);
   v = _mm512_insertf32x4(v, p[1], 1);
   v = _mm512_insertf32x4(v, p[2], 2);
@@ -254,8 +241,7 @@ ORTHOKERN_INLINE void interleave(V<T>& a, V<T>& b, int unit) {
   constexpr int L = kLanes<T>;
   constexpr int P = 16 / sizeof(T);  // elements of a piece
   typename Vec<T>::I low, high;
-#pragma GCC unroll 16
-  for (int i = 0; i < L; i++) {
+  ORTHOKERN_UNROLL for (int i = 0; i < L; i++) {
     const int piece = i / P * P, at = i % P, from_b = at / unit % 2;
     low[i] = piece + at / (2 * unit) * unit + at % unit + from_b * L;
     high[i] = low[i] + P / 2;
@@ -271,10 +257,8 @@ template <class T>
 ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[kLanes<T>]) {
   constexpr int L = kLanes<T>;
   constexpr int P = 16 / sizeof(T);
-#pragma GCC unroll 16
-  for (int c = 0; c < L; c += P) {
-#pragma GCC unroll 4
-    for (int i = 0; i < P; i++) v[c + i] = gather_pieces(from + i * step + c, P * step);
+  ORTHOKERN_UNROLL for (int c = 0; c < L; c += P) {
+    ORTHOKERN_UNROLL for (int i = 0; i < P; i++) v[c + i] = gather_pieces(from + i * step + c, P * step);
     interleave<T>(v[c], v[c + 1], 1);
     if (P == 2) continue;
     V<T>&v1 = v[c + 1], &v2 = v[c + P - 2], &v3 = v[c + P - 1];
@@ -304,8 +288,7 @@ inline void pack_transposed(const T* source, ptrdiff_t ld, int row0, int rows, i
       for (; k + L <= depth; k += L) {
         V<T> v[L];
         load_transposed<T>(from + k, ld, v);
-#pragma GCC unroll 16
-        for (int i = 0; i < L; i++) store(out + (k + i) * W, v[i]);
+        ORTHOKERN_UNROLL for (int i = 0; i < L; i++) store(out + (k + i) * W, v[i]);
       }
     }
     for (; k < depth; k++)
@@ -320,13 +303,11 @@ ORTHOKERN_INLINE T* block_at(const Panels<T>& a, int i, int j) {
 }
 template <class T>
 ORTHOKERN_INLINE void load_block(const T* from, V<T> (&v)[kLanes<T>]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes<T>; i++) v[i] = load(from + i * kWidth<T>);
+  ORTHOKERN_UNROLL for (int i = 0; i < kLanes<T>; i++) v[i] = load(from + i * kWidth<T>);
 }
 template <class T>
 ORTHOKERN_INLINE void store_block(T* to, const V<T> (&v)[kLanes<T>]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes<T>; i++) store(to + i * kWidth<T>, v[i]);
+  ORTHOKERN_UNROLL for (int i = 0; i < kLanes<T>; i++) store(to + i * kWidth<T>, v[i]);
 }
 
 }  // namespace ORTHOKERN_ISA

@@ -15,4 +15,22 @@ constexpr size_t kLargeScratch = 2 << 20;
 void* large_scratch(size_t* bytes);  // *bytes becomes the allocated size
 void free_large_scratch(void* memory, size_t bytes);
 
+// Gives each of plan->threads tasks about the same number of steps, summed over its rows of the batch: task i gets the
+// rows [begin[i], begin[i + 1]). A task may get no rows, where neighbouring sequences have very different lengths.
+template <class Plan>
+bool share_rows(Plan* plan) {
+  const int64_t tasks = plan->threads;
+  if (!plan->begin.allocate(tasks + 1)) return false;
+  int64_t total = 0, taken = 0;
+  for (int b = 0; b < plan->B; b++) total += plan->length(b);
+  int b = 0;
+  for (int64_t task = 1; task < tasks; task++) {
+    // a row on the boundary goes to the side that has more of its steps
+    while (b < plan->B && (2 * taken + plan->length(b)) * tasks < 2 * total * task) taken += plan->length(b++);
+    plan->begin[task] = b;
+  }
+  plan->begin[tasks] = plan->B;
+  return true;
+}
+
 }  // namespace orthokern

@@ -123,9 +123,10 @@ bool backward_replica(const ScanArgs& args) {
   return ok && !call.failed;
 }
 
-template <class P>
-void advance(P*& pointer, int64_t bytes) {
-  if (pointer) pointer = reinterpret_cast<P*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
+// Moves pointers by this many bytes, except for null pointers.
+template <class... P>
+void advance(int64_t bytes, P*&... pointers) {
+  ((pointers = pointers ? reinterpret_cast<P*>(reinterpret_cast<uintptr_t>(pointers) + bytes) : nullptr), ...);
 }
 
 // The arguments of replica r alone.
@@ -137,33 +138,21 @@ ScanArgs replica(const ScanArgs& all, int64_t r) {
   one.step_rows = all.R * B;
   one.x_step_rows = all.shared_x ? B : one.step_rows;
   if (!all.shared_x) {
-    advance(one.x, size * B * inputs);
-    advance(one.tokens, r * B * static_cast<int64_t>(sizeof(int64_t)));
+    advance(size * B * inputs, one.x);
+    advance(r * B * static_cast<int64_t>(sizeof(int64_t)), one.tokens);
   }
-  advance(one.lengths, r * B * static_cast<int64_t>(sizeof(int64_t)));
-  advance(one.first, size * N * columns);
-  advance(one.scale, size * columns);
-  advance(one.second, size * N * columns);
-  advance(one.weight, size * N * D);
-  advance(one.bias, size * N);
-  advance(one.act_param, size * all.act_param_size);
-  advance(one.resets, r * B);
-  advance(one.h0, size * B * N);
-  advance(one.reset_state, size * B * N);
-  advance(one.hs, size * B * N);
-  advance(one.ckpt, size * B * N);
-  advance(one.pre, size * B * N);
-  advance(one.grad_hs, size * B * N);
-  advance(one.states, size * B * N);
-  advance(one.saved_pre, size * B * N);
-  advance(one.grad_h0, size * B * N);
-  advance(one.grad_reset_state, size * B * N);
-  advance(one.grad_x, size * B * inputs);
-  advance(one.grad_map, size * N * N);
-  advance(one.grad_weight, size * N * D);
-  advance(one.grad_bias, size * N);
-  advance(one.grad_act_param, size * all.act_param_size);
-  advance(one.grad_norm, size * all.T);
+  advance(r * B * static_cast<int64_t>(sizeof(int64_t)), one.lengths);
+  advance(r * B, one.resets);
+  advance(size * columns, one.scale);
+  advance(size * N, one.bias, one.grad_bias);
+  advance(size * N * columns, one.first, one.second);
+  advance(size * N * N, one.grad_map);
+  advance(size * N * D, one.weight, one.grad_weight);
+  advance(size * B * N, one.h0, one.reset_state, one.hs, one.ckpt, one.pre, one.grad_hs, one.states, one.saved_pre,
+          one.grad_h0, one.grad_reset_state);
+  advance(size * B * inputs, one.grad_x);
+  advance(size * all.act_param_size, one.act_param, one.grad_act_param);
+  advance(size * all.T, one.grad_norm);
   return one;
 }
 

@@ -21,7 +21,7 @@ struct ScanPlan {
   bool stream;  // write results with streaming stores
   int threads;
   T clip;              // of delta, infinite without one
-  Scratch<int> begin;  // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
+  Scratch<int> begin;  // [threads + 1], see share_rows
   Packed<T> first;     // forward, factored: [N, K] V diag(s)
   Packed<T> second;    // forward: [K or N (+ X), N] U^T or W^T, W_in^T, b
   Packed<T> first_t;   // backward, factored: [N, K] U diag(s)
@@ -64,24 +64,6 @@ void pack_task(void* context, int task) {
     j.to->fill(panels * task / jobs.parts, panels * (task + 1) / jobs.parts, j.row0, j.rows, j.source, j.row_stride,
                j.col_stride, j.scale);
   }
-}
-
-// Gives each task about the same number of steps, summed over its rows. A task may get no rows, where neighbouring
-// sequences have very different lengths.
-template <class T>
-bool share_rows(ScanPlan<T>* plan) {
-  const int64_t tasks = plan->threads;
-  if (!plan->begin.allocate(tasks + 1)) return false;
-  int64_t total = 0, taken = 0;
-  for (int b = 0; b < plan->B; b++) total += plan->length(b);
-  int b = 0;
-  for (int64_t task = 1; task < tasks; task++) {
-    // a row on the boundary goes to the side that has more of its steps
-    while (b < plan->B && (2 * taken + plan->length(b)) * tasks < 2 * total * task) taken += plan->length(b++);
-    plan->begin[task] = b;
-  }
-  plan->begin[tasks] = plan->B;
-  return true;
 }
 
 // The sizes, and how the results are written.

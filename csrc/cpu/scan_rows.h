@@ -142,8 +142,8 @@ struct ScanRows {
   template <class A>
   void step(int64_t t, T* h_out, T* pre_out, bool stream) {
     const int N = plan.N, R_t = active[t];
-    // Before the product, rows that reset are overwritten. With `stream` their h_{t-1} is still to be written, which
-    // is done behind the product, whose transfers write what the state has.
+    // Rows that reset are overwritten before the product. With `stream`, their h_{t-1} has not been written yet, and
+    // the product's transfers write the overwritten rows. So h_{t-1} is kept, and written after the product.
     const uint8_t* const flags = resets_at(t);
     const bool behind = flags && h_out && stream && t > 0;
     if (flags) {
@@ -174,7 +174,7 @@ struct ScanRows {
     multiply<T>(segments, plan.X ? 2 : 1, plan.second, R_t, out, block, &during_last,
                 [&](int first, int last) { activate_blocks<A>(first, last, R_t, has_e, out, h_out, pre_out, stream); });
     if (behind) {
-      stream_fence();  // ordinary stores must not be overtaken by the streaming ones to the same place
+      stream_fence();  // the streaming stores to the same place come first
       T* h_before = h_out - static_cast<ptrdiff_t>(args.step_rows) * N;
       for (int r = 0; r < R_t; r++)
         if (resets(flags, r, t))

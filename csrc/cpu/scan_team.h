@@ -2,10 +2,10 @@
 // share the columns of every product. One sequence at N = 1000 is bound by the 4 MB of weights that a step reads, of
 // which each core then reads its part, from its own cache if the part fits there.
 //
-// A product is a phase, cut into as many parts as there are threads. A thread first takes the part with its own number,
-// which keeps that part of the weights in its cache, and then any part that no thread has taken. So a phase ends even
-// if some threads have not started, and nobody waits for a thread that does not run. An element of a result is the
-// same chain of multiply-adds whoever computes it.
+// A product is a phase, divided into as many parts as there are threads. A thread first takes the part with its own
+// number, whose weights are in its cache, and then any part that no thread has taken. So a phase ends even if some
+// threads have not started, and no thread waits for one that does not run. An element of a result is the same chain of
+// multiply-adds on every thread.
 //
 // A thread that is preempted within its part delays the others until the scheduler returns to it, and where other
 // processes use the cores that may happen in every step. So the first thread that waits much longer than its own part
@@ -20,10 +20,10 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
-constexpr int64_t kTeamBytes = 256 << 10;   // of one product's weights, from which sharing them pays
+constexpr int64_t kTeamBytes = 256 << 10;   // least size of one product's weights
 constexpr int kTeamMost = 64;               // threads
-constexpr int kTeamSpins = 2000;            // looks at the counter before the processor is given to another thread
-constexpr int64_t kTeamPatience = 8;        // times as long as its own part that a thread waits, and at least
+constexpr int kTeamSpins = 2000;            // reads of the counter before sched_yield
+constexpr int64_t kTeamPatience = 8;        // a thread waits this many times as long as its own part took, and at least
 constexpr int64_t kTeamLeastWait = 500000;  // ns
 
 inline int64_t team_clock() {  // ns
@@ -50,7 +50,7 @@ struct Team {
     return __atomic_compare_exchange_n(&taken[part].value, &expected, phase + 1, false, __ATOMIC_ACQ_REL,
                                        __ATOMIC_RELAXED);
   }
-  // Until all parts of the phases before this one are computed. `part_time`: of this thread's last part, in ns.
+  // Waits until all parts of earlier phases are computed. part_time: ns that this thread's last part took.
   void wait(int64_t phase, int task, int64_t part_time) {
     int64_t since = 0;
     for (int spins = 0; __atomic_load_n(&done.value, __ATOMIC_ACQUIRE) < phase * threads; spins++) {

@@ -14,47 +14,18 @@
 
 namespace orthokern {
 
-#define ORTHOKERN_DECLARE(isa)                                  \
-  namespace isa {                                               \
-  bool factored_scan_fwd(const ScanArgs&);                      \
-  bool factored_scan_bwd(const ScanArgs&);                      \
-  bool dense_scan_fwd(const ScanArgs&);                         \
-  bool dense_scan_bwd(const ScanArgs&);                         \
-  bool gru_scan_fwd(const GruArgs&);                            \
-  bool gru_scan_bwd(const GruArgs&);                            \
-  bool activation_fwd(const ActivationArgs&);                   \
-  bool activation_bwd(const ActivationArgs&);                   \
-  bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&); \
-  bool modal_scan_fwd(const ModalArgs&);                        \
-  bool modal_scan_bwd(const ModalArgs&);                        \
-  bool modal_cross_entropy_fwd(const ModalArgs&);               \
-  bool cayley(const CayleyArgs&);                               \
-  bool gram(const SpectralArgs&);                               \
-  bool is_definite(const SpectralArgs&);                        \
-  bool distance(const SpectralArgs&);                           \
-  bool wide_product(const SpectralArgs&);                       \
-  bool subtract_product(const SpectralArgs&);                   \
+#define ORTHOKERN_DECLARE_KERNEL(name, Args, fields) bool name(const Args&);
+#define ORTHOKERN_DECLARE(isa)                    \
+  namespace isa {                                 \
+  ORTHOKERN_CPU_KERNELS(ORTHOKERN_DECLARE_KERNEL) \
   }
-#define ORTHOKERN_TABLE(isa)      \
-  {#isa,                          \
-   isa::factored_scan_fwd,        \
-   isa::factored_scan_bwd,        \
-   isa::dense_scan_fwd,           \
-   isa::dense_scan_bwd,           \
-   isa::gru_scan_fwd,             \
-   isa::gru_scan_bwd,             \
-   isa::activation_fwd,           \
-   isa::activation_bwd,           \
-   isa::linear_cross_entropy_fwd, \
-   isa::modal_scan_fwd,           \
-   isa::modal_scan_bwd,           \
-   isa::modal_cross_entropy_fwd,  \
-   isa::cayley,                   \
-   isa::gram,                     \
-   isa::is_definite,              \
-   isa::distance,                 \
-   isa::wide_product,             \
-   isa::subtract_product}
+#define ORTHOKERN_KERNEL(name, Args, fields) name,
+// The names are looked up in the namespace of the instruction set.
+#define ORTHOKERN_TABLE(isa)                                          \
+  [] {                                                                \
+    using namespace isa;                                              \
+    return CpuKernels{#isa, ORTHOKERN_CPU_KERNELS(ORTHOKERN_KERNEL)}; \
+  }()
 
 ORTHOKERN_DECLARE(baseline)
 #if ORTHOKERN_HAVE_AVX2

@@ -25,6 +25,8 @@
 #endif
 
 #define ORTHOKERN_INLINE inline __attribute__((always_inline))
+// In front of a loop of at most 16 rounds, a number that is known when the file is compiled.
+#define ORTHOKERN_UNROLL _Pragma("GCC unroll 16")
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {

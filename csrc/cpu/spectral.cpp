@@ -3,8 +3,8 @@
 //
 // The first two use panels (panels.h) and half the operations of a general product, M K^2 and K^3 / 3.
 //
-//     W^T W:      block (p, i) = (columns of panel p)^T . panel i, for p <= i. The blocks below the diagonal are
-//     copied. Cholesky:   A = R^T R by rows of blocks of W x W, left-looking, in the upper half only:
+//     W^T W:      block (p, i) = (columns of panel p)^T . panel i, for p <= i. Blocks below the diagonal are copied.
+//     Cholesky:   A = R^T R by rows of blocks of W x W, left-looking, in the upper half only:
 //                     R(p, p)^T R(p, p) = A(p, p) - R(<p, p)^T R(<p, p)        one thread
 //                     R(p, i) = R(p, p)^-T (A(p, i) - R(<p, p)^T R(<p, i))     p < i, divided among threads
 //                 In exact arithmetic it exists if and only if A is positive definite. In floating point every R(p, i)
@@ -96,8 +96,7 @@ bool gram_of(const SpectralArgs& args) {
       }
       V<T> v[L];
       load_transposed<T>(from, K, v);
-#pragma GCC unroll 16
-      for (int r = 0; r < L; r++) store(to + static_cast<ptrdiff_t>(r) * K, v[r]);
+      ORTHOKERN_UNROLL for (int r = 0; r < L; r++) store(to + static_cast<ptrdiff_t>(r) * K, v[r]);
     }
   });
   return true;
@@ -188,8 +187,7 @@ void squares_of_rows(const T* a, const T* b, int rows, int K, double* sums) {
     V<T> acc[4] = {};
     int k = 0;
     for (; k + 4 * L <= K; k += 4 * L) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
+      ORTHOKERN_UNROLL for (int i = 0; i < 4; i++) {
         const V<T> d = b ? load(a + k + i * L) - load(b + k + i * L) : load(a + k + i * L);
         acc[i] += d * d;
       }
@@ -265,8 +263,7 @@ void image_of(const SpectralArgs& args) {
       V<double> acc[kPassBlock] = {};
       for (int i = 0; i < whole; i += L) {
         const V<double> x = load(v + i);
-#pragma GCC unroll 4
-        for (int r = 0; r < kPassBlock; r++) acc[r] += load(block[r] + i) * x;
+        ORTHOKERN_UNROLL for (int r = 0; r < kPassBlock; r++) acc[r] += load(block[r] + i) * x;
       }
       for (int r = 0; r < rows; r++) {
         double sum = 0;
@@ -292,8 +289,7 @@ void subtract_of(const SpectralArgs& args) {
       for (int r = 0; r < kPassBlock; r++) f[r] = r < rows ? args.image[static_cast<ptrdiff_t>(row + r) * S + q] : 0.0;
       for (int i = 0; i < whole; i += L) {
         const V<double> x = load(v + i);
-#pragma GCC unroll 4
-        for (int r = 0; r < kPassBlock; r++) store(block[r] + i, load(block[r] + i) - f[r] * x);
+        ORTHOKERN_UNROLL for (int r = 0; r < kPassBlock; r++) store(block[r] + i, load(block[r] + i) - f[r] * x);
       }
       for (int r = 0; r < rows; r++)
         for (int i = whole; i < columns; i++) block[r][i] -= f[r] * v[i];

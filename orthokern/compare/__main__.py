@@ -99,9 +99,8 @@ _ONLY_SIZES = ("cell", "input", "hidden", "layers", "bidirectional", "batch_firs
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.compare", description=DESCRIPTION.strip())
     what = parser.add_argument_group("model and inputs")
-    what.add_argument(
-        "--module", metavar="PACKAGE.MODULE:FACTORY", type=str, help="a function that returns the model, see above"
-    )
+    text = "a function that returns the model, see above"
+    what.add_argument("--module", metavar="PACKAGE.MODULE:FACTORY", type=str, help=text)
     what.add_argument("--cell", type=one_of("cell", ("rnn", "gru")), help="rnn or gru (rnn)")
     what.add_argument("--input", type=integer(1), metavar="D", help="features of the input (64)")
     what.add_argument("--hidden", type=integer(1), metavar="N", help="hidden units (128)")
@@ -113,15 +112,11 @@ def _parser() -> Parser:
     what.add_argument("--batch", type=integer(1), metavar="B", help="sequences (32)")
     what.add_argument("--time", type=integer(1), metavar="T", help="time steps (200)")
     how = parser.add_argument_group("execution")
-    how.add_argument(
-        "--dtype", type=one_of("dtype", ("float32", "float64")), help="float32 or float64 (default: dtype of the model)"
-    )
+    text = "float32 or float64 (default: dtype of the model)"
+    how.add_argument("--dtype", type=one_of("dtype", ("float32", "float64")), help=text)
     how.add_argument("--device", type=device, help="cpu, cuda, cuda:0, ... (default: device of the model)")
-    how.add_argument(
-        "--backend",
-        type=one_of("backend", ("auto", *dispatch.BACKENDS)),
-        help="backend of the orthokern modules (auto)",
-    )
+    kind = one_of("backend", ("auto", *dispatch.BACKENDS))
+    how.add_argument("--backend", type=kind, help="backend of the orthokern modules (auto)")
     how.add_argument("--rounds", type=integer(1, 100_000), help="number of timed rounds of each model (11)")
     how.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: set by torch)")
     how.add_argument("--seed", type=integer(0), help="seed of weights, inputs and cotangents (0)")

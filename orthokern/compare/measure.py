@@ -400,16 +400,12 @@ def _backends(conversion: Conversion) -> tuple[str, ...]:
         module: Any = conversion.module.get_submodule(each.name)
         op, sizes = module._op()
         weight = module.weight_hh_l0
-        call = {"device": weight.device, "dtype": weight.dtype, **sizes}
-        chosen = dispatch.choose(op, module.backend, **call)
+        call = dispatch.Call(weight.device, weight.dtype, sizes)
+        chosen = dispatch.choose(op, module.backend, call)
         asked = dispatch.requested(module.backend)
         if asked == "auto":
             before = dispatch.AUTO_ORDER[: dispatch.AUTO_ORDER.index(chosen)]
-            facts = dict(sizes)
-            reasons = [
-                f"{name}: {' and '.join(dispatch.reasons(op, name, dispatch.Call(weight.device, weight.dtype, facts)))}"
-                for name in before
-            ]
+            reasons = [f"{name}: {' and '.join(dispatch.reasons(op, name, call))}" for name in before]
             why = "; ".join(reasons) or "the first in the order of auto"
         else:
             why = "asked for"

@@ -11,16 +11,7 @@ from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions
 from orthokern.cpu._call import Prepared, call, new
 
 # ScanGradients, as ScanArgs names them
-_RESULTS = (
-    "grad_x",
-    "grad_map",
-    "grad_h0",
-    "grad_weight",
-    "grad_bias",
-    "grad_act_param",
-    "grad_reset_state",
-    "grad_norm",
-)
+_NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
 
 
 def _arguments(
@@ -31,18 +22,13 @@ def _arguments(
     first, scale, second = map_
     *replicas, B, N = h0.shape
     tokens = x is not None and not x.is_floating_point()
+    K, D, size = (0 if tensor is None else tensor.shape[-1] for tensor in (first, weight, act_param))
     sizes = {
-        "B": B,
-        "T": steps,
-        "N": N,
-        "K": 0 if first is None else first.shape[-1],
-        "D": 0 if weight is None else weight.shape[-1],
-        "R": replicas[0] if replicas else 1,
+        "B": B, "T": steps, "N": N, "K": K, "D": D, "R": replicas[0] if replicas else 1,
         "shared_x": int(bool(replicas) and x is not None and x.ndim == (2 if tokens else 3)),
-        "activation": ACTIVATIONS[options.activation].number,
-        "act_param_size": 0 if act_param is None else act_param.shape[-1],
+        "activation": ACTIVATIONS[options.activation].number, "act_param_size": size,
         "checkpoint_every": options.checkpoint_every,
-    }
+    }  # fmt: skip
     tensors = {
         "first": first, "scale": scale, "second": second, "x": None if tokens else x, "tokens": x if tokens else None,
         "h0": h0, "weight": weight, "bias": bias, "act_param": act_param, "reset_state": reset_state,
@@ -100,6 +86,6 @@ def scan_bwd(
     )
     sizes["message_clip"] = options.message_clip
     tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
-    tensors |= zip(_RESULTS, grads, strict=True)
+    tensors |= {f"grad_{name}": grad for name, grad in zip(_NAMES, grads, strict=True)}
     call("dense_scan_bwd" if map_.first is None else "factored_scan_bwd", dtype, sizes, tensors)
     return grads

@@ -13,14 +13,9 @@ def modal_arguments(inputs: ModalInputs, T: int) -> tuple[dict[str, float], dict
     """Sizes and tensors that all modal kernels take. Ids go as bytes beside their width."""
     table, pairs = inputs.table, inputs.pairs
     ids = inputs.x if table is not None else None
-    sizes: dict[str, float] = {
-        "B": inputs.z0.shape[0],
-        "T": T,
-        "M": inputs.re.shape[0],
-        "D": 0 if table is None else table.shape[0],
-        "P": 0 if pairs is None else pairs.shape[0],
-        "id_bytes": 0 if ids is None else ids.element_size(),
-    }
+    D, P = 0 if table is None else table.shape[0], 0 if pairs is None else pairs.shape[0]
+    sizes: dict[str, float] = {"B": inputs.z0.shape[0], "T": T, "M": inputs.re.shape[0], "D": D, "P": P}
+    sizes["id_bytes"] = 0 if ids is None else ids.element_size()
     own = {"x": inputs.x if table is None else None, "ids": None if ids is None else ids.view(torch.uint8)}
     return sizes, {**inputs._asdict(), **own}
 

@@ -8,25 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._modal_chunks import Kernels, run_scan_bwd, run_scan_fwd
+from orthokern._modal_chunks import Adjoints, Inside, Kernels, Steps, run_scan_bwd, run_scan_fwd
 from orthokern._scan_contract import ModalGradients, ModalInputs
 from orthokern.cuda import _call as native
 from orthokern.cuda._call import DTYPES
 
 
-def _sizes(T: int, B: int, M: int, chunk: int, first: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {"dtype": DTYPES[dtype], "T": T, "B": B, "M": M, "chunk": chunk, "first": first}
+def _call(name: str, steps: Steps, T: int, sizes: dict[str, int], tensors: dict[str, Tensor | None]) -> None:
+    """Launch for T of the steps."""
+    re, im, lengths, B, chunk, first = steps
+    sizes = {"T": T, "B": B, "M": re.shape[0], "chunk": chunk, "first": first, **sizes}
+    native.call(name, re.device, sizes, {"re": re, "im": im, "lengths": lengths, **tensors})
 
 
 def _forward(
-    x: Tensor, re: Tensor, im: Tensor, table: Tensor | None, state: Tensor | None, z: Tensor | None,
-    end: Tensor | None, lengths: Tensor | None, B: int, chunk: int, first: int,
-) -> None:  # fmt: skip
-    sizes = _sizes(x.shape[0], B, re.shape[0], chunk, first, x.dtype if table is None else table.dtype)
-    sizes |= {"D": 0 if table is None else table.shape[0], "id_bytes": x.element_size()}
-    tensors = {"re": re, "im": im, "lengths": lengths, "table": table, "state": state, "z": z, "end": end}
-    tensors |= {"x": x, "ids": None} if table is None else {"x": None, "ids": x}
-    native.call("modal_forward", re.device, sizes, tensors)
+    steps: Steps, x: Tensor, table: Tensor | None, state: Tensor | None, z: Tensor | None, end: Tensor | None
+) -> None:
+    dtype = x.dtype if table is None else table.dtype
+    sizes = {"dtype": DTYPES[dtype], "D": 0 if table is None else table.shape[0], "id_bytes": x.element_size()}
+    inputs = {"x": x, "ids": None} if table is None else {"x": None, "ids": x}
+    _call("modal_forward", steps, len(x), sizes, {"table": table, "state": state, "z": z, "end": end, **inputs})
 
 
 def _join(re: Tensor, im: Tensor, entering: Tensor, end: Tensor, chunk: int, backward: bool) -> Tensor:
@@ -37,33 +38,21 @@ def _join(re: Tensor, im: Tensor, entering: Tensor, end: Tensor, chunk: int, bac
     return state
 
 
-def _backward(
-    g: Tensor, z: Tensor | None, before: Tensor | None, ids: Tensor | None, re: Tensor, im: Tensor,
-    carry: Tensor | None, delta: Tensor | None, table: Tensor | None, sums: Tensor | None, end: Tensor,
-    lengths: Tensor | None, chunk: int, first: int,
-) -> None:  # fmt: skip
-    (T, B, _), M = g.shape, re.shape[0]
-    sizes = _sizes(T, B, M, chunk, first, g.dtype)
-    sizes |= {"D": 0 if table is None else table.shape[1], "id_bytes": 0 if ids is None else ids.element_size()}
+def _backward(steps: Steps, inside: Inside, carry: Tensor | None, results: Adjoints) -> None:
+    (g, z, before, ids), (end, delta, table, sums) = inside, results
+    D, id_bytes = 0 if table is None else table.shape[1], 0 if ids is None else ids.element_size()
+    sizes = {"dtype": DTYPES[g.dtype], "D": D, "id_bytes": id_bytes}
+    tensors = {"ids": ids, "state": carry, "g": g, "states": z, "before": before}
+    tensors |= {"table_sums": table, "sums": sums, "end": end}
     narrow = delta is None or delta.dtype == g.dtype
-    tensors = {
-        "re": re, "im": im, "lengths": lengths, "ids": ids, "state": carry, "g": g, "states": z, "before": before,
-        "delta": delta if narrow else None, "wide": None if narrow else delta, "table_sums": table, "sums": sums,
-        "end": end,
-    }  # fmt: skip
-    native.call("modal_backward", re.device, sizes, tensors)
+    tensors |= {"delta": delta, "wide": None} if narrow else {"delta": None, "wide": delta}
+    _call("modal_backward", steps, len(g), sizes, tensors)
 
 
-def _pairs(
-    g: Tensor, z: Tensor, before: Tensor, pairs: Tensor, re: Tensor, im: Tensor, carry: Tensor, sums: Tensor,
-    lengths: Tensor | None, chunk: int, first: int,
-) -> None:  # fmt: skip
-    (T, B, _), M = g.shape, re.shape[0]
-    tensors = {
-        "re": re, "im": im, "lengths": lengths, "state": carry, "g": g, "states": z, "before": before, "pairs": pairs,
-        "sums": sums,
-    }  # fmt: skip
-    native.call("modal_pairs", re.device, _sizes(T, B, M, chunk, first, g.dtype) | {"P": pairs.shape[0]}, tensors)
+def _pairs(steps: Steps, inside: Inside, pairs: Tensor, carry: Tensor, sums: Tensor) -> None:
+    g, z, before, _ = inside
+    tensors = {"state": carry, "g": g, "states": z, "before": before, "pairs": pairs, "sums": sums}
+    _call("modal_pairs", steps, len(g), {"dtype": DTYPES[g.dtype], "P": pairs.shape[0]}, tensors)
 
 
 def _by_id(rows: Tensor, ids: Tensor, D: int) -> Tensor:

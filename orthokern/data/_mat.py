@@ -114,11 +114,7 @@ def _matrix(element: bytes, order: str) -> tuple[str, int, tuple[tuple[int, ...]
 
 
 def _cells(
-    path: Path,
-    name: str,
-    array_class: int,
-    values: tuple[tuple[int, ...], list[tuple[int, bytes]]],
-    order: str,
+    path: Path, name: str, array_class: int, values: tuple[tuple[int, ...], list[tuple[int, bytes]]], order: str
 ) -> list[np.ndarray]:
     dimensions, elements = values
     if array_class != _CELL_CLASS:

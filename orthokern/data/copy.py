@@ -56,12 +56,7 @@ class CopyTask(Generator):
     """
 
     def __init__(
-        self,
-        T: int,
-        symbols: int = 8,
-        recall: int = 10,
-        layout: str = "arjovsky",
-        dtype: torch.dtype = torch.int64,
+        self, T: int, symbols: int = 8, recall: int = 10, layout: str = "arjovsky", dtype: torch.dtype = torch.int64
     ) -> None:
         self.T = integer("T", T)
         self.symbols = integer("symbols", symbols)

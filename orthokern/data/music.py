@@ -199,15 +199,9 @@ class RollWindows:
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in types that a checkpoint may contain: tensors and integers."""
-        return {
-            "generator": self._drawn_from.clone(),
-            "drawn": len(self._order) > 0,
-            "next": self._next,
-            "pieces": self._pieces.clone(),
-            "begin": self._begin.clone(),
-            "steps": self.steps,
-            "total": self.rolls.predictions,
-        }
+        state = {"generator": self._drawn_from.clone(), "drawn": len(self._order) > 0, "next": self._next}
+        state |= {"pieces": self._pieces.clone(), "begin": self._begin.clone()}
+        return state | {"steps": self.steps, "total": self.rolls.predictions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state returned by `state_dict` of an iterator over the same pieces.

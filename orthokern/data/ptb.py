@@ -236,14 +236,8 @@ class SentenceBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in types that a checkpoint may contain: the generator state as a uint8 tensor, and integers."""
-        return {
-            "generator": self._drawn_from.clone(),
-            "epoch": self.epoch,
-            "position": self.position,
-            "sentences": len(self.sentences),
-            "batch": self.batch,
-            "bucket": self.bucket,
-        }
+        state = {"generator": self._drawn_from.clone(), "epoch": self.epoch, "position": self.position}
+        return state | {"sentences": len(self.sentences), "batch": self.batch, "bucket": self.bucket}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state returned by `state_dict` of an iterator over the same sentences.

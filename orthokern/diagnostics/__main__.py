@@ -63,54 +63,27 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.diagnostics", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run")
     group = parser.add_argument_group("what to draw")
-    group.add_argument(
-        "--figure",
-        type=one_of("figure", (*FIGURES, "all", "none")),
-        metavar="NAME",
-        help=f"{', '.join(FIGURES)}; all: every figure that the records have data for; none: only the table "
-        "(default all)",
+    kind = one_of("figure", (*FIGURES, "all", "none"))
+    text = f"{', '.join(FIGURES)}; all: every figure that the records have data for; none: only the table (default all)"
+    group.add_argument("--figure", type=kind, metavar="NAME", help=text)
+    text = (
+        "numbers to draw as curves, by their names in the records, with a dot before a part: loss, accuracy, "
+        "held_out_accuracy, grad_norm, spectral_radius, spectrum.max, ... (default: loss, accuracy, held-out numbers)"
     )
-    group.add_argument(
-        "--quantity",
-        type=_names,
-        metavar="NAME[,...]",
-        help="numbers to draw as curves, by their names in the records, with a dot before a part: loss, accuracy, "
-        "held_out_accuracy, grad_norm, spectral_radius, spectrum.max, ... (default: loss, accuracy, held-out numbers)",
-    )
-    group.add_argument(
-        "--panel", metavar="SETTING", help="curves: one panel for each value of this setting (default: one panel)"
-    )
-    group.add_argument(
-        "--legend",
-        type=_names,
-        metavar="SETTING[,...]",
-        help="settings that label the runs (default: those in which the runs differ, as many as needed)",
-    )
-    group.add_argument(
-        "--x",
-        type=one_of("x", plots.AXES),
-        metavar="NAME",
-        help="iteration or epoch (default: epoch if the length of an epoch is known for all runs)",
-    )
-    group.add_argument(
-        "--baseline",
-        type=real(),
-        metavar="X",
-        help="curves: draw a line at this value (default: the baseline of the loss, if known)",
-    )
-    group.add_argument(
-        "--recurrence",
-        metavar="NAME",
-        help="spectrum and angles: layer to draw, with the suffix of its parameters: l1, l0_reverse, ... "
-        "(default: the first)",
-    )
+    group.add_argument("--quantity", type=_names, metavar="NAME[,...]", help=text)
+    text = "curves: one panel for each value of this setting (default: one panel)"
+    group.add_argument("--panel", metavar="SETTING", help=text)
+    text = "settings that label the runs (default: those in which the runs differ, as many as needed)"
+    group.add_argument("--legend", type=_names, metavar="SETTING[,...]", help=text)
+    text = "iteration or epoch (default: epoch if the length of an epoch is known for all runs)"
+    group.add_argument("--x", type=one_of("x", plots.AXES), metavar="NAME", help=text)
+    text = "curves: draw a line at this value (default: the baseline of the loss, if known)"
+    group.add_argument("--baseline", type=real(), metavar="X", help=text)
+    text = "spectrum and angles: layer to draw, as in the names of its parameters: l1, l0_reverse (default: the first)"
+    group.add_argument("--recurrence", metavar="NAME", help=text)
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--out",
-        type=path,
-        metavar="DIR",
-        help="folder for pictures (default: the folder of the run; for several runs: comparison/)",
-    )
+    text = "folder for pictures (default: the folder of the run; for several runs: comparison/)"
+    group.add_argument("--out", type=path, metavar="DIR", help=text)
     group.add_argument("--table", type=path, metavar="FILE", help="also write the table to FILE, as Markdown")
     return parser
 

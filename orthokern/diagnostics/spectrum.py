@@ -48,12 +48,7 @@ def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
         1.5
     """
     s = singular_values.detach().abs().double().cpu()
-    return {
-        "mean": s.mean().item(),
-        "std": s.std(correction=0).item(),
-        "min": s.min().item(),
-        "max": s.max().item(),
-    }
+    return {"mean": s.mean().item(), "std": s.std(correction=0).item(), "min": s.min().item(), "max": s.max().item()}
 
 
 def spectral_radius(w: Tensor) -> float:

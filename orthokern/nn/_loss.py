@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import functional
+from orthokern._scan_contract import Readout, ScanInputs
 from orthokern.errors import InputError
 from orthokern.ops import _modal, _scan_loss
 
@@ -48,7 +49,7 @@ def loss(
     reduction: str,
     algorithm: str,
     cuts: Cuts | None = None,
-) -> functional.ScanLoss:
+) -> _scan_loss.ScanLoss:
     """What the last layer, whose inputs are ``data`` [T, B, ...], makes of the loss; ``module.loss`` has the rest."""
     weight, bias = weights_of(readout, module.hidden_size)
     matrix, added = module._factors(suffix)
@@ -97,18 +98,16 @@ def last_step_norms(
         float [T]; None where ``module.loss`` does not use the modal form: then the states of all steps are needed.
     """
     weight, bias = weights_of(readout, module.hidden_size)
-    matrix, described = _described(module, not data.is_floating_point(), False, algorithm)
-    start = described.pop("basis")
-    _, modes, _ = _scan_loss.choose_for(matrix, data.shape[0], data.shape[1], len(weight), start=start, **described)
+    matrix, options = _described(module, not data.is_floating_point(), False, algorithm)
+    T, B = data.shape[:2]
+    _, modes, _ = _scan_loss.choose_for(matrix, T, B, len(weight), start=options.pop("basis"), **options)
     if modes is None or module.num_layers > 1:
         return None
     suffix = module._suffix(-1, False)
     options, added = module._scan_options(suffix, None), module._factors(suffix)[1]
     h0 = module._tensor(f"h0_{suffix}") if module.learned_h0 else weight.new_zeros(module.hidden_size)
-    return _modal.modal_last_step_norms(
-        data, h0.expand(data.shape[1], -1), options["weight"], added, weight, bias, target, modes,
-        backend=module.backend,
-    )  # fmt: skip
+    inputs = ScanInputs(data, h0.expand(data.shape[1], -1), options["weight"], added)
+    return _modal.modal_last_step_norms(inputs, Readout(weight, bias, target), modes, backend=module.backend)
 
 
 def _described(module: Recurrent, ids: bool, lengths: bool, algorithm: str) -> tuple[_modal.Matrix, dict[str, Any]]:

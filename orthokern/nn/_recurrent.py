@@ -305,7 +305,8 @@ class Recurrent(nn.Module):
         op, sizes = self._op()
         weight = self._tensor("weight_ih_l0")
         features = ("message_clip",) if self.message_clip > 0 else ()
-        chosen = dispatch.choose(op, self.backend, device=weight.device, dtype=weight.dtype, features=features, **sizes)
+        call = dispatch.Call(weight.device, weight.dtype, sizes, features=features)
+        chosen = dispatch.choose(op, self.backend, call)
         return dispatch.has_feature(op, chosen, "lengths")
 
     def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Cuts | None = None) -> dict[str, Any]:
@@ -388,11 +389,7 @@ class Recurrent(nn.Module):
         return self._full_forward(input, hx, resets, reset_state)
 
     def _full_forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None,
-        resets: Tensor | None,
-        reset_state: Tensor | None,
+        self, input: Tensor | PackedSequence, hx: Tensor | None, resets: Tensor | None, reset_state: Tensor | None
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type

@@ -16,12 +16,16 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
+from orthokern._scan_contract import ModalInputs, Readout, ScanInputs
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import differentiable_once
 from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
 from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
 from orthokern.ops._modal_norms import last_step_norms, norms_through_time
+from orthokern.ops.modal_cross_entropy import run_fwd as loss_fwd
+from orthokern.ops.modal_scan import run_bwd as scan_bwd
+from orthokern.ops.modal_scan import run_fwd as scan_fwd
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
 
@@ -108,10 +112,10 @@ def why_never(call: Call) -> str | None:
         return "resets replace states between steps, so the recurrence runs step by step"
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the stream is being captured in a graph, and the host has to look at the modes of every call"
-    op = OPS[call.kind]
     features = ("lengths",) if call.lengths else ()
+    facts = dispatch.Call(call.device, call.dtype, {"N": call.N, "C": call.C}, features=features)
     try:
-        dispatch.choose(op, call.backend, device=call.device, dtype=call.dtype, features=features, N=call.N, C=call.C)
+        dispatch.choose(OPS[call.kind], call.backend, facts)
     except BackendUnavailable as error:
         return str(error)
     return None
@@ -148,7 +152,7 @@ def why_not_now(call: Call) -> str | None:
         return "backend 'reference' runs the scan step by step, for second derivatives"
     if _route.plain(call.backend):
         return "a derivative of torch.func or forward mode is being taken"
-    if dispatch.choose(OPS[call.kind], call.backend, device=call.device, dtype=call.dtype) == "reference":
+    if dispatch.choose(OPS[call.kind], call.backend, dispatch.Call(call.device, call.dtype, {})) == "reference":
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"
     if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
@@ -274,61 +278,46 @@ class _ModalLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        w: Tensor,
-        x: Tensor,
-        table: Tensor | None,
-        z0: Tensor,
-        readout: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        modes: Modes,
-        reduction: str,
-        backend: str | None,
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, modes: Modes, backend: str | None, target: Tensor, reduction: str, lengths: Tensor | None, w: Tensor,
+        x: Tensor, z0: Tensor, table: Tensor | None, weight: Tensor, bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        basis, pairs = modes.basis, modes.pairs if len(modes.pairs) else None
+        inputs = ModalInputs(x, basis.re, basis.im, z0, table, lengths, pairs)
+        readout = Readout(weight, bias, target, reduction)
         need_grad = any(ctx.needs_input_grad)
-        basis = modes.basis
-        loss, hits, *grads = torch.ops.orthokern.modal_cross_entropy_fwd(
-            x, basis.re, basis.im, z0, table, readout, bias, target, modes.pairs if len(modes.pairs) else None,
-            reduction, need_grad, backend, lengths,
-        )  # fmt: skip
+        loss, hits, *grads = loss_fwd(inputs, readout, need_grad, backend)
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
-        ctx.modes, ctx.given, ctx.norms = modes, (table is not None, bias is not None), None
+        ctx.modes, ctx.has_bias, ctx.norms = modes, bias is not None, None
         if _taps.SINKS and lengths is None:
-            scale = 1.0 / target.numel() if reduction == "mean" else 1.0
-            norms = norms_through_time(x, table, z0, readout, bias, target, basis, scale, backend)
-            _taps.record_state_norms("modal_cross_entropy", norms[0])
-            ctx.norms = norms[1]
+            state_norms, ctx.norms = norms_through_time(inputs._replace(pairs=None), readout, basis, backend)
+            _taps.record_state_norms("modal_cross_entropy", state_norms)
         if need_grad:
-            ctx.save_for_backward(x if table is None else None, table, z0, readout, *grads)
+            ctx.save_for_backward(x if table is None else None, table, z0, weight, *grads)
         return loss, hits
 
     @staticmethod
     @differentiable_once("the modal form", "algorithm='sequential'")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 11
         if grad_loss is None:
-            return nothing
-        x, table, z0, readout, *grads = ctx.saved_tensors
-        grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs = grads
-        has_table, has_bias = ctx.given
+            return (None,) * 11
+        x, table, z0, weight, *grads = ctx.saved_tensors
+        grad_x, grad_re, grad_im, grad_z0, grad_table, grad_weight, grad_bias, grad_pairs = grads
         if ctx.norms is not None:
             _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
         grad_w = None
-        if ctx.needs_input_grad[0]:
-            inputs = _product(grad_table, table) if has_table else _sum_over_rows(grad_x, x)
-            h = _product(readout, grad_readout) - inputs - _product(grad_z0, z0)
+        if ctx.needs_input_grad[5]:
+            inputs = _sum_over_rows(grad_x, x) if table is None else _product(grad_table, table)
+            h = _product(weight, grad_weight) - inputs - _product(grad_z0, z0)
             grad_w = gradient_of_w(ctx.modes.basis, h, grad_re, grad_im, ctx.modes.pairs, grad_pairs) * grad_loss
         return (
+            *(None,) * 5,
             grad_w,
-            None if has_table else grad_x * grad_loss,
-            grad_table * grad_loss if has_table else None,
+            grad_x * grad_loss if table is None else None,
             grad_z0 * grad_loss,
-            grad_readout * grad_loss,
-            grad_bias * grad_loss if has_bias else None,
-            *nothing[6:],
+            None if table is None else grad_table * grad_loss,
+            grad_weight * grad_loss,
+            grad_bias * grad_loss if ctx.has_bias else None,
         )
 
 
@@ -345,17 +334,10 @@ class _ModalStates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        w: Tensor,
-        x: Tensor,
-        table: Tensor | None,
-        offset: Tensor | None,
-        h0: Tensor,
-        modes: Modes,
-        backend: str | None,
-        lengths: Tensor | None,
-    ) -> Tensor:
-        call = _Spans(x, table, offset, h0, modes, backend, lengths)
+        ctx: Any, modes: Modes, backend: str | None, lengths: Tensor | None, w: Tensor, x: Tensor, h0: Tensor,
+        table: Tensor | None, offset: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        call = _Spans(modes, backend, lengths, x, h0, table, offset)
         right = modes.basis.right.to(h0.dtype).mT.contiguous()
         hs = h0.new_empty(x.shape[0], *h0.shape)
         starts = [call.z0]
@@ -378,15 +360,15 @@ class _ModalStates(torch.autograd.Function):
         x, table, h0, hs, *starts = ctx.saved_tensors
         call: _Spans = ctx.call
         grads = call.backward_of_features if x.is_floating_point() else call.backward_of_ids
-        return (*grads(x, table, h0, hs, grad_hs, starts, ctx.needs_input_grad), None, None, None)
+        return (*(None,) * 3, *grads(x, h0, table, hs, grad_hs, starts, ctx.needs_input_grad[3]))
 
 
 class _Spans:
     """The parts of `_ModalStates`: states of a span, and the two backwards."""
 
     def __init__(
-        self, x: Tensor, table: Tensor | None, offset: Tensor | None, h0: Tensor, modes: Modes, backend: str | None,
-        lengths: Tensor | None,
+        self, modes: Modes, backend: str | None, lengths: Tensor | None, x: Tensor, h0: Tensor, table: Tensor | None,
+        offset: Tensor | None,
     ) -> None:  # fmt: skip
         self.modes, self.backend, self.basis = modes, backend, modes.basis
         (T, B), self.dtype = x.shape[:2], h0.dtype
@@ -416,8 +398,7 @@ class _Spans:
             x = x @ self.table
         else:
             x = torch.addmm(self.offset, x.flatten(0, 1), self.table).view(*x.shape[:2], -1)
-        z: Tensor = torch.ops.orthokern.modal_scan_fwd(x, self.basis.re, self.basis.im, z0, table, self.backend, None)
-        return z
+        return scan_fwd(ModalInputs(x, self.basis.re, self.basis.im, z0, table), self.backend)
 
     def _cotangent(self, grad_hs: Tensor, begin: int, end: int, carried: Tensor | None) -> Tensor:
         """dL/dz of a span: by way of its own states, and at its last step of all later ones too."""
@@ -427,33 +408,33 @@ class _Spans:
         return grad_z
 
     def backward_of_ids(
-        self, x: Tensor, table: Tensor, h0: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], needs: Any
+        self, x: Tensor, h0: Tensor, table: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], need_w: bool
     ) -> tuple[Tensor | None, ...]:
-        """(grad_w, None, grad_table, None, grad_h0)."""
+        """(grad_w, None, grad_h0, grad_table, None)."""
         basis, pairs = self.basis, self.modes.pairs
         sums: list[Tensor] | None = None
         carried: Tensor | None = None
         h = torch.zeros(2 * len(basis.re), 2 * len(basis.re), dtype=torch.float64, device=basis.re.device)
         for (begin, end), z0 in zip(reversed(self.spans), reversed(starts), strict=True):
             ids, z = self._masked(x[begin:end], begin, end), self.states(begin, end, z0)
+            inputs = ModalInputs(ids, basis.re, basis.im, z0, table, pairs=pairs if len(pairs) else None)
             grad_z = self._cotangent(grad_hs, begin, end, carried)
-            _, *found = torch.ops.orthokern.modal_scan_bwd(
-                grad_z, z, ids, basis.re, basis.im, z0, table, pairs if len(pairs) else None, False, self.backend, None
-            )
+            _, *found = scan_bwd(inputs, grad_z, z, False, self.backend)
             carried = found[2]
             h += _sum_over_rows(grad_z, z) - _product(found[2], z0)
             sums = [f.double() for f in found] if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
         assert sums is not None and carried is not None
         grad_re, grad_im, _, grad_table, grad_pairs = sums
         grad_w = None
-        if needs[0]:
+        if need_w:
             grad_w = gradient_of_w(basis, h - grad_table.mT @ table.double(), grad_re, grad_im, pairs, grad_pairs)
-        return grad_w, None, grad_table.to(table.dtype), None, self._of_h0(carried, h0)
+        return grad_w, None, self._of_h0(carried, h0), grad_table.to(table.dtype), None
 
     def backward_of_features(
-        self, x: Tensor, table: Tensor | None, h0: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], needs: Any
-    ) -> tuple[Tensor | None, ...]:
-        """(grad_w, grad_x, grad_table, grad_offset, grad_h0)."""
+        self, x: Tensor, h0: Tensor, table: Tensor | None, hs: Tensor, grad_hs: Tensor, starts: list[Tensor],
+        need_w: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """(grad_w, grad_x, grad_h0, grad_table, grad_offset)."""
         basis, carried = self.basis, None
         grad_w = torch.zeros_like(self.modes.w, dtype=torch.float64)
         grad_table, grad_offset = (torch.zeros_like(part, dtype=torch.float64) for part in (self.table, self.table[0]))
@@ -461,114 +442,82 @@ class _Spans:
         for (begin, end), z0 in zip(reversed(self.spans), reversed(starts), strict=True):
             grad_z = self._cotangent(grad_hs, begin, end, carried)
             # z is read only for sums that are not used here
-            delta, _, _, carried, *_ = torch.ops.orthokern.modal_scan_bwd(
-                grad_z, grad_z, None, basis.re, basis.im, z0, None, None, True, self.backend, None
-            )
+            inputs = ModalInputs(None, basis.re, basis.im, z0)
+            delta, _, _, carried, *_ = scan_bwd(inputs, grad_z, grad_z, True, self.backend)
             torch.matmul(delta, self.table.mT, out=grad_x[begin:end])
             if table is not None:
                 grad_table += _sum_over_rows(self._masked(x[begin:end], begin, end), delta)
                 grad_offset += delta.sum((0, 1), dtype=torch.float64)
-            if needs[0]:
+            if need_w:
                 d = grad_x[begin:end] if table is None else delta @ self.left
                 grad_w += _product(d[0], h0 if begin == 0 else hs[begin - 1])
                 grad_w += _sum_over_rows(d[1:], hs[begin : end - 1])
         assert carried is not None
-        if table is None:
-            return grad_w, grad_x, None, None, self._of_h0(carried, h0)
-        return grad_w, grad_x, grad_table.to(table.dtype), grad_offset.to(table.dtype), self._of_h0(carried, h0)
+        grads = grad_w, grad_x, self._of_h0(carried, h0)
+        return *grads, *(None if table is None else grad.to(table.dtype) for grad in (grad_table, grad_offset))
 
     def _of_h0(self, grad_z0: Tensor, h0: Tensor) -> Tensor:
         return (grad_z0.double() @ self.basis.left).to(h0.dtype)
 
 
-def _table(
-    x: Tensor, weight: Tensor, bias: Tensor | None, basis: Basis, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def _table(inputs: ScanInputs, basis: Basis) -> tuple[Tensor | None, Tensor | None]:
     """(table [D, 2M], offset [2M]) in modal coordinates; with token ids the table takes the offset in."""
+    x, h0, weight, bias, *_ = inputs
+    if weight is None:
+        return None, None
+    assert x is not None
     table = (basis.left @ weight.double()).mT
     offset = None if bias is None else basis.left @ bias.double()
     if offset is not None and not x.is_floating_point():
         table, offset = table + offset, None
-    return table.to(dtype).contiguous(), None if offset is None else offset.to(dtype)
+    return table.to(h0.dtype).contiguous(), None if offset is None else offset.to(h0.dtype)
 
 
 def _into_modes(
-    x: Tensor, h0: Tensor, weight: Tensor | None, bias: Tensor | None, basis: Basis, lengths: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(x, table, z0) in modal coordinates. Token ids stay, and the table takes the bias in; so does a product with
-    features, which is one over all steps."""
-    left = basis.left
+    inputs: ScanInputs, readout: Readout, basis: Basis, lengths: Tensor | None
+) -> tuple[ModalInputs, Readout]:
+    """A call in modal coordinates. Token ids stay, and the table takes the bias in; so does a product with features,
+    which is one over all steps."""
+    (x, h0, *_), left = inputs, basis.left
+    assert x is not None
     if lengths is not None and x.is_floating_point():  # the gradient of a product reads all of x, and 0 * NaN is NaN
         x = torch.where(torch.arange(len(x), device=x.device)[:, None, None] < lengths[:, None], x, 0)
+    table, offset = _table(inputs, basis)
+    if table is None:
+        x = x @ left.to(x.dtype).mT
+    elif x.is_floating_point():
+        x, table = x @ table, None
+        x = x if offset is None else x + offset
     z0 = (h0.double() @ left.mT).to(h0.dtype)
-    if weight is None:
-        return x @ left.to(x.dtype).mT, None, z0
-    table, offset = _table(x, weight, bias, basis, h0.dtype)
-    if not x.is_floating_point():
-        return x, table, z0
-    term = x @ table
-    return (term if offset is None else term + offset), None, z0
+    rows = (readout.weight.double() @ basis.right).to(readout.weight.dtype)
+    return ModalInputs(x, basis.re, basis.im, z0, table, lengths), readout._replace(weight=rows)
 
 
 @keeps_dtype
 def modal_states(
-    x: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    modes: Modes,
-    *,
-    backend: str | None = None,
-    lengths: Tensor | None = None,
+    inputs: ScanInputs, modes: Modes, *, backend: str | None = None, lengths: Tensor | None = None
 ) -> Tensor:
-    """hs [T, B, N] of the linear recurrence with W = ``modes.w``; arguments as those of ``factored_scan``."""
-    table = offset = None
-    if weight is not None:
-        table, offset = _table(x, weight, bias, modes.basis, h0.dtype)
-    hs: Tensor = _ModalStates.apply(modes.w, x, table, offset, h0, modes, backend, lengths)
+    """hs [T, B, N] of the linear recurrence with W = ``modes.w``; inputs as those of ``factored_scan``."""
+    table = _table(inputs, modes.basis)
+    hs: Tensor = _ModalStates.apply(modes, backend, lengths, modes.w, inputs.x, inputs.h0, *table)
     return hs
 
 
 @keeps_dtype
 def modal_loss(
-    x: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    readout: Tensor,
-    readout_bias: Tensor | None,
-    target: Tensor,
-    modes: Modes,
-    *,
-    reduction: str = "mean",
-    backend: str | None = None,
-    lengths: Tensor | None = None,
+    inputs: ScanInputs, readout: Readout, modes: Modes, *, backend: str | None = None, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(loss, hits) of ``modal_cross_entropy`` for the linear recurrence with W = ``modes.w``; x, h0, weight and bias as
-    those of ``factored_scan``, readout [C, N]."""
-    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, lengths)
-    rows = (readout.double() @ modes.basis.right).to(readout.dtype)
+    """(loss, hits) of ``modal_cross_entropy`` for the linear recurrence with W = ``modes.w``; inputs as those of
+    ``factored_scan``, the readout's weight [C, N]."""
+    modal, (weight, bias, target, reduction) = _into_modes(inputs, readout, modes.basis, lengths)
     loss, hits = _ModalLoss.apply(
-        modes.w, term, table, z0, rows, readout_bias, target, modes, reduction, backend, lengths
+        modes, backend, target, reduction, lengths, modes.w, modal.x, modal.z0, modal.table, weight, bias
     )
     return loss, hits
 
 
 @torch.no_grad()
-def modal_last_step_norms(
-    x: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    readout: Tensor,
-    readout_bias: Tensor | None,
-    target: Tensor,
-    modes: Modes,
-    *,
-    backend: str | None = None,
-) -> Tensor:
+def modal_last_step_norms(inputs: ScanInputs, readout: Readout, modes: Modes, *, backend: str | None = None) -> Tensor:
     """||dL/dh_t|| [T], NaN but at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone; arguments
     as those of ``modal_loss``."""
-    term, table, z0 = _into_modes(x, h0, weight, bias, modes.basis, None)
-    rows = (readout.double() @ modes.basis.right).to(readout.dtype)
-    return last_step_norms(term, table, z0, rows, readout_bias, target, modes.basis, backend)
+    return last_step_norms(*_into_modes(inputs, readout, modes.basis, None), modes.basis, backend)

@@ -12,15 +12,16 @@ Note [Chunks of states]
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
+from orthokern._scan_contract import Readout, ScanInputs
 from orthokern.ops import _modal, _route, _taps, dense_scan, factored_scan
-from orthokern.ops._common import differentiable_once
+from orthokern.ops._common import differentiable_once, needs_grad
 from orthokern.ops._modal import Call, Matrix
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -28,29 +29,52 @@ CHUNK = 2**24  # bytes of a chunk's states
 LOGITS = 2**22  # elements of the logits that ``_hits`` has at a time
 
 
-@dataclasses.dataclass(frozen=True)
+class ScanLoss(NamedTuple):
+    """What ``orthokern.functional.scan_cross_entropy`` returns.
+
+    Attributes:
+        loss: 0-dim, in nats; differentiable.
+        hits: int64 [T], at how many sequences the largest logit of the step is that of the target.
+        basis: float64 [N, 2M], the eigenvectors that the call found, to begin at in the next one; None by
+            "sequential".
+        refused: why the call did not use the modal form, in one line; "" where it did.
+    """
+
+    loss: Tensor
+    hits: Tensor
+    basis: Tensor | None
+    refused: str
+
+
+@dataclasses.dataclass(eq=False)
 class Scan:
-    """The options of a scan that have no gradient; as those of ``factored_scan``."""
+    """What a scan depends on besides the tensors that have a gradient; as in ``factored_scan``."""
 
     activation: str
+    checkpoint_every: int
     backend: str | None
     precision: str
     algorithm: str
+    lengths: Tensor | None
     message_clip: float
+    resets: Tensor | None
 
-    def __call__(self, tensors: list[Tensor | None], lengths: Tensor | None, resets: Tensor | None) -> Tensor:
-        """hs [T, B, N]; tensors: x, h0, weight, bias, act_param, reset_state, then the matrix."""
-        x, h0, weight, bias, act_param, reset_state, *matrix = tensors
-        assert x is not None and h0 is not None and matrix[0] is not None
+    def __call__(self, inputs: ScanInputs, matrix: Matrix) -> Tensor:
+        """hs [T, B, N]."""
+        if self.algorithm == "modal":
+            return modal_states(inputs, matrix, self)
+        x, h0, weight, bias, act_param, reset_state = inputs
+        assert x is not None
         if not x.is_floating_point():
             x = x.to(torch.int64)
         options: dict[str, Any] = {
-            **dataclasses.asdict(self), "lengths": lengths, "resets": resets, "reset_state": reset_state
+            "activation": self.activation, "checkpoint_every": self.checkpoint_every, "backend": self.backend,
+            "precision": self.precision, "algorithm": self.algorithm, "lengths": self.lengths,
+            "message_clip": self.message_clip, "resets": self.resets, "reset_state": reset_state,
         }  # fmt: skip
         if len(matrix) == 1:
             return dense_scan.dense_scan(x, matrix[0], h0, weight, bias, act_param, **options)
         u, s, v = matrix
-        assert u is not None and s is not None and v is not None
         return factored_scan.factored_scan(x, u, s, v, h0, weight, bias, act_param, **options)
 
 
@@ -63,27 +87,20 @@ def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) ->
     return torch.cat(found).view(target.shape) == target
 
 
-def _readout(
-    hs: Tensor,
-    readout: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lengths: Tensor | None,
-    backend: str | None,
-    reduction: str = "sum",
-) -> tuple[Tensor, Tensor]:
+def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str | None) -> tuple[Tensor, Tensor]:
     """(the cross-entropy over all steps that count, hits [T])."""
+    weight, bias, target, reduction = readout
     target = target.to(torch.int64)
-    alive = None if lengths is None else torch.arange(len(hs), device=hs.device)[:, None] < lengths
-    if alive is None:
+    if lengths is None:
         rows, ids = hs.flatten(0, 1), target.flatten()
-        hits = _hits(hs, readout, bias, target).sum(1)
+        hits = _hits(hs, weight, bias, target).sum(1)
     else:
+        alive = torch.arange(len(hs), device=hs.device)[:, None] < lengths
         rows, ids = hs[alive], target[alive]
         right = torch.zeros_like(alive)
-        right[alive] = _hits(rows, readout, bias, ids)
+        right[alive] = _hits(rows, weight, bias, ids)
         hits = right.sum(1)
-    return linear_cross_entropy(rows, readout, bias, ids, reduction=reduction, backend=backend), hits
+    return linear_cross_entropy(rows, weight, bias, ids, reduction=reduction, backend=backend), hits
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -91,16 +108,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        scan: Scan,
-        steps: int,
-        scale: float,
-        target: Tensor,
-        lengths: Tensor | None,
-        resets: Tensor | None,
-        *tensors: Tensor | None,
+        ctx: Any, scan: Scan, steps: int, scale: float, target: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        run = _Chunks(scan, steps, scale, target, lengths, resets, list(tensors))
+        run = _Chunks(scan, steps, scale, target, tensors)
         loss, hits = run.backward() if any(ctx.needs_input_grad) else run.forward()
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
@@ -117,32 +127,24 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = [None if grad is None or grad_loss is None else grad * grad_loss for grad in ctx.saved_tensors]
         if ctx.op and grad_loss is not None:
             _taps.record(ctx.op, ctx.norms * grad_loss.abs())
-        return (None,) * 6 + tuple(g if wanted else None for g, wanted in zip(grads, ctx.wanted, strict=True))
+        return (None,) * 4 + tuple(g if wanted else None for g, wanted in zip(grads, ctx.wanted, strict=True))
 
 
 class _Chunks:
     """One call of ``_ChunkedLoss``.
 
-    tensors: x, h0, readout, readout_bias, weight, bias, act_param, reset_state, then the matrix.
+    tensors: those of ScanInputs, the readout's weight and bias, then the matrix.
     """
 
     def __init__(
-        self,
-        scan: Scan,
-        steps: int,
-        scale: float,
-        target: Tensor,
-        lengths: Tensor | None,
-        resets: Tensor | None,
-        tensors: list[Tensor | None],
+        self, scan: Scan, steps: int, scale: float, target: Tensor, tensors: tuple[Tensor | None, ...]
     ) -> None:
-        self.scan, self.scale, self.target, self.lengths, self.tensors = scan, scale, target, lengths, tensors
-        self.resets = resets
-        x, h0 = tensors[:2]
+        x, h0, *self.parameters = tensors
         assert x is not None and h0 is not None
-        self.x, self.h0 = x, h0
+        self.scan, self.scale, self.target, self.x, self.h0 = scan, scale, target, x, h0
         self.spans = [(start, min(start + steps, len(x))) for start in range(0, len(x), steps)]
         self.hits = torch.zeros(len(x), dtype=torch.int64, device=h0.device)
+        self.total = torch.zeros((), dtype=torch.float64, device=h0.device)
         self.grads: list[Tensor | None] = [None] * len(tensors)
         self.op = ""  # of the norms, where a tap is open
         self.state_norms, self.grad_norms = (h0.new_zeros(len(x) if _taps.SINKS else 0) for _ in range(2))
@@ -154,74 +156,79 @@ class _Chunks:
         if taken.grad_norms:
             self.grad_norms[start:stop] = taken.grad_norms[0]
 
-    def _alive(self, start: int, stop: int) -> tuple[Any, Tensor | None]:
-        """The sequences that have steps in a chunk, as an index, and how many of them each has there."""
-        if self.lengths is None:
-            return slice(None), None
-        index = (self.lengths > start).nonzero().squeeze(1)
-        return index, (self.lengths[index] - start).clamp(max=stop - start)
+    def _alive(self, start: int) -> Any:
+        """The sequences that have steps from ``start`` on, as an index."""
+        return slice(None) if self.scan.lengths is None else (self.scan.lengths > start).nonzero().squeeze(1)
 
     def _empty(self, start: int) -> bool:
-        return self.lengths is not None and not bool((self.lengths > start).any())
+        return self.scan.lengths is not None and not bool((self.scan.lengths > start).any())
 
-    def _states(self, start: int, stop: int, x: Tensor, h: Tensor, rest: list[Tensor | None]) -> Tensor:
-        """hs of the sequences that have steps in a chunk; x, h: those of these sequences; rest: tensors[4:]."""
-        index, lengths = self._alive(start, stop)
-        weight, bias, act_param, state, *matrix = rest
-        resets = None if self.resets is None else self.resets[start:stop, index]
-        state = None if state is None else state[index]
-        return self.scan([x, h, weight, bias, act_param, state, *matrix], lengths, resets)
+    def _after(self, h: Tensor, index: Any, last: Tensor) -> Tensor:
+        """The states or adjoints h [B, N] with those of the sequences that have steps in a chunk replaced."""
+        return last.clone() if self.scan.lengths is None else h.index_copy(0, index, last)
 
+    def _states(
+        self, start: int, stop: int, x: Tensor, h: Tensor, parameters: list[Tensor | None]
+    ) -> tuple[Tensor, Scan]:
+        """hs of the sequences that have steps in a chunk, and their scan; x, h: those of these sequences."""
+        index, (lengths, resets) = self._alive(start), (self.scan.lengths, self.scan.resets)
+        scan = dataclasses.replace(
+            self.scan,
+            lengths=None if lengths is None else (lengths[index] - start).clamp(max=stop - start),
+            resets=None if resets is None else resets[start:stop, index],
+        )
+        weight, bias, act_param, state, _, _, *matrix = parameters
+        inputs = ScanInputs(x, h, weight, bias, act_param, None if state is None else state[index])
+        return scan(inputs, cast(Matrix, tuple(matrix))), scan
+
+    def _loss(self, start: int, stop: int, hs: Tensor, scan: Scan, parameters: list[Tensor | None]) -> Tensor:
+        """The sum of a chunk's cross-entropies, which is added to the total; and its hits."""
+        weight, bias = parameters[4:6]
+        assert weight is not None
+        readout = Readout(weight, bias, self.target[start:stop, self._alive(start)], "sum")
+        loss, self.hits[start:stop] = _readout(hs, readout, scan.lengths, scan.backend)
+        self.total += loss.detach().double()
+        return loss
+
+    def _result(self) -> tuple[Tensor, Tensor]:
+        return (self.total * self.scale).to(self.h0.dtype), self.hits
+
+    @torch.no_grad()
     def forward(self) -> tuple[Tensor, Tensor]:
         """(loss, hits) alone."""
-        h, total = self.h0, torch.zeros((), dtype=torch.float64, device=self.h0.device)
-        _, _, readout, bias, *rest = self.tensors
-        assert readout is not None
-        with torch.no_grad():
-            for start, stop in self.spans:
-                if self._empty(start):
-                    break
-                index, lengths = self._alive(start, stop)
-                with _taps.set_aside() as taken:
-                    hs = self._states(start, stop, self.x[start:stop, index], h[index], rest)
-                self._take_norms(taken, start, stop)
-                loss, hits = _readout(hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend)
-                total += loss.double()
-                self.hits[start:stop] = hits
-                h = h.index_copy(0, index, hs[-1]) if lengths is not None else hs[-1].clone()
-        return (total * self.scale).to(self.h0.dtype), self.hits
+        h = self.h0
+        for start, stop in self.spans:
+            if self._empty(start):
+                break
+            index = self._alive(start)
+            with _taps.set_aside() as taken:
+                hs, scan = self._states(start, stop, self.x[start:stop, index], h[index], self.parameters)
+            self._take_norms(taken, start, stop)
+            self._loss(start, stop, hs, scan, self.parameters)
+            h = self._after(h, index, hs[-1])
+        return self._result()
 
     def backward(self) -> tuple[Tensor, Tensor]:
         """(loss, hits), and ``grads``."""
         entering = self._entering()
-        x, _, *parameters = self.tensors
-        assert x is not None
-        sums: list[Tensor | None] = [None] * len(parameters)
-        grad_x = torch.zeros_like(x) if x.requires_grad else None
-        carry, total = torch.zeros_like(self.h0), torch.zeros((), dtype=torch.float64, device=self.h0.device)
+        sums: list[Tensor | None] = [None] * len(self.parameters)
+        grad_x = torch.zeros_like(self.x) if self.x.requires_grad else None
+        carry = torch.zeros_like(self.h0)
         for (start, stop), h in zip(reversed(self.spans), reversed(entering), strict=True):
             if self._empty(start):
                 continue
-            index, lengths = self._alive(start, stop)
+            index = self._alive(start)
             with torch.enable_grad(), _taps.set_aside() as taken:
-                leaves = [None if p is None else p.detach().requires_grad_(p.requires_grad) for p in parameters]
-                piece = x[start:stop, index].detach()
-                if grad_x is not None:
-                    piece.requires_grad_()
+                leaves = [None if p is None else p.detach().requires_grad_(p.requires_grad) for p in self.parameters]
+                piece = self.x[start:stop, index].detach().requires_grad_(grad_x is not None)
                 h = h[index].detach().requires_grad_()
-                readout, bias, *rest = leaves
-                assert readout is not None
-                hs = self._states(start, stop, piece, h, rest)
-                loss, hits = _readout(hs, readout, bias, self.target[start:stop, index], lengths, self.scan.backend)
-                asked = [h, *([piece] if grad_x is not None else [])]
-                asked += [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+                hs, scan = self._states(start, stop, piece, h, leaves)
+                loss = self._loss(start, stop, hs, scan, leaves)
+                asked = [leaf for leaf in (h, piece, *leaves) if leaf is not None and leaf.requires_grad]
                 grad_loss = torch.full_like(loss, self.scale)
                 found = list(torch.autograd.grad([loss, hs[-1]], asked, [grad_loss, carry[index]], allow_unused=True))
             self._take_norms(taken, start, stop)
-            total += loss.detach().double()
-            self.hits[start:stop] = hits
-            grad_h = found.pop(0)
-            carry = carry.index_copy(0, index, grad_h) if lengths is not None else grad_h
+            carry = self._after(carry, index, found.pop(0))
             if grad_x is not None:
                 grad_x[start:stop, index] = found.pop(0)
             for i, leaf in enumerate(leaves):
@@ -229,21 +236,20 @@ class _Chunks:
                     before = sums[i]
                     sums[i] = grad.double() if before is None else before + grad
         self.grads = [grad_x, carry]
-        for total_grad, parameter in zip(sums, parameters, strict=True):
+        for total_grad, parameter in zip(sums, self.parameters, strict=True):
             self.grads.append(None if total_grad is None or parameter is None else total_grad.to(parameter.dtype))
-        return (total * self.scale).to(self.h0.dtype), self.hits
+        return self._result()
 
     @torch.no_grad()
     def _entering(self) -> list[Tensor]:
         """The state [B, N] before every chunk."""
         h, entering = self.h0, [self.h0]
-        rest = self.tensors[4:]
         for start, stop in self.spans[:-1]:
             if not self._empty(start):
-                index, lengths = self._alive(start, stop)
+                index = self._alive(start)
                 with _taps.set_aside():
-                    hs = self._states(start, stop, self.x[start:stop, index], h[index], rest)
-                h = h.index_copy(0, index, hs[-1]) if lengths is not None else hs[-1].clone()
+                    hs, _ = self._states(start, stop, self.x[start:stop, index], h[index], self.parameters)
+                h = self._after(h, index, hs[-1])
             entering.append(h)
         return entering
 
@@ -271,122 +277,63 @@ def state_bytes(call: Call, modal: bool) -> int:
     return copies * min(steps, call.T) * step + (-(-call.T // steps) * step if call.backward else 0)
 
 
-def _sequential(
-    scan: Scan,
-    tensors: list[Tensor | None],
-    target: Tensor,
-    reduction: str,
-    lengths: Tensor | None,
-    resets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(loss, hits); tensors as in ``_Chunks``."""
-    x, h0, readout, readout_bias, *rest = tensors
-    assert x is not None and h0 is not None and readout is not None
-    if reduction == "sum":
-        scale = 1.0
-    else:
-        scale = 1.0 / (target.numel() if lengths is None else int(lengths.sum()))
+def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan) -> tuple[Tensor, Tensor]:
+    """(loss, hits)."""
+    weight, bias, target, reduction = readout
+    (x, h0, *_), lengths = inputs, scan.lengths
+    assert x is not None
+    scale = 1.0
+    if reduction != "sum":
+        scale /= target.numel() if lengths is None else int(lengths.sum())
     step = h0.numel() * h0.element_size()
     if _is_kept_whole(len(x), step, h0.device, scan.backend):
-        hs = scan([x, h0, *rest], lengths, resets)
+        hs = scan(inputs, matrix)
         if lengths is None:  # with the reduction of the readout itself: its bits
-            return _readout(hs, readout, readout_bias, target, None, scan.backend, reduction)
-        loss, hits = _readout(hs, readout, readout_bias, target, lengths, scan.backend)
+            return _readout(hs, readout, None, scan.backend)
+        loss, hits = _readout(hs, readout._replace(reduction="sum"), lengths, scan.backend)
         return loss * scale, hits
-    loss, hits = _ChunkedLoss.apply(scan, _chunk_steps(step), scale, target, lengths, resets, *tensors)
+    loss, hits = _ChunkedLoss.apply(scan, _chunk_steps(step), scale, target, *inputs, weight, bias, *matrix)
     return loss, hits
 
 
-class Result(NamedTuple):
-    """Of ``scan_loss``.
-
-    Attributes:
-        loss: 0-dim, nats.
-        hits: int64 [T], how many sequences have their largest logit at the target.
-        basis: R [N, 2M], float64, of the modes; None where the call went step by step.
-        refused: why it did; "" where it used the modal form.
-    """
-
-    loss: Tensor
-    hits: Tensor
-    basis: Tensor | None
-    refused: str
-
-
-def _call(
-    kind: str,
-    tensors: list[Tensor | None],
-    matrix: Matrix,
-    C: int,
-    activation: str,
-    message_clip: float,
-    backend: str | None,
-    lengths: Tensor | None,
-    resets: Tensor | None,
-    start: Tensor | None = None,
-) -> Call:
-    x, h0 = tensors[:2]
-    assert x is not None and h0 is not None
+def _call(kind: str, inputs: ScanInputs, matrix: Matrix, C: int, scan: Scan, backward: bool, started: bool) -> Call:
+    x, h0 = inputs[:2]
+    assert x is not None
     return Call(
         kind=kind, T=x.shape[0], B=x.shape[1], N=h0.shape[1], K=matrix[-1].shape[1], C=C,
-        ids=not x.is_floating_point(),
-        backward=torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors),
-        dtype=h0.dtype, device=h0.device, activation=activation, message_clip=message_clip, backend=backend,
-        lengths=lengths is not None, started=start is not None, resets=resets is not None,
+        ids=not x.is_floating_point(), backward=backward, dtype=h0.dtype, device=h0.device, started=started,
+        activation=scan.activation, message_clip=scan.message_clip, backend=scan.backend,
+        lengths=scan.lengths is not None, resets=scan.resets is not None,
     )  # fmt: skip
 
 
 def choose_for(
-    matrix: Matrix,
-    T: int,
-    B: int,
-    C: int,
-    *,
-    ids: bool,
-    lengths: bool,
-    activation: str,
-    message_clip: float,
-    backend: str | None,
-    algorithm: str,
-    start: Tensor | None,
-    resets: bool = False,
+    matrix: Matrix, T: int, B: int, C: int, *, algorithm: str, start: Tensor | None, **facts: Any
 ) -> tuple[Call, _modal.Modes | None, str]:
-    """(the call, its modes or None, why not) of a training step with ``scan_loss``; see ``_modal.choose``."""
+    """(the call, its modes or None, why not) of a training step with ``scan_loss``; see ``_modal.choose``.
+
+    facts: ids, activation, message_clip, backend, lengths, resets of ``Call``.
+    """
     like = matrix[0]
     call = Call(
-        kind="loss", T=T, B=B, N=like.shape[0], K=matrix[-1].shape[1], C=C, ids=ids, backward=True,
-        dtype=like.dtype, device=like.device, activation=activation, message_clip=message_clip, backend=backend,
-        lengths=lengths, started=start is not None, resets=resets,
+        kind="loss", T=T, B=B, N=like.shape[0], K=matrix[-1].shape[1], C=C, backward=True, dtype=like.dtype,
+        device=like.device, started=start is not None, **facts,
     )  # fmt: skip
     with torch.no_grad():
         return call, *_modal.choose(matrix, call, start, algorithm)
 
 
 @keeps_dtype
-def modal_states(
-    x: Tensor,
-    matrix: Matrix,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    *,
-    activation: str,
-    backend: str | None,
-    lengths: Tensor | None,
-    message_clip: float,
-    resets: Tensor | None,
-) -> Tensor:
+def modal_states(inputs: ScanInputs, matrix: Matrix, scan: Scan) -> Tensor:
     """hs [T, B, N] of a scan with algorithm="modal"; arguments as those of ``factored_scan``.
 
     Raises:
         InputError: modes cannot serve.
     """
-    tensors = [x, h0, weight, bias, *matrix]
-    call = _call("states", tensors, matrix, 0, activation, message_clip, backend, lengths, resets)
+    call = _call("states", inputs, matrix, 0, scan, needs_grad(*inputs, *matrix), False)
     modes, _ = _modal.choose(matrix, call, None, "modal")
     assert modes is not None
-    hs = _modal.modal_states(x, h0, weight, bias, modes, backend=backend, lengths=lengths)
+    hs = _modal.modal_states(inputs, modes, backend=scan.backend, lengths=scan.lengths)
     _taps.record_states("modal_scan", hs)
     return hs
 
@@ -398,38 +345,15 @@ def _is_asynchronous(device: torch.device) -> bool:
 
 @keeps_dtype
 def scan_loss(
-    x: Tensor,
-    matrix: Matrix,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
-    readout: Tensor,
-    readout_bias: Tensor | None,
-    target: Tensor,
-    *,
-    activation: str,
-    reduction: str = "mean",
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
-    start: Tensor | None = None,
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
-) -> Result:
-    """See ``orthokern.functional.scan_cross_entropy``. Inputs are taken as checked."""
-    tensors = [x, h0, readout, readout_bias, weight, bias, act_param, reset_state, *matrix]
-    call = _call("loss", tensors, matrix, len(readout), activation, message_clip, backend, lengths, resets, start)
-    modes, why = _modal.choose(matrix, call, start, algorithm, defer=_is_asynchronous(h0.device))
+    inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan, start: Tensor | None = None
+) -> ScanLoss:
+    """See ``orthokern.functional.scan_cross_entropy``. Inputs are taken as checked. start: its ``basis``."""
+    backward = needs_grad(*inputs, readout.weight, readout.bias, *matrix)
+    call = _call("loss", inputs, matrix, len(readout.weight), scan, backward, start is not None)
+    modes, why = _modal.choose(matrix, call, start, scan.algorithm, defer=_is_asynchronous(inputs.h0.device))
     while modes is not None:
-        loss, hits = _modal.modal_loss(
-            x, h0, weight, bias, readout, readout_bias, target, modes,
-            reduction=reduction, backend=backend, lengths=lengths,
-        )  # fmt: skip
-        if modes.hold(call, algorithm == "modal"):
-            return Result(loss, hits, modes.basis.right, "")
-        modes, why = _modal.choose(matrix, call, None, algorithm)  # the start was no good
-    scan = Scan(activation, backend, precision, "auto" if algorithm == "auto" else algorithm, message_clip)
-    return Result(*_sequential(scan, tensors, target, reduction, lengths, resets), None, why)
+        loss, hits = _modal.modal_loss(inputs, readout, modes, backend=scan.backend, lengths=scan.lengths)
+        if modes.hold(call, scan.algorithm == "modal"):
+            return ScanLoss(loss, hits, modes.basis.right, "")
+        modes, why = _modal.choose(matrix, call, None, scan.algorithm)  # the start was no good
+    return ScanLoss(*_sequential(inputs, matrix, readout, scan), None, why)

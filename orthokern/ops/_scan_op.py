@@ -29,9 +29,7 @@ from orthokern.ops._common import (
 )
 from orthokern.ops._register import custom_op
 
-_GPU: dict[str, Any] = {
-    "devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0),
-}  # fmt: skip
+_GPU: dict[str, Any] = {"devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0)}
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=(*SCAN_FEATURES, "replicas")),
@@ -109,15 +107,13 @@ class ScanOp:
             factors, rest = arguments[1 : self.count + 1], arguments[self.count + 1 :]
             (*tensors, activation, _), (*choices, lengths, clip, resets, reset_state) = rest[:6], rest[6:]
             plan = self._plan(activation, choices, clip)
-            hs = _second.Scan.apply(
-                self.fwd, plan, arguments[0], *tensors, lengths, resets, reset_state, *factors
-            )[0]  # fmt: skip
+            rest = (*tensors, lengths, resets, reset_state, *factors)
+            hs = _second.Scan.apply(self.fwd, plan, arguments[0], *rest)[0]
             return hs
         _, map_, inputs, options = self._read(*arguments)
         second = map_.second
-        leaf = dispatch.resolve(
-            self.name, "reference", device=second.device, dtype=second.dtype, algorithm=options.algorithm
-        )
+        facts: dict[str, Any] = {"device": second.device, "dtype": second.dtype, "algorithm": options.algorithm}
+        leaf = dispatch.resolve(self.name, "reference", **facts)
         check_lengths(options.lengths, arguments[0].shape[0])
         check_tokens(inputs.x, inputs.weight, options.lengths)
         options.checkpoint_every = 0  # changes nothing in plain torch code
@@ -253,9 +249,8 @@ class ScanOp:
 
         features = grad_hs if weight is None else x if x is not None and x.is_floating_point() else None
         grad_x = new(*grad_hs.shape[:-1], features.shape[-1]) if features is not None and need_x else new(0)
-        norm = new(
-            *replicas, grad_hs.shape[0], dtype=torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        )
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        norm = new(*replicas, grad_hs.shape[0], dtype=wide)
         return (
             grad_x, *[like(factor, factor.ndim - len(replicas)) for factor in factors],
             like(h0, 2, True), like(weight, 2), like(bias, 1), like(act_param, 1),
@@ -306,12 +301,7 @@ class ScanOp:
         return (*found[:-1], *(None,) * 8, found[-1])  # of the options, and of reset_state
 
     def _differentiable(
-        self,
-        ctx: Any,
-        saved: tuple[Any, ...],
-        grad_hs: Tensor | None,
-        grad_pre: Tensor | None,
-        needs: tuple[bool, ...],
+        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
     ) -> tuple[Any, ...]:
         """The same gradients, computed in such a way that autograd can derive them again."""
         hs, pre, x, *tensors, lengths, resets, reset_state = saved
@@ -319,12 +309,9 @@ class ScanOp:
         activation, every = ctx.head
         if every:  # hs is the checkpoints: the states have to be there as a function of the inputs
             with _taps.set_aside():
-                hs, _, pre = self.fwd(
-                    x, *tensors, activation, 0, *ctx.choices, lengths, ctx.message_clip, resets, reset_state
-                )  # fmt: skip
-        taken = _second.Taken(
-            hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors)
-        )  # fmt: skip
+                options = activation, 0, *ctx.choices, lengths, ctx.message_clip, resets, reset_state
+                hs, _, pre = self.fwd(x, *tensors, *options)
+        taken = _second.Taken(hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors))
         plan = self._plan(activation, ctx.choices, ctx.message_clip)
         if ctx.dimensions is None:
             return _second.gradients(plan, taken, grad_hs, grad_pre, needs)

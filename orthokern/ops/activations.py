@@ -71,10 +71,7 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
     return y
 
 
-@custom_op(
-    "activation_fwd",
-    "(Tensor x, Tensor? act_param, str activation, str? backend=None) -> Tensor",
-)
+@custom_op("activation_fwd", "(Tensor x, Tensor? act_param, str activation, str? backend=None) -> Tensor")
 def _fwd(x: Tensor, act_param: Tensor | None, activation: str, backend: str | None = None) -> Tensor:
     """y [..., N], never x itself."""
     if activation == "identity":

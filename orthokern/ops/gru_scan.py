@@ -19,17 +19,12 @@ from orthokern.ops._register import custom_op
 VARIANTS = ("kanai", "torch")
 FEATURES = ("lengths", "resets")  # optional arguments that a backend may lack, see Support.features
 
+_GPU: dict[str, Any] = {"devices": ("cuda",), "features": (*FEATURES, "replicas"), "capability": (8, 0)}
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": Support(
-        devices=("cuda",),
-        dtypes=(torch.float64, torch.float32),
-        limits={"N": 512},
-        features=(*FEATURES, "replicas"),
-        capability=(8, 0),
-    ),
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float32,), features=(*FEATURES, "replicas"), capability=(8, 0)),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, **_GPU),
+    "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }
 dispatch.register("gru_scan", SUPPORT)
 
@@ -217,16 +212,13 @@ def _backward(
     of_saved = grad_gates is not None or grad_pre is not None
     if grad_hs is None and not of_saved:
         return ()
-    hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
-    needs = ctx.needs_input_grad
+    needs, resets = ctx.needs_input_grad, saved[7]  # as in _setup_context
     wanted = resets is not None and needs[8]
     if of_saved or _route.recording(grad_hs, *saved):
         found = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), (*needs[:4], wanted))
     else:
-        *grads, grad_reset_state, _ = _bwd(
-            grad_hs, hs, gates, pre, w, h0, bias, ctx.variant, needs[1] or needs[3], ctx.backend, lengths, resets,
-            reset_state,
-        )  # fmt: skip
+        need_params = needs[1] or needs[3]
+        *grads, grad_reset_state, _ = _bwd(grad_hs, *saved[:6], ctx.variant, need_params, ctx.backend, *saved[6:])
         found = [*map(given, grads, needs[:4]), given(grad_reset_state, wanted)]
         if ctx.dimensions is not None:
             found = _replicas.summed(found, ctx.dimensions)

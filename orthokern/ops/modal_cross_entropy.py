@@ -81,27 +81,30 @@ def modal_cross_entropy(
         the other gradients in that dtype over at most 256 steps, in float64 over those. Where logits are NaN,
         the hits are undefined. The same bits for the same inputs, machine and thread count.
     """
+    inputs, classes = ModalInputs(x, re, im, z0, table, lengths), Readout(readout, bias, target, reduction)
     if dispatch.plain_reference(backend):
+        _check(inputs, classes)
         reference = dispatch.leaf("modal_cross_entropy", "reference")
-        inputs, classes = _checked(lengths, x, re, im, z0, table, readout, bias, target, None, reduction)
         loss, hits, *_ = reference.modal_cross_entropy_fwd(inputs, classes, need_grad=False)
-        return loss, hits
-    need_grad = needs_grad(x, re, im, z0, table, readout, bias)
-    loss, hits, *_ = torch.ops.orthokern.modal_cross_entropy_fwd(
-        x, re, im, z0, table, readout, bias, target, None, reduction, need_grad, backend, lengths
-    )
+    else:
+        loss, hits, *_ = run_fwd(inputs, classes, needs_grad(x, re, im, z0, table, readout, bias), backend)
     return loss, hits
 
 
-def _checked(
-    lengths: Tensor | None, x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, readout: Tensor,
-    bias: Tensor | None, target: Tensor, pairs: Tensor | None, reduction: str,
-) -> tuple[ModalInputs, Readout]:  # fmt: skip
-    """What a leaf takes, after the checks of values: a kernel indexes with ids, classes and modes."""
-    inputs = ModalInputs(x, re, im, z0, table, lengths, pairs)
-    check_inputs(inputs, x.shape[0])
-    check_ids("target", target, readout, lengths)
-    return inputs, Readout(readout, bias, target, reduction)
+def run_fwd(inputs: ModalInputs, readout: Readout, need_grad: bool, backend: str | None) -> tuple[Tensor, ...]:
+    """The op modal_cross_entropy_fwd."""
+    *tensors, lengths, pairs = inputs
+    weight, bias, target, reduction = readout
+    found: tuple[Tensor, ...] = torch.ops.orthokern.modal_cross_entropy_fwd(
+        *tensors, weight, bias, target, pairs, reduction, need_grad, backend, lengths
+    )
+    return found
+
+
+def _check(inputs: ModalInputs, readout: Readout) -> None:
+    """The checks on values: a kernel indexes with ids, classes and modes."""
+    check_inputs(inputs, readout.target.shape[0])
+    check_ids("target", readout.target, readout.weight, inputs.lengths)
 
 
 @custom_op(
@@ -110,32 +113,28 @@ def _checked(
     "Tensor? pairs=None, str reduction='mean', bool need_grad=True, str? backend=None, Tensor? lengths=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _fwd(*arguments: Any) -> tuple[Tensor, ...]:
+def _fwd(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """(loss, hits, grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs).
 
     The gradients of the loss; what does not apply, and all unless need_grad, are empty. pairs: int64 [P, 2], modes (j,
     k) whose sums M_jk of Note [Modal scan backward] come back as grad_pairs [P, 2, 2], float64 like grad_re and grad_im
     [M].
     """
-    *rest, need_grad, backend, lengths = arguments
-    inputs, readout = _checked(lengths, *rest)
-    z0 = inputs.z0
-    leaf = dispatch.resolve(
-        "modal_cross_entropy", backend, device=z0.device, dtype=z0.dtype,
-        features=() if lengths is None else FEATURES, N=z0.shape[1], C=readout.weight.shape[0],
-    )  # fmt: skip
-    weight, bias, target, reduction = readout
+    weight, bias, target, pairs, reduction, need_grad, backend, lengths = rest
+    inputs = ModalInputs._make(map(contiguous, (x, re, im, z0, table, lengths, pairs)))
     readout = Readout(weight.contiguous(), contiguous(bias), target.contiguous(), reduction)
-    found = leaf.modal_cross_entropy_fwd(ModalInputs._make(map(contiguous, inputs)), readout, need_grad=need_grad)
+    facts = {"features": () if lengths is None else FEATURES, "N": z0.shape[1], "C": weight.shape[0]}
+    leaf = dispatch.resolve("modal_cross_entropy", backend, device=z0.device, dtype=z0.dtype, **facts)
+    _check(inputs, readout)
+    found = leaf.modal_cross_entropy_fwd(inputs, readout, need_grad=need_grad)
     *grads, grad_pairs = found.inputs or (None,) * 6
     return filled((found.loss, found.hits, *grads, found.weight, found.bias, grad_pairs), z0)
 
 
 @_fwd.register_fake
-def _fwd_fake(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, readout: Tensor, bias: Tensor | None,
-    target: Tensor, pairs: Tensor | None, _: str, need_grad: bool, *__: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _fwd_fake(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    readout, bias, target, pairs, _, need_grad, *_ = rest
+
     def like(tensor: Tensor | None, *shape: int) -> Tensor:
         if tensor is None or not need_grad:
             return z0.new_empty(0)

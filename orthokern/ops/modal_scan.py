@@ -18,14 +18,7 @@ from orthokern._scan_contract import ModalInputs
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _route
-from orthokern.ops._common import (
-    check_lengths,
-    check_range,
-    contiguous,
-    filled,
-    given,
-    no_second_derivative,
-)
+from orthokern.ops._common import check_lengths, check_range, contiguous, filled, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
@@ -84,13 +77,25 @@ def modal_scan(
         of time and float64 over chunks. Where there are fewer sequences than threads, time is cut in as many pieces,
         joined by powers of lambda: the same bits for the same inputs, machine and thread count.
     """
-    if _route.plain(backend):
-        reference = dispatch.leaf("modal_scan", "reference")
-        inputs = ModalInputs(x, re, im, z0, table, lengths)
-        check_inputs(inputs, x.shape[0])
-        z: Tensor = reference.modal_scan_fwd(inputs)
-        return z
-    return torch.ops.orthokern.modal_scan_fwd(x, re, im, z0, table, backend, lengths)
+    inputs = ModalInputs(x, re, im, z0, table, lengths)
+    if not _route.plain(backend):
+        return run_fwd(inputs, backend)
+    check_inputs(inputs, x.shape[0])
+    z: Tensor = dispatch.leaf("modal_scan", "reference").modal_scan_fwd(inputs)
+    return z
+
+
+def run_fwd(inputs: ModalInputs, backend: str | None) -> Tensor:
+    """The op modal_scan_fwd."""
+    z: Tensor = torch.ops.orthokern.modal_scan_fwd(*inputs[:5], backend, inputs.lengths)
+    return z
+
+
+def run_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, need_x: bool, backend: str | None) -> tuple[Tensor, ...]:
+    """The op modal_scan_bwd: the gradients in the order of ModalGradients."""
+    *tensors, lengths, pairs = inputs
+    grads: tuple[Tensor, ...] = torch.ops.orthokern.modal_scan_bwd(grad_z, z, *tensors, pairs, need_x, backend, lengths)
+    return grads
 
 
 def check_ids(argument: str, ids: Tensor, table: Tensor | None, lengths: Tensor | None) -> None:
@@ -118,11 +123,8 @@ def check_pairs(pairs: Tensor | None, M: int) -> None:
 
 def _leaf(inputs: ModalInputs, backend: str | None, T: int) -> tuple[Any, ModalInputs]:
     """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
-    z0 = inputs.z0
-    leaf = dispatch.resolve(
-        "modal_scan", backend, device=z0.device, dtype=z0.dtype, features=() if inputs.lengths is None else FEATURES,
-        N=z0.shape[1],
-    )  # fmt: skip
+    z0, features = inputs.z0, () if inputs.lengths is None else FEATURES
+    leaf = dispatch.resolve("modal_scan", backend, device=z0.device, dtype=z0.dtype, features=features, N=z0.shape[1])
     check_inputs(inputs, T)
     return leaf, ModalInputs._make(map(contiguous, inputs))
 
@@ -173,15 +175,11 @@ def _bwd(
 
 
 @_bwd.register_fake
-def _bwd_fake(
-    grad_z: Tensor, _: Tensor, __: Tensor | None, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None,
-    pairs: Tensor | None, need_x: bool, *___: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _bwd_fake(grad_z: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    _, _, re, im, z0, table, pairs, need_x, *_ = arguments
     return (
         z0.new_empty(grad_z.shape if table is None and need_x else 0),
-        re.new_empty(re.shape),
-        im.new_empty(im.shape),
-        z0.new_empty(z0.shape),
+        *(tensor.new_empty(tensor.shape) for tensor in (re, im, z0)),
         z0.new_empty(0 if table is None else table.shape),
         z0.new_empty(0) if pairs is None else re.new_empty(pairs.shape[0], 2, 2),
     )
@@ -198,11 +196,11 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_z: Tensor | None) -> tuple[
         return ()
     z, x, re, im, z0, table, lengths = saved
     needs = ctx.needs_input_grad
+    inputs = ModalInputs(x, re, im, z0, table, lengths)
     if _route.recording():
-        reference = dispatch.leaf("modal_scan", "reference")
-        grads = reference.modal_scan_bwd(ModalInputs(x, re, im, z0, table, lengths), grad_z, z, need_x=needs[0])
-        return tuple(map(given, grads[:5], needs[:5]))
-    grads = torch.ops.orthokern.modal_scan_bwd(grad_z, z, x, re, im, z0, table, None, needs[0], ctx.backend, lengths)
+        grads = dispatch.leaf("modal_scan", "reference").modal_scan_bwd(inputs, grad_z, z, need_x=needs[0])
+    else:
+        grads = run_bwd(inputs, grad_z, z, needs[0], ctx.backend)
     return tuple(map(given, grads[:5], needs[:5]))
 
 

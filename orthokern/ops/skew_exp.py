@@ -68,10 +68,7 @@ def _leaf(x: Tensor, backend: str | None) -> Any:
     return dispatch.resolve("skew_exp", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
 
 
-@custom_op(
-    "skew_exp_fwd",
-    "(Tensor x, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@custom_op("skew_exp_fwd", "(Tensor x, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _fwd(x: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     """(p, powers, terms, c, root, squarings), as the reference describes them."""
     with ieee_products():

@@ -45,10 +45,7 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
     if not need_grad:
         return LinearLoss(loss, None, None, None)
     return LinearLoss(
-        loss,
-        torch.cat(grad_hidden),
-        grad_weight.to(weight.dtype),
-        None if bias is None else grad_bias.to(bias.dtype),
+        loss, torch.cat(grad_hidden), grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype)
     )
 
 

@@ -21,8 +21,9 @@ from orthokern.commandline import (
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import earlier_rows, report
-from orthokern.reproduce.runner import Plan, default_threads, train_all
+from orthokern.reproduce.runner import Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
+from orthokern.reproduce.study import output_folder
 
 PAPERS = (vorontsov, oinit, nnrnn, kanai, constraint)
 EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
@@ -72,7 +73,7 @@ def _parser() -> Parser:
         "--data", type=path, metavar="DIR", help="folder that contains the folders mnist, ptb and music (default data)"
     )
     parser.add_argument("--out", type=path, metavar="DIR", help="folder for runs and tables (default runs/reproduce)")
-    parser.add_argument("--only", metavar="TEXT", help="train only the runs with TEXT in their names")
+    parser.add_argument("--only", type=str, metavar="TEXT", help="train only the runs with TEXT in their names")
     parser.add_argument(
         "--epochs", type=integer(1), metavar="N", help="train for N epochs, instead of the number in the paper"
     )
@@ -80,16 +81,10 @@ def _parser() -> Parser:
         "--iterations", type=integer(1), metavar="N", help="train for N iterations, for tasks without a data set"
     )
     parser.add_argument("--jobs", type=integer(1), metavar="N", help="number of runs in parallel (default 1)")
-    parser.add_argument(
-        "--threads",
-        type=integer(1, MAX_THREADS),
-        metavar="N",
-        help="CPU threads of a run (default: the number of threads of torch, divided by --jobs)",
-    )
-    parser.add_argument(
-        "--budget", type=duration, metavar="TIME",
-        help="train what fits into this time, for example 2h or 30m; runs under way are saved",
-    )  # fmt: skip
+    text = "CPU threads of a run (default: the number of threads of torch, divided by --jobs)"
+    parser.add_argument("--threads", type=integer(1, MAX_THREADS), metavar="N", help=text)
+    text = "train what fits into this time, for example 2h or 30m; runs under way are saved"
+    parser.add_argument("--budget", type=duration, metavar="TIME", help=text)
     parser.add_argument(
         "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: that of the task)"
     )
@@ -100,8 +95,6 @@ def _parser() -> Parser:
 
 
 def _plan(experiment: Experiment, given: Settings) -> Plan:
-    quick = given.get("quick", False)
-    folder = given.get("out", Path("runs") / "reproduce") / ("quick" if quick else "full")
     jobs = given.get("jobs", 1)
     if experiment.alone and jobs > 1:
         raise InputError(f"--jobs {jobs}: the runs of {experiment.name} are timed and run one at a time; leave it out")
@@ -124,16 +117,7 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
             raise InputError(
                 f"--data {root}: no such folder; it must hold {experiment.data}/ (see docs/experiments.md, Data)"
             )
-    return Plan(
-        folder=folder,
-        data=data,
-        quick=quick,
-        jobs=jobs,
-        threads=given.get("threads", default_threads(jobs)),
-        longer=longer,
-        device=given.get("device"),
-        budget=given.get("budget"),
-    )
+    return Plan.of(given, output_folder(given), data, longer)
 
 
 def _chosen(experiment: Experiment, only: str | None) -> list[Run]:

@@ -295,12 +295,5 @@ def _cost(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
     return written(folder, study.name, "\n".join(text) + "\n", summary)
 
 
-STUDIES = (
-    Study(
-        "gru-table3",
-        "Cost of the spectral constraint in language modelling",
-        f"{PAPER}, Table 3",
-        ("data", "threads", "iterations"),
-        _cost,
-    ),
-)
+_TITLE = "Cost of the spectral constraint in language modelling"
+STUDIES = (Study("gru-table3", _TITLE, f"{PAPER}, Table 3", ("data", "threads", "iterations"), _cost),)

@@ -14,7 +14,7 @@ from torch import Tensor
 from orthokern.commandline import Settings
 from orthokern.diagnostics import FisherMemory, fisher_memory, transient_norms
 from orthokern.reproduce.page import drawn, table, written
-from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.spec import Experiment, Measure, Run, words
 from orthokern.reproduce.study import Study
 
 REPORT = "Jahagirdar et al. 2019"
@@ -116,9 +116,9 @@ PTB = (
 )
 # That README's, as far as it gives them; the LSTM's are ours.
 PTB_OPTIONS = {
-    "rnn": ("--init", "glorot", "--lr", "1e-5"),
-    "lstm": ("--init", "glorot", "--lr", "1e-3"),
-    "exprnn": ("--init", "cayley", "--lr", "1e-3"),
+    "rnn": "--init glorot --lr 1e-5",
+    "lstm": "--init glorot --lr 1e-3",
+    "exprnn": "--init cayley --lr 1e-3",
 }
 
 
@@ -127,17 +127,16 @@ def _ptb() -> tuple[Run, ...]:
     for column, bptt in ((0, 150), (1, 300)):
         for model, hidden, *published in PTB:
             bits, percent = published[column]
-            options: tuple[str, ...] = ("--preset", f"nnrnn-{bptt}")
+            options = f"--preset nnrnn-{bptt}"
             if model != "nnrnn":
-                options = ("--bptt", str(bptt), "--model", model, "--hidden", str(hidden))
-                options += () if model == "lstm" else ("--nonlinearity", "modrelu")
-                options += ("--start", "glorot-normal", "--batch", "128", "--epochs", "100", "--schedule", "plateau")
-                options += PTB_OPTIONS[model]
+                options = f"--bptt {bptt} --model {model} --hidden {hidden}"
+                options += "" if model == "lstm" else " --nonlinearity modrelu"
+                options += f" --start glorot-normal --batch 128 --epochs 100 --schedule plateau {PTB_OPTIONS[model]}"
             rows.append(
                 Run(
                     name=f"ptb-stream-{bptt}-{model}",
                     task="char_lm",
-                    options=options,
+                    options=words(options),
                     quick=("--hidden", "128", "--epochs", "1", *(("--lr", "1e-3") if model == "rnn" else ())),
                     labels={"steps": "--bptt", "model": MODELS[model]},
                     published={BPC.title: bits, **({} if percent is None else {CHARACTERS.title: percent})},
@@ -252,12 +251,5 @@ def _draw(found: dict[tuple[float, float, float], FisherMemory], plots: Any) -> 
     return plots.memory(chain(1.0, 0.3, 0.6, 12)[0], transients, curves)
 
 
-STUDIES = (
-    Study(
-        "nnrnn-fisher",
-        "Fisher memory and transients of non-normal chains",
-        f"{REPORT}, Figure 1; {ORIGINAL}, supplement, Table 6",
-        (),
-        _fisher,
-    ),
-)
+_SOURCE = f"{REPORT}, Figure 1; {ORIGINAL}, supplement, Table 6"
+STUDIES = (Study("nnrnn-fisher", "Fisher memory and transients of non-normal chains", _SOURCE, (), _fisher),)

@@ -17,7 +17,7 @@ from orthokern.commandline import Settings, say
 from orthokern.errors import InputError
 from orthokern.init import glorot_uniform_, learned_orthogonal_
 from orthokern.reproduce.page import table, written
-from orthokern.reproduce.runner import Plan, default_threads
+from orthokern.reproduce.runner import Plan
 from orthokern.reproduce.search import Search, find, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run
 from orthokern.reproduce.study import Study, conditions
@@ -189,26 +189,13 @@ def _searches() -> tuple[Search, ...]:
             if strength is not None:
                 given += ("--soft-orthogonality", strength)
                 text += f", λ = {strength}"
-            found.append(
-                Search(
-                    f"{key}-{preset}",
-                    problem,
-                    network,
-                    text,
-                    task,
-                    (*options, *given, *SEARCHING),
-                    SEARCH_QUICK,
-                    longest,
-                )
-            )
+            given = (*options, *given, *SEARCHING)
+            found.append(Search(f"{key}-{preset}", problem, network, text, task, given, SEARCH_QUICK, longest))
+        ours = (*OURS, *(ADDING if task == "adding" else ()))
+        text = "RMSprop and geodesic steps, the task's defaults (ours)"
         more = (
             ("oinit-rmsprop", "learned initialisation, RMSprop", "RMSprop, α = 0.001, clipped at 1 (ours)", RMSPROP),
-            (
-                "factorized",
-                "factorized",
-                "RMSprop and geodesic steps, the task's defaults (ours)",
-                (*OURS, *(ADDING if task == "adding" else ())),
-            ),
+            ("factorized", "factorized", text, ours),
         )
         for name, network, text, given in more:
             found.append(
@@ -235,18 +222,8 @@ def _table1(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
         raise InputError(
             f"--only {only}: no search of {study.name} has this text in its name; the searches are {names}"
         )
-    jobs = given.get("jobs", 1)
     longer = ("--iterations", str(given["iterations"])) if "iterations" in given else ()
-    plan = Plan(
-        folder=folder,
-        data=None,
-        quick=given.get("quick", False),
-        jobs=jobs,
-        threads=given.get("threads", default_threads(jobs)),
-        longer=longer,
-        device=given.get("device"),
-        budget=given.get("budget"),
-    )
+    plan = Plan.of(given, folder, None, longer)
     failed: dict[str, str] = {}
     try:
         if not given.get("report"):

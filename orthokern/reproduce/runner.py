@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from orthokern._files import RECORDS_LIMIT, count, number, open_regular, parse_json, read_object
-from orthokern.commandline import say, write
+from orthokern.commandline import Settings, say, write
 from orthokern.errors import InputError
 from orthokern.reproduce.spec import Run, each_once
 from orthokern.training.cli import EXIT_BAD_INPUT
@@ -49,6 +49,15 @@ class Plan:
     longer: tuple[str, ...] = ()
     device: str | None = None
     budget: float | None = None
+
+    @classmethod
+    def of(cls, given: Settings, folder: Path, data: Path | None, longer: tuple[str, ...]) -> Plan:
+        """The plan of a command line."""
+        jobs = given.get("jobs", 1)
+        threads = given.get("threads", max(1, torch.get_num_threads() // jobs))
+        return cls(
+            folder, data, given.get("quick", False), jobs, threads, longer, given.get("device"), given.get("budget")
+        )
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / run.name
@@ -260,8 +269,3 @@ def _mark_diverged(folder: Path, line: str) -> None:
     """Records in result.json that the run has diverged, so that it is not repeated."""
     result: dict[str, Any] = {"diverged": True, "message": line}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-
-
-def default_threads(jobs: int) -> int:
-    """CPU threads per run with `jobs` parallel runs."""
-    return max(1, torch.get_num_threads() // jobs)

@@ -54,6 +54,11 @@ class Run:
     group: str = ""
 
 
+def words(options: str) -> tuple[str, ...]:
+    """A command line as `Run` takes it."""
+    return tuple(options.split())
+
+
 def over_seeds(run: Run, seeds: Iterable[int]) -> tuple[Run, ...]:
     """The run once for each seed, as one row of the table: the median over the seeds, and the range.
 
@@ -125,8 +130,8 @@ def each_once(options: Sequence[str]) -> tuple[str, ...]:
 def planned(run: Run, quick: bool) -> Settings:
     """The settings of a run according to its command line. Settings that the task derives from others may be None."""
     task = importlib.import_module(f"orthokern.tasks.{run.task}")
-    given = task._parser().parse([*run.options, *(run.quick if quick else ())])
-    return {**task.DEFAULTS, **task.PRESETS.get(given.get("preset"), {}), **given}
+    given = task.COMMAND.parser().parse([*run.options, *(run.quick if quick else ())])
+    return {**task.DEFAULTS, **task.COMMAND.presets.get(given.get("preset"), {}), **given}
 
 
 def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...]:

@@ -44,9 +44,15 @@ class Study:
         for option in given:
             if option not in ("experiment", "quick", "out", *self.options):
                 raise InputError(f"--{option}: {self.name} does not accept it")
-        folder = given.get("out", Path("runs") / "reproduce") / ("quick" if given.get("quick") else "full")
+        folder = output_folder(given)
         folder.mkdir(parents=True, exist_ok=True)
         return self.produce(given, folder, stream)
+
+
+def output_folder(given: Settings) -> Path:
+    """Where a command line writes runs and reports."""
+    out: Path = given.get("out", Path("runs") / "reproduce")
+    return out / ("quick" if given.get("quick") else "full")
 
 
 def conditions() -> str:

@@ -3,7 +3,7 @@ with long term dependencies", 2017."""
 
 from __future__ import annotations
 
-from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
+from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds, words
 
 PAPER = "Vorontsov et al. 2017"
 MARGIN_INIT = ("margin", "init")  # settings in the legend
@@ -74,11 +74,11 @@ def _mnist(permuted: bool) -> tuple[Run, ...]:
 
 # About 16 thousand parameters: name, label, options, published accuracy of permuted and of ordered pixels. The rates of
 # expRNN are those of its paper, which keeps them constant for 70 epochs.
-PIXELS: tuple[tuple[str, str, tuple[str, ...], tuple[float, float] | None], ...] = (
-    ("exprnn", "expRNN, N = 170",
-     ("--model", "exprnn", "--hidden", "170", "--lr", "7e-4", "--skew-lr", "7e-5", "--batch", "128"), (94.9, 98.0)),
-    ("factorized", "factorized, N = 120", ("--hidden", "120", "--apply", "composed"), None),
-)  # fmt: skip
+_EXPRNN = "--model exprnn --hidden 170 --lr 7e-4 --skew-lr 7e-5 --batch 128"
+PIXELS: tuple[tuple[str, str, str, tuple[float, float] | None], ...] = (
+    ("exprnn", "expRNN, N = 170", _EXPRNN, (94.9, 98.0)),
+    ("factorized", "factorized, N = 120", "--hidden 120 --apply composed", None),
+)
 
 
 def _pixels() -> tuple[Run, ...]:
@@ -89,7 +89,7 @@ def _pixels() -> tuple[Run, ...]:
             run = Run(
                 name=f"pixels-{order}-{name}",
                 task="pixel_mnist",
-                options=(*flag, *options),
+                options=(*flag, *words(options)),
                 quick=("--pool", "2", "--epochs", "4"),
                 labels={"order": order, "network": label},
                 published={} if published is None else {ACCURACY.title: published[column]},
@@ -132,9 +132,8 @@ def _ptb(length: int) -> tuple[Run, ...]:
     ours = Run(
         name=f"ptb-{length}-ours",
         task="char_lm",
-        options=(
-            *("--length", str(length), "--nonlinearity", "modrelu", "--optimizer", "adam", "--lr", "3e-3"),
-            *("--schedule", "cosine", "--apply", "composed"),
+        options=words(
+            f"--length {length} --nonlinearity modrelu --optimizer adam --lr 3e-3 --schedule cosine --apply composed"
         ),
         quick=("--hidden", "128", "--epochs", "3"),
         labels={"margin": "1, our settings", "initialisation": "orthogonal"},
@@ -150,17 +149,8 @@ TIMES = ((128, 21.9, 40.4), (500, 46.7, 161.4), (1000, 95.4, 711.2))
 
 
 def _times() -> tuple[Run, ...]:
-    common: tuple[str, ...] = (
-        "--T",
-        "100",
-        "--optimizer",
-        "sgd",
-        "--momentum",
-        "0",
-        "--lr",
-        "1e-4",
-    )
-    common += ("--schedule", "constant", "--eval-every", "0", "--diagnose-every", "0")
+    common = words("--T 100 --optimizer sgd --momentum 0 --lr 1e-4 --schedule constant")
+    common += ("--eval-every", "0", "--diagnose-every", "0")
     rates = {"rnn": (), "factorized": ("--spectrum-lr", "1e-4", "--geodesic-lr", "1e-6")}
     rows = []
     for hidden, plain, geodesic in TIMES:
@@ -195,18 +185,7 @@ def _copy_run(T: int, margin: str, iterations: int) -> Run:
     return Run(
         name=f"copy-{T}-margin-{margin}",
         task="copy",
-        options=(
-            "--preset",
-            "paper",
-            "--T",
-            str(T),
-            "--margin",
-            margin,
-            "--iterations",
-            str(iterations),
-            "--goal",
-            "99.9",
-        ),
+        options=words(f"--preset paper --T {T} --margin {margin} --iterations {iterations} --goal 99.9"),
         quick=("--T", str(T // 10), "--lr", "1e-3", "--input-lr", "1e-3", "--iterations", "1500"),
         labels={"T": "--T", "margin": margin},
     )
@@ -282,15 +261,13 @@ def _figure5() -> tuple[Run, ...]:
 
 ADDING_LENGTHS = (200, 750, 1000, 5000, 10_000)
 # What is changed in the defaults.
-ADDING_CHANGES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("bases held fixed", ("--geodesic-lr", "0")),
-    ("all rates times 10", ("--lr", "0.14", "--geodesic-lr", "5e-4", "--spectrum-lr", "1e-3", "--input-lr", "1e-2")),
-    ("start torch, same rates", ("--start", "torch", "--lr", "0.014", "--input-lr", "1e-3")),
-    ("start torch, RMSprop for U and V", (
-        "--start", "torch", "--lr", "1e-3", "--margin", "1", "--spectrum-lr", "1e-2", "--geodesic", "rmsprop",
-        "--geodesic-lr", "1e-3", "--basis-clip", "none",
-    )),
-)  # fmt: skip
+_RMSPROP = "--margin 1 --spectrum-lr 1e-2 --geodesic rmsprop --geodesic-lr 1e-3 --basis-clip none"
+ADDING_CHANGES = (
+    ("bases held fixed", "--geodesic-lr 0"),
+    ("all rates times 10", "--lr 0.14 --geodesic-lr 5e-4 --spectrum-lr 1e-3 --input-lr 1e-2"),
+    ("start torch, same rates", "--start torch --lr 0.014 --input-lr 1e-3"),
+    ("start torch, RMSprop for U and V", f"--start torch --lr 1e-3 {_RMSPROP}"),
+)
 
 
 def _adding_defaults() -> tuple[Run, ...]:
@@ -310,7 +287,7 @@ def _adding_defaults() -> tuple[Run, ...]:
         Run(
             name=f"adding-200-changed-{number}",
             task="adding",
-            options=("--T", "200", *options, "--iterations", "2000"),
+            options=words(f"--T 200 {options} --iterations 2000"),
             quick=("--T", "20", "--iterations", "500"),
             labels={"T": "--T", "network": "factorized", "settings": what},
         )
@@ -377,10 +354,8 @@ EXPERIMENTS = (
             Run(
                 name=f"gradients-margin-{margin}",
                 task="copy",
-                options=(
-                    "--preset", "paper", "--T", "200", "--margin", margin, "--iterations", "1000", "--goal", "100",
-                    "--last-step-gradient", "--eval-every", "0",
-                ),
+                options=words(f"--preset paper --T 200 --margin {margin} --iterations 1000 --goal 100 "
+                              "--last-step-gradient --eval-every 0"),
                 quick=("--T", "100", "--iterations", "300"),
                 labels={"margin": margin},
             )

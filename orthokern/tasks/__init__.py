@@ -83,7 +83,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     module = importlib.import_module(f"{__name__}.{task}")
     if not hasattr(module, "main"):
         raise unknown_name("task", task, names())
-    arguments = [f"--out={Path(out)}", *_words(task, module._parser(), settings)]
+    arguments = [f"--out={Path(out)}", *_words(task, module.COMMAND.parser(), settings)]
     said, complained = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
         code = module.main(arguments)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer, real
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.errors import InputError
@@ -114,6 +114,8 @@ class AddingOptions(StartOptions, DrawnOptions):
     clip: float | None = 1.0
     basis_clip: float | None = 1.0
     iterations: int = 10_000
+    # the readout is computed by torch, and so are LSTMs
+    backend: str = redeclared(DrawnOptions, "backend", or_needs=OF_KERNELS)
 
 
 DEFAULTS = defaults(AddingOptions)
@@ -121,74 +123,36 @@ DEFAULTS = defaults(AddingOptions)
 # Manchev and Spratling, section III-A, in the variant of their released code: the target is half the sum, the marks are
 # placed as in Pascanu et al. 2013, and the problem is solved if all of 10 000 answers have an error of at most 0.2.
 # (Their text says 0.0001.)
-_ORTHOGONAL: Settings = {
-    **PAPER,
-    "schedule": "constant",
-    "nonlinearity": "tanh",
-    "target": "mean",
-    "positions": "pascanu",
-    "goal": 0.0,
-    "right": 100.0,
-    "eval_sequences": 10_000,
-    "lr": 0.01,
-}
+_ORTHOGONAL: Settings = {**PAPER, "schedule": "constant", "nonlinearity": "tanh", "target": "mean"}
+_ORTHOGONAL |= {"positions": "pascanu", "goal": 0.0, "right": 100.0, "eval_sequences": 10_000, "lr": 0.01}
 
 # Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN, Table 3, whose
 # columns are shifted: a cell belongs to the model that has such a parameter. Batches of 10. What the text leaves open
 # is as in the code that its authors gave to the released one: T = 100, 20 000 updates, RMSprop's decay 0.99,
 # Glorot-normal inputs and readout.
-_REPORT: Settings = {
-    "T": 100,
-    "hidden": 128,
-    "nonlinearity": "modrelu",
-    "start": "glorot-normal",
-    "lr": 2e-4,
-    "schedule": "constant",
-    "alpha": 0.99,
-    "clip": None,
-    "batch": 10,
-    "iterations": 20_000,
-    "goal": 0.0,
-    "checkpoint_every": 500,
-    "diagnose_every": 50,
-}
+_REPORT: Settings = {"T": 100, "hidden": 128, "nonlinearity": "modrelu", "start": "glorot-normal", "lr": 2e-4}
+_REPORT |= {"schedule": "constant", "alpha": 0.99, "clip": None, "batch": 10, "iterations": 20_000, "goal": 0.0}
+_REPORT |= {"checkpoint_every": 500, "diagnose_every": 50}
+
+# Vorontsov et al. 2017, sections 3.1 and 3.1.1: T = 1000, 128 ReLU units, batches of 50, epochs of 100 batches, up
+# to 2000 of them; RMSprop at 1e-4, geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite
+# matrix. What the text leaves open is as in the released code; eps: see pixel_mnist.
+_PAPER: Settings = {"init": "orthogonal", "margin": 1.0, "start": "small", "learned_h0": True}
+_PAPER |= {"schedule": "constant", "lr": 1e-4, "spectrum_lr": 1e-4, "geodesic_lr": 1e-6, "eps": 1e-3, "clip": 100.0}
+_PAPER |= {"basis_clip": None, "weight_decay": 1e-4, "iterations": 200_000, "goal": 0.0, "checkpoint_every": 500}
+
+_REPORT_NNRNN: Settings = {**_REPORT, "model": "nnrnn", "init": "cayley", "hidden": 512, "skew_lr": 2e-5}
+_REPORT_NNRNN |= {"modulus_penalty": 1e-4, "triangle_decay": 1e-4}
 
 PRESETS: dict[str, Settings] = {
-    # Vorontsov et al. 2017, sections 3.1 and 3.1.1: T = 1000, 128 ReLU units, batches of 50, epochs of 100 batches, up
-    # to 2000 of them; RMSprop at 1e-4, geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite
-    # matrix. What the text leaves open is as in the released code; eps: see pixel_mnist.
-    "paper": {
-        "init": "orthogonal",
-        "margin": 1.0,
-        "start": "small",
-        "learned_h0": True,
-        "schedule": "constant",
-        "lr": 1e-4,
-        "spectrum_lr": 1e-4,
-        "geodesic_lr": 1e-6,
-        "eps": 1e-3,
-        "clip": 100.0,
-        "basis_clip": None,
-        "weight_decay": 1e-4,
-        "iterations": 200_000,
-        "goal": 0.0,
-        "checkpoint_every": 500,
-    },
+    "paper": _PAPER,
     "srnn": _ORTHOGONAL,
     "open": {**_ORTHOGONAL, "soft_orthogonality": 1e-4, "soft_orthogonality_norm": "plain"},
     "oinit": {**_ORTHOGONAL, "init": "learned", "start": "learned"},
     "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "nonlinearity": "tanh"},
     "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot"},
     "report-exprnn": {**_REPORT, "model": "exprnn", "init": "cayley", "hidden": 512, "skew_lr": 2e-5},
-    "report-nnrnn": {
-        **_REPORT,
-        "model": "nnrnn",
-        "init": "cayley",
-        "hidden": 512,
-        "skew_lr": 2e-5,
-        "modulus_penalty": 1e-4,
-        "triangle_decay": 1e-4,
-    },
+    "report-nnrnn": _REPORT_NNRNN,
 }
 PRESET_HELP = {
     "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.1",
@@ -348,12 +312,6 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    parser = cli.make_parser("adding", DESCRIPTION, EXAMPLES, AddingOptions, PRESETS, PRESET_HELP)
-    parser.needs["backend"] = ((OF_KERNELS,),)  # the readout is computed by torch, and so are LSTMs
-    return parser
-
-
 def complete(settings: Settings) -> AddingOptions:
     """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`.
 
@@ -385,10 +343,8 @@ def complete(settings: Settings) -> AddingOptions:
     return recurrent.complete(AddingOptions, {**settings, **missing})
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("adding", _parser(), AddingOptions, PRESETS, complete, Adding, arguments)
-
+COMMAND = cli.TaskCommand("adding", DESCRIPTION, EXAMPLES, AddingOptions, complete, Adding, PRESETS, PRESET_HELP)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern._state import check_integer, check_tensor, misfit
-from orthokern.commandline import Needs, Parser, Settings, file_name, integer, real
+from orthokern.commandline import Needs, Settings, file_name, integer, real
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
@@ -52,16 +52,16 @@ class CharOptions(StartOptions, DataOptions):
     GROUP = "the task"
     HIDDEN = frozenset({"sigma"})
     data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
-    length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=(_BY_SENTENCE,))
+    length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=_BY_SENTENCE)
     bucket: int = option(
         16,
         integer(1),
         "number of batches whose sentences are sorted by length together; 1: random batches",
         "N",
-        needs=(_BY_SENTENCE,),
+        needs=_BY_SENTENCE,
     )
     released_targets: bool = switch(
-        False, "also count two trivial targets per sentence, as in the paper's released code", needs=(_BY_SENTENCE,)
+        False, "also count two trivial targets per sentence, as in the paper's released code", needs=_BY_SENTENCE
     )
     bptt: int | None = option(
         None,
@@ -91,44 +91,21 @@ DEFAULTS = defaults(CharOptions)
 # of 128 rows and 100 epochs as in that code. (That code has an embedding of size 200, U(-0.1, 0.1), before the input
 # matrix; here a character selects a column of the input matrix.) That code halves all rates after every epoch whose
 # validation loss is not below the best one so far.
-_NNRNN: Settings = {
-    "model": "nnrnn",
-    "hidden": 1024,
-    "nonlinearity": "modrelu",
-    "init": "cayley",
-    "start": "glorot-normal",
-    "optimizer": "adam",
-    "beta1": 0.0,
-    "beta2": 0.9,
-    "lr": 2e-3,
-    "skew_lr": 2e-4,
-    "schedule": "plateau",
-    "plateau_factor": 0.5,
-    "patience": 1,
-    "modulus_penalty": 1e-4,
-    "batch": 128,
-    "epochs": 100,
-}
+_NNRNN: Settings = {"model": "nnrnn", "hidden": 1024, "nonlinearity": "modrelu", "init": "cayley"}
+_NNRNN |= {"start": "glorot-normal", "optimizer": "adam", "beta1": 0.0, "beta2": 0.9, "lr": 2e-3, "skew_lr": 2e-4}
+_NNRNN |= {"schedule": "plateau", "plateau_factor": 0.5, "patience": 1, "modulus_penalty": 1e-4, "batch": 128}
+_NNRNN |= {"epochs": 100}
+
+# Vorontsov et al. 2017, sections 3.1 and 3.1.2: 512 tanh units, 200 epochs, batches of 50, RMSprop at 1e-3 and
+# geodesic descent at 1e-6, clipping at 30, weight decay 1e-4 on the composite matrix. What the text leaves open is
+# as in the released code; eps: see pixel_mnist. (That code has an embedding of the characters, N(0, 0.01), before a
+# matrix of U(-0.01, 0.01); here a character selects a column of the input matrix.)
+_PAPER: Settings = {"nonlinearity": "tanh", "start": "small", "optimizer": "rmsprop", "schedule": "constant"}
+_PAPER |= {"learned_h0": True, "bucket": 1, "lr": 1e-3, "geodesic_lr": 1e-6, "eps": 1e-3, "clip": 30.0}
+_PAPER |= {"weight_decay": 1e-4, "epochs": 200}
 
 PRESETS: dict[str, Settings] = {
-    # Vorontsov et al. 2017, sections 3.1 and 3.1.2: 512 tanh units, 200 epochs, batches of 50, RMSprop at 1e-3 and
-    # geodesic descent at 1e-6, clipping at 30, weight decay 1e-4 on the composite matrix. What the text leaves open is
-    # as in the released code; eps: see pixel_mnist. (That code has an embedding of the characters, N(0, 0.01), before a
-    # matrix of U(-0.01, 0.01); here a character selects a column of the input matrix.)
-    "paper": {
-        "nonlinearity": "tanh",
-        "start": "small",
-        "optimizer": "rmsprop",
-        "schedule": "constant",
-        "learned_h0": True,
-        "bucket": 1,
-        "lr": 1e-3,
-        "geodesic_lr": 1e-6,
-        "eps": 1e-3,
-        "clip": 30.0,
-        "weight_decay": 1e-4,
-        "epochs": 200,
-    },
+    "paper": _PAPER,
     "nnrnn-150": {**_NNRNN, "bptt": 150, "triangle_decay": 1e-5, "clip": 10.0},
     "nnrnn-300": {**_NNRNN, "bptt": 300, "triangle_decay": 1e-6, "clip": 5.0},
 }
@@ -410,19 +387,13 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("char_lm", DESCRIPTION, EXAMPLES, CharOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> CharOptions:
     """The settings as an object, checked; see `recurrent.complete`."""
     return recurrent.complete(CharOptions, settings, data="the Penn Treebank's text files")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("char_lm", _parser(), CharOptions, PRESETS, complete, _task, arguments)
-
+COMMAND = cli.TaskCommand("char_lm", DESCRIPTION, EXAMPLES, CharOptions, complete, _task, PRESETS, PRESET_HELP)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

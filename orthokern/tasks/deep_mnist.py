@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer, real
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.optim import optimizer_for
@@ -51,14 +51,14 @@ class DeepOptions(DigitsOptions, DescentOptions):
         0.001,
         real(0.0, exclusive=True),
         "normal, learned: standard deviation of the weights",
-        needs=(Needs("init", ("normal", "learned")),),
+        needs=Needs("init", ("normal", "learned")),
     )
     standardize: bool = switch(
         True, "use pixels in [0, 1], instead of each with mean 0 and variance 1 over the training images"
     )
     penalty: float = option(0.0, real(0.0), "add X ||W W^T - I||^2 of every weight matrix to the loss")
     penalty_norm: str = named(
-        "squared", NORMS, "squared: as above; plain: the norm, not squared", needs=(Needs("penalty", nothing=0.0),)
+        "squared", NORMS, "squared: as above; plain: the norm, not squared", needs=Needs("penalty", nothing=0.0)
     )
     batch: int = 20
     optimizer: str = "sgd"
@@ -214,14 +214,10 @@ class DeepMnist(DigitsTask):
         settings = self.settings
         penalty = f", penalty {settings.penalty:g}" if settings.penalty else ""
         title = f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
+        loss = "cross-entropy (nats)" + (" and penalty" if penalty else "")
+        file = folder / "learning.png"
         drawn = [
-            plots.plot_learning(
-                records,
-                folder / "learning.png",
-                baseline=self.baseline,
-                title=title,
-                loss_label="cross-entropy (nats)" + (" and penalty" if penalty else ""),
-            ),
+            plots.plot_learning(records, file, baseline=self.baseline, title=title, loss_label=loss),
             plots.plot_layers(records, folder / "layers.png", title=title),
         ]
         return [path for path in drawn if path is not None]
@@ -253,10 +249,6 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("deep_mnist", DESCRIPTION, EXAMPLES, DeepOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> DeepOptions:
     """The settings as an object, checked.
 
@@ -270,10 +262,8 @@ def complete(settings: Settings) -> DeepOptions:
     return made
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("deep_mnist", _parser(), DeepOptions, PRESETS, complete, DeepMnist, arguments)
-
+COMMAND = cli.TaskCommand("deep_mnist", DESCRIPTION, EXAMPLES, DeepOptions, complete, DeepMnist, PRESETS, PRESET_HELP)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

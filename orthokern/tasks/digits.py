@@ -56,9 +56,8 @@ class DigitsTask(Task):
         settings, count = self.settings, len(self.train_set[1])
         if settings.batch > count:
             raise InputError(f"--batch {settings.batch}: there are {count} training images")
-        self.batches_per_epoch = (
-            count // settings.batch
-        )  # an incomplete last batch is left out; its images come in other epochs
+        # an incomplete last batch is left out; its images are read in other epochs
+        self.batches_per_epoch = count // settings.batch
         self.iterations_per_epoch = count_epochs(settings, self.batches_per_epoch)
         self.data_digest = digest(*self.train_set)
         self.position = 0  # in batches

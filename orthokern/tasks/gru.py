@@ -51,7 +51,7 @@ class GruOptions(DataOptions):
         None,
         ("kanai", "torch"),
         "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
-        needs=(Needs("model", ("gru",)),),
+        needs=Needs("model", ("gru",)),
         shown="kanai",
     )
     hidden: int = option(200, integer(1), "units of a layer", "N")
@@ -71,20 +71,20 @@ class GruOptions(DataOptions):
         shown="none with --clip, else projection",
     )
     delta: float = option(
-        None, real(), "projection: the bound is 2 - X, with X in (0, 2)", needs=(_PROJECTED,), shown="0.2"
+        None, real(), "projection: the bound is 2 - X, with X in (0, 2)", needs=_PROJECTED, shown="0.2"
     )
     threshold: str = named(
         None,
         THRESHOLDS,
         "projection: singular values to set to 2 - delta: those above 2-delta, or those above 2",
-        needs=(_PROJECTED,),
+        needs=_PROJECTED,
         shown="2-delta",
     )
     constrained_inputs: str = named(
         None,
         INPUTS,
         "projection: input matrices of the candidate that are also constrained: those of the upper layers, all, none",
-        needs=(_PROJECTED,),
+        needs=_PROJECTED,
         shown="upper",
     )
     clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
@@ -93,7 +93,7 @@ class GruOptions(DataOptions):
     window: int = option(35, integer(1), "time steps of back-propagation; the state is carried to the next window", "N")
     optimizer: str = named("sgd", tuple(OPTIMIZERS), ", ".join(OPTIMIZERS))
     lr: float = option(1.0, real(0.0, exclusive=True), "learning rate")
-    momentum: float = option(0.0, real(0.0, maximum=1.0), "momentum of sgd", needs=(Needs("optimizer", ("sgd",)),))
+    momentum: float = option(0.0, real(0.0, maximum=1.0), "momentum of sgd", needs=Needs("optimizer", ("sgd",)))
     checkpoint_every: int = 500
     diagnose_every: int = 50
 
@@ -145,16 +145,8 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
     layers = settings.layers
     dropout = settings.dropout if layers > 1 else 0.0  # the task applies dropout to the output of the last layer
     if settings.model == "gru":
-        return GRU(
-            inputs,
-            settings.hidden,
-            layers,
-            dropout=dropout,
-            variant=settings.variant,
-            init="kanai",
-            init_std=settings.init_std,
-            backend=settings.backend,
-        )
+        options: dict[str, Any] = {"init": "kanai", "init_std": settings.init_std, "backend": settings.backend}
+        return GRU(inputs, settings.hidden, layers, dropout=dropout, variant=settings.variant, **options)
     rnn = nn.GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout)
     with torch.no_grad():
         for name, weight in rnn.named_parameters():
@@ -193,10 +185,8 @@ class GruTask(Task):
         self.settings = settings
         self.device = torch.device(settings.device)
         self.time_steps = settings.window
-        if settings.model == "gru":
-            dispatch.resolve(
-                "gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype()
-            )  # raises now, rather than in the first iteration
+        if settings.model == "gru":  # raises now, rather than in the first iteration
+            dispatch.resolve("gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype())
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
         self.worst_loss = -math.inf  # on the validation data, after any epoch so far

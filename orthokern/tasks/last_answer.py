@@ -42,17 +42,8 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
 
 # Manchev and Spratling, section III-A: 100 tanh units, batches of 20, SGD, up to 100 000 iterations, a test on 10 000
 # sequences every 100 iterations; every matrix Glorot-uniform. The rates are those of their Table I for temporal order.
-PAPER: Settings = {
-    "model": "rnn",
-    "hidden": 100,
-    "init": "glorot-uniform",
-    "start": "glorot",
-    "batch": 20,
-    "optimizer": "sgd",
-    "momentum": 0.0,
-    "clip": None,
-    "iterations": 100_000,
-}
+PAPER: Settings = {"model": "rnn", "hidden": 100, "init": "glorot-uniform", "start": "glorot", "batch": 20}
+PAPER |= {"optimizer": "sgd", "momentum": 0.0, "clip": None, "iterations": 100_000}
 
 PRESETS: dict[str, Settings] = {
     "srnn": {**PAPER, "lr": 0.01},
@@ -104,14 +95,9 @@ class LastAnswer(DrawnTask):
     iterations_per_epoch = None
 
     def __init__(self, data: TemporalOrderTask | RandomPermutationTask, settings: LastAnswerOptions) -> None:
-        check_recurrent(
-            settings,
-            data.num_features,
-            data.num_classes,
-            steps=data.length,
-            features=data.num_features,
-            evaluated=self.evaluation_batch(settings),
-        )
+        features, evaluated = data.num_features, self.evaluation_batch(settings)
+        sizes: dict[str, Any] = {"steps": data.length, "features": features, "evaluated": evaluated}
+        check_recurrent(settings, features, data.num_classes, **sizes)
         super().__init__(data, settings, classes=data.num_classes)
         self.goal = settings.goal / 100.0
         self.build(LastAnswerModel(data.num_features, data.num_classes, settings))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Parser, Settings, file_name, integer, real
+from orthokern.commandline import Needs, Settings, file_name, integer, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
@@ -33,7 +33,7 @@ from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
 from orthokern.tasks.recurrent import count_epochs, digest, stream_seed
 from orthokern.training import cli
-from orthokern.training.options import defaults, named, option
+from orthokern.training.options import defaults, named, option, redeclared
 
 
 @dataclass(kw_only=True)
@@ -52,6 +52,8 @@ class MusicOptions(GruOptions):
     layers: int = 2
     lr: float = 0.1
     epochs: int | None = 1000
+    # everything but the GRU is computed by torch
+    backend: str = redeclared(GruOptions, "backend", or_needs=Needs("model", ("gru",)))
 
 
 DEFAULTS = defaults(MusicOptions)
@@ -149,12 +151,6 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    parser = cli.make_parser("music", DESCRIPTION, EXAMPLES, MusicOptions)
-    parser.needs["backend"] = ((Needs("model", ("gru",)),),)  # everything else is computed by torch
-    return parser
-
-
 def complete(settings: Settings) -> MusicOptions:
     """The settings as an object, checked.
 
@@ -167,13 +163,8 @@ def complete(settings: Settings) -> MusicOptions:
     return made
 
 
-PRESETS: dict[str, Settings] = {}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("music", _parser(), MusicOptions, PRESETS, complete, MusicTask, arguments)
-
+COMMAND = cli.TaskCommand("music", DESCRIPTION, EXAMPLES, MusicOptions, complete, MusicTask)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -51,9 +51,7 @@ class NetworkOptions(RunOptions):
         "of its eigenvalues",
     )
     hidden: int = option(128, integer(1), "hidden units", "N")
-    nonlinearity: str = named(
-        "tanh", NONLINEARITIES, f"{', '.join(NONLINEARITIES)} (without gates)", needs=(OF_OTHERS,)
-    )
+    nonlinearity: str = named("tanh", NONLINEARITIES, f"{', '.join(NONLINEARITIES)} (without gates)", needs=OF_OTHERS)
     slope: float = option(
         0.25,
         real(),
@@ -61,13 +59,10 @@ class NetworkOptions(RunOptions):
         needs=(Needs("nonlinearity", SLOPED), OF_OTHERS),
     )
     gain: float = option(
-        1.0, real(0.0, exclusive=True), "factor of the pre-activation (without gates)", needs=(OF_OTHERS,)
+        1.0, real(0.0, exclusive=True), "factor of the pre-activation (without gates)", needs=OF_OTHERS
     )
     margin: float | None = option(
-        0.1,
-        real(0.0, none=True),
-        "factorized: singular values stay in 1 ± X; none for no bound",
-        needs=(OF_FACTORIZED,),
+        0.1, real(0.0, none=True), "factorized: singular values stay in 1 ± X; none for no bound", needs=OF_FACTORIZED
     )
     spectrum_map: str = named(
         "sigmoid",
@@ -82,28 +77,28 @@ class NetworkOptions(RunOptions):
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn)",
     )
     rank: int | None = option(
-        None, integer(1), "factorized: columns of U and V", "K", needs=(OF_FACTORIZED,), shown="as many as hidden units"
+        None, integer(1), "factorized: columns of U and V", "K", needs=OF_FACTORIZED, shown="as many as hidden units"
     )
     apply: str = named(
         "factored",
         APPLY,
         "factorized: multiply by V, S and U (factored), or by their product (composed)",
-        needs=(OF_FACTORIZED,),
+        needs=OF_FACTORIZED,
     )
-    learned_h0: bool = switch(False, "learn the initial state, initially zero (without gates)", needs=(OF_OTHERS,))
+    learned_h0: bool = switch(False, "learn the initial state, initially zero (without gates)", needs=OF_OTHERS)
     message_clip: float | None = option(
         None,
         real(0.0, exclusive=True, none=True),
         "clip every element of the adjoint at every time step; none (without gates)",
-        needs=(OF_OTHERS,),
+        needs=OF_OTHERS,
     )
-    forget_bias: float = option(1.0, real(), "both lstms: initial bias of the forget gate", needs=(OF_LSTMS,))
+    forget_bias: float = option(1.0, real(), "both lstms: initial bias of the forget gate", needs=OF_LSTMS)
     rebase_every: int | None = option(
         None,
         integer(1),
         "exprnn, nnrnn: merge the exponential into the base every K optimizer steps",
         "K",
-        needs=(OF_EXPONENTIALS,),
+        needs=OF_EXPONENTIALS,
         shown="never",
     )
     project_every: int = option(
@@ -124,9 +119,9 @@ class NetworkOptions(RunOptions):
         MASKS,
         "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as "
         "in the released code",
-        needs=(OF_NNRNN,),
+        needs=OF_NNRNN,
     )
-    triangle: bool = switch(True, "nnrnn: omit T, for a normal matrix", needs=(OF_NNRNN,))
+    triangle: bool = switch(True, "nnrnn: omit T, for a normal matrix", needs=OF_NNRNN)
 
 
 def check_network(settings: NetworkOptions) -> None:
@@ -214,15 +209,9 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         _initialize_gates(rnn, settings)
     else:
         options: dict[str, Any] = {
-            "nonlinearity": settings.nonlinearity,
-            "bias": bias,
-            "init": settings.init,
-            "learned_h0": settings.learned_h0,
-            "gain": settings.gain,
-            "negative_slope": settings.slope,
-            "message_clip": settings.message_clip or 0.0,
-            "backend": settings.backend,
+            name: getattr(settings, name) for name in ("nonlinearity", "init", "learned_h0", "gain", "backend")
         }
+        options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
         kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
         if settings.model in EXPONENTIALS:
             options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
@@ -277,16 +266,10 @@ def check_backend(settings: NetworkOptions, classes: int) -> None:
         "peephole-lstm": (),
         "gru": ("gru_scan",),
     }[settings.model]
+    device, dtype = torch.device(settings.device), torch.get_default_dtype()
+    sizes: dict[str, Any] = {"N": settings.hidden, "K": settings.rank or settings.hidden, "C": classes}
     for op in (*ops, "linear_cross_entropy") if classes else ops:
-        dispatch.resolve(
-            op,
-            settings.backend,
-            device=torch.device(settings.device),
-            dtype=torch.get_default_dtype(),
-            N=settings.hidden,
-            K=settings.rank or settings.hidden,
-            C=classes,
-        )
+        dispatch.resolve(op, settings.backend, device=device, dtype=dtype, **sizes)
 
 
 def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:

@@ -26,11 +26,8 @@ from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN, Ne
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, redeclared
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "rmsprop": torch.optim.RMSprop,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rmsprop": torch.optim.RMSprop}
+OPTIMIZERS |= {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
@@ -55,14 +52,14 @@ class DescentOptions(RunOptions):
         f"optimizer of all parameters except U and V: {', '.join(OPTIMIZERS)} (with Nesterov momentum)",
     )
     lr: float = option(1e-3, real(0.0), "learning rate; in a recurrent network, of the readout")
-    alpha: float = option(0.9, real(0.0, below=1.0), "rmsprop: decay of the running mean square", needs=(_RMSPROP,))
+    alpha: float = option(0.9, real(0.0, below=1.0), "rmsprop: decay of the running mean square", needs=_RMSPROP)
     eps: float = option(
         1e-8,
         real(0.0, exclusive=True),
         "rmsprop, adam: added to the RMS of the gradient",
-        needs=(Needs("optimizer", ("rmsprop", "adam")),),
+        needs=Needs("optimizer", ("rmsprop", "adam")),
     )
-    momentum: float = option(0.9, real(0.0, maximum=1.0), "momentum of sgd", needs=(_SGD,))
+    momentum: float = option(0.9, real(0.0, maximum=1.0), "momentum of sgd", needs=_SGD)
     schedule: str = named(
         "constant",
         SCHEDULES,
@@ -74,13 +71,13 @@ class DescentOptions(RunOptions):
         real(0.0),
         "D of inverse and exponential, above 0; of cosine, at most 1",
         "D",
-        needs=(Needs("schedule", CURVES),),
+        needs=Needs("schedule", CURVES),
     )
     plateau_factor: float = option(
-        0.5, real(0.0, exclusive=True, below=1.0), "plateau: factor of all learning rates", needs=(_PLATEAU,)
+        0.5, real(0.0, exclusive=True, below=1.0), "plateau: factor of all learning rates", needs=_PLATEAU
     )
     patience: int = option(
-        1, integer(1), "plateau: after N evaluations in a row without a new best", "N", needs=(_PLATEAU,)
+        1, integer(1), "plateau: after N evaluations in a row without a new best", "N", needs=_PLATEAU
     )
     warmup: int = option(0, integer(0), "increase all learning rates linearly over N iterations", "N")
     clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
@@ -93,8 +90,8 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     GROUP = "the optimizer"
     alpha: float = redeclared(DescentOptions, "alpha", or_needs=_GEODESIC_RMSPROP)
     eps: float = redeclared(DescentOptions, "eps", or_needs=_GEODESIC_RMSPROP)
-    beta1: float = option(0.9, real(0.0, below=1.0), "adam: decay of the running mean", needs=(_ADAM,))
-    beta2: float = option(0.999, real(0.0, below=1.0), "adam: decay of the running mean square", needs=(_ADAM,))
+    beta1: float = option(0.9, real(0.0, below=1.0), "adam: decay of the running mean", needs=_ADAM)
+    beta2: float = option(0.999, real(0.0, below=1.0), "adam: decay of the running mean square", needs=_ADAM)
     input_lr: float | None = option(
         None, real(0.0), "rate of the other weights of the recurrent network", shown="as --lr"
     )
@@ -102,7 +99,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         None,
         real(0.0),
         "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
-        needs=(OF_FACTORIZED,),
+        needs=OF_FACTORIZED,
         shown="as --lr",
     )
     geodesic: str = named(
@@ -110,42 +107,42 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         GEODESICS,
         "factorized: update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry "
         "of them divided by its running RMS",
-        needs=(OF_FACTORIZED,),
+        needs=OF_FACTORIZED,
     )
     geodesic_lr: float = option(
-        1e-6, real(0.0), "factorized: rate of the geodesic steps on U and V", needs=(OF_FACTORIZED,)
+        1e-6, real(0.0), "factorized: rate of the geodesic steps on U and V", needs=OF_FACTORIZED
     )
     skew_lr: float | None = option(
         None,
         real(0.0),
         "exprnn, nnrnn: rate of A in the orthogonal exp(A)",
-        needs=(OF_EXPONENTIALS,),
+        needs=OF_EXPONENTIALS,
         shown="a tenth of --lr",
     )
     basis_clip: float | None = option(
         None,
         real(0.0, exclusive=True, none=True),
         "factorized: clip the joint norm of the gradients of U and V; none",
-        needs=(OF_FACTORIZED,),
+        needs=OF_FACTORIZED,
     )
     weight_decay: float = option(0.0, real(0.0), "add X ||W||^2 of each weight matrix to the loss")
     soft_orthogonality: float = option(
         0.0,
         real(0.0),
         "add X ||W^T W - I||^2 of the recurrent matrix to the loss",
-        needs=(Needs("model", ("factorized", "rnn", "nnrnn")),),
+        needs=Needs("model", ("factorized", "rnn", "nnrnn")),
     )
     soft_orthogonality_norm: str = named(
         "squared",
         NORMS,
         "squared: as above; plain: the norm, not squared",
-        needs=(Needs("soft_orthogonality", nothing=0.0),),
+        needs=Needs("soft_orthogonality", nothing=0.0),
     )
     spectrum_prior: float = option(
-        0.0, real(0.0), "factorized: add X sum (s - 1)^2 of the singular values to the loss", needs=(OF_FACTORIZED,)
+        0.0, real(0.0), "factorized: add X sum (s - 1)^2 of the singular values to the loss", needs=OF_FACTORIZED
     )
     modulus_penalty: float = option(
-        0.0, real(0.0), "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", needs=(OF_NNRNN,)
+        0.0, real(0.0), "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", needs=OF_NNRNN
     )
     modulus_norm: str = named(
         "l2",
@@ -154,7 +151,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         needs=(OF_NNRNN, Needs("modulus_penalty", nothing=0.0)),
     )
     triangle_decay: float = option(
-        0.0, real(0.0), "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", needs=(OF_NNRNN,)
+        0.0, real(0.0), "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", needs=OF_NNRNN
     )
 
 
@@ -244,7 +241,7 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
     """
     lr = settings.lr
     kind, options = euclidean(settings)
-    rmsprop = settings.geodesic == "rmsprop"
+    rmsprop, moments = settings.geodesic == "rmsprop", {"alpha": settings.alpha, "eps": settings.eps}
     return optimizer_for(
         nn.ModuleDict({"readout": readout, "input": rnn}),
         lr={"readout": lr, "input": lr if settings.input_lr is None else settings.input_lr},
@@ -254,10 +251,7 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
         euclidean=kind,
         max_basis_grad_norm=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
-        geodesic_options={
-            "backend": settings.backend,
-            **({"alpha": settings.alpha, "eps": settings.eps} if rmsprop else {}),
-        },
+        geodesic_options={"backend": settings.backend, **(moments if rmsprop else {})},
         **options,
     )
 

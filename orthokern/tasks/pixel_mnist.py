@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Parser, Settings, integer
+from orthokern.commandline import Needs, Settings, integer
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
@@ -33,7 +33,7 @@ class PixelOptions(StartOptions, DigitsOptions):
 
     GROUP = "the task"
     permuted: bool = switch(False, "read the pixels in one random order")
-    permutation_seed: int = option(0, integer(0), "seed of that order", "N", needs=(Needs("permuted", nothing=False),))
+    permutation_seed: int = option(0, integer(0), "seed of that order", "N", needs=Needs("permuted", nothing=False))
     pool: int = option(1, integer(1), "average N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14", "N")
     standardize: bool = switch(
         False, "scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]"
@@ -61,86 +61,42 @@ DEFAULTS = defaults(PixelOptions)
 # The text names no optimizer. It cannot be plain gradient descent: at a rate of 1e-4 and a penalty of 0.1 it would need
 # more than a million batches from N(0, 0.001) to an orthogonal matrix, while their Figure 3b shows about 4000. RMSprop,
 # the default of the released code for recurrent networks, needs about 4000; for its eps, see "paper".
-_ORTHOGONAL: Settings = {
-    "model": "rnn",
-    "hidden": 100,
-    "nonlinearity": "tanh",
-    "init": "glorot-uniform",
-    "start": "glorot",
-    "standardize": True,
-    "batch": 16,
-    "optimizer": "rmsprop",
-    "eps": 1e-3,
-    "schedule": "constant",
-    "lr_decay": 0.0,
-    "clip": None,
-    "epochs": 320,
-}
+_ORTHOGONAL: Settings = {"model": "rnn", "hidden": 100, "nonlinearity": "tanh", "init": "glorot-uniform"}
+_ORTHOGONAL |= {"start": "glorot", "standardize": True, "batch": 16, "optimizer": "rmsprop", "eps": 1e-3}
+_ORTHOGONAL |= {"schedule": "constant", "lr_decay": 0.0, "clip": None, "epochs": 320}
 
 # Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN, section 4.2 and
 # Table 2: batches of 100. What the text leaves open is as in the released code: 100 epochs, modReLU, Glorot-normal
 # inputs. (The order of the pixels is another: theirs comes from numpy's generator.)
-_REPORT: Settings = {
-    "permuted": True,
-    "permutation_seed": 1234,
-    "hidden": 512,
-    "nonlinearity": "modrelu",
-    "start": "glorot-normal",
-    "clip": None,
-    "schedule": "constant",
-    "lr_decay": 0.0,
-    "batch": 100,
-    "epochs": 100,
-}
+_REPORT: Settings = {"permuted": True, "permutation_seed": 1234, "hidden": 512, "nonlinearity": "modrelu"}
+_REPORT |= {"start": "glorot-normal", "clip": None, "schedule": "constant", "lr_decay": 0.0, "batch": 100}
+_REPORT |= {"epochs": 100}
+
+# Vorontsov et al. 2017, sections 3.1 and 3.1.2: 128 tanh units, 120 epochs, batches of 50, RMSprop at 1e-4 and
+# geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite matrix. What the text leaves open is
+# as in the released code: inputs U(-0.01, 0.01), a Glorot-uniform readout, a learned initial state, RMSprop with
+# a decay of 0.9 and sqrt(mean square + 1e-6), for which an eps of 1e-3 is the closest equivalent in torch.
+_PAPER: Settings = {"nonlinearity": "tanh", "init": "orthogonal", "schedule": "constant", "lr_decay": 0.0}
+_PAPER |= {"start": "small", "learned_h0": True, "lr": 1e-4, "geodesic": "sgd", "geodesic_lr": 1e-6, "eps": 1e-3}
+_PAPER |= {"clip": 100.0, "weight_decay": 1e-4, "epochs": 120}
+
+# The same section: peepholes, orthogonal, forget bias 1, 150 epochs, clipping at 1.
+_PAPER_LSTM: Settings = {"model": "peephole-lstm", "init": "orthogonal", "schedule": "constant", "lr_decay": 0.0}
+_PAPER_LSTM |= {"lr": 1e-4, "eps": 1e-3, "clip": 1.0, "weight_decay": 1e-4, "epochs": 150}
+
+_REPORT_NNRNN: Settings = {**_REPORT, "model": "nnrnn", "init": "cayley", "lr": 2e-4, "skew_lr": 2e-5}
+_REPORT_NNRNN |= {"alpha": 0.99, "modulus_penalty": 0.1, "triangle_decay": 1e-4}
 
 PRESETS: dict[str, Settings] = {
-    # Vorontsov et al. 2017, sections 3.1 and 3.1.2: 128 tanh units, 120 epochs, batches of 50, RMSprop at 1e-4 and
-    # geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite matrix. What the text leaves open is
-    # as in the released code: inputs U(-0.01, 0.01), a Glorot-uniform readout, a learned initial state, RMSprop with
-    # a decay of 0.9 and sqrt(mean square + 1e-6), for which an eps of 1e-3 is the closest equivalent in torch.
-    "paper": {
-        "nonlinearity": "tanh",
-        "init": "orthogonal",
-        "schedule": "constant",
-        "lr_decay": 0.0,
-        "start": "small",
-        "learned_h0": True,
-        "lr": 1e-4,
-        "geodesic": "sgd",
-        "geodesic_lr": 1e-6,
-        "eps": 1e-3,
-        "clip": 100.0,
-        "weight_decay": 1e-4,
-        "epochs": 120,
-    },
-    # The same section: peepholes, orthogonal, forget bias 1, 150 epochs, clipping at 1.
-    "paper-lstm": {
-        "model": "peephole-lstm",
-        "init": "orthogonal",
-        "schedule": "constant",
-        "lr_decay": 0.0,
-        "lr": 1e-4,
-        "eps": 1e-3,
-        "clip": 1.0,
-        "weight_decay": 1e-4,
-        "epochs": 150,
-    },
+    "paper": _PAPER,
+    "paper-lstm": _PAPER_LSTM,
     "srnn": {**_ORTHOGONAL, "lr": 1e-4, "sigma": 0.001},
     "open": {**_ORTHOGONAL, "lr": 1e-4, "sigma": 0.001, "soft_orthogonality": 0.1, "soft_orthogonality_norm": "plain"},
     "oinit": {**_ORTHOGONAL, "lr": 1e-5, "sigma": 0.01, "init": "learned", "start": "learned"},
     "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "lr": 1e-4, "alpha": 0.9},
     "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot", "lr": 5e-4, "alpha": 0.9},
     "report-exprnn": {**_REPORT, "model": "exprnn", "init": "cayley", "lr": 5e-4, "skew_lr": 5e-5, "alpha": 0.99},
-    "report-nnrnn": {
-        **_REPORT,
-        "model": "nnrnn",
-        "init": "cayley",
-        "lr": 2e-4,
-        "skew_lr": 2e-5,
-        "alpha": 0.99,
-        "modulus_penalty": 0.1,
-        "triangle_decay": 1e-4,
-    },
+    "report-nnrnn": _REPORT_NNRNN,
 }
 PRESET_HELP = {
     "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
@@ -244,10 +200,6 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("pixel_mnist", DESCRIPTION, EXAMPLES, PixelOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> PixelOptions:
     """The settings as an object, checked.
 
@@ -260,10 +212,10 @@ def complete(settings: Settings) -> PixelOptions:
     return made
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("pixel_mnist", _parser(), PixelOptions, PRESETS, complete, PixelMnist, arguments)
-
+COMMAND = cli.TaskCommand(
+    "pixel_mnist", DESCRIPTION, EXAMPLES, PixelOptions, complete, PixelMnist, PRESETS, PRESET_HELP
+)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

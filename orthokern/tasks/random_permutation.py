@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from orthokern.commandline import Parser, Settings
+from orthokern.commandline import Settings
 from orthokern.data import RandomPermutationTask
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
@@ -43,19 +43,15 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("random_permutation", DESCRIPTION, EXAMPLES, LastAnswerOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> LastAnswerOptions:
     """The settings as an object, checked; see `recurrent.complete`."""
     return recurrent.complete(LastAnswerOptions, settings)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("random_permutation", _parser(), LastAnswerOptions, PRESETS, complete, RandomPermutation, arguments)
-
+COMMAND = cli.TaskCommand(
+    "random_permutation", DESCRIPTION, EXAMPLES, LastAnswerOptions, complete, RandomPermutation, PRESETS, PRESET_HELP
+)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -60,7 +60,7 @@ class StartOptions(OptimizerOptions):
         real(0.0, exclusive=True, none=True),
         "rnn: draw all matrices from N(0, X) instead of --init and --start, biases 0; those with the value learned "
         "are then made orthogonal; none",
-        needs=(Needs("model", ("rnn",)),),
+        needs=Needs("model", ("rnn",)),
     )
 
 
@@ -250,15 +250,9 @@ class RecurrentTask(Task):
 
         title = f"{self.name}, {self.title()}"
         margin = self.settings.margin if self.settings.model == "factorized" else None
+        goals: dict[str, Any] = {"baseline": self.baseline, "goal": self.goal, "loss_label": self.loss_label}
         drawn = [
-            plots.plot_learning(
-                records,
-                folder / "learning.png",
-                baseline=self.baseline,
-                goal=self.goal,
-                title=title,
-                loss_label=self.loss_label,
-            ),
+            plots.plot_learning(records, folder / "learning.png", title=title, **goals),
             plots.plot_spectrum(records, folder / "spectrum.png", margin=margin, title=title),
             plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
             plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from orthokern.commandline import Parser, Settings, integer
+from orthokern.commandline import Settings, integer
 from orthokern.data import TemporalOrderTask
 from orthokern.errors import InputError
 from orthokern.tasks import recurrent
@@ -62,10 +62,6 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("temporal_order", DESCRIPTION, EXAMPLES, TemporalOrderOptions, PRESETS, PRESET_HELP)
-
-
 def complete(settings: Settings) -> TemporalOrderOptions:
     """The settings as an object, checked.
 
@@ -78,10 +74,10 @@ def complete(settings: Settings) -> TemporalOrderOptions:
     return made
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("temporal_order", _parser(), TemporalOrderOptions, PRESETS, complete, TemporalOrder, arguments)
-
+COMMAND = cli.TaskCommand(
+    "temporal_order", DESCRIPTION, EXAMPLES, TemporalOrderOptions, complete, TemporalOrder, PRESETS, PRESET_HELP
+)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern.commandline import Parser, Settings, file_name, integer, real
+from orthokern.commandline import Settings, file_name, integer, real
 from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
@@ -93,14 +93,8 @@ class WordLm(GruTask):
         self.data = load_words(settings.data, limit=settings.vocabulary)
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
-        dispatch.resolve(
-            "linear_cross_entropy",
-            settings.backend,
-            device=self.device,
-            dtype=torch.get_default_dtype(),
-            N=settings.hidden,
-            C=words,
-        )
+        sizes: dict[str, Any] = {"device": self.device, "dtype": torch.get_default_dtype(), "N": settings.hidden}
+        dispatch.resolve("linear_cross_entropy", settings.backend, C=words, **sizes)
         self.streams = stream_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         check_gru(settings, steps=min(settings.window, len(self.streams) - 1))
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)
@@ -191,22 +185,13 @@ examples:
 """
 
 
-def _parser() -> Parser:
-    return cli.make_parser("word_lm", DESCRIPTION, EXAMPLES, WordOptions)
-
-
 def complete(settings: Settings) -> WordOptions:
     """The settings as an object, checked; see `gru.complete`."""
     return gru.complete(WordOptions, settings, "the Penn Treebank's text files")
 
 
-PRESETS: dict[str, Settings] = {}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run("word_lm", _parser(), WordOptions, PRESETS, complete, WordLm, arguments)
-
+COMMAND = cli.TaskCommand("word_lm", DESCRIPTION, EXAMPLES, WordOptions, complete, WordLm)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """The training loop of all tasks: progress, metrics, checkpoints, signals, run folders, command line.
 
-A task is a subclass of `Task`. Its command line calls `training.cli.run` (see `orthokern.tasks.copy`).
+A task is a subclass of `Task`. Its command line is a `training.cli.TaskCommand` (see `orthokern.tasks.copy`).
 """
 
 from orthokern.training.checkpoint import load_checkpoint, save_checkpoint

@@ -6,8 +6,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -21,7 +21,6 @@ from orthokern.commandline import (
     command,
     device,
     integer,
-    one_of,
     path,
     real,
     say,
@@ -39,20 +38,7 @@ from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
 
-__all__ = [
-    "EXIT_BAD_INPUT",
-    "EXIT_INTERRUPTED",
-    "RunOptions",
-    "Parser",
-    "Settings",
-    "device",
-    "integer",
-    "make_parser",
-    "one_of",
-    "real",
-    "resolve",
-    "run",
-]
+__all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 
 
 @dataclass(kw_only=True)
@@ -103,7 +89,7 @@ class RunOptions(Options):
     last_step_gradient: bool = switch(
         False,
         "also record the gradient of the loss of the last time step, if the task has one (an extra pass per record)",
-        needs=(Needs("diagnose_every", nothing=0),),
+        needs=Needs("diagnose_every", nothing=0),
     )
     accumulate: int = option(
         1,
@@ -120,8 +106,7 @@ class RunOptions(Options):
         optional=10,
     )
     cuda_graph: bool = switch(
-        False,
-        "on a CUDA device, launch an iteration as one CUDA graph, where the task and the optimizer allow it",
+        False, "on a CUDA device, launch an iteration as one CUDA graph, where the task and the optimizer allow it"
     )
     process_timeout: int = option(
         600,
@@ -136,38 +121,6 @@ EXIT_CODES = """\
 Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted
 (saved; --resume continues).
 """
-
-
-def make_parser(
-    name: str,
-    description: str,
-    epilog: str,
-    options: type[RunOptions],
-    presets: Mapping[str, Settings] | None = None,
-    preset_help: Mapping[str, str] | None = None,
-) -> Parser:
-    """The parser of a task's command line.
-
-    Args:
-        name: module of the task in orthokern.tasks.
-        description, epilog: texts of the help.
-        options, presets, preset_help: as in `add_options`.
-    """
-    parser = Parser(prog=f"python -m orthokern.tasks.{name}", description=description, epilog=f"{epilog}\n{EXIT_CODES}")
-    add_options(parser, options, presets, preset_help)
-    group = parser.add_argument_group("the run folder")
-    group.add_argument("--out", type=path, metavar="DIR", help="run folder, new or empty (default runs/<task>-<time>)")
-    group.add_argument(
-        "--resume",
-        type=path,
-        nargs="?",
-        const=None,
-        metavar="DIR",
-        help="resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run",
-    )
-    text = "train the R seeds from --seed on in one process, in folders of their own: DIR-seed-0, ...; or resume them"
-    group.add_argument("--replicas", type=integer(1), metavar="R", help=text if options.REPLICAS else argparse.SUPPRESS)
-    return parser
 
 
 Chosen = TypeVar("Chosen", bound=RunOptions)
@@ -208,60 +161,6 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
-
-
-def run(
-    name: str,
-    parser: Parser,
-    options: type[Chosen],
-    presets: Mapping[str, Settings],
-    complete: Callable[[Settings], Chosen],
-    build: Callable[[Chosen], Task],
-    arguments: list[str] | None = None,
-) -> int:
-    """The main function of a task's command line.
-
-    Args:
-        name: the task's name.
-        parser: of `make_parser`.
-        options: the class of the task's settings.
-        presets: settings by preset name.
-        complete: converts settings by name to an object: sets defaults that depend on other settings, and checks
-            combinations.
-        build: creates the task from complete settings, after the global random generators have been seeded.
-        arguments: the command line; by default that of the process.
-
-    Returns:
-        The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143
-            interrupted.
-    """
-    started = time.perf_counter()
-
-    def prepare(given: Settings, shard: Shard) -> PreparedRun:
-        return _prepare(name, parser, given, options, presets, complete, build, shard)
-
-    def body() -> int:
-        try:
-            given = parser.parse(arguments)
-            timeout: float = given.get("process_timeout") or options.process_timeout
-            replicas = given.pop("replicas", None)
-            if replicas is not None and not options.REPLICAS:
-                raise InputError(f"--replicas {replicas}: for tasks that generate their sequences, not {name}")
-            with without_dynamo(), distributed.processes(timeout) as shard:
-                if replicas is None:
-                    return _run_one(prepare(given, shard), started, shard)
-                return _run_replicas(lambda one: prepare(one, shard), given, name, replicas, started, shard)
-        except (InputError, BackendUnavailable) as error:
-            if distributed.speaks(error):
-                raise
-            return EXIT_BAD_INPUT
-        except distributed.EndedElsewhere:
-            return EXIT_BAD_INPUT
-        except KeyboardInterrupt:  # a signal before the loop handles signals, or the second one within the loop
-            say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
-            return EXIT_INTERRUPTED
-
-    return command(body, arguments)
 
 
 # settings that determine the memory of a run
@@ -336,121 +235,181 @@ def _rejected(runs: list[PreparedRun]) -> Iterator[None]:
 def _run_one(run: PreparedRun, started: float, shard: Shard) -> int:
     with _rejected([run]), _enough_memory(run.options):
         outcome = train(
-            run.task,
-            run.folder,
-            run.settings,
-            resume=run.resume,
-            started=started,
-            announce=lambda: say(run.headline()),
+            run.task, run.folder, run.settings, resume=run.resume, started=started, announce=lambda: say(run.headline())
         )
     if shard.first:
         say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
 
 
-def _prepare(
-    name: str,
-    parser: Parser,
-    given: Settings,
-    options: type[Chosen],
-    presets: Mapping[str, Settings],
-    complete: Callable[[Settings], Chosen],
-    build: Callable[[Chosen], Task],
-    shard: Shard,
-) -> PreparedRun:
-    usual_settings = defaults(options)
-    resume = "resume" in given
-    out, folder = given.pop("out", None), given.pop("resume", None)
-    if folder is not None and out is not None and out != folder:
-        raise InputError(f"--resume {folder} and --out {out}: a run is resumed in its own folder; give one of the two")
-    folder = folder or out
-    stored = None
-    run_folder = None
-    if resume:
-        if folder is None:
-            raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
-        run_folder = distributed.on_first(lambda: RunFolder.open(folder, name))
-        stored = dict(run_folder.config["settings"])
-        stored.pop("profile", None)  # --profile applies to one call
+@dataclass(frozen=True)
+class TaskCommand(Generic[Chosen]):
+    """The command line of a task.
 
-    def settle() -> Chosen:
-        if stored is not None:
+    Attributes:
+        name: name of the task and of its module.
+        description, examples: texts of the help.
+        options: the class of the task's settings.
+        complete: converts settings by name to an object: sets defaults that depend on other settings, and checks
+            combinations.
+        build: creates the task from complete settings, after the global random generators have been seeded.
+        presets, preset_help: as in `add_options`.
+    """
+
+    name: str
+    description: str
+    examples: str
+    options: type[Chosen]
+    complete: Callable[[Settings], Chosen]
+    build: Callable[[Chosen], Task]
+    presets: Mapping[str, Settings] = field(default_factory=dict)
+    preset_help: Mapping[str, str] | None = None
+
+    def parser(self) -> Parser:
+        """The parser of the command line."""
+        parser = Parser(
+            prog=f"python -m orthokern.tasks.{self.name}",
+            description=self.description,
+            epilog=f"{self.examples}\n{EXIT_CODES}",
+        )
+        add_options(parser, self.options, self.presets, self.preset_help)
+        group = parser.add_argument_group("the run folder")
+        text = "run folder, new or empty (default runs/<task>-<time>)"
+        group.add_argument("--out", type=path, metavar="DIR", help=text)
+        text = "resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run"
+        group.add_argument("--resume", type=path, nargs="?", const=None, metavar="DIR", help=text)
+        text = (
+            "train the R seeds from --seed on in one process, in folders of their own: DIR-seed-0, ...; or resume them"
+        )
+        text = text if self.options.REPLICAS else argparse.SUPPRESS
+        group.add_argument("--replicas", type=integer(1), metavar="R", help=text)
+        return parser
+
+    def main(self, arguments: list[str] | None = None) -> int:
+        """Runs the command line.
+
+        Args:
+            arguments: the command line; by default that of the process.
+
+        Returns:
+            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143
+            interrupted.
+        """
+        started = time.perf_counter()
+
+        def body() -> int:
             try:
-                recorded = {name: value for name, value in stored.items() if name not in given}
-                parser.check_recorded(recorded)
-                if "device" in recorded:
-                    _check_device(recorded["device"])
-                for name, value in recorded.items():
-                    usual = [usual_settings.get(name), *(preset[name] for preset in presets.values() if name in preset)]
-                    if value is None and None not in usual and not _may_be_none(parser, name, {**stored, **given}):
-                        raise InputError(f"{name} is null, which --{name.replace('_', '-')} does not take")
-            except InputError as error:
-                raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-        settings = complete(resolve(given, usual_settings, presets, stored))
-        parser.check_all_play(given, settings)
-        if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
-            raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
-        return settings
+                given = self.parser().parse(arguments)
+                timeout: float = given.get("process_timeout") or self.options.process_timeout
+                replicas = given.pop("replicas", None)
+                if replicas is not None and not self.options.REPLICAS:
+                    raise InputError(f"--replicas {replicas}: for tasks that generate their sequences, not {self.name}")
+                with without_dynamo(), distributed.processes(timeout) as shard:
+                    if replicas is None:
+                        return _run_one(self._prepare(given, shard), started, shard)
+                    return self._run_replicas(given, replicas, started, shard)
+            except (InputError, BackendUnavailable) as error:
+                if distributed.speaks(error):
+                    raise
+                return EXIT_BAD_INPUT
+            except distributed.EndedElsewhere:
+                return EXIT_BAD_INPUT
+            except KeyboardInterrupt:  # a signal before the loop handles signals, or the second one within the loop
+                say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
+                return EXIT_INTERRUPTED
 
-    settings = distributed.together(settle)
-    settings.processes = shard.world
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    settings.threads = torch.get_num_threads()
-    # Denormal numbers (below 1e-38) are irrelevant here and cost about a hundred cycles each on a CPU. In long runs the
-    # probabilities of a softmax, and the gradients computed from them, would contain many.
-    torch.set_flush_denormal(True)
-    distributed.together(lambda: distributed.use_device(settings.device))
-    seed_all(settings.seed)
+        return command(body, arguments)
 
-    def make() -> Task:
-        task = build(settings)
-        if given.get("last_step_gradient") and not task.has_last_step_loss:
-            raise InputError(f"--last-step-gradient: the task {name} has no separate loss of its last time step")
-        return task
+    def _prepare(self, given: Settings, shard: Shard) -> PreparedRun:
+        usual_settings, parser = defaults(self.options), self.parser()
+        resume = "resume" in given
+        out, folder = given.pop("out", None), given.pop("resume", None)
+        if folder is not None and out is not None and out != folder:
+            raise InputError(
+                f"--resume {folder} and --out {out}: a run is resumed in its own folder; give one of the two"
+            )
+        folder = folder or out
+        stored = None
+        run_folder = None
+        if resume:
+            if folder is None:
+                raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
+            run_folder = distributed.on_first(lambda: RunFolder.open(folder, self.name))
+            stored = dict(run_folder.config["settings"])
+            stored.pop("profile", None)  # --profile applies to one call
 
-    with _enough_memory(settings):
-        task = distributed.together(make)
-    settings.iterations_per_epoch = task.iterations_per_epoch
-    if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
-        seed_all(settings.seed + shard.rank)
-    facts = {"baseline": task.baseline, "time_steps": task.time_steps}
-    if run_folder is None:
-        run_folder = distributed.on_first(lambda: RunFolder.create(folder, name, asdict(settings), facts))
-    else:
-        run_folder.config["settings"] = {**(stored or {}), **asdict(settings)}
-    loop = LoopSettings(
-        settings.iterations,
-        settings.checkpoint_every,
-        settings.diagnose_every,
-        settings.plots,
-        accumulate=settings.accumulate,
-        last_step_gradient=settings.last_step_gradient,
-        profile=settings.profile,
-        cuda_graph=settings.cuda_graph,
-        time_limit=None if settings.minutes is None else 60.0 * settings.minutes,
-    )
-    return PreparedRun(task, run_folder, loop, resume, settings)
+        def settle() -> Chosen:
+            if stored is not None:
+                try:
+                    recorded = {name: value for name, value in stored.items() if name not in given}
+                    parser.check_recorded(recorded)
+                    if "device" in recorded:
+                        _check_device(recorded["device"])
+                    for name, value in recorded.items():
+                        usual = [
+                            usual_settings.get(name),
+                            *(preset[name] for preset in self.presets.values() if name in preset),
+                        ]
+                        if value is None and None not in usual and not _may_be_none(parser, name, {**stored, **given}):
+                            raise InputError(f"{name} is null, which --{name.replace('_', '-')} does not take")
+                except InputError as error:
+                    raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+            settings = self.complete(resolve(given, usual_settings, self.presets, stored))
+            parser.check_all_play(given, settings)
+            if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
+                raise InputError(
+                    f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations"
+                )
+            return settings
 
+        settings = distributed.together(settle)
+        settings.processes = shard.world
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        settings.threads = torch.get_num_threads()
+        # Denormal numbers (below 1e-38) do not matter here and cost about a hundred cycles each on a CPU. In long runs
+        # the probabilities of a softmax, and the gradients computed from them, would contain many.
+        torch.set_flush_denormal(True)
+        distributed.together(lambda: distributed.use_device(settings.device))
+        seed_all(settings.seed)
 
-def _run_replicas(
-    prepare: Callable[[Settings], PreparedRun], given: Settings, name: str, count: int, started: float, shard: Shard
-) -> int:
-    """Trains the runs of `count` seeds. Returns the largest of their exit codes."""
-    if shard.world > 1:
-        raise InputError(f"--replicas {count}: for one process, not under torchrun")
-    for setting in ("profile", "cuda_graph"):
-        if given.get(setting):
-            raise InputError(f"--replicas {count}: not with --{setting.replace('_', '-')}, which is for one run")
-    places = {key: given[key] for key in ("out", "resume") if given.get(key) is not None}
-    if not places and "resume" not in given:
-        places = {"out": usual_folder(name)}
-    first = given.get("seed", 0)
-    runs: list[PreparedRun] = []
-    with _rejected(runs):
-        for seed in range(first, first + count):
-            own = {key: folder_of_seed(base, seed) for key, base in places.items()}
-            runs.append(prepare({**given, **own, "seed": seed}))
-        with _enough_memory(runs[0].options):
-            outcomes = train_together(runs, [f"seed {first + index}" for index in range(count)], started)
-    return max(outcome.exit_code for outcome in outcomes)
+        def make() -> Task:
+            task = self.build(settings)
+            if given.get("last_step_gradient") and not task.has_last_step_loss:
+                raise InputError(
+                    f"--last-step-gradient: the task {self.name} has no separate loss of its last time step"
+                )
+            return task
+
+        with _enough_memory(settings):
+            task = distributed.together(make)
+        settings.iterations_per_epoch = task.iterations_per_epoch
+        if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
+            seed_all(settings.seed + shard.rank)
+        facts = {"baseline": task.baseline, "time_steps": task.time_steps}
+        if run_folder is None:
+            run_folder = distributed.on_first(lambda: RunFolder.create(folder, self.name, asdict(settings), facts))
+        else:
+            run_folder.config["settings"] = {**(stored or {}), **asdict(settings)}
+        loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
+        return PreparedRun(task, run_folder, loop, resume, settings)
+
+    def _run_replicas(self, given: Settings, count: int, started: float, shard: Shard) -> int:
+        """Trains the runs of `count` seeds. Returns the largest of their exit codes."""
+        if shard.world > 1:
+            raise InputError(f"--replicas {count}: for one process, not under torchrun")
+        for setting in ("profile", "cuda_graph"):
+            if given.get(setting):
+                raise InputError(f"--replicas {count}: not with --{setting.replace('_', '-')}, which is for one run")
+        places = {key: given[key] for key in ("out", "resume") if given.get(key) is not None}
+        if not places and "resume" not in given:
+            places = {"out": usual_folder(self.name)}
+        first = given.get("seed", 0)
+        runs: list[PreparedRun] = []
+        with _rejected(runs):
+            for seed in range(first, first + count):
+                own = {key: folder_of_seed(base, seed) for key, base in places.items()}
+                runs.append(self._prepare({**given, **own, "seed": seed}, shard))
+            with _enough_memory(runs[0].options):
+                outcomes = train_together(runs, [f"seed {first + index}" for index in range(count)], started)
+        return max(outcome.exit_code for outcome in outcomes)

@@ -126,14 +126,7 @@ class CapturedIterations:
                     group["capturable"] = True
 
     def step(
-        self,
-        task: Task,
-        settings: LoopSettings,
-        diagnose: bool,
-        stop: StopRequest,
-        profiler: Profiler,
-        *,
-        check: bool,
+        self, task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, check: bool
     ) -> Step:
         """As `orthokern.training.iteration.step`."""
         if self.off:

@@ -33,8 +33,8 @@ class LoopSettings:
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
         profile: number of iterations to time by stage; None for no profile.
-        time_limit: seconds of wall time, over all resumed parts, after which the iteration under way is the last; None
-            for no limit. For one process.
+        minutes: wall time, over all resumed parts, after which the iteration under way is the last; None for no limit.
+            For one process.
         cuda_graph: capture iterations as CUDA graphs where that is possible (`orthokern.training.graphs`).
 
     Example::
@@ -51,7 +51,7 @@ class LoopSettings:
     last_step_gradient: bool = False
     profile: int | None = None
     cuda_graph: bool = False
-    time_limit: float | None = None
+    minutes: float | None = None
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ def option(
     help: str,
     metavar: str = "X",
     *,
-    needs: tuple[Needs, ...] = (),
+    needs: Needs | tuple[Needs, ...] = (),
     shown: str | None = None,
     optional: Any = None,
 ) -> Any:
     """A field for an option with a value, which has an effect if all `needs` are met."""
-    return _field(default, Option(convert, help, metavar, (needs,) if needs else (), shown, optional))
+    return _field(default, Option(convert, help, metavar, _ways(needs), shown, optional))
 
 
 def named(default: str | None, choices: Iterable[str], help: str, **more: Any) -> Any:
@@ -66,18 +66,23 @@ def named(default: str | None, choices: Iterable[str], help: str, **more: Any) -
     return option(default, tuple(choices), help, "NAME", **more)
 
 
-def switch(default: bool, help: str, *, needs: tuple[Needs, ...] = ()) -> Any:
+def switch(default: bool, help: str, *, needs: Needs | tuple[Needs, ...] = ()) -> Any:
     """A field for an option without a value: --name for a default of False, --no-name for a default of True."""
-    return _field(default, Option(None, help, "", (needs,) if needs else (), ""))
+    return _field(default, Option(None, help, "", _ways(needs), ""))
 
 
-def redeclared(base: type[Options], name: str, *, or_needs: tuple[Needs, ...] = (), **changes: Any) -> Any:
+def redeclared(base: type[Options], name: str, *, or_needs: Needs | tuple[Needs, ...] = (), **changes: Any) -> Any:
     """A field for an option of a base class with another `default`, another attribute of `Option`, or one more way."""
     field = next(field for field in dataclasses.fields(base) if field.name == name)
     declared: Option = field.metadata["option"]
-    ways = (*declared.ways, or_needs) if or_needs else declared.ways
+    ways = (*declared.ways, *_ways(or_needs))
     default = changes.pop("default", field.default)
     return _field(default, dataclasses.replace(declared, ways=ways, **changes))
+
+
+def _ways(needs: Needs | tuple[Needs, ...]) -> Ways:
+    """The one alternative in which all needs are met."""
+    return ((needs,) if isinstance(needs, Needs) else needs,) if needs else ()
 
 
 def _field(default: Any, declared: Option) -> Any:

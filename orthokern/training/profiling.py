@@ -15,15 +15,7 @@ from orthokern.training.checkpoint import write_atomically
 
 WARM_UP, OPERATOR_ITERATIONS, TOP = 3, 3, 12
 
-STAGES = (
-    "data",
-    "forward",
-    "backward",
-    "clip and step",
-    "diagnose",
-    "evaluate",
-    "record and checkpoint",
-)
+STAGES = ("data", "forward", "backward", "clip and step", "diagnose", "evaluate", "record and checkpoint")
 
 
 class Profiler:

@@ -207,9 +207,8 @@ def check_rng(name: str, value: Any, like: Mapping[str, Any]) -> None:
         check_integer(f"{name}.python.1.{index}", word, 0, _WORD if index + 1 < len(words) else len(words) - 1)
     if saved[2] is not None:
         check_real(f"{name}.python.2", saved[2])
-    check_like(
-        f"{name}.numpy", value["numpy"], [*like["numpy"][:4], -1.0]
-    )  # the last one, a cached normal draw, has any sign
+    # the last one, a cached normal draw, has any sign
+    check_like(f"{name}.numpy", value["numpy"], [*like["numpy"][:4], -1.0])
     _, keys, position, has_gauss, _ = value["numpy"]
     if bool((keys < 0).any()) or bool((keys > _WORD).any()):
         raise misfit(f"{name}.numpy.1", keys, f"integers of at most {_WORD}")

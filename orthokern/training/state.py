@@ -74,7 +74,7 @@ class RunState:
 
     def is_over(self, settings: LoopSettings) -> bool:
         """Whether the run has done all iterations, or has reached its time limit with at least one."""
-        limit = math.inf if settings.time_limit is None else settings.time_limit
+        limit = math.inf if settings.minutes is None else 60.0 * settings.minutes
         return self.iteration >= settings.iterations or (self.iteration > 0 and self.seconds() >= limit)
 
     def open_log(self, resume: bool) -> None:
