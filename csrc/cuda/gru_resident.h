@@ -50,16 +50,17 @@ struct GruMemory {                    // layout of the shared memory of a block,
   }
 };
 
-// The sequences of a block are gru_first() and those behind it. Models are along y of the grid.
-__device__ __forceinline__ int64_t gru_first(const GruScanArgs& a, int group) {
-  return blockIdx.y * a.of_model + static_cast<int64_t>(blockIdx.x) * group;
+// The sequences of a block are gru_first() and those behind it. Models are along y of the grid. 32 bits without a sign:
+// at N = 128 there is no register to spare.
+__device__ __forceinline__ unsigned gru_first(const GruScanArgs& a, unsigned group) {
+  return blockIdx.y * static_cast<unsigned>(a.of_model) + blockIdx.x * group;
 }
-__device__ __forceinline__ bool gru_has(const GruScanArgs& a, int group, int g) {
-  return static_cast<int64_t>(blockIdx.x) * group + g < a.of_model;
+__device__ __forceinline__ bool gru_has(const GruScanArgs& a, unsigned group, unsigned g) {
+  return blockIdx.x * group + g < static_cast<unsigned>(a.of_model);
 }
-// The steps of sequence g of the block, -1 where there is none.
-__device__ __forceinline__ int gru_own_steps(const GruScanArgs& a, int group, int g) {
-  return gru_has(a, group, g) ? gru_steps_of(a, gru_first(a, group) + g) : -1;
+// The first element of sequence b in a row [B, N].
+__device__ __forceinline__ int64_t gru_place(unsigned b, unsigned n) {
+  return static_cast<int64_t>(static_cast<uint64_t>(b) * n);
 }
 
 // sums[i] += row i of the tile times a vector, over the lane's C columns.
@@ -91,9 +92,11 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
             which = lane / 8;           // the row of this lane, of r (which = 0) or z (which = 1)
   const int row = 8 * tile + lane / 2;  // and of the candidate
   const bool has_gate = gate_row < N, has_unit = lane % 2 == 0 && row < N;
-  const int64_t b0 = gru_first(a, group), stride = a.B * a.N;
+  const unsigned b0 = gru_first(a, group);
+  const int64_t stride = a.B * a.N;
+  auto first_unit = [&](int g) { return gru_place(b0 + g, N); };
 
-  for (int g = thread; g < group; g += kThreads) ends[g] = gru_own_steps(a, group, g);
+  for (int g = thread; g < group; g += kThreads) ends[g] = gru_has(a, group, g) ? gru_steps_of(a, b0 + g) : 0;
   for (int i = thread; i < slots; i += kThreads) {
     const int64_t b = b0 + i / kPadded;
     const int n = i % kPadded;
@@ -123,7 +126,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   // Prefetches the two inputs of step t of sequence g that this thread reads, to addresses that only this thread uses.
   auto place = [&](int t, int k, int g) { return inputs + ((t % kGruAhead * 3 + k) * group + g) * kPadded; };
   auto fetch = [&](int g, int t) {
-    const float* const from = a.x + 3 * (t * stride + (b0 + g) * N);
+    const float* const from = a.x + 3 * (t * stride + first_unit(g));
     const bool wanted = t < ends[g];
     cp_async_if<4>(wanted && has_gate, place(t, which, g) + gate_row, from + which * N + gate_row);
     cp_async_if<4>(wanted && has_unit, place(t, 2, g) + row, from + 2 * N + row);
@@ -139,7 +142,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   float n = 0, q = 0, h = 0;
   bool has_result = false;
   auto publish = [&](int t, int g) {
-    const int64_t offset = t * stride + (b0 + g) * N;
+    const int64_t offset = t * stride + first_unit(g);
     if (has_result) a.gates[3 * offset + 2 * N + row] = n;
     if (has_result && !kKanai) a.pre[offset + row] = q;
     if (has_result) a.hs[offset + row] = h;
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
       });
       const bool live = has_gate && t < ends[g];
       const float gate = sigmoid(sums[0] + gate_bias + (live ? place(t, which, g)[gate_row] : 0.f));
-      float* const to = a.gates + 3 * (t * stride + (b0 + g) * N) + which * N + gate_row;
+      float* const to = a.gates + 3 * (t * stride + first_unit(g)) + which * N + gate_row;
       if constexpr (kKanai) {
         if (has_gate && which == 0) m[g * kPadded + gate_row] = gate * state[g * kPadded + gate_row];
         if (has_gate && which == 1) zs[g * kPadded + gate_row] = gate;
@@ -234,7 +237,9 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   const int N = static_cast<int>(a.N);
   const int row = 8 * tile + lane / 2;
   const bool has_unit = lane % 2 == 0 && row < N;
-  const int64_t b0 = gru_first(a, group), stride = a.B * a.N;
+  const unsigned b0 = gru_first(a, group);
+  const int64_t stride = a.B * a.N;
+  auto first_unit = [&](int g) { return gru_place(b0 + g, N); };
 
   // d_r, d_z and d_n (kanai) or d_q, double-buffered, because a product may still read those of the next step (kanai:
   // d_r and d_n have one buffer, since a barrier is in between).
@@ -242,7 +247,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   // The part of the carry that needs no product, or (kanai) only the product with W_n.
   auto direct = [&](int g) { return vectors + (6 * group + g) * kPadded + row; };
 
-  for (int g = thread; g < group; g += kThreads) ends[g] = gru_own_steps(a, group, g);
+  for (int g = thread; g < group; g += kThreads) ends[g] = gru_has(a, group, g) ? gru_steps_of(a, b0 + g) : 0;
   for (int i = thread; i < GruMemory::kVectors * slots; i += kThreads) vectors[i] = 0;
   const float* const w = a.w + blockIdx.y * (3 * a.N * a.N);
   float weights[3][8][C];  // of W_r^T, W_z^T, W_n^T
@@ -262,7 +267,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   auto place = [&](int t, int k, int g) { return inputs + ((t % kGruAhead * 6 + k) * group + g) * kPadded + row; };
   auto fetch = [&](int g, int t) {
     if (t < 0 || t >= ends[g] || !has_unit) return;
-    const int64_t unit = (b0 + g) * N + row, offset = t * stride + unit, of_gates = 3 * offset - 2 * row;
+    const int64_t unit = first_unit(g) + row, offset = t * stride + unit, of_gates = 3 * offset - 2 * row;
     cp_async<4>(place(t, 0, g), a.grad_hs + offset);
     if (gru_resets(a, t, b0 + g)) *place(t, 1, g) = gru_reset_state(a, b0 + g, row);
     else cp_async<4>(place(t, 1, g), t ? a.hs + offset - stride : a.h0 + unit);
@@ -283,7 +288,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
                        *place(t, 3, g), *place(t, 4, g), kKanai ? 0.f : *place(t, 5, g)};
     const float ghat = u.g + carry;
     const GruAdjoint d = gru_adjoint(u, ghat);
-    const int64_t offset = t * stride + (b0 + g) * N + row;
+    const int64_t offset = t * stride + first_unit(g) + row;
     float* const grad_x = a.grad_x + 3 * offset - 2 * row;
     vector(1, half, g)[row] = d.d_z;
     grad_x[N] = d.d_z;
@@ -338,7 +343,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
         if (has_unit && t < ends[g]) {
           const float d_m = sums[0], before = *place(t, 1, g), r = *place(t, 2, g),
                       d_r = d_m * before * (r * (1.f - r));
-          const int64_t offset = t * stride + (b0 + g) * N + row;
+          const int64_t offset = t * stride + first_unit(g) + row;
           vector(0, 0, g)[row] = d_r;
           *direct(g) += r * d_m;
           a.grad_x[3 * offset - 2 * row] = d_r;
@@ -362,8 +367,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
       if (t > 0) {
         const float ghat = begin(g, t - 1, 1 - half, carry);
         square = fmaf(ghat, ghat, square);
-      } else if (has_unit && ends[g] >= 0) {
-        a.grad_h0[(b0 + g) * N + row] = carry;
+      } else if (has_unit && gru_has(a, group, g)) {
+        a.grad_h0[first_unit(g) + row] = carry;
       }
       fetch(g, t - kGruAhead);
     }
@@ -373,7 +378,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   }
   if (!longest && has_unit)
     for (int g = 0; g < group; g++)
-      if (ends[g] >= 0) a.grad_h0[(b0 + g) * N + row] = 0;
+      if (gru_has(a, group, g)) a.grad_h0[first_unit(g) + row] = 0;
 }
 
 }  // namespace cuda

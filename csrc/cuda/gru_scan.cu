@@ -96,7 +96,8 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruOverrides& o
   GruPlan plan{};
   const int warps = gru_warps(a.N);
   const int64_t models = gru_models(a);
-  if (warps && models <= 65535 && overrides.path != static_cast<int>(GruPath::kSteps)) {
+  if (warps && models <= 65535 && a.B <= INT_MAX - kLargestGroup &&
+      overrides.path != static_cast<int>(GruPath::kSteps)) {
     // As few sequences a block as keep every multiprocessor busy, see plan_resident.
     const int64_t waves = std::max<int64_t>(1, divide_up(a.B, kLargestGroup * limits.multiprocessors));
     int64_t group =

@@ -24,6 +24,7 @@ from helpers import (
     ScanProblem,
     assert_matches_reference,
     assert_same_bits,
+    models_of,
     run_scan,
     scan_problem,
     some_lengths,
@@ -493,6 +494,28 @@ def test_gru_parity(variant: str, size: tuple[int, int, int], dtype: torch.dtype
     check_gru(problem, dtype, backend)
     check_gru(problem, dtype, backend, some_lengths(B, T, "any"))
     check_gru(problem.with_resets(state=B != 50), dtype, backend, some_lengths(B, T, "any"))
+
+
+@pytest.mark.parametrize("N", [64, 128, 200])
+@pytest.mark.parametrize("op", [*OPS, "gru_scan"])
+def test_several_models_are_a_loop(op: str, N: int, backend: str) -> None:
+    """States to the bit, gradients to rounding; more sequences than multiprocessors."""
+    need(op, backend, N=N)
+    run: Callable[..., dict[str, torch.Tensor]]
+    if op == "gru_scan":
+        grus = [GruProblem.random("kanai", 30, 50, N, seed=seed).map(torch.Tensor.float) for seed in range(5)]
+        problems: list[Any] = [p.map(torch.Tensor.cuda) for p in grus]
+        run = GruProblem.run
+    else:
+        scans = [scan_problem(op, B=50, T=30, N=N, inputs="features", activation="tanh", seed=s) for s in range(5)]
+        problems = [on(p.to(torch.float32), "cuda") for p in scans]
+        run = run_scan
+    found = run(models_of(problems), backend)
+    for r, problem in enumerate(problems):
+        for name, tensor in run(problem, backend).items():
+            if tensor.numel():
+                own = found[name].select(int(name in ("hs", "gates", "pre", "grad_x")), r)
+                assert (own - tensor).norm() <= (0 if name == "hs" else 1e-5) * tensor.norm(), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
