@@ -103,6 +103,7 @@ PYBIND11_MODULE(_C, m) {
   bind(m, "dense_scan_bwd", &CpuKernels::dense_scan_bwd, &ScanArgs::backward<Arguments>);
   bind(m, "gru_scan_fwd", &CpuKernels::gru_scan_fwd, &GruArgs::forward<Arguments>);
   bind(m, "gru_scan_bwd", &CpuKernels::gru_scan_bwd, &GruArgs::backward<Arguments>);
+  bind(m, "gru_second", &CpuKernels::gru_second, &GruSecondArgs::fields<Arguments>);
   bind(m, "activation_fwd", &CpuKernels::activation_fwd, &ActivationArgs::forward<Arguments>);
   bind(m, "activation_bwd", &CpuKernels::activation_bwd, &ActivationArgs::backward<Arguments>);
   bind(m, "linear_cross_entropy_fwd", &CpuKernels::linear_cross_entropy_fwd,

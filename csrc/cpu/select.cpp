@@ -22,6 +22,7 @@ namespace orthokern {
   bool dense_scan_bwd(const ScanArgs&);                         \
   bool gru_scan_fwd(const GruArgs&);                            \
   bool gru_scan_bwd(const GruArgs&);                            \
+  bool gru_second(const GruSecondArgs&);                        \
   bool activation_fwd(const ActivationArgs&);                   \
   bool activation_bwd(const ActivationArgs&);                   \
   bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs&); \
@@ -43,6 +44,7 @@ namespace orthokern {
    isa::dense_scan_bwd,           \
    isa::gru_scan_fwd,             \
    isa::gru_scan_bwd,             \
+   isa::gru_second,               \
    isa::activation_fwd,           \
    isa::activation_bwd,           \
    isa::linear_cross_entropy_fwd, \

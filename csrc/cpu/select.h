@@ -17,6 +17,7 @@ struct CpuKernels {
   bool (*dense_scan_bwd)(const ScanArgs&);
   bool (*gru_scan_fwd)(const GruArgs&);
   bool (*gru_scan_bwd)(const GruArgs&);
+  bool (*gru_second)(const GruSecondArgs&);
   bool (*activation_fwd)(const ActivationArgs&);
   bool (*activation_bwd)(const ActivationArgs&);
   bool (*linear_cross_entropy_fwd)(const LinearCrossEntropyArgs&);

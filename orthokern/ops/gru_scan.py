@@ -194,7 +194,16 @@ def _backward(
     hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
     needs = ctx.needs_input_grad
     wanted = resets is not None and needs[8]
-    if of_saved or _route.recording():
+    recording = _route.recording()
+    if of_saved or recording:
+        leaf = _second_gru.cpu_leaf(ctx.backend, saved, grad_hs, grad_gates, grad_pre)
+        options = GruOptions(ctx.variant, contiguous(lengths))
+        if leaf is not None and not of_saved:
+            found = _second_gru.First.apply(leaf, options, tuple(needs[:4]), grad_hs, hs, gates, pre, w, h0, bias)
+            return (*map(given, found, needs[:4]), *(None,) * 5)
+        if leaf is not None and not recording:
+            found = _second_gru.of_saved(leaf, options, saved, grad_hs, grad_gates, grad_pre, needs)
+            return (*(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 5)
         taken = _second_gru.Taken(ctx.variant, *saved)
         *found, of_state = _second_gru.gradients(taken, grad_hs, grad_gates, grad_pre, (*needs[:4], wanted))
         return (*found, *(None,) * 4, of_state)
