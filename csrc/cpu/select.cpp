@@ -30,6 +30,7 @@ namespace orthokern {
   bool modal_scan_bwd(const ModalArgs&);                        \
   bool modal_cross_entropy_fwd(const ModalArgs&);               \
   bool cayley(const CayleyArgs&);                               \
+  bool few_rows(const FewRowsArgs&);                            \
   bool gram(const SpectralArgs&);                               \
   bool is_definite(const SpectralArgs&);                        \
   bool distance(const SpectralArgs&);                           \
@@ -52,6 +53,7 @@ namespace orthokern {
    isa::modal_scan_bwd,           \
    isa::modal_cross_entropy_fwd,  \
    isa::cayley,                   \
+   isa::few_rows,                 \
    isa::gram,                     \
    isa::is_definite,              \
    isa::distance,                 \

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cpu/cayley.h"
+#include "cpu/few_rows.h"
 #include "cpu/ops.h"
 
 namespace orthokern {
@@ -25,6 +26,7 @@ struct CpuKernels {
   bool (*modal_scan_bwd)(const ModalArgs&);
   bool (*modal_cross_entropy_fwd)(const ModalArgs&);
   bool (*cayley)(const CayleyArgs&);
+  bool (*few_rows)(const FewRowsArgs&);
   bool (*gram)(const SpectralArgs&);
   bool (*is_definite)(const SpectralArgs&);
   bool (*distance)(const SpectralArgs&);

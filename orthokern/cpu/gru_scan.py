@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
-from orthokern.cpu._call import call, new
+from orthokern.cpu._call import Prepared, call, new
 
 
 def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
@@ -23,6 +23,14 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     pre = tensors["pre"] = None if options.kanai else new(T, B, N, dtype=dtype)
     call("gru_scan_fwd", dtype, sizes, tensors)
     return GruStates(hs, gates, pre)
+
+
+def prepared_gru(inputs: GruInputs, options: GruOptions) -> Prepared:
+    """A forward, called with x, h0 and the results hs, gates and pre (any address in "kanai")."""
+    assert inputs.x is not None
+    sizes, tensors = _arguments(inputs, options, inputs.x.shape[0])
+    tensors |= {"x": inputs.x, "bias": inputs.bias, "hs": inputs.h0, "gates": inputs.h0, "pre": None}
+    return Prepared("gru_scan_fwd", inputs.h0.dtype, sizes, tensors, ("x", "h0", "hs", "gates", "pre"), [])
 
 
 def gru_scan_bwd(
