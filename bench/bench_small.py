@@ -1,6 +1,7 @@
 """Small calls: one step of one sequence, and one sequence of many steps, beside torch.nn.RNN and torch.nn.GRU.
 
-The step is nearly all overhead: checks, the autograd graph, allocation. In inference mode, with the module and with the
+The step is nearly all overhead: checks, the autograd graph, allocation. The parameters stay as they are, so that what
+was made of them is kept between calls. In inference mode, with the module and with the
 frozen module's `step`; and forward with backward to all parameters. One sequence at a large N is bound by the weights
 that every step reads. Each row is our time over torch's.
 """

@@ -37,8 +37,9 @@ inline PyObject* next_name(const char*& names) {
 class Arguments {
  public:
   enum Missing { kRefused, kKeepsItsValue };
-  Arguments(const char* function, const pybind11::dict& given, Missing missing = kRefused)
-      : function_(function), given_(given), missing_(missing) {
+  using Places = std::vector<std::pair<PyObject*, uintptr_t*>>;  // names and addresses of fields that are pointers
+  Arguments(const char* function, const pybind11::dict& given, Missing missing = kRefused, Places* places = nullptr)
+      : function_(function), given_(given), missing_(missing), places_(places) {
     names_.reserve(given.size());
   }
 
@@ -80,6 +81,7 @@ class Arguments {
     const pybind11::object value = take(name);
     if (!value) return;
     if constexpr (std::is_pointer_v<T>) {
+      if (places_) places_->emplace_back(name, reinterpret_cast<uintptr_t*>(&field));
       field = value.is_none() ? nullptr : reinterpret_cast<T>(value.cast<uintptr_t>());
     } else {
       field = value.cast<T>();
@@ -94,6 +96,7 @@ class Arguments {
   const char* function_;
   const pybind11::dict given_;
   Missing missing_;
+  Places* places_;
   std::vector<PyObject*> names_;
 };
 

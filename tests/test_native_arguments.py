@@ -10,6 +10,8 @@ from helpers import GruProblem, run_scan, scan_problem
 
 from orthokern import cpu
 from orthokern.cpu import _call, spectral
+from orthokern.cpu._few_rows import few_rows
+from orthokern.nn import GRU
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 
@@ -37,6 +39,10 @@ def every_call() -> dict[str, dict[str, Any]]:
         for op in ("factored_scan", "dense_scan"):
             run_scan(scan_problem(op, B=2, T=3, N=4), "cpu")
         GruProblem.random("torch", 3, 2, 4).run("cpu")
+        rnn = GRU(2, 4, variant="torch")
+        slope = torch.autograd.grad(rnn(torch.randn(3, 2, 2))[0].sum(), list(rnn.parameters()), create_graph=True)
+        slope[0].sum().backward()
+        few_rows(torch.randn(1, 3), torch.randn(1, 3), torch.eye(3), torch.eye(3), torch.eye(4))
         x, w = torch.randn(4, 3), torch.randn(6, 3)
         torch.ops.orthokern.activation_bwd(
             x, torch.ops.orthokern.activation_fwd(x, None, "relu", "cpu"), None, "relu", "cpu"
@@ -52,7 +58,7 @@ def every_call() -> dict[str, dict[str, Any]]:
 
 def test_a_missing_or_misspelt_argument_is_an_error() -> None:
     calls = every_call()
-    assert len(calls) == 15
+    assert len(calls) == 17
     for name, arguments in calls.items():
         function = getattr(_call._C, name)
         for key in arguments:

@@ -4,6 +4,8 @@ Gradients of a few rows of recurrences whose matrix is made of other parameters 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orthokern import cpu, functional
 from orthokern.cpu import _call
 from orthokern.errors import InputError
-from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _layouts, _quick
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _layouts, _quick, _repeated
 from orthokern.ops import _alone, _last
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
@@ -246,7 +248,7 @@ def test_a_remembered_matrix_follows_every_change(kind: str) -> None:
     def holds() -> None:
         other.load_state_dict(module.state_dict())
         expected = other._full_forward(x, None, None, None)[0].detach()  # with gradients nothing is kept there
-        for _ in range(2):
+        for _ in range(4):
             with torch.no_grad():
                 torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=0)
 
@@ -268,6 +270,94 @@ def test_a_remembered_matrix_is_no_part_of_the_module() -> None:
     with torch.no_grad():
         module(torch.randn(1, 1, D))
     assert set(module.__dict__) == keys and not any("remember" in key for key in module.state_dict())
+
+
+def changes_of(kind: str) -> list[Callable[[Any], None]]:
+    """What may change between two calls of a module."""
+
+    def replace(module: Any) -> None:
+        module.weight_ih_l0 = nn.Parameter(torch.randn(N, D) if kind != "gru" else torch.randn(3 * N, D))
+
+    def move(module: Any) -> None:
+        module.weight_ih_l0.data = module.weight_ih_l0.data + 0.25
+
+    def turn(module: Any) -> None:  # the same memory in another order, which is no call to keep
+        first = {"rnn": "weight_hh_l0", "gru": "weight_hh_l0", "exponential": "skew_l0", "non-normal": "skew_l0"}
+        parameter = module.get_parameter(first.get(kind, "u_l0"))
+        parameter.data = parameter.data.view(parameter.shape[::-1]).T
+
+    def turn_back(module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous() * 1.25
+
+    def setting(name: str, value: Any) -> Callable[[Any], None]:
+        return lambda module: setattr(module, name, value)
+
+    changes = [replace, move, turn, turn_back, setting("batch_first", True)]
+    if kind == "gru":
+        return [*changes, setting("variant", "torch")]
+    changes += [setting("nonlinearity", "relu"), setting("gain", 1.25)]
+    changes += [setting("nonlinearity", "leaky_relu"), setting("negative_slope", 0.5)]
+    if kind in ("factorized", "composed"):
+        changes += [setting("spectrum_map", "tanh"), setting("margin", 0.5)]
+    return changes
+
+
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repeated_call_follows_every_change(kind: str, start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of the full path in every call, while nothing changes and after each change of module and input."""
+    module = made(kind, **({} if kind in ("rnn", "gru", "exponential", "non-normal") else {"margin": 0.25}))
+    ran: list[bool] = []
+    call = _repeated.Known.call
+    monkeypatch.setattr(_repeated.Known, "call", lambda *a: [found := call(*a), ran.append(found is not None)][0])
+
+    def same(shape: tuple[int, int] = (1, 1)) -> None:
+        for count in range(12):
+            recorded = count % 2 == 1
+            x, h = torch.randn(*shape, D), torch.randn(1, shape[int(not module.batch_first)], N) if start else None
+            ran.clear()
+            with torch.set_grad_enabled(recorded):
+                found, wanted = module(x, h), module._full_forward(x, h, None, None)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            assert [one.stride() for one in found] == [one.stride() for one in wanted]
+            assert found[0].data_ptr() != found[1].data_ptr()
+            if recorded:
+                parameters = list(module.parameters())
+                sums = [output.square().sum() + last.sum() for output, last in (found, wanted)]
+                grads = [torch.autograd.grad(loss, parameters, allow_unused=True) for loss in sums]
+                torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+        ready = all(parameter.is_contiguous() for parameter in module.parameters())
+        alone = kind == "gru" or module.gain != 1.0  # calls with gradients are not kept
+        assert ran == [ready] if ready and not alone else not ran
+
+    same()
+    for parameter in module.parameters():
+        parameter.data.view(-1)[-2 if parameter.ndim == 2 else -1] += 0.125  # below a diagonal
+        same()
+    for change in changes_of(kind):
+        change(module)
+        same()
+    same((2, 1))
+    same((2, 2) if not module.batch_first else (1, 3))
+    module.eval()
+    same()
+    with torch.no_grad(), pytest.raises(InputError, match="4 features"):
+        module(torch.randn(1, 1, D + 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repeated_call_keeps_no_module_alive(kind: str) -> None:
+    module = made(kind)
+    module.weight_ih_l0.owner = module
+    x, h = torch.randn(1, 1, D), torch.randn(1, 1, N)
+    with torch.no_grad():
+        for _ in range(3):
+            module(x, h)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
 
 
 def isas() -> list[str]:

@@ -22,17 +22,13 @@
 // blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see
 // the op.
 #include "cpu/direct.h"
-#include "cpu/gemm.h"
-#include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/gru.h"
+#include "cpu/gru_second.h"
 #include "cpu/vmath.h"
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
-
-constexpr int kGruGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
-constexpr int64_t kGruStreamBytes = 8 << 20;  // gates larger than this are written with streaming stores
 
 // 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
 template <class T>
@@ -42,114 +38,10 @@ ORTHOKERN_INLINE V<T> sigmoid(V<T> x) {
 }
 
 template <class T>
-struct GruPlan {
-  const GruArgs* args;
-  int B, N, threads;
-  bool stream;             // write gates with streaming stores
-  Packed<T> gate[3];       // forward [N, N]: W_r^T, W_z^T, W_n^T
-  Packed<T> back, back_n;  // backward: [2N or 3N, N] W_r, W_z (, W_n); kanai: [N, N] W_n
-  Scratch<T> bias;         // [3][round_up(N)]
-  Scratch<int> begin;      // [threads + 1], see share_rows
-
-  int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
-  int padded() const { return round_up(N, kLanes<T>); }
-  int blocks() const { return padded() / kLanes<T>; }
-  int lanes(int b) const { return N - b * kLanes<T> < kLanes<T> ? N - b * kLanes<T> : kLanes<T>; }
-};
-
-template <class T>
 struct GruCall {
   GruPlan<T> plan;
   Scratch<double> norms;  // [threads][T]: sums of squares of ghat_t
   bool backward, failed;
-};
-
-template <class T>
-ORTHOKERN_INLINE V<T> read(const T* from, int count) {
-  return count == kLanes<T> ? load(from) : load_part(from, count);
-}
-template <class T>
-ORTHOKERN_INLINE void write(T* to, V<T> v, int count, bool stream) {
-  if (stream) store_stream(to, v);
-  else if (count == kLanes<T>) store(to, v);
-  else store_part(to, v, count);
-}
-
-// Rows [R] of a row-major matrix, blocked.
-template <class T>
-void block_rows(const GruPlan<T>& plan, const T* from, int R, T* to) {
-  constexpr int L = kLanes<T>;
-  for (int b = 0; b < plan.blocks(); b++)
-    for (int r = 0; r < R; r++)
-      store(to + (static_cast<ptrdiff_t>(b) * R + r) * L,
-            read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
-}
-
-// Which rows [row0, row0 + R) of a group run at which step.
-template <class T>
-struct GruRows {
-  const GruPlan<T>& plan;
-  const int row0, R;
-  const bool ragged;
-  int longest, shortest;  // steps
-  Scratch<int> steps;     // ragged: [R]
-  Scratch<int> active;    // ragged: [T] R_t, one more than the last row that runs at step t
-  Scratch<int> running;   // ragged: [T] how many run; fewer than R_t where a row in between has ended
-
-  GruRows(const GruPlan<T>& plan_, int row0_, int R_)
-      : plan(plan_),
-        row0(row0_),
-        R(R_),
-        ragged(plan_.args->lengths != nullptr),
-        longest(static_cast<int>(plan_.args->T)),
-        shortest(longest) {}
-
-  bool allocate() {
-    if (!ragged) return true;
-    const int64_t T_ = plan.args->T;
-    if (!steps.allocate(R) || !active.allocate(T_) || !running.allocate(T_)) return false;
-    longest = 0;
-    for (int r = 0; r < R; r++) {
-      const int last = (steps[r] = plan.length(row0 + r)) - 1;
-      active[last] = r + 1;
-      running[last]++;
-      if (last >= longest) longest = last + 1;
-      if (last < shortest) shortest = last + 1;
-    }
-    for (int t = longest - 2; t >= 0; t--) {
-      if (active[t] < active[t + 1]) active[t] = active[t + 1];
-      running[t] += running[t + 1];
-    }
-    return true;
-  }
-  int at(int64_t t) const { return ragged ? active[t] : R; }
-  // fn(block, count of lanes, row, element of blocked matrices) for all rows that run at step t, of some blocks.
-  template <class F>
-  ORTHOKERN_INLINE void each(int64_t t, int first, int last, const F& fn) const {
-    constexpr int L = kLanes<T>;
-    const int R_t = at(t);
-    const bool gaps = ragged && running[t] < R_t;
-    for (int b = first; b < last && b < plan.blocks(); b++) {
-      const int count = plan.lanes(b);
-      ptrdiff_t to = static_cast<ptrdiff_t>(b) * R * L;
-      if (gaps) {
-        for (int r = 0; r < R_t; r++, to += L)
-          if (t < steps[r]) fn(b, count, r, to);
-      } else if (count == L) {
-        for (int r = 0; r < R_t; r++, to += L) fn(b, L, r, to);
-      } else {
-        for (int r = 0; r < R_t; r++, to += L) fn(b, count, r, to);
-      }
-    }
-  }
-  // Zeros for the padding of a result [T, B, width].
-  void clear_padding(void* result, int64_t width) const {
-    if (!ragged || !result) return;
-    for (int64_t t = shortest; t < plan.args->T; t++)
-      for (int r = 0; r < R; r++)
-        if (steps[r] <= t)
-          memset(static_cast<T*>(result) + (t * plan.B + row0 + r) * width, 0, static_cast<size_t>(width) * sizeof(T));
-  }
 };
 
 // Where the rows [row0, row0 + R) of a group start from reset_state.
@@ -346,6 +238,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   // Rows whose last step has not been reached are zero in all of these, which is what they have to start with.
   rows.clear_padding(args.grad_x, 3 * N);
   rows.clear_padding(args.factor, N);
+  rows.clear_padding(args.ghat, N);
   auto rows_of = [&](const void* from, int64_t t, int width) {
     return static_cast<T*>(const_cast<void*>(from)) + (t * plan.B + row0) * width * N;
   };
@@ -372,6 +265,9 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   auto begin = [&](int64_t t, int first, int last) {
     const T *g = rows_of(args.grad_hs, t, 1), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
     const T* pre = KANAI ? nullptr : rows_of(args.saved_pre, t, 1);
+    const T* of_gates = args.grad_gates ? rows_of(args.grad_gates, t, 3) : nullptr;
+    const T* of_pre = args.grad_pre ? rows_of(args.grad_pre, t, 1) : nullptr;
+    T* to_ghat = args.ghat ? rows_of(args.ghat, t, 1) : nullptr;
     T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1);
     T *to_z = d_z[now], *to_r = d_r[now], *to_q = d_q[now];
     const uint8_t *cut = cuts.at(t), *cut_after = cuts.at(t + 1);
@@ -383,8 +279,13 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
       square += ghat * ghat;
       const V<T> z = read(gates + of_r + N, count), n = read(gates + of_r + 2 * N, count),
                  before = started(cut, h, b, count, r);
-      const V<T> z_out = ghat * (before - n) * (z * (one - z));
-      const V<T> n_out = ghat * (one - z) * (one - n * n);
+      const V<T> by_z = z * (one - z), by_n = one - n * n;
+      V<T> z_out = ghat * (before - n) * by_z, n_out = ghat * (one - z) * by_n;
+      if (of_gates) {
+        z_out += read(of_gates + of_r + N, count) * by_z;
+        n_out += read(of_gates + of_r + 2 * N, count) * by_n;
+      }
+      if (to_ghat) write(to_ghat + of_h, ghat, count, false);
       store(to_z + at, z_out);
       store(direct + at, ghat * z);
       write(grad_x + of_r + N, z_out, count, stream);
@@ -392,8 +293,10 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
       if (KANAI) {
         store(d_n + at, n_out);
       } else {
-        const V<T> gate = read(gates + of_r, count), q_out = n_out * gate;
-        const V<T> r_out = n_out * read(pre + of_h, count) * (gate * (one - gate));
+        const V<T> gate = read(gates + of_r, count), by_r = gate * (one - gate);
+        V<T> q_out = n_out * gate, r_out = n_out * read(pre + of_h, count) * by_r;
+        if (of_gates) r_out += read(of_gates + of_r, count) * by_r;
+        if (of_pre) q_out += read(of_pre + of_h, count);
         store(to_r + at, r_out);
         store(to_q + at, q_out);
         write(grad_x + of_r, r_out, count, stream);
@@ -418,6 +321,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     if (KANAI) {
       const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
       T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
+      const T* of_gates = args.grad_gates ? rows_of(args.grad_gates, t, 3) : nullptr;
       const uint8_t* cut = cuts.at(t);
       const Segment<T> from = {d_n, block, plan.N};
       multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &transfers[0], [&](int first, int last) {
@@ -425,7 +329,9 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
         rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
           const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
           const V<T> gate = read(gates + of_r, count), before = started(cut, h, b, count, r), d_m = load(acc + at);
-          const V<T> r_out = d_m * before * (gate * (one - gate));
+          V<T> to_gate = d_m * before;
+          if (of_gates) to_gate += read(of_gates + of_r, count);
+          const V<T> r_out = to_gate * (gate * (one - gate));
           store(to_r + at, r_out);
           write(grad_x + of_r, r_out, count, stream);
           write(factor + of_h, gate * before, count, false);
@@ -533,6 +439,9 @@ bool gru_scan_fwd(const GruArgs& args) {
     return args.kanai ? DirectGru<float, true>{args}.run() : DirectGru<float, false>{args}.run();
   }
   return args.dtype == kFloat64 ? run_gru<double>(args, false) : run_gru<float>(args, false);
+}
+bool gru_second(const GruSecondArgs& args) {
+  return args.base.dtype == kFloat64 ? run_gru_second<double>(args) : run_gru_second<float>(args);
 }
 bool gru_scan_bwd(const GruArgs& args) {
   return args.dtype == kFloat64 ? run_gru<double>(args, true) : run_gru<float>(args, true);

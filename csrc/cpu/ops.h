@@ -103,7 +103,10 @@ struct GruArgs {
   const void* saved_hs;     // [T, B, N]
   const void* saved_gates;  // [T, B, 3N]
   const void* saved_pre;    // [T, B, N] or null
+  const void* grad_gates;   // [T, B, 3N]: of the gates, beside what the states send them; null: zeros
+  const void* grad_pre;     // [T, B, N]; null: zeros
   // and the results
+  void* ghat;              // [T, B, N]: dL/dh_t through all that follows, or null
   void* grad_x;            // [T, B, 3N]
   void* factor;            // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
   void* grad_h0;           // [B, N]
@@ -118,7 +121,38 @@ struct GruArgs {
   template <class Visit>
   void backward(Visit& visit) {
     ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_hs, saved_hs,
-                     saved_gates, saved_pre, grad_x, factor, grad_h0, grad_reset_state, grad_norm);
+                     saved_gates, saved_pre, grad_gates, grad_pre, ghat, grad_x, factor, grad_h0, grad_reset_state,
+                     grad_norm);
+  }
+};
+
+// gru_second: the derivative of the backward, see Note [Second derivative of the GRU] in orthokern/ops/_second_gru.py.
+// No resets.
+struct GruSecondArgs {
+  GruArgs base;             // what forward and backward share
+  const void* saved_hs;     // [T, B, N]
+  const void* saved_gates;  // [T, B, 3N]
+  const void* saved_pre;    // [T, B, N]; null for kanai
+  const void* ghat;         // [T, B, N], of the backward
+  const void* d_m;          // [T, B, N]: W_n^T d_n; null if not kanai
+  const void* x;            // [T, B, 3N]: the cotangent of grad_x
+  const void* added;        // [T, B, 3N]: what the cotangents of the gradients of w and bias add to W v; null: zeros
+  const void* sent;         // [T, B, N]: kanai: D_n^T d_n with D_n that of W_n; null: zeros
+  const void* v0;           // [B, N]: the cotangent of grad_h0
+  // results
+  void* v;       // [T, B, N]
+  void* gates;   // [T, B, 3N]: gradients of the gates
+  void* pre;     // [T, B, N]: that of pre; kanai: the tangent of r h', a factor of the gradient of W_n
+  void* before;  // [T, B, N]: that of h'
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    int64_t &B = base.B, &T = base.T, &N = base.N;
+    int &dtype = base.dtype, &threads = base.threads, &kanai = base.kanai;
+    const void *&w = base.w, *&h0 = base.h0;
+    const int64_t*& lengths = base.lengths;
+    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, saved_hs, saved_gates, saved_pre, ghat, d_m,
+                     x, added, sent, v0, v, gates, pre, before);
   }
 };
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cpu/cayley.h"
+#include "cpu/few_rows.h"
 #include "cpu/ops.h"
 
 namespace orthokern {
@@ -17,6 +18,7 @@ namespace orthokern {
   kernel(dense_scan_bwd, ScanArgs, backward)                       \
   kernel(gru_scan_fwd, GruArgs, forward)                           \
   kernel(gru_scan_bwd, GruArgs, backward)                          \
+  kernel(gru_second, GruSecondArgs, fields)                        \
   kernel(activation_fwd, ActivationArgs, forward)                  \
   kernel(activation_bwd, ActivationArgs, backward)                 \
   kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields) \
@@ -24,6 +26,7 @@ namespace orthokern {
   kernel(modal_scan_bwd, ModalArgs, scan_backward)                 \
   kernel(modal_cross_entropy_fwd, ModalArgs, cross_entropy)        \
   kernel(cayley, CayleyArgs, fields)                               \
+  kernel(few_rows, FewRowsArgs, fields)                            \
   kernel(gram, SpectralArgs, gram)                                 \
   kernel(is_definite, SpectralArgs, is_definite)                   \
   kernel(distance, SpectralArgs, norm)                             \

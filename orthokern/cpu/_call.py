@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,28 +82,34 @@ _OWN_DTYPE = {
 
 
 class Prepared:
-    """A kernel call whose tensors are checked once, but for those of `varying`, which are given at every call: of one
-    dtype and contiguous, as the caller has made sure."""
+    """A kernel call whose tensors are checked once, but for those of `varying`, which are given at every call: of the
+    dtype and contiguous, as the caller has made sure.
+
+    parts: what the other tensors are, or were made of, contiguous. What the kernel does not read itself is compared
+    with a copy before it runs.
+    """
 
     def __init__(
         self, name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None],
-        varying: tuple[str, ...],
+        varying: tuple[str, ...], parts: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        self._run, self._varying = getattr(_C, name), varying
-        self._arguments = _checked(dtype, sizes, tensors, [])
-        fixed = [(key, t) for key, t in tensors.items() if t is not None and key not in varying]
-        self._fixed = [(t, t.data_ptr()) for _, t in fixed]
-        self.ready = all(t.is_contiguous() for _, t in fixed)
+        # not the parameters themselves: their hooks may hold what has this call
+        fixed = {
+            key: t.detach().contiguous() for key, t in tensors.items() if t is not None and key not in varying
+        }  # fmt: skip
+        read = {t.data_ptr() for t in fixed.values()}
+        made_of = [part.detach() for part in parts if part.data_ptr() not in read]
+        copies = [part.clone() for part in made_of]
+        compared = [(a.data_ptr(), b.data_ptr(), a.nbytes) for a, b in zip(made_of, copies, strict=True)]
+        arguments = _checked(dtype, sizes, {**tensors, **fixed}, [])
+        # also so that no other tensor gets the memory: callers tell by addresses whether a tensor is still the same
+        self._held = *fixed.values(), *made_of, *copies
+        self._run = getattr(_C, f"prepare_{name}")(arguments, varying, compared).run
 
-    def holds(self) -> bool:
-        """Whether the tensors that do not vary are where they were."""
-        return all(tensor.data_ptr() == address for tensor, address in self._fixed)
-
-    def __call__(self, *varying: Tensor) -> None:
-        arguments = dict(self._arguments, threads=torch.get_num_threads())
-        for key, tensor in zip(self._varying, varying, strict=True):
-            arguments[key] = tensor.data_ptr()
-        self._run(arguments)
+    def __call__(self, *varying: Tensor) -> bool:
+        """Whether the parts were as before and the kernel ran."""
+        ran: bool = self._run(torch.get_num_threads(), *[tensor.data_ptr() for tensor in varying])
+        return ran
 
 
 def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,11 +50,12 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     return ScanStates(hs, ckpt, pre)
 
 
-def prepared_step(map_: Map, inputs: ScanInputs, activation: str) -> Prepared:
-    """A forward of one step, called with x, h0 and hs."""
-    sizes, tensors = _arguments(map_, inputs, ScanOptions(activation), 1)
+def prepared_scan(map_: Map, inputs: ScanInputs, activation: str, parts: Sequence[Tensor]) -> Prepared:
+    """A forward that keeps nothing for a backward, called with x, h0 and hs; parts as of Prepared."""
+    assert inputs.x is not None
+    sizes, tensors = _arguments(map_, inputs, ScanOptions(activation), inputs.x.shape[0])
     tensors |= {"hs": inputs.h0, "ckpt": None, "pre": None}
-    return Prepared(f"{map_.op}_fwd", inputs.h0.dtype, sizes, tensors, ("x", "h0", "hs"))
+    return Prepared(f"{map_.op}_fwd", inputs.h0.dtype, sizes, tensors, ("x", "h0", "hs"), parts)
 
 
 def scan_bwd(

@@ -45,28 +45,11 @@ def _weights(rho: float, dtype: torch.dtype) -> Tensor:
 
 
 def series(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(X^T, S, C) of Note [Gradient of an exponential from few rows] for a skew A [N,N]."""
+    """(X^T, S, C) of Note [Gradient of an exponential from few rows] for a skew A [N,N]: what the kernel takes besides
+    the rows."""
     square = a @ a
     cube = square @ a
     rho = max(math.ceil(float(torch.linalg.matrix_norm(cube @ cube)) ** (1 / 6) * 4), 1) / 4
     s = square * (4 / (rho * rho))
     s.diagonal().add_(2)
     return a / -rho, s, _weights(rho, a.dtype)
-
-
-def gradient(k: Tensor, h: Tensor, turn: Tensor, s: Tensor, weights: Tensor) -> Tensor:
-    """The gradient [N,N] of the strict lower triangle L, A = L - L^T, from k and h [R,N] and what `series` returns."""
-    rows, N, terms = 2 * len(k), k.shape[1], len(weights)
-    both = k.new_empty(terms, rows, N)  # U_j applied to all rows
-    pairs = both.view(terms // 2, 2 * rows, N).unbind(0)
-    torch.cat([k, h], out=both[0])
-    torch.mm(both[0], turn, out=both[1])
-    torch.mm(pairs[0], s, out=pairs[1])
-    both[2].mul_(0.5)
-    both[3].add_(both[1])
-    for j in range(2, len(pairs)):
-        torch.addmm(pairs[j - 2], pairs[j - 1], s, beta=-1, out=pairs[j])
-    left, right = both[:, : len(k)], both[:, len(k) :]
-    weighted = weights @ right.reshape(terms, -1)
-    gamma = left.reshape(-1, N).mT @ weighted.view(-1, N)
-    return (gamma - gamma.mT).tril_(-1)

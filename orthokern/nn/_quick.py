@@ -3,6 +3,7 @@
 ``Recurrent.forward`` tries it first. A call of plain CPU tensors in the ordinary layout goes straight to the op of
 each layer. For anything else, bad input included, the answer is None, and the full path runs, which handles every
 case and every error. For one step of one sequence the checks of the full path take several times as long as the step.
+A call like the one before is shorter still: ``orthokern/nn/_repeated.py``.
 
 With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward calls
 the scan's kernel and makes the parameters' gradients from the few rows that it gives. Where the backward itself is
@@ -13,6 +14,7 @@ Letters: B batch, T time, N hidden_size, D input_size, R = T B rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,12 +22,18 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern.nn._repeated import MOST_ROWS, Known, known_call, remember
 from orthokern.ops._alone import quiet
 from orthokern.ops._last import last_state
 from orthokern.ops._taps import SINKS
 
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
+
+
+# a call of a kernel of x [T,B,D], h0 [B,N] and states to write: whether the parameters hold the bytes of before and it
+# has written; and what `_quick_states` gives behind pre, or None for a call without gradients only
+Ready = tuple[Callable[[Tensor, Tensor, Tensor], bool], tuple[Tensor | None, ...] | None]
 
 
 class Rows(NamedTuple):
@@ -42,9 +50,6 @@ class Rows(NamedTuple):
     def before(self) -> Tensor:
         """[R,N], the states that the steps start from."""
         return self.h0 if len(self.hs) == 1 else torch.cat([self.h0, self.hs[:-1].flatten(0, 1)])
-
-
-MOST_ROWS = 4  # T B up to which a call with gradients is a single node
 
 
 def held(module: Recurrent) -> tuple[torch.dtype, dict[str, Tensor]] | None:
@@ -90,14 +95,21 @@ def _states(module: Recurrent, leaf: Any, data: Tensor, hx: Tensor | None) -> tu
 
 
 class _Steps(torch.autograd.Function):
-    """(hs [T,B,N], h_n [1,B,N]) of a module of one layer, from the module, its leaf, x [T,B,D], hx and the parameters
-    in the order of ``module._shapes``."""
+    """(hs [T,B,N], h_n [1,B,N]) of a module of one layer, from the module, its leaf, what is ready for it if anything
+    is, x [T,B,D], hx and the parameters in the order of ``module._shapes``."""
 
     @staticmethod
     def forward(
-        ctx: Any, module: Recurrent, leaf: Any, x: Tensor, hx: Tensor | None, *parameters: Tensor
+        ctx: Any, module: Recurrent, leaf: Any, known: Known | None, x: Tensor, hx: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        hs, last, h0, kept = _states(module, leaf, x, hx)
+        found = None if known is None else known.call(module, x, hx)
+        h0: Any
+        if found is None or known is None or known.factors is None:
+            hs, last, h0, kept = _states(module, leaf, x, hx)
+        else:
+            hs, kept = found, (None, *known.factors)
+            h0 = hx[0] if hx is not None else known.zeros
+            last = (hs if len(hs) == 1 else hs[-1:]).clone()
         ctx.module, ctx.leaf, ctx.count = module, leaf, len(parameters)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, hx, *parameters, hs, h0, *kept, *module._quick_kept("l0"))
@@ -107,10 +119,10 @@ class _Steps(torch.autograd.Function):
     def backward(ctx: Any, grad_hs: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         if grad_hs is None and grad_last is None:
-            return (None,) * (ctx.count + 4)
+            return (None,) * (ctx.count + 5)
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-            return None, None, *_derived(ctx, saved[: ctx.count + 2], (grad_hs, grad_last))
-        return None, None, *_gradients(ctx, saved, grad_hs, grad_last)
+            return None, None, None, *_derived(ctx, saved[: ctx.count + 2], (grad_hs, grad_last))
+        return None, None, None, *_gradients(ctx, saved, grad_hs, grad_last)
 
 
 @keeps_dtype
@@ -128,13 +140,13 @@ def _gradients(
         else:
             grad_hs = grad_hs.clone(memory_format=torch.contiguous_format)
             grad_hs[-1] += grad_last[0]
-    needs = dict(zip(module._shapes, ctx.needs_input_grad[4:], strict=True))
+    needs = dict(zip(module._shapes, ctx.needs_input_grad[5:], strict=True))
     rows = Rows(ctx.leaf, x, h0, hs, grad_hs.contiguous(), dict(zip(module._shapes, values, strict=True)), needs)
-    of_x, of_h0, found = module._quick_gradients(rows, ctx.needs_input_grad[2], *kept)
+    of_x, of_h0, found = module._quick_gradients(rows, ctx.needs_input_grad[3], *kept)
     if hx is None and module.learned_h0:
         found["h0_l0"] = of_h0.sum(0)
     given = (of_x, None if hx is None else of_h0.unsqueeze(0), *map(found.get, module._shapes))
-    return tuple(grad if need else None for grad, need in zip(given, ctx.needs_input_grad[2:], strict=True))
+    return tuple(grad if need else None for grad, need in zip(given, ctx.needs_input_grad[3:], strict=True))
 
 
 class _FullPath(nn.Module):
@@ -150,7 +162,7 @@ def _derived(
     ctx: Any, inputs: tuple[Any, ...], grads: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients by the full path, as functions that can be derived again."""
-    module, needs, again = ctx.module, ctx.needs_input_grad[2:], torch.is_grad_enabled()
+    module, needs, again = ctx.module, ctx.needs_input_grad[3:], torch.is_grad_enabled()
     with torch.enable_grad():
         # views: a hook of a tensor must see its gradient once, not in here too
         tensors = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
@@ -172,10 +184,31 @@ def _derived(
     return tuple(next(found) if need else None for need in needs)
 
 
-def forward(module: Recurrent, input: object, hx: object, recorded: bool) -> tuple[Tensor, Tensor] | None:
+def _laid_out(module: Recurrent, hs: Tensor, one_step: bool) -> Tensor:
+    if one_step:
+        return hs.squeeze(0)
+    return hs.transpose(0, 1) if module.batch_first else hs
+
+
+def forward(
+    module: Recurrent, given: Any, hx: Any, recorded: bool, one_step: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run. recorded: whether
-    they have gradients."""
-    if type(input) is not Tensor or module.bidirectional or not quiet():
+    they have gradients. one_step: input and output have no dimension of time."""
+    known = known_call(module, given, hx, one_step)
+    if known is not None and not recorded and (hs := known.call(module, given, hx)) is not None:
+        if one_step:
+            return hs, hs.clone().unsqueeze_(0)
+        return _laid_out(module, hs, False), (hs if len(hs) == 1 else hs[-1:]).clone()
+    if known is not None and recorded and known.factors is not None:
+        data = given.transpose(0, 1) if module.batch_first else given
+        parameters: Any = module._parameters or module._buffers
+        hs, last = _Steps.apply(module, known.leaf[-1], known, data, hx, *[parameters[name] for name in module._shapes])
+        return _laid_out(module, hs, False), last
+    if type(given) is not Tensor:
+        return None
+    input = given.unsqueeze(int(module.batch_first)) if one_step else given
+    if module.bidirectional or not quiet():
         return None
     parts = held(module)
     if parts is None or not _plain(input):
@@ -204,10 +237,14 @@ def forward(module: Recurrent, input: object, hx: object, recorded: bool) -> tup
         found = None
         if not recorded:
             found = _states(module, leaf, data, hx)[:2]
+            if T * B <= MOST_ROWS and not ids:
+                remember(module, given, hx, one_step, data, (op, module.backend, dtype, sizes, leaf))
         elif T * B <= MOST_ROWS and not ids and module.gain == 1.0 and not module.checkpoint_every:
-            found = _Steps.apply(module, leaf, data, hx, *[parameters[name] for name in module._shapes])
+            found = _Steps.apply(module, leaf, None, data, hx, *[parameters[name] for name in module._shapes])
+            if known is None:
+                remember(module, given, hx, one_step, data, (op, module.backend, dtype, sizes, leaf))
         if found is not None:
-            return (found[0].transpose(0, 1) if module.batch_first else found[0]), found[1]
+            return _laid_out(module, found[0], one_step), found[1]
     recorded = recorded or bool(SINKS)
     ends = []
     for layer in range(layers):
@@ -217,4 +254,4 @@ def forward(module: Recurrent, input: object, hx: object, recorded: bool) -> tup
             module._quick_scan(leaf, suffix, data, h0) if recorded else module._quick_states(leaf, suffix, data, h0)[0]
         )
         ends.append(last_state(data))
-    return (data.transpose(0, 1) if module.batch_first else data), torch.stack(ends)
+    return _laid_out(module, data, one_step), torch.stack(ends)

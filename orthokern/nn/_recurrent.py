@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast, dispatch, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import ScanInputs
+from orthokern.cpu._scan import prepared_scan
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _loss, _quick
 from orthokern.nn._both import both_directions
@@ -225,7 +226,7 @@ class Recurrent(nn.Module):
         scan: Callable[..., Tensor] = functional.dense_scan if len(matrix) == 1 else functional.factored_scan
         return scan(x, *matrix, h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
-    # The four methods of ``_quick``, where all of a call has been checked: a batch in the ordinary layout on a CPU.
+    # The methods of ``_quick``, where all of a call has been checked: a batch in the ordinary layout on a CPU.
 
     def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> Tensor:
         """`_scan`."""
@@ -243,6 +244,17 @@ class Recurrent(nn.Module):
         weight, act_param = self._gained(self._tensor(f"weight_ih_{suffix}")), self._act_param(suffix)
         found = SCANS[self._op()[0]].states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity)
         return found.hs, (found.pre, bias, act_param, *matrix)
+
+    def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> _quick.Ready:
+        """For ``_repeated``, of l0 and tensors like x [T,B,D] and h0 [B,N]; holds neither the module nor parameters."""
+        matrix, bias = self._factors("l0")
+        weight, map_ = self._gained(self._tensor("weight_ih_l0")), SCANS[self._op()[0]].map_of(*matrix)
+        inputs = ScanInputs(x, h0, weight, bias, self._act_param("l0"))
+        prepared = prepared_scan(map_, inputs, self.nonlinearity, parts)
+        # the kernel keeps no pre-activations here
+        recorded = self.gain == 1.0 and not self.checkpoint_every and not ACTIVATIONS[self.nonlinearity].needs_input
+        kept = [t if t is None else t.detach() for t in (bias, inputs.act_param, *matrix)]
+        return prepared, tuple(kept) if recorded else None
 
     def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
         """What else it is given."""

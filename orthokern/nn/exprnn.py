@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.nn import _few_rows
+from orthokern.cpu._few_rows import few_rows
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
 from orthokern.nn._quick import Rows
@@ -104,7 +104,7 @@ class ExpRNN(_Exponential):
         self, delta: Tensor, rows: Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
     ) -> dict[str, Tensor | None]:
         # W^T dL/dW = sum (W^T delta) h^T
-        return {"skew_l0": _few_rows.gradient(delta @ matrix[0], rows.before(), *more)}
+        return {"skew_l0": few_rows(delta @ matrix[0], rows.before(), *more)}
 
     def extra_repr(self) -> str:
         return self._repr_exponential()

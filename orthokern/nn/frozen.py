@@ -6,28 +6,17 @@ Letters: B batch, T time, N hidden_size, D input_size (features, or the number o
 from __future__ import annotations
 
 import copy
-import weakref
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern import _autocast, dispatch
+from orthokern import _autocast
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import ScanInputs
-from orthokern.cpu._call import Prepared
-from orthokern.cpu._scan import prepared_step
 from orthokern.errors import InputError
 from orthokern.nn import _quick
 from orthokern.nn._recurrent import Recurrent
 from orthokern.nn.gru import GRU
-from orthokern.ops._alone import quiet
-from orthokern.ops._scan_op import SCANS
-from orthokern.ops._taps import SINKS
-
-# module -> (what the call depends on, its buffers, the call or None); outside so that it can be copied and pickled
-_steps: weakref.WeakKeyDictionary[Recurrent, tuple[Any, list[Any], Any]] = weakref.WeakKeyDictionary()
 
 __all__ = ["FrozenGRU", "FrozenRNN", "frozen"]
 
@@ -62,15 +51,9 @@ class _Frozen(Recurrent):
             InputError: as forward; a bidirectional module, which needs the whole sequence.
         """
         if type(x) is Tensor and x.dim() == (1 if x.dtype is torch.int64 else 2):
-            time = int(self.batch_first)
-            prepared = self._prepared(x, h)
-            if prepared is not None:
-                output = torch.empty(x.shape[0], self.hidden_size, dtype=x.dtype)
-                prepared(x, h, output)
-                return output, output.clone().unsqueeze_(0)
-            found = _quick.forward(self, x.unsqueeze(time), h, False)
+            found = _quick.forward(self, x, h, False, one_step=True)
             if found is not None:
-                return found[0].squeeze(time), found[1]
+                return found
         if self.bidirectional:
             raise InputError("step serves one direction; accepted for a bidirectional module: forward")
         if not isinstance(x, Tensor):
@@ -82,10 +65,6 @@ class _Frozen(Recurrent):
         time = 1 if self.batch_first and x.dim() == most else 0
         output, h = self.forward(x.unsqueeze(time), h)
         return output.squeeze(time), h
-
-    def _prepared(self, x: Tensor, h: Any) -> Any:
-        """A kernel call of one step for plain tensors x and h of one layer, kept between steps; None elsewhere."""
-        return None
 
     def frozen(self) -> Recurrent:
         """The module itself."""
@@ -149,37 +128,6 @@ class FrozenRNN(_Frozen):
     def _keep(self, name: str, value: Tensor) -> None:
         self.register_buffer(name, value.detach().clone(memory_format=torch.contiguous_format))
         self._shapes[name] = tuple(value.shape)
-
-    def _prepared(self, x: Tensor, h: Any) -> Any:
-        if type(h) is not Tensor or not quiet() or SINKS:
-            return None
-        if not (x.layout is h.layout is torch.strided and x.is_cpu and h.is_cpu and x.dtype is h.dtype):
-            return None
-        if not (x.is_contiguous() and h.is_contiguous()) or x.is_neg() or h.is_neg() or x.is_nested or h.is_nested:
-            return None
-        key = (x.shape, h.shape, x.dtype, self.nonlinearity, self.backend, self.input_size, self.hidden_size)
-        known = _steps.get(self)
-        if known is None or known[0] != key or not all(map(is_, known[1], self._buffers.values())):
-            known = _steps[self] = (key, list(self._buffers.values()), self._prepare(x, h))
-        prepared = known[2]
-        return prepared if prepared is not None and prepared.holds() else None
-
-    def _prepare(self, x: Tensor, h: Tensor) -> Prepared | None:
-        """The call for tensors like x and h, if it is one; whatever is wrong with them is told elsewhere."""
-        fits = x.dim() == 2 and x.shape[1] == self.input_size and h.shape == (1, len(x), self.hidden_size) and len(x)
-        held = _quick.held(self)
-        if not fits or self.num_layers != 1 or self.bidirectional or held is None or held[0] is not x.dtype:
-            return None
-        if ACTIVATIONS[self.nonlinearity].needs_input:  # the kernel keeps the pre-activations
-            return None
-        name, sizes = self._op()
-        if dispatch.cpu_leaf(name, self.backend, x.dtype, **sizes) is None:
-            return None
-        matrix, weight = self._matrix("l0"), self._tensor("weight_ih_l0")
-        bias = self._tensor("bias_l0") if self.bias else None
-        inputs = ScanInputs(x.unsqueeze(0), h[0], weight, bias, self._act_param("l0"))
-        prepared = prepared_step(SCANS[name].map_of(*matrix), inputs, self.nonlinearity)
-        return prepared if prepared.ready else None
 
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """W [N,N] of one recurrence, with the gain."""

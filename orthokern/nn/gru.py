@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern._scan_contract import GruInputs, GruOptions, GruStates
+from orthokern.cpu.gru_scan import prepared_gru
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, told
 from orthokern.nn._layouts import Cuts
-from orthokern.nn._quick import Rows
+from orthokern.nn._quick import Ready, Rows
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
 from orthokern.ops._taps import SINKS, record
@@ -209,6 +210,20 @@ class GRU(TorchRecurrent):
         w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
         found = leaf.gru_scan_fwd(GruInputs(self._input_term(x, suffix), w, h0, bias), GruOptions(self.variant))
         return found.hs, (found.gates, found.pre)
+
+    def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> Ready:
+        names = ("weight_ih_l0", "bias_ih_l0", "weight_hh_l0", "bias_hh_l0")
+        # not the parameters, whose hooks may hold the module
+        w_in, b_in, w, b = (self._tensor(n).detach() if self.bias or n.startswith("weight") else None for n in names)
+        assert w_in is not None and w is not None
+        prepared = prepared_gru(GruInputs(x, w, h0, b), GruOptions(self.variant))
+        rows, N, dtype = x.shape[0] * x.shape[1], self.hidden_size, x.dtype
+
+        def run(x: Tensor, h0: Tensor, hs: Tensor) -> bool:
+            term = nn.functional.linear(x, w_in, b_in)
+            return prepared(term, h0, hs, torch.empty(rows * 3 * N, dtype=dtype), torch.empty(rows * N, dtype=dtype))
+
+        return run, None
 
     def _quick_gradients(  # type: ignore[override]
         self, rows: Rows, need_x: bool, gates: Tensor, pre: Tensor | None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import _autocast
+from orthokern.cpu._few_rows import few_rows
 from orthokern.errors import InputError, OutOfRange, unknown_name
-from orthokern.nn import _few_rows
 from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
 from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
@@ -188,7 +188,7 @@ class NonNormalRNN(_Exponential):
         (v,), (p, *series), h, n = matrix, more, rows.before(), self.hidden_size
         turned = torch.cat([delta, h, h @ v.mT, delta @ v]) @ p
         d, e = turned[: len(h)], turned[len(h) : 2 * len(h)]
-        skew = _few_rows.gradient(turned[: 2 * len(h)], turned[2 * len(h) :], *series)
+        skew = few_rows(turned[: 2 * len(h)], turned[2 * len(h) :], *series)
         gamma, theta = rows.parameters["gamma_l0"], rows.parameters["theta_l0"]
         pairs = len(theta)
         d_pairs, e_pairs = d[:, : 2 * pairs].unflatten(1, (pairs, 2)), e[:, : 2 * pairs].unflatten(1, (pairs, 2))

@@ -26,6 +26,29 @@ Note [Derivatives of the GRU]
     Derivatives of the recurrence. With mu the cotangent of an adjoint's out, gam = tangent(mu) is the gradient of g,
     and those of the coefficients and of W are the ones of sum_t <A_t gam_{t-1}, out_t>; its tangent is
     adjoint(g'_t + A'_{t+1}^T out_{t+1}). Those of a tangent are the same with the roles exchanged.
+
+Note [Second derivative of the GRU]
+    ``First`` is the same second derivative on the CPU, of the backward as one function of (g, hs, gates, pre, W, h_0).
+    Let X, D, e, c be the cotangents of the gradients of x, W, h_0 and the bias. What they are paired with is
+    sum_t <g_t, v_t>, with v the tangent of h in the direction x' = X, W' = D, h_0' = e, b' = c: so v is the gradient
+    of g. The others are the derivatives of that sum with ghat as the cotangent of every v_t. With v', h' the tangent
+    and state before the step, and the tangents
+
+        a_r' = X_r + W_r v' + D_r h' + c_r,  r' = r (1 - r) a_r',  and z' and a_z' likewise,
+        "torch"  q' = W_n v' + D_n h' + c_n,         a_n' = X_n + r' q + r q'
+        "kanai"  m' = r' h' + r v' (m = r h'),       a_n' = X_n + W_n m' + D_n m + c_n
+        n' = (1 - n^2) a_n',                         v = z' (h' - n) + z v' + (1 - z) n',
+
+    and d_r, d_z, d_n, d_q, d_m of Note [GRU scan backward],
+
+        of z    ghat (v' - n' + (h' - n) (1 - 2z) a_z')
+        of n    -ghat z' - 2n (1 - z) ghat a_n'
+        of r    "torch"  d_n (q' + q (1 - 2r) a_r')      "kanai"  d_m (v' + h' (1 - 2r) a_r') + (D_n^T d_n) h'
+        of q    "torch"  d_n r'
+        of h'   ghat z' + D_r^T d_r + D_z^T d_z + { D_n^T d_q   or   d_m r' + (D_n^T d_n) r }
+        of W    d_r v'^T, d_z v'^T, and d_q v'^T or d_n m'^T.
+
+    The backward of the GRU gets those of hs, gates and pre.
 """
 
 from __future__ import annotations
@@ -35,8 +58,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import GruInputs, GruOptions, GruStates
+from orthokern.ops import _route, _taps
+from orthokern.ops._alone import alone
+from orthokern.ops._common import contiguous
 from orthokern.ops._second import joined, looped, total
 from orthokern.reference._scan import running, started, without_padding
 
@@ -404,6 +433,96 @@ def tangent(
     dgates = torch.cat([taken.by_r * a_r, taken.by_z * a_z, taken.by_n * a_n], -1)
     dpre = without_padding(q, taken.alive) if taken.torch_variant else None
     return dhs, without_padding(dgates, taken.alive), dpre
+
+
+def cpu_leaf(backend: str | None, saved: tuple[Any, ...], *grads: Tensor | None) -> Any:
+    """The leaf whose kernels serve first and second derivatives with these tensors, or None. saved: as the forward op
+    saves them."""
+    hs, _, _, w, _, _, _, resets, _ = saved
+    if resets is not None or not alone((*saved, *grads)):
+        return None
+    return dispatch.cpu_leaf("gru_scan", backend, w.dtype, N=hs.shape[2])
+
+
+def _contract(options: GruOptions, *tensors: Tensor | None) -> tuple[GruInputs, GruStates]:
+    """What a leaf takes, from hs, gates, pre, w, h0 and bias."""
+    hs, gates, pre, w, h0, bias = map(contiguous, tensors)
+    assert hs is not None and gates is not None and w is not None and h0 is not None
+    return GruInputs(None, w, h0, bias), GruStates(hs, gates, None if options.kanai else pre)
+
+
+def of_saved(
+    leaf: Any,
+    options: GruOptions,
+    saved: tuple[Any, ...],
+    grad_hs: Tensor | None,
+    grad_gates: Tensor | None,
+    grad_pre: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, w, h0 and bias by the kernel, where gates and pre have gradients; nothing is recorded."""
+    inputs, states = _contract(options, *saved[:6])
+    grad_hs = torch.zeros_like(states.hs) if grad_hs is None else grad_hs.contiguous()
+    found = leaf.gru_scan_bwd_of_saved(
+        inputs, options, grad_hs, states, contiguous(grad_gates), contiguous(grad_pre), need_params=needs[1] or needs[3]
+    )
+    return found.x, found.w, found.h0, found.bias
+
+
+class First(torch.autograd.Function):
+    """The first gradients of x, w, h0 and bias by the kernels of the cpu backend, with a derivative by them: Note
+    [Second derivative of the GRU]. What asks for more derivatives, or for many at once, gets them from `gradients`.
+
+    Arguments of apply: the leaf; options, without resets; needs, which gradients are wanted; grad_hs, hs, gates, pre,
+    w, h0, bias.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Any, options: GruOptions, needs: tuple[bool, ...], *tensors: Any) -> tuple[Any, ...]:
+        inputs, states = _contract(options, *tensors[1:])
+        grad_hs = tensors[0].contiguous()
+        found, kept = leaf.gru_scan_bwd_kept(inputs, options, grad_hs, states, need_params=needs[1] or needs[3])
+        if _taps.SINKS:
+            _taps.record("gru_scan", found.norm)
+        ctx.leaf, ctx.options, ctx.needs = leaf, options, needs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *kept)
+        return found.x, found.w, found.h0, found.bias
+
+    @staticmethod
+    @keeps_dtype
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(cotangent is None for cotangent in cotangents):
+            return (None,) * 10
+        *tensors, grad_x, factor, ghat = ctx.saved_tensors
+        if not _route.last() or forward_ad._current_level >= 0:
+            return None, None, None, *First._again(ctx, tensors, cotangents)
+        inputs, states = _contract(ctx.options, *tensors[1:])
+        kept = ctx.leaf.GruKept(grad_x, factor, ghat)
+        found = ctx.leaf.gru_second(
+            inputs, ctx.options, states, kept, *map(contiguous, cotangents), need_w=ctx.needs_input_grad[7]
+        )
+        return None, None, None, *found, None
+
+    @staticmethod
+    def _again(ctx: Any, tensors: list[Any], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """The gradients as functions that can be derived again, by those of `gradients`."""
+        again, needs = torch.is_grad_enabled(), ctx.needs_input_grad[3:]
+        with torch.enable_grad():
+            # views: a hook of a tensor must see its gradient once, not in here too
+            tensors = [t if t is None or not need else t.view_as(t) for t, need in zip(tensors, needs, strict=True)]
+            grad_hs, hs, gates, pre, w, h0, bias = tensors
+            taken = Taken(ctx.options.variant, hs, gates, pre, w, h0, bias, ctx.options.lengths)
+            results = gradients(taken, grad_hs, None, None, (*ctx.needs, False))
+            pairs = [(r, c) for r, c in zip(results, cotangents, strict=False) if r is not None and c is not None]
+            wanted = [t for t, need in zip(tensors, needs, strict=True) if need and t is not None]
+            grads = iter(
+                torch.autograd.grad(
+                    [result for result, _ in pairs], wanted, [cotangent for _, cotangent in pairs],
+                    create_graph=again, allow_unused=True,
+                )
+            )  # fmt: skip
+        return tuple(next(grads) if need and t is not None else None for t, need in zip(tensors, needs, strict=True))
 
 
 class Gru(torch.autograd.Function):

@@ -214,7 +214,17 @@ def _backward(
         return ()
     needs, resets = ctx.needs_input_grad, saved[7]  # as in _setup_context
     wanted = resets is not None and needs[8]
-    if of_saved or _route.recording(grad_hs, *saved):
+    recording = _route.recording(grad_hs, *saved)
+    if ctx.dimensions is None and (of_saved or recording):
+        leaf = _second_gru.cpu_leaf(ctx.backend, saved, grad_hs, grad_gates, grad_pre)
+        options = GruOptions(ctx.variant, contiguous(saved[6]))
+        if leaf is not None and not of_saved:
+            found = _second_gru.First.apply(leaf, options, tuple(needs[:4]), grad_hs, *saved[:6])
+            return (*map(given, found, needs[:4]), *(None,) * 5)
+        if leaf is not None and not recording:
+            found = _second_gru.of_saved(leaf, options, saved, grad_hs, grad_gates, grad_pre, needs)
+            return (*(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 5)
+    if of_saved or recording:
         found = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), (*needs[:4], wanted))
     else:
         need_params = needs[1] or needs[3]

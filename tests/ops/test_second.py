@@ -12,9 +12,11 @@ from helpers import SCANS, GruProblem, act_param_for, run_scan, scan_problem
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from orthokern import functional
+from orthokern import cpu, functional
+from orthokern.cpu import gru_scan as native
 from orthokern.diagnostics import tap
 from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
+from orthokern.ops import _second_gru
 from orthokern.ops.activations import NAMES
 from orthokern.ops.modal_scan import modal_scan
 
@@ -123,6 +125,67 @@ def test_double_backward_and_forward_mode_of_the_gru(variant: str, lengths: Tens
     case = gru_case(variant, lengths)
     assert gradcheck(case, case.leaves, fast_mode=True, check_forward_ad=True)
     assert gradgradcheck(case, case.leaves, fast_mode=True, check_fwd_over_rev=True)
+
+
+def several_derivatives(problem: GruProblem, lengths: Tensor | None, wanted: tuple[str, ...]) -> list[Tensor | None]:
+    """First gradients, those of a function of the ones that are wanted, with h's part or without, and third ones."""
+    names = [name for name in ("x", "w", "h0", "bias") if getattr(problem, name) is not None]
+    leaves = {name: getattr(problem, name).clone().requires_grad_() for name in names}
+    grad_hs = problem.grad_hs.clone().requires_grad_()
+    hs = functional.gru_scan(
+        leaves["x"], leaves["w"], h0=leaves["h0"], bias=leaves.get("bias"), variant=problem.variant, lengths=lengths
+    )
+    asked = [leaves[name] for name in names if name in wanted]
+    first = torch.autograd.grad(hs, asked, grad_hs, create_graph=True)
+    every = [*leaves.values(), grad_hs]
+    one = sum(grad.sin().sum() for grad in first)
+    second = torch.autograd.grad(one, every, retain_graph=True, allow_unused=True)
+    both = torch.autograd.grad(one + hs.square().sum(), every, create_graph=True)
+    third = torch.autograd.grad(sum(grad.square().sum() for grad in both if grad is not None), every)
+    return [*first, *second, *both, *third]
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+@pytest.mark.parametrize("variant", ["kanai", "torch"])
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((1, 1, 1), ("x", "w", "h0", "bias")),
+        ((5, 3, 7), ("x", "w", "h0", "bias")),
+        ((4, 110, 9), ("x",)),
+        ((3, 2, 34), ("w", "bias")),
+        ((2, 5, 33), ("bias",)),
+        ((6, 4, 16), ("h0", "w")),
+    ],
+)
+def test_the_kernels_of_second_derivatives_of_the_gru(
+    variant: str, sizes: tuple[int, int, int], wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the formulas in torch ops, which finite differences check above; with lengths; in both dtypes."""
+    T, B, N = sizes
+    kernels, runs = native.gru_second, []
+    monkeypatch.setattr(native, "gru_second", lambda *a, **o: runs.append(1) or kernels(*a, **o))
+    problem = GruProblem.random(variant, T, B, N, bias="bias" in wanted)
+    for lengths in (None, (torch.arange(B) % T) + 1):
+        found, threads = several_derivatives(problem, lengths, wanted), torch.get_num_threads()
+        torch.set_num_threads(3)
+        again = several_derivatives(problem, lengths, wanted)
+        torch.set_num_threads(threads)
+        assert len(runs) == 4  # in second derivatives, and in third ones
+        rough = several_derivatives(problem.map(Tensor.float), lengths, wanted)
+        with monkeypatch.context() as patch:
+            patch.setattr(_second_gru, "cpu_leaf", lambda *_: None)
+            exact = several_derivatives(problem, lengths, wanted)
+        assert len(runs) == 6
+        runs.clear()
+        for one, other, single, true in zip(found, again, rough, exact, strict=True):
+            if true is None:
+                assert one is other is single is None
+                continue
+            torch.testing.assert_close(one, true, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)  # sums of torch's products, by threads
+            error = (single - true).norm() / true.norm().clamp(min=1)
+            assert error < 2e-5  # measured: 2e-6
 
 
 @pytest.mark.parametrize("variant", ["kanai", "torch"])
