@@ -196,7 +196,7 @@ def test_ranks_that_drift_apart_are_noticed(fork_server: ForkServer, tmp_path: P
         (["--batch", 7], "--batch 7 cannot be shared evenly by 2 processes; accepted: a multiple of 2"),
         (["--out", TESTS], "the folder is in use (not empty)"),
         (["--resume", "nowhere"], "nothing to resume in nowhere"),
-        (["--minutes", 3], "--minutes 3: for one process, not under torchrun; use --iterations"),
+        (["--minutes", 3], "--minutes 3: for one process, not under torchrun; give --iterations"),
         (["--iterations", 0], "--iterations: '0' is not an integer of at least 1"),
     ],
 )
