@@ -33,12 +33,10 @@ struct FewRows {
     const T* m = matrix + c;
     for (int k = 0; k < N; k++, m += N) {
       V<T> column[PV];
-#pragma GCC unroll 4
-      for (int v = 0; v < PV; v++) column[v] = v + 1 < PV || count == L ? load(m + v * L) : load_part(m + v * L, count);
-#pragma GCC unroll 4
-      for (int r = 0; r < MR; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < PV; v++) acc[r][v] += column[v] * a[r * padded + k];
+      ORTHOKERN_UNROLL for (int v = 0; v < PV; v++) column[v] =
+          v + 1 < PV || count == L ? load(m + v * L) : load_part(m + v * L, count);
+      ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int v = 0; v < PV; v++) acc[r][v] +=
+          column[v] * a[r * padded + k];
     }
     for (int r = 0; r < MR; r++)
       for (int v = 0; v < PV; v++) {

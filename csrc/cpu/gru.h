@@ -28,6 +28,17 @@ struct GruPlan {
   int lanes(int b) const { return N - b * kLanes<T> < kLanes<T> ? N - b * kLanes<T> : kLanes<T>; }
 };
 
+// fn(row0, R) for each group of the rows of a task.
+template <class T, class F>
+void each_group(const GruPlan<T>& plan, int task, const F& fn) {
+  const int first = plan.begin[task], rows = plan.begin[task + 1] - first;
+  const int groups = (rows + kGruGroupRows - 1) / kGruGroupRows;
+  for (int g = 0; g < groups; g++) {
+    const int row0 = first + rows * g / groups;
+    fn(row0, first + rows * (g + 1) / groups - row0);
+  }
+}
+
 template <class T>
 ORTHOKERN_INLINE V<T> read(const T* from, int count) {
   return count == kLanes<T> ? load(from) : load_part(from, count);

@@ -359,18 +359,15 @@ void gru_task(void* context, int task) {
   GruCall<T>& call = *static_cast<GruCall<T>*>(context);
   const GruPlan<T>& plan = call.plan;
   const FlushDenormals flush;
-  const int first = plan.begin[task], last = plan.begin[task + 1];
-  const int groups = (last - first + kGruGroupRows - 1) / kGruGroupRows;
-  for (int g = 0; g < groups; g++) {
-    const int row0 = first + (last - first) * g / groups, R = first + (last - first) * (g + 1) / groups - row0;
-    double* norms = call.norms + task * plan.args->T;
+  double* norms = call.norms + task * plan.args->T;
+  each_group(plan, task, [&](int row0, int R) {
     bool ok;
     if (call.backward)
       ok = plan.args->kanai ? backward_rows<T, true>(plan, norms, row0, R)
                             : backward_rows<T, false>(plan, norms, row0, R);
     else ok = plan.args->kanai ? forward_rows<T, true>(plan, row0, R) : forward_rows<T, false>(plan, row0, R);
     if (!ok) call.failed = true;
-  }
+  });
 }
 
 // Task i packs its share of every matrix's panels.

@@ -126,14 +126,11 @@ void gru_second_task(void* context, int task) {
   GruSecondCall<T>& call = *static_cast<GruSecondCall<T>*>(context);
   const GruPlan<T>& plan = call.plan;
   const FlushDenormals flush;
-  const int first = plan.begin[task], last = plan.begin[task + 1];
-  const int groups = (last - first + kGruGroupRows - 1) / kGruGroupRows;
-  for (int g = 0; g < groups; g++) {
-    const int row0 = first + (last - first) * g / groups, R = first + (last - first) * (g + 1) / groups - row0;
+  each_group(plan, task, [&](int row0, int R) {
     if (!(plan.args->kanai ? second_rows<T, true>(*call.args, plan, row0, R)
                            : second_rows<T, false>(*call.args, plan, row0, R)))
       call.failed = true;
-  }
+  });
 }
 
 template <class T>
