@@ -104,10 +104,17 @@ def test_adding_starts_silent(model: str) -> None:
     low = 1.0 - w.clamp(min=0.0)
     torch.testing.assert_close(states[3][:, gate], low + numbers[3].unsqueeze(1) * w)
     assert (states[3][:, ~gate] == 0).all() and (states[4:, :, gate] == 0).all()
-    angle = torch.tensor(0.5 / math.sqrt(50))
-    kept = states[3][:, gate].repeat_interleave(7, 1) * angle.sin() / math.sqrt(7)
-    torch.testing.assert_close(states[4][:, ~gate], kept)
-    torch.testing.assert_close(states[-1][:, ~gate], kept * angle.cos() ** 45)
+    sink = adding.sinks(24)
+    assert sink.nonzero().flatten().tolist() == [6, 14, 22] and (states[:, :, sink] == 0).all()
+    kept, angle = ~gate & ~sink, torch.tensor(0.5 / math.sqrt(50))
+    first = states[3][:, gate].repeat_interleave(6, 1) * angle.sin() / math.sqrt(6)
+    torch.testing.assert_close(states[4][:, kept], first)
+    torch.testing.assert_close(states[-1][:, kept], first * angle.cos() ** 45)
+    marks[4] = 1.0  # two marks in a row: the second number does not see the first
+    both = task.rnn(torch.stack([numbers, marks], -1))[0]
+    torch.testing.assert_close(both[4][:, gate], low + numbers[4].unsqueeze(1) * w)
+    second = both[4][:, gate].repeat_interleave(6, 1) * angle.sin() / math.sqrt(6)
+    torch.testing.assert_close(both[5][:, kept], first * angle.cos() + second)
 
     for _ in range(3):
         loss, _ = task.loss(task.next_batch())
@@ -117,7 +124,9 @@ def test_adding_starts_silent(model: str) -> None:
         task.optimizer.step()
     weight = task.rnn.get_parameter("weight_ih_l0")
     assert (weight[~gate] == 0).all() and not torch.equal(weight[gate, 0], w)
-    assert all((p[~gate] == 0).all() for name, p in task.rnn.named_parameters() if name.startswith("bias"))
+    for name, bias in task.rnn.named_parameters():
+        if name.startswith("bias"):
+            assert (bias[kept] == 0).all() and set(bias[sink].tolist()) <= {0.0, adding.SINK_BIAS}
 
 
 def test_adding_settings_by_start() -> None:

@@ -11,12 +11,15 @@ Note [Settings that solve it at any length]
       gradient of w is larger than that of a weight that the answer needs by the same factor, and a step of RMSprop
       moves both alike. So units that remember have no input of their own: their input weights and biases are zero and
       are held there. This is the counterpart of the silent blank of the copy task.
-    - The product of number and mark takes a unit that is silent without a mark. Every eighth unit is such a gate: with
-      w ~ U(-1, 1) it gets w v + 2 m - 1 - max(w, 0) from number v and mark m, which is at most -1 for m = 0 and
-      between 0 and 1 for m = 1. The relu is then exactly zero between the marks, and the next step clears the gate.
-    - W starts as exp(A), with A[i, j] = -A[j, i] = a / sqrt(7) between a gate j and the seven units i that remember for
-      it. W is orthogonal, so what goes from the gate to its seven is sin(a) of it, and they lose 1 - cos(a) in every
-      step, which is T a^2 / 2 in all. a = 0.5 / sqrt(T) keeps that loss at an eighth.
+    - The product of number and mark takes a unit that is silent without a mark. The last of every eight units is such a
+      gate: with w ~ U(-1, 1) it gets w v + 2 m - 1 - max(w, 0) from number v and mark m, which is at most -1 for m = 0
+      and between 0 and 1 for m = 1. The relu is then exactly zero between the marks.
+    - The unit before the gate is its sink. W starts as exp(A) P. P turns the gate onto its sink, and the sink onto the
+      negative gate. So a gate receives nothing of its previous value, and two marks in a row are two separate numbers.
+      The sink's bias of -3 keeps its output at zero.
+    - A[i, k] = -A[k, i] = a / sqrt(6) between a sink k and the six units i of the group that remember. W is orthogonal,
+      so what goes from the gate to its six is sin(a) of it, and they lose 1 - cos(a) to the sink in every step, which
+      is T a^2 / 2 in all. a = 0.5 / sqrt(T) keeps that loss at an eighth.
     - The states are then of order 1 / sqrt(T), and N of them add up in the answer. The readout's rate is
       sqrt(T) / (8 N), so that the number of iterations does not grow with T. A mark at the last step reaches the gates
       only, which happens in 2 / T of the sequences. The readout's noise there grows with its rate, so all rates fall as
@@ -54,13 +57,15 @@ CLOSE = 0.2
 
 # Note [Settings that solve it at any length]
 SILENT_MODELS = ("factorized", "rnn", "exprnn")
-UNITS_PER_GATE = 8  # the gate, and those that remember for it
+UNITS_PER_GATE = 8  # those that remember for a gate, its sink, the gate
+SINK_BIAS = -3.0
 ANGLE_TIMES_ROOT_T = 0.5
 READOUT_RATE_TIMES_N_BY_ROOT_T = 0.125
 INPUT_RATE = RATE = 1e-3
 MEAN = {"sum": 1.0, "mean": 0.5}  # of the targets
 RATES_TIMES_T = {"geodesic_lr": 1e-2, "spectrum_lr": 2e-2, "skew_lr": 1e-4}
 DECAY = 0.01
+BATCHES_OF_MEAN = 10  # about this many batches make up the running mean of the error that triggers an evaluation
 
 
 @dataclass(kw_only=True)
@@ -169,6 +174,29 @@ def gates(hidden: int) -> Tensor:
     return unit == min(UNITS_PER_GATE, hidden) - 1
 
 
+def sinks(hidden: int) -> Tensor:
+    """Which of the units take the gates' values away: bool [hidden], those before the gates."""
+    return gates(hidden).roll(-1) & ~gates(hidden)
+
+
+def group_turn(size: int, T: int) -> Tensor:
+    """exp(A) P of the Note for one group of units: float64 [size, size], orthogonal, on the CPU."""
+    turn = torch.eye(size, dtype=torch.float64, device="cpu")
+    if size == 1:
+        return turn
+    turn[-2:, -2:] = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], device="cpu")  # rows and columns: sink, gate
+    angles = torch.zeros_like(turn)
+    angles[:-2, -2] = ANGLE_TIMES_ROOT_T / math.sqrt(T * (UNITS_PER_GATE - 2))
+    return torch.linalg.matrix_exp(angles - angles.mT) @ turn
+
+
+def logarithm_of_turn(turn: Tensor) -> Tensor:
+    """The skew matrix whose exponential is `turn`, a rotation in three dimensions of its space (Rodrigues)."""
+    cosine = (2.0 - (len(turn) - float(turn.trace()))) / 2.0  # the trace of three dimensions is 1 + 2 cos(angle)
+    angle = math.acos(min(cosine, 1.0))
+    return (turn - turn.mT) * (0.5 * angle / math.sin(angle) if angle else 0.0)
+
+
 @torch.no_grad()
 def start_silent(rnn: nn.Module, T: int) -> None:
     """Redraws the input weights and biases and turns the recurrent matrix, as the module's Note describes. Draws from
@@ -188,17 +216,16 @@ def start_silent(rnn: nn.Module, T: int) -> None:
         parameter.zero_()
     biases[0].copy_((-1.0 - number.clamp(min=0.0)) * gate)
 
-    # A[i, j] = angle / sqrt(7) for gate j and a unit i of its group, A[j, i] = -A[i, j], else 0
-    group = torch.arange(hidden, device="cpu") // UNITS_PER_GATE
-    lower = (group.unsqueeze(1) == group) & gate.unsqueeze(1) & ~gate  # [j, i], below the diagonal
-    size = ANGLE_TIMES_ROOT_T / math.sqrt(T) / math.sqrt(UNITS_PER_GATE - 1)
-    skew = -size * lower.double()
-    turn = torch.linalg.matrix_exp(skew - skew.mT)
-    if isinstance(rnn, ExpRNN):
-        rnn.get_parameter("skew_l0").add_(skew)
+    biases[0][sinks(hidden)] = SINK_BIAS
+    turn = group_turn(min(UNITS_PER_GATE, hidden), T)
+    groups = hidden // len(turn)
+    if isinstance(rnn, ExpRNN):  # the skew matrix of which W is the exponential; its lower triangle counts
+        turn = logarithm_of_turn(turn).tril(-1)
+        rnn.get_parameter("skew_l0")[: groups * len(turn), : groups * len(turn)] += torch.block_diag(*[turn] * groups)
         return
     turned = rnn.get_parameter("u_l0" if isinstance(rnn, FactorizedRNN) else "weight_hh_l0")
-    turned.copy_(turn @ turned.double().cpu())
+    rest = torch.eye(hidden - groups * len(turn), dtype=turn.dtype, device="cpu")
+    turned.copy_(torch.block_diag(*[turn] * groups, rest) @ turned.double().cpu())
 
 
 class AddingModel(nn.Module):
@@ -243,6 +270,7 @@ class Adding(DrawnTask):
         check_recurrent(settings, 2, 1, steps=data.length, features=2, evaluated=self.evaluation_batch(settings))
         super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
+        self.running_error = self.baseline
         self.held = ~gates(settings.hidden).to(self.device)  # without input: Note [Settings ...]
 
     def clip_gradients(self) -> None:
@@ -253,9 +281,18 @@ class Adding(DrawnTask):
         super().clip_gradients()
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
+        """Evaluate if the running mean of the training batches' errors (which are new data too) is below the goal, and
+        every "eval_every" iterations. One batch alone is often below it by chance."""
         every = self.settings.eval_every
-        return metrics["loss"] < self.settings.goal or (every > 0 and iteration % every == 0)
+        self.running_error += (metrics["loss"] - self.running_error) / BATCHES_OF_MEAN
+        return self.running_error < self.settings.goal or (every > 0 and iteration % every == 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "running_error": self.running_error}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.running_error = state["running_error"]
 
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
