@@ -128,7 +128,7 @@ DEFAULTS = defaults(AddingOptions)
 # Manchev and Spratling, section III-A, in the variant of their released code: the target is half the sum, the marks are
 # placed as in Pascanu et al. 2013, and the problem is solved if all of 10 000 answers have an error of at most 0.2.
 # (Their text says 0.0001.)
-_ORTHOGONAL: Settings = {**PAPER, "schedule": "constant", "nonlinearity": "tanh", "target": "mean"}
+_ORTHOGONAL: Settings = {**PAPER, "schedule": "constant", "target": "mean"}
 _ORTHOGONAL |= {"positions": "pascanu", "goal": 0.0, "right": 100.0, "eval_sequences": 10_000, "lr": 0.01}
 
 # Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN, Table 3, whose

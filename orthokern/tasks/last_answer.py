@@ -26,7 +26,12 @@ SHORT_EVALUATIONS = (
 
 @dataclass(kw_only=True)
 class LastAnswerOptions(StartOptions, DrawnOptions):
-    """The settings of a task with one answer per sequence."""
+    """The settings of a task with one answer per sequence.
+
+    A linear network with W = I adds up its inputs. Input weights start near zero, so that the symbols without meaning
+    add little noise to the state, and those of the symbols that decide the answer grow first. The bases then turn as
+    far as the order of the symbols requires.
+    """
 
     GROUP = "the task"
     T: int = option(100, integer(2), "symbols in a sequence", "N")
@@ -34,7 +39,9 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
     short_evaluations: bool = switch(False, SHORT_EVALUATIONS)
     eval_sequences: int = 10_000
     margin: float | None = 0.01
-    start: str = "glorot"
+    nonlinearity: str = "identity"
+    init: str = "identity"
+    start: str = "small"
     geodesic_lr: float = 1e-3
     clip: float | None = 1.0
     iterations: int = 20_000
@@ -43,7 +50,7 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
 # Manchev and Spratling, section III-A: 100 tanh units, batches of 20, SGD, up to 100 000 iterations, a test on 10 000
 # sequences every 100 iterations; every matrix Glorot-uniform. The rates are those of their Table I for temporal order.
 PAPER: Settings = {"model": "rnn", "hidden": 100, "init": "glorot-uniform", "start": "glorot", "batch": 20}
-PAPER |= {"optimizer": "sgd", "momentum": 0.0, "clip": None, "iterations": 100_000}
+PAPER |= {"nonlinearity": "tanh", "optimizer": "sgd", "momentum": 0.0, "clip": None, "iterations": 100_000}
 
 PRESETS: dict[str, Settings] = {
     "srnn": {**PAPER, "lr": 0.01},
