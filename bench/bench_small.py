@@ -30,7 +30,7 @@ MODULES: dict[str, Callable[..., Any]] = {
 }
 BARS = {"inference": 1.2, "frozen step": 1.0, "gradients": 1.5}
 STEPS = [{"N": 64, "T": 1, "B": 1}, {"N": 128, "T": 1, "B": 1}]
-LONG = [{"N": 500, "T": 200, "B": 1}, {"N": 1000, "T": 200, "B": 1}, {"N": 1000, "T": 1, "B": 1}]
+LONG = [{"N": N, "T": T, "B": 1} for T in (1, 200) for N in (500, 1000)]
 
 
 def peer(name: str, N: int) -> nn.RNNBase:

@@ -159,9 +159,13 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Prepared<ScanArgs>>(m, "PreparedScan").def("run", &Prepared<ScanArgs>::run);
   py::class_<Prepared<GruArgs>>(m, "PreparedGru").def("run", &Prepared<GruArgs>::run);
+  py::class_<Prepared<ExponentialArgs>>(m, "PreparedExponential").def("run", &Prepared<ExponentialArgs>::run);
   bind_prepared(m, "factored_scan_fwd", &CpuKernels::factored_scan_fwd, &ScanArgs::forward<Arguments>);
   bind_prepared(m, "dense_scan_fwd", &CpuKernels::dense_scan_fwd, &ScanArgs::forward<Arguments>);
   bind_prepared(m, "gru_scan_fwd", &CpuKernels::gru_scan_fwd, &GruArgs::forward<Arguments>);
+  bind_prepared(m, "scan_steps_bwd", &CpuKernels::scan_steps_bwd, &ScanArgs::steps<Arguments>);
+  bind_prepared(m, "gru_steps_bwd", &CpuKernels::gru_steps_bwd, &GruArgs::steps<Arguments>);
+  bind_prepared(m, "exponential_steps_bwd", &CpuKernels::exponential_steps_bwd, &ExponentialArgs::fields<Arguments>);
 
 #define ORTHOKERN_BIND(name, Args, fields) bind(m, #name, &CpuKernels::name, &Args::fields<Arguments>);
   ORTHOKERN_CPU_KERNELS(ORTHOKERN_BIND)

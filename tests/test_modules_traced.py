@@ -73,7 +73,7 @@ def test_compile(kind: str) -> None:
     expected = gradients_of(module, lambda: module(x)[0].square().sum())
     found = gradients_of(module, lambda: compiled(x)[0].square().sum())
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of few rows, other sums: measured 4e-6
 
 
 def gradients_of(

@@ -1,6 +1,6 @@
 """The short way of calls of a few steps has the results of the full path, in every bit, and its errors.
 
-Gradients of a few rows of recurrences whose matrix is made of other parameters are sums in another order: close."""
+Gradients of a few rows are sums in another order: close."""
 
 from __future__ import annotations
 
@@ -79,13 +79,15 @@ def test_the_bits_of_the_full_path(
     found = [results(module, *call) for call in calls]
     assert len(taken) == 2 * len(calls) and all(result is not None for result in taken)
     the_full_path(monkeypatch)
-    few = 5e-6 if dtype == torch.float32 else 1e-13  # measured: 7e-7 and 4e-15
+    few = 3e-5 if dtype == torch.float32 else 1e-13  # measured: 2e-5, most of it the full path's, and 4e-15
     for call, some in zip(calls, found, strict=True):
         for place, (one, other) in enumerate(zip(some, results(module, *call), strict=True)):
             if one is None or other is None:
                 assert one is other
             else:
-                bound = 0 if place < 4 or kind in ("rnn", "gru") else few
+                # of more rows, the full path adds up what its threads have found
+                same = kind == "rnn" and (call[0].shape.numel() <= 4 * D or batch == 1)
+                bound = 0 if place < 4 or same else few
                 torch.testing.assert_close(one, other, rtol=bound, atol=bound)
                 assert one.stride() == other.stride()
 
@@ -328,7 +330,7 @@ def test_a_repeated_call_follows_every_change(kind: str, start: bool, monkeypatc
                 grads = [torch.autograd.grad(loss, parameters, allow_unused=True) for loss in sums]
                 torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
         ready = all(parameter.is_contiguous() for parameter in module.parameters())
-        alone = kind == "gru" or module.gain != 1.0  # calls with gradients are not kept
+        alone = module.gain != 1.0  # calls with gradients are not kept
         assert ran == [ready] if ready and not alone else not ran
 
     same()

@@ -11,6 +11,7 @@ namespace orthokern {
 namespace ORTHOKERN_ISA {
 
 constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
+constexpr int64_t kStepRows = 16;                 // largest T B of a backward that writes its gradients at once
 constexpr size_t kDirectThreadBytes = 256 << 10;  // least bytes of weights for which a product is divided among threads
 
 // Exchanges bit S of the row's index with that of the lane's.
@@ -66,25 +67,90 @@ inline V<T> direct_rows(const T* w, ptrdiff_t stride, int count, int depth, cons
   return sum;
 }
 
-// The products of `a` [depth] with `count` <= L columns of w * diag(scale), rows `stride` elements apart.
-template <class T>
-inline V<T> direct_columns(const T* w, ptrdiff_t stride, int count, int depth, const T* a, const T* scale) {
-  V<T> sum = V<T>{};
-  if (count == kLanes<T>) {
-    const V<T> s = load(scale);
-    for (int k = 0; k < depth; k++, w += stride) {
-      const V<T> scaled = load(w) * s;
-      sum += scaled * a[k];
-    }
-  } else {
-    const V<T> s = load_part(scale, count);
-    for (int k = 0; k < depth; k++, w += stride) {
-      const V<T> scaled = load_part(w, count) * s;
-      sum += scaled * a[k];
+constexpr int kDirectPanel =
+    4;  // vectors of columns that direct_panel computes at a time: chains that hide the latency
+
+// MR rows of `a` times PV vectors of columns of w * diag(scale) (scale null: of w); the last vector has `count` columns.
+// Rows are a_row, stride and to_row elements apart; `to` has room for whole vectors.
+template <class T, int MR, int PV, bool SCALED>
+inline void direct_tile(const T* w, ptrdiff_t stride, int count, int depth, const T* a, ptrdiff_t a_row, const T* scale,
+                        T* to, ptrdiff_t to_row) {
+  constexpr int L = kLanes<T>;
+  V<T> acc[MR][PV] = {}, s[PV];
+  auto part = [&](const T* from, int v) __attribute__((always_inline)) {
+    return v + 1 < PV || count == L ? load(from + v * L) : load_part(from + v * L, count);
+  };
+  ORTHOKERN_UNROLL for (int v = 0; v < PV; v++) s[v] = SCALED ? part(scale, v) : V<T>{};
+  for (int k = 0; k < depth; k++, w += stride) {
+    V<T> column[PV];
+    ORTHOKERN_UNROLL for (int v = 0; v < PV; v++) column[v] = SCALED ? part(w, v) * s[v] : part(w, v);
+    ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int v = 0; v < PV; v++) acc[r][v] +=
+        column[v] * a[r * a_row + k];
+  }
+  ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int v = 0; v < PV; v++)
+      store(to + r * to_row + v * L, acc[r][v]);
+}
+template <class T, int PV, bool SCALED>
+inline void direct_tiles(const T* w, ptrdiff_t stride, int count, int depth, const T* a, ptrdiff_t a_row, int rows,
+                         const T* scale, T* to, ptrdiff_t to_row) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4)
+    direct_tile<T, 4, PV, SCALED>(w, stride, count, depth, a + r * a_row, a_row, scale, to + r * to_row, to_row);
+  for (; r + 2 <= rows; r += 2)
+    direct_tile<T, 2, PV, SCALED>(w, stride, count, depth, a + r * a_row, a_row, scale, to + r * to_row, to_row);
+  if (r < rows)
+    direct_tile<T, 1, PV, SCALED>(w, stride, count, depth, a + r * a_row, a_row, scale, to + r * to_row, to_row);
+}
+// `rows` rows of `a` times columns [first, last) of w [depth, .] * diag(scale), or of w: each element is the chain of
+// the packed product. Writes whole vectors.
+template <class T, bool SCALED>
+inline void direct_columns(const T* w, ptrdiff_t stride, int first, int last, int depth, const T* a, ptrdiff_t a_row,
+                           int rows, const T* scale, T* to, ptrdiff_t to_row) {
+  constexpr int L = kLanes<T>;
+  for (int c = first; c < last;) {
+    const T* at = SCALED ? scale + c : nullptr;
+    if (c + kDirectPanel * L <= last) {
+      direct_tiles<T, kDirectPanel, SCALED>(w + c, stride, L, depth, a, a_row, rows, at, to + c, to_row);
+      c += kDirectPanel * L;
+    } else {
+      direct_tiles<T, 1, SCALED>(w + c, stride, last - c < L ? last - c : L, depth, a, a_row, rows, at, to + c, to_row);
+      c += L;
     }
   }
-  return sum;
 }
+
+// to[n][m] = sum_r left_r[n] right_r[m] for n in [first, last) and m in [0, cols), rows of `to` cols elements apart.
+template <class T>
+struct DirectOuter {
+  const T* left[kStepRows];
+  const T* right[kStepRows];
+  T* to;
+  int rows, cols;
+
+  // MR: the rows, or 0 for any number of them.
+  template <int MR>
+  void fill(int first, int last) const {
+    constexpr int L = kLanes<T>;
+    const int count = MR ? MR : rows;
+    for (int n = first; n < last; n++) {
+      T* row = to + static_cast<ptrdiff_t>(n) * cols;
+      int m = 0;
+      for (; m + L <= cols; m += L) {
+        V<T> sum = V<T>{};
+        for (int r = 0; r < count; r++) sum += load(right[r] + m) * left[r][n];
+        store(row + m, sum);
+      }
+      if (m == cols) continue;
+      V<T> sum = V<T>{};
+      for (int r = 0; r < count; r++) sum += load_part(right[r] + m, cols - m) * left[r][n];
+      store_part(row + m, sum, cols - m);
+    }
+  }
+  void run(int first, int last) const {
+    if (rows == 1) fill<1>(first, last);
+    else fill<0>(first, last);
+  }
+};
 
 // fn(context, first block, last block) for blocks of L columns, on the threads that a product of these bytes pays for.
 struct DirectShare {
@@ -101,6 +167,43 @@ inline void direct_run(int threads, size_t bytes, int blocks, void (*fn)(void*, 
   DirectShare share = {fn, context, blocks, bytes < kDirectThreadBytes ? 1 : threads};
   if (share.tasks > blocks) share.tasks = blocks;
   parallel_run(share.tasks, direct_task, &share);
+}
+// fn(first, last) for elements [0, size), in blocks of `unit`, on the threads that a product of these bytes pays for.
+template <class F>
+inline void direct_share(int threads, size_t bytes, int size, int unit, const F& fn) {
+  struct Context {
+    const F& fn;
+    int size, unit;
+  } context = {fn, size, unit};
+  direct_run(
+      threads, bytes, (size + unit - 1) / unit,
+      [](void* data, int first, int last) {
+        const Context& c = *static_cast<Context*>(data);
+        c.fn(first * c.unit, last * c.unit < c.size ? last * c.unit : c.size);
+      },
+      &context);
+}
+
+// to [size, cols] = sum_r left(r) right(r)^T of `rows` rows; nothing without `to`.
+template <class T, class Left, class Right>
+inline void direct_outer(int threads, int rows, const Left& left, const Right& right, void* to, int size, int cols) {
+  if (!to) return;
+  DirectOuter<T> product;
+  for (int r = 0; r < rows; r++) product.left[r] = left(r), product.right[r] = right(r);
+  product.to = static_cast<T*>(to), product.rows = rows, product.cols = cols;
+  direct_share(threads, static_cast<size_t>(size) * cols * sizeof(T), size, 1,
+               [&](int first, int last) { product.run(first, last); });
+}
+// to [size] = sum_r left(r); nothing without `to`.
+template <class T, class Left>
+inline void direct_sum(int rows, const Left& left, void* to, int size) {
+  constexpr int L = kLanes<T>;
+  for (int n = 0; to && n < size; n += L) {
+    const int count = size - n < L ? size - n : L;
+    V<T> sum = V<T>{};
+    for (int r = 0; r < rows; r++) sum += load_part(left(r) + n, count);
+    store_part(static_cast<T*>(to) + n, sum, count);
+  }
 }
 
 }  // namespace ORTHOKERN_ISA

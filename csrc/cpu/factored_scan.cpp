@@ -9,12 +9,17 @@ template bool scan_forward<float>(const ScanArgs&);
 template bool scan_forward<double>(const ScanArgs&);
 template bool scan_backward<float>(const ScanArgs&);
 template bool scan_backward<double>(const ScanArgs&);
+template bool scan_direct_backward<float>(const ScanArgs&);
+template bool scan_direct_backward<double>(const ScanArgs&);
 
 bool factored_scan_fwd(const ScanArgs& args) {
   return args.dtype == kFloat64 ? scan_forward<double>(args) : scan_forward<float>(args);
 }
 bool factored_scan_bwd(const ScanArgs& args) {
   return args.dtype == kFloat64 ? scan_backward<double>(args) : scan_backward<float>(args);
+}
+bool scan_steps_bwd(const ScanArgs& args) {
+  return args.dtype == kFloat64 ? scan_direct_backward<double>(args) : scan_direct_backward<float>(args);
 }
 
 }  // namespace ORTHOKERN_ISA

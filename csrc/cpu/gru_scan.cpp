@@ -21,21 +21,13 @@
 // row that has ended. Padding in the results is zero. Resets: the rows that a step starts anew are overwritten in the
 // blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see
 // the op.
-#include "cpu/direct.h"
 #include "cpu/gru.h"
+#include "cpu/gru_direct.h"
 #include "cpu/gru_second.h"
-#include "cpu/vmath.h"
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 namespace {
-
-// 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
-template <class T>
-ORTHOKERN_INLINE V<T> sigmoid(V<T> x) {
-  const V<T> one = splat<T>(1);
-  return quotient(one, one + vexp<T>(-x));
-}
 
 template <class T>
 struct GruCall {
@@ -145,66 +137,6 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   if (stream) stream_fence();
   return true;
 }
-
-// The forward of a few steps, with weights that are read in place (direct.h). Same bits.
-template <class T, bool KANAI>
-struct DirectGru {
-  static constexpr int L = kLanes<T>;
-  const GruArgs& args;
-  int64_t row = 0;       // t B + b
-  const T* h = nullptr;  // [N], h_{t-1}
-  Scratch<T> m = {};     // kanai: r * h
-
-  int lanes(int b) const { return args.N - b * L < L ? static_cast<int>(args.N) - b * L : L; }
-  T* gate(int g, int b) const { return static_cast<T*>(args.gates) + (row * 3 + g) * args.N + b * L; }
-  V<T> x(int g, int b) const {
-    return load_part(static_cast<const T*>(args.x) + (row * 3 + g) * args.N + b * L, lanes(b));
-  }
-  V<T> bias(int g, int b) const {
-    return args.bias ? load_part(static_cast<const T*>(args.bias) + g * args.N + b * L, lanes(b)) : V<T>{};
-  }
-  V<T> product(int g, int b, const T* a) const {
-    const T* w = static_cast<const T*>(args.w) + (g * args.N + b * L) * args.N;
-    return direct_rows<T>(w, args.N, lanes(b), static_cast<int>(args.N), a, V<T>{});
-  }
-  // r, z of one block, and m.
-  static void gates(void* context, int from, int to) {
-    const DirectGru& self = *static_cast<DirectGru*>(context);
-    for (int b = from; b < to; b++)
-      for (int g = 0; g < 2; g++) {
-        const V<T> value = sigmoid<T>(self.product(g, b, self.h) + self.x(g, b) + self.bias(g, b));
-        store_part(self.gate(g, b), value, self.lanes(b));
-        if (KANAI && g == 0)
-          store_part(self.m + b * L, value * load_part(self.h + b * L, self.lanes(b)), self.lanes(b));
-      }
-  }
-  // n and h_t of one block.
-  static void states(void* context, int from, int to) {
-    const DirectGru& self = *static_cast<DirectGru*>(context);
-    const int64_t N = self.args.N;
-    for (int b = from; b < to; b++) {
-      const int count = self.lanes(b);
-      const V<T> q = self.product(2, b, KANAI ? self.m.get() : self.h) + self.bias(2, b);
-      if (!KANAI) store_part(static_cast<T*>(self.args.pre) + self.row * N + b * L, q, count);
-      const V<T> n = vtanh<T>(self.x(2, b) + (KANAI ? q : load_part(self.gate(0, b), count) * q));
-      store_part(self.gate(2, b), n, count);
-      const V<T> z = load_part(self.gate(1, b), count);
-      const V<T> now = z * load_part(self.h + b * L, count) + (splat<T>(1) - z) * n;
-      store_part(static_cast<T*>(self.args.hs) + self.row * N + b * L, now, count);
-    }
-  }
-  bool run() {
-    const int64_t N = args.N;
-    if (!m.allocate(N + L)) return false;
-    const int blocks = static_cast<int>((N + L - 1) / L);
-    for (; row < args.T * args.B; row++) {
-      h = row < args.B ? static_cast<const T*>(args.h0) + row * N : static_cast<const T*>(args.hs) + (row - args.B) * N;
-      direct_run(args.threads, 2 * N * N * sizeof(T), blocks, gates, this);
-      direct_run(args.threads, N * N * sizeof(T), blocks, states, this);
-    }
-    return true;
-  }
-};
 
 // Working memory of the backward, blocked. direct: the part of ghat_{t-1} that needs no product. d_r, d_z and d_q of
 // two steps, because a product still reads those of the step after.
@@ -436,6 +368,11 @@ bool gru_scan_fwd(const GruArgs& args) {
     return args.kanai ? DirectGru<float, true>{args}.run() : DirectGru<float, false>{args}.run();
   }
   return args.dtype == kFloat64 ? run_gru<double>(args, false) : run_gru<float>(args, false);
+}
+bool gru_steps_bwd(const GruArgs& args) {
+  if (args.dtype == kFloat64)
+    return args.kanai ? DirectGruBackward<double, true>{args}.run() : DirectGruBackward<double, false>{args}.run();
+  return args.kanai ? DirectGruBackward<float, true>{args}.run() : DirectGruBackward<float, false>{args}.run();
 }
 bool gru_second(const GruSecondArgs& args) {
   return args.base.dtype == kFloat64 ? run_gru_second<double>(args) : run_gru_second<float>(args);

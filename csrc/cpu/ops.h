@@ -59,6 +59,13 @@ struct ScanArgs {
   void* grad_act_param;    // [act_param_size] or null
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
+  // scan_steps_bwd, of at most kStepRows rows: further results, or null. Of those above all may be null there.
+  void* grad_delta;   // [T, B, N]
+  void* grad_first;   // [N, K]
+  void* grad_scale;   // [K], times the slope
+  const void* slope;  // [K], or null: ones
+  void* grad_second;  // [N, K]
+
   // Set by the kernel: rows from one step of the states, and of x, to the next. R B, or B.
   int64_t step_rows, x_step_rows;
 
@@ -77,6 +84,14 @@ struct ScanArgs {
     common(visit);
     ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_reset_state,
                      grad_weight, grad_bias, grad_act_param, grad_norm);
+  }
+  // No tokens, lengths, resets, checkpoints or replicas.
+  template <class Visit>
+  void steps(Visit& visit) {
+    R = 1;
+    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, x, first, scale, second, h0, weight, act_param,
+                     act_param_size, message_clip, grad_hs, states, saved_pre, grad_x, grad_h0, grad_map, grad_weight,
+                     grad_bias, grad_act_param, grad_norm, grad_delta, grad_first, grad_scale, slope, grad_second);
   }
 };
 
@@ -113,6 +128,16 @@ struct GruArgs {
   void* grad_reset_state;  // [B, N] or null; zeros before the call
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
+  // gru_steps_bwd, of at most kStepRows rows, with x = features weight^T + a bias
+  int64_t D;
+  const void* features;   // [T, B, D]
+  const void* weight;     // [3N, D]
+  void* grad_features;    // [T, B, D] or null
+  void* grad_weight;      // [3N, D] or null
+  void* grad_input_bias;  // [3N] or null
+  void* grad_w;           // [3N, N] or null
+  void* grad_bias;        // [3N] or null
+
   template <class Visit>
   void forward(Visit& visit) {
     ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, x, bias, hs, gates,
@@ -123,6 +148,12 @@ struct GruArgs {
     ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_hs, saved_hs,
                      saved_gates, saved_pre, grad_gates, grad_pre, ghat, grad_x, factor, grad_h0, grad_reset_state,
                      grad_norm);
+  }
+  // No lengths or resets; grad_h0 and grad_norm may be null, too.
+  template <class Visit>
+  void steps(Visit& visit) {
+    ORTHOKERN_FIELDS(visit, B, T, N, D, dtype, threads, kanai, w, h0, features, weight, grad_hs, saved_hs, saved_gates,
+                     saved_pre, grad_h0, grad_norm, grad_features, grad_weight, grad_input_bias, grad_w, grad_bias);
   }
 };
 

@@ -28,7 +28,7 @@
 #pragma once
 
 #include "cpu/scan_backward.h"
-#include "cpu/scan_direct.h"
+#include "cpu/scan_direct_backward.h"
 #include "cpu/scan_team.h"
 
 namespace orthokern {
@@ -105,6 +105,7 @@ bool forward_replica(const ScanArgs& args) {
 
 template <class T>
 bool backward_replica(const ScanArgs& args) {
+  if (direct_backward_serves(args)) return scan_direct_backward<T>(args);
   ScanCall<T> call;
   call.backward = true;
   call.failed = false;
@@ -200,6 +201,8 @@ extern template bool scan_forward<float>(const ScanArgs&);
 extern template bool scan_forward<double>(const ScanArgs&);
 extern template bool scan_backward<float>(const ScanArgs&);
 extern template bool scan_backward<double>(const ScanArgs&);
+extern template bool scan_direct_backward<float>(const ScanArgs&);
+extern template bool scan_direct_backward<double>(const ScanArgs&);
 #endif
 
 }  // namespace ORTHOKERN_ISA

@@ -24,11 +24,9 @@ struct DirectScan {
   // Blocks of z = diag(s) V^T h.
   static void first(void* context, int from, int to) {
     const DirectScan& self = *static_cast<DirectScan*>(context);
-    for (int b = from; b < to; b++)
-      store_part(self.z + b * L,
-                 direct_columns<T>(at(self.args.first) + b * L, self.K, lanes(b, self.K), self.N, self.h,
-                                   at(self.args.scale) + b * L),
-                 lanes(b, self.K));
+    const int end = to * L < self.K ? to * L : self.K;
+    direct_columns<T, true>(at(self.args.first), self.K, from * L, end, self.N, self.h, 0, 1, at(self.args.scale),
+                            self.z, 0);
   }
   // Blocks of h_t.
   static void second(void* context, int from, int to) {

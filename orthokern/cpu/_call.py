@@ -106,9 +106,9 @@ class Prepared:
         self._held = *fixed.values(), *made_of, *copies
         self._run = getattr(_C, f"prepare_{name}")(arguments, varying, compared).run
 
-    def __call__(self, *varying: Tensor) -> bool:
-        """Whether the parts were as before and the kernel ran."""
-        ran: bool = self._run(torch.get_num_threads(), *[tensor.data_ptr() for tensor in varying])
+    def __call__(self, *varying: Tensor | None) -> bool:
+        """Whether the parts were as before and the kernel ran. None is a null pointer."""
+        ran: bool = self._run(torch.get_num_threads(), *[0 if t is None else t.data_ptr() for t in varying])
         return ran
 
 

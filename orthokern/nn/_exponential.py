@@ -164,8 +164,8 @@ class _Exponential(Recurrent):
         parts = [self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")]
         return kept(self, f"p_{suffix}", parts, self.backend, lambda: self._orthogonal(suffix))
 
-    def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
-        """What ``few_rows`` needs of A."""
+    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
+        """What the gradient of A from few rows needs of it."""
         skew = self._tensor(f"skew_{suffix}")
         return kept(self, f"series_{suffix}", [skew], None, lambda: _few_rows.series(skew_from(skew)))
 

@@ -5,51 +5,36 @@ each layer. For anything else, bad input included, the answer is None, and the f
 case and every error. For one step of one sequence the checks of the full path take several times as long as the step.
 A call like the one before is shorter still: ``orthokern/nn/_repeated.py``.
 
-With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward calls
-the scan's kernel and makes the parameters' gradients from the few rows that it gives. Where the backward itself is
-recorded (create_graph), or run for many cotangents at once, the node runs the full path again and derives that.
+With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward is one
+native call that gives every gradient (``orthokern/cpu/_steps.py``). Where the backward itself is recorded
+(create_graph), or run for many cotangents at once, the node runs the full path again and derives that.
 
-Letters: B batch, T time, N hidden_size, D input_size, R = T B rows.
+Letters: B batch, T time, N hidden_size, D input_size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern._autocast import keeps_dtype
-from orthokern.nn._repeated import MOST_ROWS, Known, known_call, remember
+from orthokern.cpu._steps import MOST_ROWS, Backward
+from orthokern.nn._repeated import Known, known_call, remember
 from orthokern.ops._alone import quiet
 from orthokern.ops._last import last_state
-from orthokern.ops._taps import SINKS
+from orthokern.ops._taps import SINKS, record
 
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
 
-# a call of a kernel of x [T,B,D], h0 [B,N] and states to write: whether the parameters hold the bytes of before and it
-# has written; and what `_quick_states` gives behind pre, or None for a call without gradients only
-Ready = tuple[Callable[[Tensor, Tensor, Tensor], bool], tuple[Tensor | None, ...] | None]
-
-
-class Rows(NamedTuple):
-    """What a module makes the gradients of a few steps from."""
-
-    leaf: Any
-    x: Tensor  # [T,B,D]
-    h0: Tensor  # [B,N]
-    hs: Tensor  # [T,B,N]
-    grad_hs: Tensor  # [T,B,N]
-    parameters: dict[str, Tensor]
-    needs: dict[str, bool]  # parameters whose gradients are wanted
-
-    def before(self) -> Tensor:
-        """[R,N], the states that the steps start from."""
-        return self.h0 if len(self.hs) == 1 else torch.cat([self.h0, self.hs[:-1].flatten(0, 1)])
+# a call of a kernel of x [T,B,D], h0 [B,N] and states to write: what else a backward reads if the parameters hold the
+# bytes of before and it has written, else None; and what `_quick_states` gives for the backward's plan, or None for a
+# call without gradients only
+Ready = tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, ...] | None], tuple[Tensor | None, ...] | None]
 
 
 def held(module: Recurrent) -> tuple[torch.dtype, dict[str, Tensor]] | None:
@@ -87,11 +72,17 @@ def _start(module: Recurrent, suffix: str, data: Tensor, given: Tensor | None) -
     return torch.zeros(B, N, dtype=module._tensor("weight_ih_l0").dtype, device="cpu")
 
 
-def _states(module: Recurrent, leaf: Any, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """(hs, h_n, h0, what the backward reads) of a module of one layer, without gradients."""
+def _states(
+    module: Recurrent, leaf: Any, data: Tensor, hx: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """(hs, h0, what else a backward reads, what was made of parameters) of a module of one layer, without gradients."""
     h0 = _start(module, "l0", data, hx if hx is None else hx[0])
-    hs, kept = module._quick_states(leaf, "l0", data, h0)
-    return hs, (hs if len(hs) == 1 else hs[-1:]).clone(), h0, kept
+    hs, more, made = module._quick_states(leaf, "l0", data, h0)
+    return hs, h0, more, made
+
+
+def _last(hs: Tensor) -> Tensor:
+    return (hs if len(hs) == 1 else hs[-1:]).clone()
 
 
 class _Steps(torch.autograd.Function):
@@ -103,17 +94,16 @@ class _Steps(torch.autograd.Function):
         ctx: Any, module: Recurrent, leaf: Any, known: Known | None, x: Tensor, hx: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         found = None if known is None else known.call(module, x, hx)
-        h0: Any
-        if found is None or known is None or known.factors is None:
-            hs, last, h0, kept = _states(module, leaf, x, hx)
+        made: tuple[Tensor | None, ...] = ()
+        if found is None or known is None:
+            hs, h0, more, made = _states(module, leaf, x, hx)
+            made, ctx.backward_ready = (*made, *module._backward_kept("l0")), None
         else:
-            hs, kept = found, (None, *known.factors)
-            h0 = hx[0] if hx is not None else known.zeros
-            last = (hs if len(hs) == 1 else hs[-1:]).clone()
-        ctx.module, ctx.leaf, ctx.count = module, leaf, len(parameters)
+            (hs, h0, more), ctx.backward_ready = found, known.backward
+        ctx.module, ctx.count, ctx.more = module, len(parameters), len(more)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, hx, *parameters, hs, h0, *kept, *module._quick_kept("l0"))
-        return hs, last
+        ctx.save_for_backward(x, hx, *parameters, h0, hs, *more, *made)
+        return hs, _last(hs)
 
     @staticmethod
     def backward(ctx: Any, grad_hs: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -125,13 +115,8 @@ class _Steps(torch.autograd.Function):
         return None, None, None, *_gradients(ctx, saved, grad_hs, grad_last)
 
 
-@keeps_dtype
-def _gradients(
-    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_last: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    module, end = ctx.module, ctx.count + 2
-    x, hx, *values = saved[:end]
-    hs, h0, *kept = saved[end:]
+def _whole(hs: Tensor, grad_hs: Tensor | None, grad_last: Tensor | None) -> Tensor:
+    """The gradient of all states, contiguous."""
     if grad_hs is None:
         grad_hs = torch.zeros_like(hs)
     if grad_last is not None:
@@ -140,13 +125,33 @@ def _gradients(
         else:
             grad_hs = grad_hs.clone(memory_format=torch.contiguous_format)
             grad_hs[-1] += grad_last[0]
-    needs = dict(zip(module._shapes, ctx.needs_input_grad[5:], strict=True))
-    rows = Rows(ctx.leaf, x, h0, hs, grad_hs.contiguous(), dict(zip(module._shapes, values, strict=True)), needs)
-    of_x, of_h0, found = module._quick_gradients(rows, ctx.needs_input_grad[3], *kept)
+    return grad_hs.resolve_neg().contiguous()
+
+
+def _gradients(
+    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_last: Tensor | None
+) -> list[Tensor | None]:
+    module, end = ctx.module, ctx.count + 2
+    x, hx, *values = saved[:end]
+    (h0, hs), made = saved[end : end + 2], end + 2 + ctx.more
+    backward = ctx.backward_ready
+    if backward is None:
+        x, h0 = x.contiguous(), h0.contiguous()
+        plan = module._backward_plan(x, dict(zip(module._shapes, values, strict=True)), saved[made:])
+        backward = Backward(plan, len(hs))
+    varying = (x, h0, _whole(hs, grad_hs, grad_last), hs, *saved[end + 2 : made])
+    needs = ctx.needs_input_grad[3:]
+    if hx is not None and module.learned_h0:  # the learned states are not used
+        needs = (*needs[:2], *(need and name != "h0_l0" for name, need in zip(module._shapes, needs[2:], strict=True)))
+    found, norm = backward(varying, needs, bool(SINKS))
+    if norm is not None:
+        record(module._op()[0], norm)
     if hx is None and module.learned_h0:
-        found["h0_l0"] = of_h0.sum(0)
-    given = (of_x, None if hx is None else of_h0.unsqueeze(0), *map(found.get, module._shapes))
-    return tuple(grad if need else None for grad, need in zip(given, ctx.needs_input_grad[3:], strict=True))
+        found = [
+            grad.sum((0, 1)) if name == "h0_l0" and grad is not None else grad
+            for name, grad in zip((None, None, *module._shapes), found, strict=True)
+        ]
+    return found
 
 
 class _FullPath(nn.Module):
@@ -196,11 +201,11 @@ def forward(
     """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run. recorded: whether
     they have gradients. one_step: input and output have no dimension of time."""
     known = known_call(module, given, hx, one_step)
-    if known is not None and not recorded and (hs := known.call(module, given, hx)) is not None:
+    if known is not None and not recorded and (ran := known.call(module, given, hx)) is not None:
         if one_step:
-            return hs, hs.clone().unsqueeze_(0)
-        return _laid_out(module, hs, False), (hs if len(hs) == 1 else hs[-1:]).clone()
-    if known is not None and recorded and known.factors is not None:
+            return ran[0], ran[0].clone().unsqueeze_(0)
+        return _laid_out(module, ran[0], False), _last(ran[0])
+    if known is not None and recorded and known.backward is not None:
         data = given.transpose(0, 1) if module.batch_first else given
         parameters: Any = module._parameters or module._buffers
         hs, last = _Steps.apply(module, known.leaf[-1], known, data, hx, *[parameters[name] for name in module._shapes])
@@ -236,7 +241,8 @@ def forward(
     if layers == 1 and not SINKS:
         found = None
         if not recorded:
-            found = _states(module, leaf, data, hx)[:2]
+            hs = _states(module, leaf, data, hx)[0]
+            found = hs, _last(hs)
             if T * B <= MOST_ROWS and not ids:
                 remember(module, given, hx, one_step, data, (op, module.backend, dtype, sizes, leaf))
         elif T * B <= MOST_ROWS and not ids and module.gain == 1.0 and not module.checkpoint_every:

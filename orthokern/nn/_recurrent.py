@@ -22,6 +22,7 @@ from orthokern import _autocast, dispatch, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import ScanInputs
 from orthokern.cpu._scan import prepared_scan
+from orthokern.cpu._steps import Parts, Plan, scan_plan
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _loss, _quick
 from orthokern.nn._both import both_directions
@@ -238,12 +239,15 @@ class Recurrent(nn.Module):
         )  # fmt: skip
         return hs
 
-    def _quick_states(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """hs [T,B,N] without gradients, and what `_quick_gradients` is given of it."""
+    def _quick_states(
+        self, leaf: Any, suffix: str, x: Tensor, h0: Tensor
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """hs [T,B,N] without gradients; what else a backward reads of this call; and the tensors that were made of
+        parameters, for `_backward_plan`."""
         matrix, bias = self._factors(suffix)
         weight, act_param = self._gained(self._tensor(f"weight_ih_{suffix}")), self._act_param(suffix)
         found = SCANS[self._op()[0]].states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity)
-        return found.hs, (found.pre, bias, act_param, *matrix)
+        return found.hs, (found.pre,), (act_param, *matrix)
 
     def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> _quick.Ready:
         """For ``_repeated``, of l0 and tensors like x [T,B,D] and h0 [B,N]; holds neither the module nor parameters."""
@@ -251,40 +255,28 @@ class Recurrent(nn.Module):
         weight, map_ = self._gained(self._tensor("weight_ih_l0")), SCANS[self._op()[0]].map_of(*matrix)
         inputs = ScanInputs(x, h0, weight, bias, self._act_param("l0"))
         prepared = prepared_scan(map_, inputs, self.nonlinearity, parts)
+
+        def run(x: Tensor, h0: Tensor, hs: Tensor) -> tuple[Tensor | None, ...] | None:
+            return (None,) if prepared(x, h0, hs) else None
+
         # the kernel keeps no pre-activations here
         recorded = self.gain == 1.0 and not self.checkpoint_every and not ACTIVATIONS[self.nonlinearity].needs_input
-        kept = [t if t is None else t.detach() for t in (bias, inputs.act_param, *matrix)]
-        return prepared, tuple(kept) if recorded else None
+        return run, (inputs.act_param, *matrix) if recorded else None
 
-    def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
-        """What else it is given."""
+    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
+        """What else `_backward_plan` is given."""
         return ()
 
-    def _quick_gradients(
-        self, rows: _quick.Rows, need_x: bool, pre: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
-        *matrix: Tensor,
-    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor | None]]:  # fmt: skip
-        """Gradients of x, h0 and the parameters of l0, of a module without a gain, by M = sum delta h^T of few rows."""
-        op, learned = SCANS[self._op()[0]], ACTIVATIONS[self.nonlinearity].learned
-        maps, more = matrix[: op.count], matrix[op.count :]
-        found = op.first_gradients(
-            rows.leaf, maps, ScanInputs(None, rows.h0, act_param=act_param), self.nonlinearity, self.message_clip,
-            rows.grad_hs, rows.hs, pre, True, learned is not None,
+    def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
+        """The backward of l0, of a module without a gain; made: what `_quick_states` and `_backward_kept` give."""
+        learned = ACTIVATIONS[self.nonlinearity].learned
+        return scan_plan(
+            self._backward_parts(parameters, made[1:]), x, parameters["weight_ih_l0"], made[0], self.nonlinearity,
+            self.message_clip, tuple(self._shapes), None if learned is None else f"{learned.stem}_l0",
         )  # fmt: skip
-        assert found.x is not None
-        delta, x = found.x.flatten(0, 1), rows.x.flatten(0, 1)
-        grads = self._matrix_gradients(delta, rows, maps, more)
-        grads["weight_ih_l0"] = delta.mT @ x
-        if bias is not None:
-            grads["bias_l0"] = delta.sum(0)
-        if learned is not None:
-            grads[f"{learned.stem}_l0"] = found.act_param
-        return (found.x @ rows.parameters["weight_ih_l0"] if need_x else None), found.h0, grads
 
-    def _matrix_gradients(
-        self, delta: Tensor, rows: _quick.Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
-    ) -> dict[str, Tensor | None]:
-        """Those of the parameters of the matrix W, with dL/dW = delta^T h, delta [R,N] and h = rows.before()."""
+    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
+        """Of the recurrent matrix; made: without the activation's parameter."""
         raise NotImplementedError
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:

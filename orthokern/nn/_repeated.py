@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern.cpu._steps import MOST_ROWS, Backward
 from orthokern.ops._alone import quiet
 from orthokern.ops._taps import SINKS
 
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
-MOST_ROWS = 4  # T B up to which a call is kept, and one with gradients is a single node
 MOST_PATIENCE = 64  # where every call finds new parameters, as in training
 _SETTINGS = (bool, int, float, str, type(None))  # types of attributes that are settings
 
@@ -51,20 +51,24 @@ class Known(NamedTuple):
     states: tuple[int, ...]  # shape of the states
     patience: int = 1  # calls to wait for before all is made ready
     wait: int = 1  # of them, what is left
-    run: Callable[[Tensor, Tensor, Tensor], bool] | None = None  # of x, h0 and the states
-    factors: tuple[Tensor | None, ...] | None = None  # bias, activation's parameter, matrix; None: not for gradients
+    # of x, h0 and the states; what else a backward reads, or None if it has not run
+    run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, ...] | None] | None = None
+    backward: Backward | None = None  # None: not for gradients
     zeros: Tensor | None = None  # h0 for no hx
 
-    def call(self, module: Recurrent, x: Tensor, hx: Tensor | None) -> Tensor | None:
-        """The states, or None if the parameters hold other bytes: then the next calls are not made ready so soon."""
+    def call(
+        self, module: Recurrent, x: Tensor, hx: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]] | None:
+        """The states, h0 and what else a backward reads; or None if the parameters hold other bytes: then the next
+        calls are not made ready so soon."""
         hs = torch.empty(self.states, dtype=x.dtype)
         h0 = self.zeros if hx is None else hx
-        if self.run is not None and h0 is not None and self.run(x, h0, hs):
+        if self.run is not None and h0 is not None and (more := self.run(x, h0, hs)) is not None:
             if self.patience > 1:
                 _known[module] = self._replace(patience=1)
-            return hs
+            return hs, h0, more
         patience = min(2 * self.patience, MOST_PATIENCE)
-        _known[module] = self._replace(run=None, factors=None, patience=patience, wait=patience)
+        _known[module] = self._replace(run=None, backward=None, patience=patience, wait=patience)
         return None
 
 
@@ -141,5 +145,10 @@ def remember(
     with torch.inference_mode(False), torch.no_grad():
         zeros = torch.zeros(B, module.hidden_size, dtype=data.dtype) if hx is None else None
         start: Any = zeros if hx is None else hx[0]
-        run, factors = module._prepared(data, start, parts)
-    _known[module] = seen._replace(run=run, factors=factors, zeros=zeros)
+        run, made = module._prepared(data, start, parts)
+        backward = None
+        if made is not None:
+            made = (*made, *module._backward_kept("l0"))
+            plan = module._backward_plan(data, {name: module._tensor(name) for name in module._shapes}, made)
+            backward = Backward(plan, T, ready=True)
+    _known[module] = seen._replace(run=run, backward=backward, zeros=zeros)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from orthokern.cpu._few_rows import few_rows
+from orthokern.cpu._steps import Parts, exponential_parts
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
-from orthokern.nn._quick import Rows
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "ExpRNN"]
 
@@ -100,11 +101,8 @@ class ExpRNN(_Exponential):
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
 
-    def _matrix_gradients(
-        self, delta: Tensor, rows: Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
-    ) -> dict[str, Tensor | None]:
-        # W^T dL/dW = sum (W^T delta) h^T
-        return {"skew_l0": few_rows(delta @ matrix[0], rows.before(), *more)}
+    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
+        return exponential_parts(*made)
 
     def extra_repr(self) -> str:
         return self._repr_exponential()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
+from orthokern.cpu._steps import Parts, factored_parts
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, number, parameter_dtype, positive_int
 from orthokern.nn._kept import kept
-from orthokern.nn._quick import Rows
 from orthokern.nn._recurrent import Recurrent
 
 __all__ = ["APPLY", "FactorizedRNN"]
@@ -206,27 +206,21 @@ class FactorizedRNN(Recurrent):
         s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
         return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
 
-    def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
-        """ds/dp."""
+    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
+        """s, and ds/dp."""
         p, margin = self._tensor(f"spectrum_{suffix}"), self.margin
         if margin is None:
-            return ()
+            return p, None
         half = 0.5 if self.spectrum_map == "sigmoid" else 1.0
-        return kept(
-            self, f"slope_{suffix}", [p], (margin, half), lambda: (margin * half * (1 - (p * half).tanh() ** 2),)
-        )
 
-    def _matrix_gradients(
-        self, delta: Tensor, rows: Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
-    ) -> dict[str, Tensor | None]:
-        u, p, v = (rows.parameters[f"{name}_l0"] for name in ("u", "spectrum", "v"))
-        s = matrix[1] if len(matrix) == 3 else functional.spectrum(p, self.margin, self.spectrum_map)
-        h = rows.before()
-        by_v, by_u = h @ v, delta @ u  # [R,K]
-        grad = (by_u * by_v).sum(0)
-        if self.margin is not None:
-            grad *= more[0]
-        return {"u_l0": delta.mT @ (by_v * s), "spectrum_l0": grad, "v_l0": h.mT @ (by_u * s)}
+        def make() -> tuple[Tensor, Tensor]:
+            s = functional.spectrum(p, margin, self.spectrum_map)
+            return s, margin * half * (1 - (p * half).tanh() ** 2)
+
+        return kept(self, f"slope_{suffix}", [p], (margin, half), make)
+
+    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
+        return factored_parts(parameters["u_l0"], made[-2], parameters["v_l0"], made[-1])
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         if self.apply_mode == "composed":

@@ -66,6 +66,9 @@ class _Frozen(Recurrent):
         output, h = self.forward(x.unsqueeze(time), h)
         return output.squeeze(time), h
 
+    def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> _quick.Ready:
+        return super()._prepared(x, h0, parts)[0], None  # without gradients
+
     def frozen(self) -> Recurrent:
         """The module itself."""
         return self

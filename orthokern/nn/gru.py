@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
-from orthokern._scan_contract import GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import GruInputs, GruOptions
+from orthokern.cpu._steps import Plan, gru_plan
 from orthokern.cpu.gru_scan import prepared_gru
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, told
 from orthokern.nn._layouts import Cuts
-from orthokern.nn._quick import Ready, Rows
+from orthokern.nn._quick import Ready
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
-from orthokern.ops._taps import SINKS, record
 from orthokern.ops.gru_scan import VARIANTS, gru_scan
 
 __all__ = ["GRU"]
@@ -206,10 +206,12 @@ class GRU(TorchRecurrent):
         w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
         return gru_scan(self._input_term(x, suffix), w, h0, bias, variant=self.variant, backend=self.backend)
 
-    def _quick_states(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def _quick_states(
+        self, leaf: Any, suffix: str, x: Tensor, h0: Tensor
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
         found = leaf.gru_scan_fwd(GruInputs(self._input_term(x, suffix), w, h0, bias), GruOptions(self.variant))
-        return found.hs, (found.gates, found.pre)
+        return found.hs, (found.gates, found.pre), ()
 
     def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> Ready:
         names = ("weight_ih_l0", "bias_ih_l0", "weight_hh_l0", "bias_hh_l0")
@@ -217,29 +219,18 @@ class GRU(TorchRecurrent):
         w_in, b_in, w, b = (self._tensor(n).detach() if self.bias or n.startswith("weight") else None for n in names)
         assert w_in is not None and w is not None
         prepared = prepared_gru(GruInputs(x, w, h0, b), GruOptions(self.variant))
-        rows, N, dtype = x.shape[0] * x.shape[1], self.hidden_size, x.dtype
+        (T, B), N, dtype, kanai = x.shape[:2], self.hidden_size, x.dtype, self.variant == "kanai"
 
-        def run(x: Tensor, h0: Tensor, hs: Tensor) -> bool:
+        def run(x: Tensor, h0: Tensor, hs: Tensor) -> tuple[Tensor | None, ...] | None:
             term = nn.functional.linear(x, w_in, b_in)
-            return prepared(term, h0, hs, torch.empty(rows * 3 * N, dtype=dtype), torch.empty(rows * N, dtype=dtype))
+            gates, pre = torch.empty(T, B, 3 * N, dtype=dtype), None if kanai else torch.empty(T, B, N, dtype=dtype)
+            return (gates, pre) if prepared(term, h0, hs, gates, pre) else None
 
-        return run, None
+        return run, ()
 
-    def _quick_gradients(  # type: ignore[override]
-        self, rows: Rows, need_x: bool, gates: Tensor, pre: Tensor | None
-    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor | None]]:
-        w_in, w, bias = (rows.parameters.get(f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_hh"))
-        assert w_in is not None and w is not None
-        found = rows.leaf.gru_scan_bwd(
-            GruInputs(None, w, rows.h0, bias), GruOptions(self.variant), rows.grad_hs, GruStates(rows.hs, gates, pre)
-        )
-        if SINKS:
-            record("gru_scan", found.norm)
-        gates_rows = found.x.flatten(0, 1)
-        grads = {"weight_ih_l0": gates_rows.mT @ rows.x.flatten(0, 1), "weight_hh_l0": found.w}
-        if bias is not None:
-            grads |= {"bias_ih_l0": gates_rows.sum(0), "bias_hh_l0": found.bias}
-        return (found.x @ w_in if need_x else None), found.h0, grads
+    def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
+        w, w_in = parameters["weight_hh_l0"], parameters["weight_ih_l0"]
+        return gru_plan(x, w, w_in, self.variant == "kanai", tuple(self._shapes))
 
     def extra_repr(self) -> str:
         return told(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import _autocast
-from orthokern.cpu._few_rows import few_rows
+from orthokern.cpu._steps import Parts, schur_parts
 from orthokern.errors import InputError, OutOfRange, unknown_name
 from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
 from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
-from orthokern.nn._quick import Rows
 
 INITS = (*_INITS, "legacy")
 MASKS = ("block", "legacy")
@@ -177,32 +177,13 @@ class NonNormalRNN(_Exponential):
         parts = (*super()._made_of(suffix), f"gamma_{suffix}", f"theta_{suffix}")
         return (*parts, f"triangle_{suffix}") if self.triangular else parts
 
-    def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
-        return self._kept_orthogonal(suffix), *super()._quick_kept(suffix)
+    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
+        return self._kept_orthogonal(suffix), *super()._backward_kept(suffix)
 
-    def _matrix_gradients(
-        self, delta: Tensor, rows: Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
-    ) -> dict[str, Tensor | None]:
-        """With d = P^T delta and e = P^T h: dL/dTheta = d e^T, P^T dL/dP = d (Theta e)^T + e (Theta^T d)^T, where
-        Theta e = P^T V h."""
-        (v,), (p, *series), h, n = matrix, more, rows.before(), self.hidden_size
-        turned = torch.cat([delta, h, h @ v.mT, delta @ v]) @ p
-        d, e = turned[: len(h)], turned[len(h) : 2 * len(h)]
-        skew = few_rows(turned[: 2 * len(h)], turned[2 * len(h) :], *series)
-        gamma, theta = rows.parameters["gamma_l0"], rows.parameters["theta_l0"]
-        pairs = len(theta)
-        d_pairs, e_pairs = d[:, : 2 * pairs].unflatten(1, (pairs, 2)), e[:, : 2 * pairs].unflatten(1, (pairs, 2))
-        along = (d_pairs * e_pairs).sum((0, 2))
-        across = (d_pairs[..., 1] * e_pairs[..., 0] - d_pairs[..., 0] * e_pairs[..., 1]).sum(0)
-        cosine, sine = theta.cos(), theta.sin()
-        of_gamma = cosine * along + sine * across
-        if n % 2:
-            of_gamma = torch.cat([of_gamma, (d[:, -1:] * e[:, -1:]).sum(0)])
-        of_theta = gamma[:pairs] * (cosine * across - sine * along)
-        found: dict[str, Tensor | None] = {"skew_l0": skew, "gamma_l0": of_gamma, "theta_l0": of_theta}
-        if self.triangular:
-            found["triangle_l0"] = (d.mT @ e).mul_(triangular_mask(n, self.mask))
-        return found
+    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
+        v, basis, *series = made
+        turn, s, weights = series
+        return schur_parts(v, basis, (turn, s, weights), parameters["gamma_l0"], parameters["theta_l0"], self.mask)
 
     def _composed(self, suffix: str) -> Tensor:
         gamma = self._tensor(f"gamma_{suffix}")

@@ -6,20 +6,18 @@ Letters: N hidden_size, D input_size.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init as init_
-from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import ScanInputs
+from orthokern.cpu._steps import Parts, dense_parts
 from orthokern.errors import unknown_name
 from orthokern.nn._checks import check_device, parameter_dtype
-from orthokern.nn._quick import Rows
 from orthokern.nn._recurrent import NONLINEARITIES
 from orthokern.nn._weights import TorchRecurrent
 from orthokern.nn.factorized import FactorizedRNN  # modules pickled before it had its own file name it here
-from orthokern.ops._scan_op import SCANS
 
 __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 
@@ -138,21 +136,8 @@ class RNN(TorchRecurrent):
             return None
         return self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
 
-    def _quick_gradients(
-        self, rows: Rows, need_x: bool, pre: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
-        *matrix: Tensor,
-    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor | None]]:  # fmt: skip
-        """All by the kernel."""
-        inputs = ScanInputs(rows.x, rows.h0, rows.parameters["weight_ih_l0"], bias, act_param)
-        found = SCANS["dense_scan"].first_gradients(
-            rows.leaf, matrix, inputs, self.nonlinearity, self.message_clip, rows.grad_hs, rows.hs, pre, need_x, True
-        )
-        grads = {"weight_ih_l0": found.weight, "weight_hh_l0": found.m}
-        grads |= {"bias_ih_l0": found.bias, "bias_hh_l0": found.bias}
-        learned = ACTIVATIONS[self.nonlinearity].learned
-        if learned is not None:
-            grads[f"{learned.stem}_l0"] = found.act_param
-        return found.x, found.h0, grads
+    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
+        return dense_parts(made[0], "weight_hh_l0")
 
     def extra_repr(self) -> str:
         return self._repr_common() + ("" if self.init is None else f", init={self.init!r}")

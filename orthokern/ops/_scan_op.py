@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern._scan_contract import Map, ScanInputs, ScanOptions, ScanStates
 from orthokern.dispatch import Support
 from orthokern.ops import _replicas, _route, _second, _taps, _vmap
 from orthokern.ops._common import (
@@ -142,28 +142,6 @@ class ScanOp:
             check_tokens(x, weight, None)
         inputs, options = ScanInputs(x, h0, weight, bias, act_param), ScanOptions(activation)
         found: ScanStates = getattr(leaf, self.name + "_fwd")(self.map_of(*factors), inputs, options)
-        return found
-
-    def first_gradients(
-        self,
-        leaf: Any,
-        factors: tuple[Tensor, ...],
-        inputs: ScanInputs,
-        activation: str,
-        message_clip: float,
-        grad_hs: Tensor,
-        hs: Tensor,
-        pre: Tensor | None,
-        need_x: bool,
-        need_params: bool,
-    ) -> ScanGradients:
-        """Those of `states`, from contiguous tensors; the leaf's result as it is."""
-        options = ScanOptions(activation, message_clip=message_clip)
-        found: ScanGradients = getattr(leaf, self.name + "_bwd")(
-            self.map_of(*factors), inputs, options, grad_hs, hs, pre, need_x=need_x, need_params=need_params
-        )
-        if _taps.SINKS:
-            _taps.record(self.name, found.norm)
         return found
 
     def _read(self, x: Tensor | None, *rest: Any) -> tuple[str | None, Map, ScanInputs, ScanOptions]:
