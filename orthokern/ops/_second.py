@@ -149,6 +149,13 @@ def _curvature(source: Tensor, activation: str) -> Tensor | None:
     return None
 
 
+def _bent_slope(source: Tensor, activation: str) -> Tensor:
+    """J of an activation that has a curvature, in one new tensor that the caller may change."""
+    if activation == "tanh":
+        return torch.addcmul(source.new_ones(()), source, source, value=-1)
+    return source.abs().neg_().add_(1).square_()  # softsign
+
+
 def _by_parameter(source: Tensor, activation: str) -> Tensor:
     """q = dphi/dp of an activation with a parameter, from what its backward reads."""
     return source.clamp(max=0) if ACTIVATIONS[activation].needs_input else source.sign()
@@ -314,7 +321,7 @@ class LinearScan(torch.autograd.Function):
         if curvature is not None and not needs[3] and r is None and _route.last():
             # kap and ghat are there without a product: gam = J c kap, and out = J ghat where c = 1. J is rounded as 1
             # is, which makes an error of eps / J here; but all that follows takes J times this gradient.
-            slope = _slope(torch.ones_like(g), source, None, activation)
+            slope = _bent_slope(source, activation)
             # where J = 0, so are gam and out: all that counts there is that the quotient is a number
             least = torch.finfo(g.dtype).tiny ** 0.4
             grad_source = curvature.mul_(gam).mul_(out).div_(slope.clamp_min_(least).square_())
