@@ -1,13 +1,13 @@
-"""The short way through the forward of a recurrence: all its checks as a few comparisons.
+"""A fast path through the forward of a recurrence, with few and cheap checks.
 
-``Recurrent.forward`` tries it first. A call of plain CPU tensors in the ordinary layout goes straight to the op of
-each layer. For anything else, bad input included, the answer is None, and the full path runs, which handles every
-case and every error. For one step of one sequence the checks of the full path take several times as long as the step.
-A call like the one before is shorter still: ``orthokern/nn/_repeated.py``.
+``Recurrent.forward`` tries it first. A call with plain CPU tensors in the layout [T,B,D] runs the op of each layer
+directly. For other arguments, also invalid ones, the fast path returns None, and the full path runs, which handles all
+cases and errors. For one step of one sequence the checks of the full path take several times as long as the step.
+Calls that repeat the previous one are faster still: ``orthokern/nn/_repeated.py``.
 
 With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward calls
-the scan's kernel and makes the parameters' gradients from the few rows that it gives. Where the backward itself is
-recorded (create_graph), or run for many cotangents at once, the node runs the full path again and derives that.
+the scan's kernel and computes the parameters' gradients from the few rows of its result. If the backward itself is
+recorded (create_graph) or vmapped, the node runs the full path again and differentiates that.
 
 Letters: B batch, T time, N hidden_size, D input_size, R = T B rows.
 """
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
 
-# a call of a kernel of x [T,B,D], h0 [B,N] and states to write: whether the parameters hold the bytes of before and it
-# has written; and what `_quick_states` gives behind pre, or None for a call without gradients only
+# (a kernel call with x [T,B,D], h0 [B,N] and the states to write, which returns False, without a result, if the
+# parameters have changed; the results of `_quick_states` after pre, or None if the call is only for inference)
 Ready = tuple[Callable[[Tensor, Tensor, Tensor], bool], tuple[Tensor | None, ...] | None]
 
 
 class Rows(NamedTuple):
-    """What a module makes the gradients of a few steps from."""
+    """The data for the gradients of a few steps."""
 
     leaf: Any
     x: Tensor  # [T,B,D]
@@ -53,8 +53,8 @@ class Rows(NamedTuple):
 
 
 def held(module: Recurrent) -> tuple[torch.dtype, dict[str, Tensor]] | None:
-    """The parameters and their dtype if all are plain CPU tensors of it and of their shapes, and the kernels take it;
-    else None."""
+    """(dtype, parameters) if all are plain CPU tensors of one dtype that the kernels support, and of their shapes; else
+    None."""
     shapes = module.__dict__.get("_shapes")
     parameters: dict[str, Any] = module._parameters or module._buffers
     first = parameters.get("weight_ih_l0")
@@ -88,15 +88,15 @@ def _start(module: Recurrent, suffix: str, data: Tensor, given: Tensor | None) -
 
 
 def _states(module: Recurrent, leaf: Any, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """(hs, h_n, h0, what the backward reads) of a module of one layer, without gradients."""
+    """(hs, h_n, h0, tensors for the backward) of a module of one layer, without gradients."""
     h0 = _start(module, "l0", data, hx if hx is None else hx[0])
     hs, kept = module._quick_states(leaf, "l0", data, h0)
     return hs, (hs if len(hs) == 1 else hs[-1:]).clone(), h0, kept
 
 
 class _Steps(torch.autograd.Function):
-    """(hs [T,B,N], h_n [1,B,N]) of a module of one layer, from the module, its leaf, what is ready for it if anything
-    is, x [T,B,D], hx and the parameters in the order of ``module._shapes``."""
+    """(hs [T,B,N], h_n [1,B,N]) of a module of one layer. Arguments: the module, its leaf, the prepared call or None,
+    x [T,B,D], hx, and the parameters in the order of ``module._shapes``."""
 
     @staticmethod
     def forward(
@@ -161,10 +161,10 @@ class _FullPath(nn.Module):
 def _derived(
     ctx: Any, inputs: tuple[Any, ...], grads: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by the full path, as functions that can be derived again."""
+    """The gradients by the full path, which is differentiable."""
     module, needs, again = ctx.module, ctx.needs_input_grad[3:], torch.is_grad_enabled()
     with torch.enable_grad():
-        # views: a hook of a tensor must see its gradient once, not in here too
+        # views, so that the hooks of a tensor do not run for the gradients in here
         tensors = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
         x, hx, *values = tensors
         names = (f"module.{name}" for name in module._shapes)
@@ -193,8 +193,8 @@ def _laid_out(module: Recurrent, hs: Tensor, one_step: bool) -> Tensor:
 def forward(
     module: Recurrent, given: Any, hx: Any, recorded: bool, one_step: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run. recorded: whether
-    they have gradients. one_step: input and output have no dimension of time."""
+    """The result of ``Recurrent.forward``, or None if the full path has to run. recorded: whether gradients are
+    recorded. one_step: input and output have no dimension of time."""
     known = known_call(module, given, hx, one_step)
     if known is not None and not recorded and (hs := known.call(module, given, hx)) is not None:
         if one_step:
