@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
+from orthokern.ops._checks import strided
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 
@@ -113,12 +114,6 @@ def check_device(value: Any) -> Any:
     )
 
 
-def check_strided(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise InputError(f"{name} is a {kind} tensor; accepted: a strided (dense) one")
-
-
 def check_input(
     input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool, small_ids: bool = False
 ) -> bool:
@@ -135,7 +130,7 @@ def check_input(
     """
     if not isinstance(input, Tensor):
         raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
-    check_strided("input", input)
+    strided("input", input)
     if input.device != weight.device:
         raise InputError(f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device")
     if weight.is_complex():
@@ -250,7 +245,7 @@ def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
         raise InputError(f"parameter {name} is {value!r}; accepted: {accepted}")
     if shape is not None and value.shape != shape:
         raise InputError(f"parameter {name} has shape {list(value.shape)}; accepted: {list(shape)}")
-    check_strided(f"parameter {name}", value)
+    strided(f"parameter {name}", value)
 
 
 def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:

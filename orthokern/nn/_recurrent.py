@@ -31,7 +31,6 @@ from orthokern.nn._checks import (
     check_input,
     check_packed,
     check_resets,
-    check_strided,
     finite,
     flag,
     new_parameter,
@@ -41,6 +40,7 @@ from orthokern.nn._checks import (
 )
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
+from orthokern.ops._checks import strided
 from orthokern.ops._scan_op import SCANS
 
 NONLINEARITIES = tuple(ACTIVATIONS)
@@ -660,7 +660,7 @@ class Recurrent(nn.Module):
     def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device, name: str = "hx") -> None:
         if not isinstance(hx, Tensor):
             raise InputError(f"{name} must be a Tensor or None, got {type(hx).__name__}")
-        check_strided(name, hx)
+        strided(name, hx)
         rows = self.num_layers * (2 if self.bidirectional else 1)
         shape = (rows, self.hidden_size) if batch is None else (rows, batch, self.hidden_size)
         if tuple(hx.shape) != shape:

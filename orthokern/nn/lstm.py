@@ -21,7 +21,6 @@ from orthokern.nn._checks import (
     check_ids,
     check_input,
     check_packed,
-    check_strided,
     finite,
     flag,
     new_parameter,
@@ -31,6 +30,7 @@ from orthokern.nn._checks import (
     share,
 )
 from orthokern.nn._recurrent import widened
+from orthokern.ops._checks import strided
 from orthokern.ops._common import given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -379,7 +379,7 @@ class PeepholeLSTM(nn.Module):
             if not isinstance(state, Tensor) or tuple(state.shape) != shape:
                 found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
                 raise InputError(f"{name} of hx is {found}; accepted: {shape}")
-            check_strided(f"{name} of hx", state)
+            strided(f"{name} of hx", state)
             if state.dtype != weight.dtype or state.device != weight.device:
                 raise InputError(
                     f"{name} of hx is {state.dtype} on {state.device}; accepted: {weight.dtype} on {weight.device}"

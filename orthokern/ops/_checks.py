@@ -30,13 +30,18 @@ def describe(value: object) -> str:
 
 
 def is_tensor(argument: str, value: object) -> Tensor:
-    """Return value if it is a tensor with strides, which kernels need."""
+    """Return value if it is a tensor with strides."""
     if not isinstance(value, Tensor):
         raise InputError(f"{argument} must be a torch.Tensor, got {describe(value)}")
-    if value.layout is not torch.strided or value.is_nested:
-        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise InputError(f"{argument} is a {kind} tensor: accepted is a strided (dense) one")
+    strided(argument, value)
     return value
+
+
+def strided(argument: str, tensor: Tensor) -> None:
+    """tensor must have strides, which kernels need."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InputError(f"{argument} is a {kind} tensor; accepted: a strided (dense) one")
 
 
 def is_float(argument: str, tensor: Tensor) -> None:
