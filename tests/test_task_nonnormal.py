@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from runs import records, write_words
 from torch import Tensor
 
 from orthokern import InputError
 from orthokern.data import load_ptb_stream, stream_rows
 from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.tasks import adding, char_lm, copy, pixel_mnist, recurrent
-from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import TIMING_FIELDS
 
 TASKS: dict[str, ModuleType] = {"adding": adding, "copy": copy, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
 SMALL = {
@@ -35,21 +33,12 @@ QUIET = "--threads 1 --no-plots --diagnose-every 3".split()
 
 @pytest.fixture(scope="module")
 def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ptb")
-    draw = random.Random(0)
-    for part, count in (("train", 150), ("valid", 30), ("test", 30)):
-        lines = [" ".join(draw.choices(["black", "<unk>", "quiz"], k=draw.randint(1, 5))) for _ in range(count)]
-        (folder / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
-    return folder
+    return write_words(tmp_path_factory.mktemp("ptb"), 150, 30)
 
 
 def run(task: str, *options: object) -> int:
     code: int = TASKS[task].main([str(option) for option in options])
     return code
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def settings_of(task: str, options: list[str]) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 import struct
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from runs import records, write_words
 
 from orthokern.tasks import adding, char_lm, copy, network, optimization, pixel_mnist, recurrent
-from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import TIMING_FIELDS
 
 TASKS: dict[str, ModuleType] = {"adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm, "copy": copy}
 EXPERIMENTS = {
@@ -33,13 +31,7 @@ EXPERIMENTS = {
 
 @pytest.fixture(scope="session")
 def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentences of three words: letters within a word are certain, the words are not."""
-    folder = tmp_path_factory.mktemp("ptb")
-    draw = random.Random(0)
-    for part, count in (("train", 120), ("valid", 25), ("test", 25)):
-        lines = [" ".join(draw.choices(["black", "<unk>", "quiz"], k=draw.randint(1, 5))) for _ in range(count)]
-        (folder / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
-    return folder
+    return write_words(tmp_path_factory.mktemp("ptb"), 120, 25)
 
 
 @pytest.fixture
@@ -60,10 +52,6 @@ def small(mnist: Path, ptb: Path) -> dict[str, list[str]]:
 def run(task: str, *options: object) -> int:
     code: int = TASKS[task].main([str(option) for option in options])
     return code
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def settings_of(task: str, options: list[str], **changes: Any) -> Any:
