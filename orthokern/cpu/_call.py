@@ -105,7 +105,7 @@ class Prepared:
         self._run = getattr(_C, f"prepare_{name}")(arguments, varying, compared).run
 
     def __call__(self, *varying: Tensor) -> bool:
-        """Run the kernel. Returns False, without running it, if a part has changed."""
+        """Whether the parts were as before and the kernel ran."""
         ran: bool = self._run(torch.get_num_threads(), *[tensor.data_ptr() for tensor in varying])
         return ran
 

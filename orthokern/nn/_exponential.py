@@ -165,7 +165,7 @@ class _Exponential(Recurrent):
         return kept(self, f"p_{suffix}", parts, self.backend, lambda: self._orthogonal(suffix))
 
     def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
-        """The tensors of A for ``few_rows``."""
+        """What ``few_rows`` needs of A."""
         skew = self._tensor(f"skew_{suffix}")
         return kept(self, f"series_{suffix}", [skew], None, lambda: _few_rows.series(skew_from(skew)))
 

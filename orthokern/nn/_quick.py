@@ -6,8 +6,8 @@ cases and errors. For one step of one sequence the checks of the full path take 
 Calls that repeat the previous one are faster still: ``orthokern/nn/_repeated.py``.
 
 With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward calls
-the scan's kernel and computes the parameters' gradients from the few rows of its result. If the backward itself is
-recorded (create_graph) or vmapped, the node runs the full path again and differentiates that.
+the scan's kernel and makes the parameters' gradients from the few rows that it gives. Where the backward itself is
+recorded (create_graph), or run for many cotangents at once, the node runs the full path again and derives that.
 
 Letters: B batch, T time, N hidden_size, D input_size, R = T B rows.
 """
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
 
-# (a kernel call with x [T,B,D], h0 [B,N] and the states to write, which returns False, without a result, if the
-# parameters have changed; the results of `_quick_states` after pre, or None if the call is only for inference)
+# a call of a kernel of x [T,B,D], h0 [B,N] and states to write: whether the parameters hold the bytes of before and it
+# has written; and what `_quick_states` gives behind pre, or None for a call without gradients only
 Ready = tuple[Callable[[Tensor, Tensor, Tensor], bool], tuple[Tensor | None, ...] | None]
 
 
 class Rows(NamedTuple):
-    """The data for the gradients of a few steps."""
+    """What a module makes the gradients of a few steps from."""
 
     leaf: Any
     x: Tensor  # [T,B,D]
@@ -88,7 +88,7 @@ def _start(module: Recurrent, suffix: str, data: Tensor, given: Tensor | None) -
 
 
 def _states(module: Recurrent, leaf: Any, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """(hs, h_n, h0, tensors for the backward) of a module of one layer, without gradients."""
+    """(hs, h_n, h0, what the backward reads) of a module of one layer, without gradients."""
     h0 = _start(module, "l0", data, hx if hx is None else hx[0])
     hs, kept = module._quick_states(leaf, "l0", data, h0)
     return hs, (hs if len(hs) == 1 else hs[-1:]).clone(), h0, kept

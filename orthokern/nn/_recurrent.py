@@ -237,7 +237,7 @@ class Recurrent(nn.Module):
         return hs
 
     def _quick_states(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """hs [T,B,N] without gradients, and the tensors that `_quick_gradients` needs: pre, bias, and so on."""
+        """hs [T,B,N] without gradients, and what `_quick_gradients` is given of it."""
         matrix, bias = self._factors(suffix)
         weight, act_param = self._gained(self._tensor(f"weight_ih_{suffix}")), self._act_param(suffix)
         found = SCANS[self._op()[0]].states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity)
@@ -250,20 +250,20 @@ class Recurrent(nn.Module):
         weight, map_ = self._gained(self._tensor("weight_ih_l0")), SCANS[self._op()[0]].map_of(*matrix)
         inputs = ScanInputs(x, h0, weight, bias, self._act_param("l0"))
         prepared = prepared_scan(map_, inputs, self.nonlinearity, parts)
-        # the prepared call does not keep pre-activations
+        # the kernel keeps no pre-activations here
         recorded = self.gain == 1.0 and not self.checkpoint_every and not ACTIVATIONS[self.nonlinearity].needs_input
         kept = [t if t is None else t.detach() for t in (bias, inputs.act_param, *matrix)]
         return prepared, tuple(kept) if recorded else None
 
     def _quick_kept(self, suffix: str) -> tuple[Tensor, ...]:
-        """Further tensors for `_quick_gradients`."""
+        """What else it is given."""
         return ()
 
     def _quick_gradients(
         self, rows: _quick.Rows, need_x: bool, pre: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
         *matrix: Tensor,
     ) -> tuple[Tensor | None, Tensor, dict[str, Tensor | None]]:  # fmt: skip
-        """The gradients of x, h0 and the parameters of l0, with M = sum delta h^T over few rows. The gain must be 1."""
+        """Gradients of x, h0 and the parameters of l0, of a module without a gain, by M = sum delta h^T of few rows."""
         op, learned = SCANS[self._op()[0]], ACTIVATIONS[self.nonlinearity].learned
         maps, more = matrix[: op.count], matrix[op.count :]
         found = op.first_gradients(
@@ -283,7 +283,7 @@ class Recurrent(nn.Module):
     def _matrix_gradients(
         self, delta: Tensor, rows: _quick.Rows, matrix: tuple[Tensor, ...], more: tuple[Tensor, ...]
     ) -> dict[str, Tensor | None]:
-        """The gradients of the parameters of W, from dL/dW = delta^T h with delta [R,N] and h = rows.before()."""
+        """Those of the parameters of the matrix W, with dL/dW = delta^T h, delta [R,N] and h = rows.before()."""
         raise NotImplementedError
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
@@ -405,33 +405,37 @@ class Recurrent(nn.Module):
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
+            input, hx, reset_state = (widened(value, weight.dtype) for value in (input, hx, reset_state))
             with torch.autocast(device, enabled=False):
-                return self.forward(
-                    widened(input, weight.dtype),
-                    widened(hx, weight.dtype),
-                    resets=resets,
-                    reset_state=widened(reset_state, weight.dtype),
-                )
+                return self.forward(input, hx, resets=resets, reset_state=reset_state)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets, reset_state)
         tokens = self._check_input(input)
         batched = input.dim() == (2 if tokens else 3)
-        if batched:
-            data = input.transpose(0, 1) if self.batch_first else input
-        else:
-            data = input.unsqueeze(1)
+        data = self._time_first(input, batched)
         if data.shape[0] < 1 or data.shape[1] < 1:
             raise InputError(
                 f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step and 1 sequence"
             )
-        if hx is not None:
-            self._check_hx(hx, data.shape[1] if batched else None, input.device)
-            hx = hx if batched else hx.unsqueeze(1)
+        hx = self._checked_hx(hx, data, batched)
         cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
         output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
         if not batched:
             return output.squeeze(1), h_n.squeeze(1)
         return (output.transpose(0, 1) if self.batch_first else output), h_n
+
+    def _time_first(self, tensor: Tensor, batched: bool) -> Tensor:
+        """[T,B,...] from the layout of an input."""
+        if not batched:
+            return tensor.unsqueeze(1)
+        return tensor.transpose(0, 1) if self.batch_first else tensor
+
+    def _checked_hx(self, hx: Tensor | None, data: Tensor, batched: bool) -> Tensor | None:
+        """hx with a batch, or None."""
+        if hx is None:
+            return None
+        self._check_hx(hx, data.shape[1] if batched else None, data.device)
+        return hx if batched else hx.unsqueeze(1)
 
     def _cuts(
         self,
@@ -456,9 +460,7 @@ class Recurrent(nn.Module):
         if reset_state is not None:
             self._check_hx(reset_state, B if batched else None, device, "reset_state")
             reset_state = reset_state if batched else reset_state.unsqueeze(1)
-        if not batched:
-            return Cuts(resets.unsqueeze(1), reset_state)
-        return Cuts(resets.mT if self.batch_first else resets, reset_state)
+        return Cuts(self._time_first(resets, batched), reset_state)
 
     def _forward_packed(
         self, input: PackedSequence, hx: Tensor | None, resets: Tensor | None, reset_state: Tensor | None
@@ -525,34 +527,21 @@ class Recurrent(nn.Module):
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
+            input, hx, reset_state = (widened(value, weight.dtype) for value in (input, hx, reset_state))
+            options: dict[str, Any] = {"reduction": reduction, "algorithm": algorithm, "resets": resets}
             with torch.autocast(device, enabled=False):
-                return self.loss(
-                    widened(input, weight.dtype),
-                    readout,
-                    target,
-                    widened(hx, weight.dtype),
-                    lengths=lengths,
-                    reduction=reduction,
-                    algorithm=algorithm,
-                    resets=resets,
-                    reset_state=widened(reset_state, weight.dtype),
-                )
+                return self.loss(input, readout, target, hx, lengths=lengths, reset_state=reset_state, **options)
         if self.bidirectional:
             raise InputError(
                 "loss is for one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"
             )
         tokens = self._check_input(input, small_ids=True)
-        data, batched = input, input.dim() == (2 if tokens else 3)
+        batched = input.dim() == (2 if tokens else 3)
         if not isinstance(target, Tensor) or target.shape != input.shape[: input.dim() - (not tokens)]:
             got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
-        if not batched:
-            data, target = data.unsqueeze(1), target.unsqueeze(1)
-        elif self.batch_first:
-            data, target = data.transpose(0, 1), target.transpose(0, 1)
-        if hx is not None:
-            self._check_hx(hx, data.shape[1] if batched else None, input.device)
-            hx = hx if batched else hx.unsqueeze(1)
+        data, target = self._time_first(input, batched), self._time_first(target, batched)
+        hx = self._checked_hx(hx, data, batched)
         cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
         layout = Dense(data.shape[1])
         self._begin()

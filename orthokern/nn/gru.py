@@ -50,22 +50,16 @@ class GRU(TorchRecurrent):
     paper, because with biases 0 is not a fixed point. The input may also be token ids.
 
     Args:
-        input_size: D, features of the input, or the number of token ids for integer input.
-        hidden_size: N.
-        num_layers: stacked recurrences; the input of each is the states of the one below.
+        input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, device, dtype: as in orthokern.nn.RNN;
+            dtype is float32 or float64.
         bias: learn bias_ih and bias_hh.
-        batch_first: input and output are [B, T, ..]; the states are not affected.
-        dropout: in [0, 1], on the output of every layer but the last, when training.
-        bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
-        device, dtype: of the parameters; float32 or float64.
         variant: "kanai" or "torch", see above.
         init: "kanai": every weight N(0, init_std^2) except W_hn, which is orthogonal (Haar), and biases 0 (section 4.1
             of the paper); "torch": all U(-1/sqrt(N), 1/sqrt(N)), for the same seed the values of torch.nn.GRU. None:
             that of the variant.
         init_std: standard deviation for init "kanai"; None for 1/sqrt(N), as in the paper's language model. Its music
             models use 0.01/sqrt(N).
-        learned_h0: learn the initial states, h0_l0 [N], ..., initially zero.
-        backend: see ``orthokern.functional``.
+        learned_h0, backend: as in orthokern.nn.RNN.
 
     The cpu backend skips the padding of a PackedSequence.
 
@@ -120,11 +114,7 @@ class GRU(TorchRecurrent):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters, as the class documentation says, in torch's order.
-
-        Args:
-            generator: source of random numbers; None for torch's global generator.
-        """
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
         bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
             for name in self._weight_names(suffix):
@@ -207,7 +197,7 @@ class GRU(TorchRecurrent):
         return gru_scan(self._input_term(x, suffix), w, h0, bias, variant=self.variant, backend=self.backend)
 
     def _quick_states(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        (w,), bias = self._factors(suffix)
+        w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
         found = leaf.gru_scan_fwd(GruInputs(self._input_term(x, suffix), w, h0, bias), GruOptions(self.variant))
         return found.hs, (found.gates, found.pre)
 

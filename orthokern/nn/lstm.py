@@ -180,14 +180,8 @@ class PeepholeLSTM(nn.Module):
     may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
 
     Args:
-        input_size: D, features of the input, or the number of token ids for integer input.
-        hidden_size: N.
-        num_layers: stacked recurrences; the input of each is the states h of the one below.
-        bias: learn bias_ih and bias_hh (two, as in torch; only their sum has an effect).
-        batch_first: input and output are [B, T, ..]; the states are not affected.
-        dropout: in [0, 1], on the output of every layer but the last, when training.
-        bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
-        device, dtype: of the parameters; float32 or float64.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as in
+            orthokern.nn.RNN; dtype is float32 or float64.
         forget_bias: initial bias of the forget gate; no effect without bias.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
@@ -248,11 +242,7 @@ class PeepholeLSTM(nn.Module):
         return tensor
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters, as the class documentation says.
-
-        Args:
-            generator: source of random numbers; None for torch's global generator.
-        """
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
         n = self.hidden_size
         for _, suffix in self._recurrences():
             bound = 1.0 / math.sqrt(n)
@@ -278,19 +268,15 @@ class PeepholeLSTM(nn.Module):
         """Run all layers over a batch of sequences.
 
         Args:
-            input: float [T, B, D] ([B, T, D] if batch_first), float [T, D] for one sequence, or token ids, int64 or
-                int32, in [0, input_size): [T, B] ([B, T] if batch_first) or [T]; or a PackedSequence of any of these.
-                Floats have the dtype of the parameters; under autocast, 16-bit floats are widened to it.
-            hx: (h, c), [num_layers * directions, B, N] each, without B for one sequence; never batch_first; zeros if
-                None.
+            input: as in orthokern.nn.RNN.
+            hx: (h, c), each as hx of orthokern.nn.RNN; zeros if None.
 
         Returns:
-            (output, (h_n, c_n)): output [T, B, N * directions] ([B, T, ..] if batch_first; no B for one sequence;
-            packed for packed input), the h of the last layer; h_n and c_n as hx, after each sequence's last step.
-            A second derivative is not available.
+            (output, (h_n, c_n)): output as in orthokern.nn.RNN, the h of the last layer; h_n and c_n as hx, after the
+            last step of each sequence. A second derivative is not available.
 
         Raises:
-            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
+            InputError: as orthokern.nn.RNN.
         """
         kind = self._tensor("weight_ih_l0").device.type
         if _autocast.is_on(kind):

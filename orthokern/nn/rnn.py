@@ -18,7 +18,7 @@ from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._quick import Rows
 from orthokern.nn._recurrent import NONLINEARITIES
 from orthokern.nn._weights import TorchRecurrent
-from orthokern.nn.factorized import FactorizedRNN  # imported here for modules that were pickled by older versions
+from orthokern.nn.factorized import FactorizedRNN  # modules pickled before it had its own file name it here
 from orthokern.ops._scan_op import SCANS
 
 __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
@@ -142,7 +142,7 @@ class RNN(TorchRecurrent):
         self, rows: Rows, need_x: bool, pre: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
         *matrix: Tensor,
     ) -> tuple[Tensor | None, Tensor, dict[str, Tensor | None]]:  # fmt: skip
-        """All gradients are computed by the kernel."""
+        """All by the kernel."""
         inputs = ScanInputs(rows.x, rows.h0, rows.parameters["weight_ih_l0"], bias, act_param)
         found = SCANS["dense_scan"].first_gradients(
             rows.leaf, matrix, inputs, self.nonlinearity, self.message_clip, rows.grad_hs, rows.hs, pre, need_x, True

@@ -156,7 +156,7 @@ class ScanOp:
         need_x: bool,
         need_params: bool,
     ) -> ScanGradients:
-        """The backward of `states`, for contiguous tensors."""
+        """Those of `states`, from contiguous tensors; the leaf's result as it is."""
         options = ScanOptions(activation, message_clip=message_clip)
         found: ScanGradients = getattr(leaf, self.name + "_bwd")(
             self.map_of(*factors), inputs, options, grad_hs, hs, pre, need_x=need_x, need_params=need_params

@@ -57,18 +57,13 @@ def gru_scan(
         Backward: Note [GRU scan backward] in ``orthokern/reference/gru_scan.py``.
 
     Args:
-        x: [T, B, 3N], the input terms of r, z, n in this order: W_ih x_t + b_ih.
-        w: [3N, N], the recurrent weights of r, z, n, applied to column vectors, as torch's weight_hh.
-        h0: [B, N], the state before the first step.
-        bias: [3N] or None, recurrent biases. In variant "kanai", and for r and z, the same as adding it to x.
-        variant: one of VARIANTS.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
-        lengths: int64 [B], in [1, T], the number of steps of each sequence; None: T for all. Checked on a CPU; on a
-            GPU, where a check would synchronise, the kernels clamp them to [0, T]. Padding in x and in the cotangent of
-            hs is not read.
-        resets: bool [T, B]: before the step the state becomes reset_state [B, N] (zeros for None). Note [Resets] in
-            ``orthokern/reference/_scan.py``.
-        Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
+        As in ``orthokern.functional.gru_scan``, with an h0 that is not None. Floating tensors share one dtype and
+        device; any strides (tensors that are not contiguous are copied).
+        x: the input terms W_ih x_t + b_ih of r, z, n.
+        bias: in variant "kanai", and for r and z, the same as adding it to x.
+        backend: an explicit "reference" runs plain differentiable torch code.
+        lengths: checked on a CPU only, since a check on a GPU would synchronise; there they are clamped to [0, T].
+        resets: Note [Resets] in ``orthokern/reference/_scan.py``.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
