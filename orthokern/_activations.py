@@ -1,8 +1,8 @@
-"""The activations: one row each, from which every list of them in Python is derived.
+"""The table of activations, from which all lists of them in Python are derived.
 
 The formulas are in ``csrc/common/activations.h`` (CPU and CUDA), ``triton_kernels/_activation.py`` and
 ``orthokern/reference/activations.py``. ``tests/ops/test_activations.py`` compares each of them with this table.
-CONTRIBUTING.md, "Adding an activation", lists what a new row needs elsewhere.
+CONTRIBUTING.md, "Adding an activation", lists the other changes that a new row needs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Parameter:
-    """What an activation takes as ``act_param``, and how a recurrent module holds it.
+    """The parameter ``act_param`` of an activation.
 
     Attributes:
-        name: what messages call it.
-        stem: the module's parameters are called <stem>_l0, ...; None if it is not learned. It is then the module's
-            ``negative_slope``.
-        per_unit: whether the module has one for each unit, [N], or one for all, [1].
-        start: first value of a learned parameter, or the bounds (low, high) of the uniform distribution it comes from.
+        name: its name in messages.
+        stem: the parameters of a recurrent module are named <stem>_l0, ...; None if it is not learned, and is the
+            module's ``negative_slope``.
+        per_unit: whether a module has one for each unit, [N], or one for all, [1].
+        start: initial value of a learned parameter, or the bounds (low, high) of its uniform distribution.
     """
 
     name: str
@@ -34,10 +34,10 @@ class Activation:
     """One activation phi, a -> h.
 
     Attributes:
-        name: the one that users give.
-        number: the same formula in ``csrc/common/activations.h``.
-        reads: what the backward computes phi' from: "nothing" (phi' = 1), the "output" h, or the "input" a. The scans
-            keep every a_t for the latter.
+        name: the public name.
+        number: the number of the formula in ``csrc/common/activations.h``.
+        reads: the argument of phi' in the backward: "nothing" (phi' = 1), the "output" h, or the "input" a. The scans
+            store every a_t for the latter.
         parameter: None for an activation without one.
         pairs: whether phi works on adjacent pairs of units, so that N must be even.
     """

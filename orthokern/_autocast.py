@@ -28,12 +28,12 @@ def is_on(kind: str) -> bool:
 
 
 def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a function that returns tensors with autocast off, and so the backward of what autograd records in it,
-    wherever that is run. torch.compile traces through; a backward of its making that runs inside autocast rounds the
-    products that are torch's own (not those of this package's ops): run it outside, as torch recommends.
+    """Run a function that returns tensors, and the backward of the operations that autograd records in it, with
+    autocast off. torch.compile traces it; a compiled backward inside autocast rounds torch's own products (not those of
+    this package's ops), so run backward outside of autocast, as torch recommends.
 
-    The backward: autograd evaluates each node in the thread state of the call to backward() and restores that state
-    afterwards, so a hook that runs before a node and turns autocast off does so for that node alone.
+    Autograd evaluates each node in the thread state of the call to backward() and restores that state afterwards, so
+    that a hook before a node that turns autocast off does so for this node only.
     """
 
     @functools.wraps(function)
@@ -44,7 +44,7 @@ def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
                     return call(*args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        first = _get_sequence_nr()  # of the nodes to come
+        first = _get_sequence_nr()  # number of the next node
         result = function(*args, **kwargs)
         for tensor in result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -55,11 +55,11 @@ def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _keep_dtype_from(node: Any, first: int) -> None:
-    """Turn autocast off in the nodes of this thread from number `first` on that a node's gradients go to, and in it."""
+    """Turn autocast off in a node, and in all nodes from number `first` on that get gradients from it."""
     waiting, seen = [node], set()
     while waiting:
         node = waiting.pop()
-        # a leaf's gradient is collected by a node without a number (the largest there is)
+        # the node that accumulates a leaf's gradient has the largest possible number
         if node is None or node in seen or not first <= node._sequence_nr() < 2**63:
             continue
         seen.add(node)

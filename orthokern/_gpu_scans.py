@@ -1,4 +1,4 @@
-"""What the leaves on a GPU compute in torch around the kernels of a scan, for one model or several in one launch."""
+"""Functions in torch that the GPU leaves run before and after the kernels of a scan, for one model or several."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from orthokern._scan_contract import GruInputs, GruOptions, Map, ScanInputs, Sca
 
 
 class Models:
-    """How many models a call has, and where the rows of each are: one model after the other, as rows of one batch.
+    """The models of a call. The kernels see their rows as rows of one batch, one model after the other.
 
     Args:
         matrix: ``second`` of a map or w of a GRU, [R, N, K] for R models. Attribute ``count``: R, or 1 for a call of
-            one model, whose tensors are left as they are.
+            one model, whose tensors are not changed.
     """
 
     def __init__(self, matrix: Tensor) -> None:
@@ -30,16 +30,16 @@ class Models:
         return tensor if tensor is None or not self.several else tensor.flatten(dim, dim + 1)
 
     def apart(self, tensor: Any, dim: int = 1) -> Any:
-        """The other way round."""
+        """The inverse of ``joined``."""
         return tensor if tensor is None or not self.several else tensor.unflatten(dim, (self.count, -1))
 
     def of(self, tensor: Tensor, r: int, dim: int = 1) -> Tensor:
-        """The rows of model r, of R * B rows at ``dim``. A view."""
+        """The rows of model r from R * B rows at ``dim``, as a view."""
         return tensor.unflatten(dim, (self.count, -1)).select(dim, r) if self.several else tensor
 
     def rows(self, inputs: ScanInputs, options: ScanOptions) -> tuple[ScanInputs, ScanOptions]:
-        """The same call with R * B rows. x: features [T, R * B, D]; ids [T, R * B] of the models' tables one after the
-        other, -1 where an id is out of range; without a weight [T, R * B, N]."""
+        """The same call with R * B rows. x becomes features [T, R * B, D]; ids [T, R * B] into the concatenated tables
+        of the models, -1 for an id out of range; or, without a weight, [T, R * B, N]."""
         if not self.several:
             return inputs, options
         x, weight = inputs.x, inputs.weight
@@ -67,7 +67,7 @@ class Models:
         return self._joined(inputs._replace(x=self.joined(inputs.x)), options)
 
     def inputs_of(self, inputs: ScanInputs, r: int) -> ScanInputs:
-        """Those of one model, of what ``rows`` returned; ids count from 0 in each."""
+        """The inputs of one model, from the result of ``rows``, with ids of its own table."""
         if not self.several:
             return inputs
         x, h0, weight, bias, act_param, reset_state = inputs
@@ -87,12 +87,12 @@ def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Ten
 
 
 def before_resets(resets: Tensor) -> Tensor:
-    """The steps before those that reset, as bool [T, B], of resets [T, B]."""
+    """resets [T, B] shifted to the previous step, bool [T, B]."""
     return torch.cat([resets[1:], torch.zeros_like(resets[:1])])
 
 
 def token_table(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[D, N], what a step adds for each id: weight [N, D] and bias [N]; of models [R D, N], one after the other."""
+    """The input term for each id, [D, N], from weight [N, D] and bias [N]; for models the concatenation [R D, N]."""
     table = weight.mT if bias is None else weight.mT + bias.unsqueeze(-2)
     return table.flatten(0, -2).contiguous()
 
@@ -106,7 +106,7 @@ def composed(map_: Map) -> Tensor:
 
 
 def transposed_product(map_: Map, rows: Tensor) -> Tensor:
-    """W^T applied to rows [B, N], or each of the models' to its rows [R, B, N]."""
+    """W^T applied to rows [B, N]; for models [R, B, N], each W^T to the rows of its model."""
     first, scale, second = map_
     return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
 
@@ -128,7 +128,7 @@ def gru_parameter_gradients(
     models: Models, inputs: GruInputs, options: GruOptions, hs: Tensor, grad_x: Tensor, factor: Tensor,
     add: Callable[[Tensor, Tensor, Tensor], None] = add_product,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """`parameter_gradients` of each model, of tensors with the rows of all; inputs, options: what ``gru_rows`` gave."""
+    """`parameter_gradients` of each model, from tensors with the rows of all; inputs, options: from ``gru_rows``."""
     each = []
     for r in range(models.count):
         h0, w, bias = models.of(inputs.h0, r, 0), inputs.w, inputs.bias

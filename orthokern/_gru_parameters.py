@@ -1,4 +1,4 @@
-"""The gradients of a GRU scan's parameters, as products over all steps behind the kernels of a leaf."""
+"""The gradients of a GRU scan's parameters, by products over all steps after the kernels of a leaf."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def parameter_gradients(
     """(grad_w [3N, N], grad_bias [3N] or None); the equations: Note [GRU scan backward] of the reference.
 
     Args:
-        inputs, options: as the leaf takes them.
+        inputs, options: the arguments of the leaf.
         hs: [T, B, N], the states.
         grad_x: [T, B, 3N], the rows d_r, d_z, d_n.
         factor: [T, B, N], r h' in variant "kanai", d_q in variant "torch".
-        add: adds a product over rows to a sum, as ``add_product``.
+        add: adds a product over rows to a sum, like ``add_product``.
     """
     (B, N), rows, rows_n = inputs.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
     grad_w, first, later, resets = torch.zeros_like(inputs.w), inputs.h0, hs[:-1], options.resets
@@ -41,7 +41,7 @@ def parameter_gradients(
         first, later = torch.where(resets[0, :, None], start, first), torch.where(resets[1:, :, None], start, later)
 
     def add_states(to: Tensor, left: Tensor) -> None:
-        """to += sum over steps of left_t h_{t-1}^T, without a copy of the states that h0 would stand in front of."""
+        """to += sum over steps of left_t h_{t-1}^T, without a copy of [h0, hs]."""
         to.addmm_(left[:B].mT, first)
         if len(left) > B:
             add(to, left[B:], later.flatten(0, 1))

@@ -12,7 +12,7 @@ import torch
 # same size again, and the model, the batch and other programs need memory too. The limit depends on the total memory,
 # not on the free memory, so that the same call always behaves in the same way.
 KEPT_SHARE = 1 / 16
-UNKNOWN = 2**31  # bytes; of a device that does not say
+UNKNOWN = 2**31  # bytes; for a device of unknown memory
 
 
 def _number(file: Path) -> int | None:

@@ -48,9 +48,9 @@ from orthokern._scan_contract import ModalGradients, ModalInputs, ModalLoss, Rea
 MIN_CHUNK = 16
 # This many lanes fill the largest device; then time is not divided into chunks.
 ENOUGH_LANES = 2**18
-DELTA_BYTES = 2**27  # of the adjoints that are stored for sums over equal ids
+DELTA_BYTES = 2**27  # bytes of the adjoints that are stored for sums over equal ids
 SPAN_BYTES = 2**28
-SUM_ROWS = 1024  # of a product over steps, between two additions in float64
+SUM_ROWS = 1024  # rows of a product over steps, between two additions in float64
 
 
 class Steps(NamedTuple):
@@ -65,7 +65,7 @@ class Steps(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """What the adjoint of some steps is computed from."""
+    """The inputs of the adjoint of some steps."""
 
     g: Tensor  # [steps, B, 2M], the gradient from outside the recurrence
     z: Tensor | None = None  # [steps, B, 2M]
@@ -74,11 +74,11 @@ class Inside(NamedTuple):
 
 
 class Adjoints(NamedTuple):
-    """Memory for what a backward launch computes. Float64, except that delta may have any dtype."""
+    """Memory for the results of a backward launch. Float64, except that delta may have any dtype."""
 
     end: Tensor  # [chunks, 2, R], the adjoint of each chunk's first step
     delta: Tensor | None = None  # [steps, B, 2M]
-    table: Tensor | None = None  # [chunks, D, 2, R], sums by id; comes as zeros
+    table: Tensor | None = None  # [chunks, D, 2, R], sums by id, initially zero
     sums: Tensor | None = None  # [chunks, 2, R], of delta_t conj(z_{t-1})
 
 
@@ -88,14 +88,14 @@ class Kernels:
 
     Attributes:
         forward: (Steps, x [steps, B, 2M] or ids [steps, B], table [D, 2M] or None, state, z, end): runs every chunk
-            from state [chunks, 2, R], or zeros for None, into z [steps, B, 2M], or else into end [chunks, 2, R].
-        join: (re, im, entering [2, R], end, chunk, backward): returns what enters each chunk [chunks, 2, R]; entering
-            enters the first, or, backward, the last.
+            from state [chunks, 2, R], or zeros for None. Writes z [steps, B, 2M], or only end [chunks, 2, R].
+        join: (re, im, entering [2, R], end, chunk, backward): returns the state before each chunk [chunks, 2, R];
+            entering is the state before the first chunk or, backward, the adjoint after the last.
         backward: (Steps, Inside, carry, Adjoints): the adjoint of every chunk from carry [chunks, 2, R], or zeros for
             None.
         pairs: (Steps, Inside, pairs int64 [P, 2], carry, sums [chunks, 4, B, P]).
-        by_id: (rows float64 [steps * B, 2M], ids int64, D): the sums of rows with equal ids [D, 2M], in an order of
-            their own; an id outside [0, D) counts for none.
+        by_id: (rows float64 [steps * B, 2M], ids int64, D): the sums of rows with equal ids [D, 2M], in a fixed order;
+            ids outside [0, D) are skipped.
     """
 
     forward: Callable[..., None]
@@ -106,7 +106,8 @@ class Kernels:
 
 
 def chunk_length(T: int, lanes: int) -> int:
-    """Steps of a chunk: T, or a power of 2 near sqrt(T / 2); of sizes alone, so that no device changes the bits."""
+    """Steps of a chunk: T, or a power of 2 near sqrt(T / 2). It depends on sizes only, so that all devices give the
+    same bits."""
     if lanes >= ENOUGH_LANES:
         return T
     return max(MIN_CHUNK, 2 ** round(math.log2(max(1.0, math.sqrt(T / 2)))))
@@ -123,8 +124,8 @@ class Recurrence:
 
     Attributes:
         kernels: of the leaf.
-        inputs: as a leaf takes them.
-        T, chunk: steps altogether, and of a chunk.
+        inputs: the arguments of the leaf.
+        T, chunk: number of all steps, and of those in a chunk.
     """
 
     kernels: Kernels
@@ -160,11 +161,11 @@ class Recurrence:
         return rows.double().view(-1, 2, self.inputs.re.shape[0]).transpose(0, 1).reshape(2, self.lanes)
 
     def by_row(self, lanes: Tensor) -> Tensor:
-        """And back, float64."""
+        """The inverse of ``by_lane``, float64."""
         return lanes.view(2, -1, self.inputs.re.shape[0]).transpose(0, 1).reshape(-1, 2 * self.inputs.re.shape[0])
 
     def forward(self, first: int, last: int, state: Tensor | None, z: Tensor | None, end: Tensor | None) -> None:
-        """Run chunks [first, last) from state, or zeros: into z, or into end."""
+        """Run chunks [first, last) from state, or zeros for None. Writes z, or only end."""
         x, table = self.inputs.x, self.inputs.table
         assert x is not None
         self.kernels.forward(self.launch(first), x[self.steps(first, last)], table, state, z, end)
@@ -172,7 +173,7 @@ class Recurrence:
     def states(self) -> Tensor:
         """The state before every chunk, float64 [chunks, 2, R]."""
         end = self.by_chunk(self.chunks)
-        if self.chunks > 1:  # what the last one ends with enters none
+        if self.chunks > 1:  # the end of the last chunk is not needed
             self.forward(0, self.chunks - 1, None, None, end)
         return self.kernels.join(self.inputs.re, self.inputs.im, self.by_lane(self.inputs.z0), end, self.chunk, False)
 
@@ -184,7 +185,7 @@ class Adjoint:
         _, re, _, z0, table, _, pairs = of.inputs
         M, B = re.shape[0], z0.shape[0]
         self.of = of
-        self.carry = re.new_zeros(2, of.lanes)  # the adjoint behind the next span
+        self.carry = re.new_zeros(2, of.lanes)  # the adjoint after the next span
         self.sums = re.new_zeros(2, M)
         self.pair_sums = re.new_zeros(0 if pairs is None else pairs.shape[0], 2, 2)
         self.table = None if table is None else re.new_zeros(table.shape)
@@ -193,12 +194,12 @@ class Adjoint:
         self.span = of.chunks if table is None or self.few_ids else max(1, DELTA_BYTES // (row_bytes * of.chunk))
 
     def run(self, first: int, last: int, g: Tensor, z: Tensor, before: Tensor, grad_x: Tensor | None) -> None:
-        """Chunks [first, last), which are next: g, z and grad_x are those of their steps, before [B, 2M] the state
-        that the first of them begins with."""
+        """Process chunks [first, last), which must be the next ones. g, z and grad_x are of their steps; before
+        [B, 2M] is the state before the first of them."""
         of, chunks = self.of, last - first
         x, re, im, z0, rows, _, pairs = of.inputs
         end = of.by_chunk(chunks)
-        if chunks > 1:  # what the first one begins with enters none of these
+        if chunks > 1:  # the adjoint before the first chunk is not needed here
             of.kernels.backward(of.launch(first + 1), Inside(g[of.chunk :]), None, Adjoints(end[1:]))
         carry = of.kernels.join(re, im, self.carry, end, of.chunk, True)
         sums, table, delta, ids = torch.empty_like(end), None, grad_x, None
@@ -233,7 +234,7 @@ class Adjoint:
         return ids.flatten()
 
     def gradients(self, grad_x: Tensor | None) -> ModalGradients:
-        """The gradients of the ops, after the first chunk."""
+        """The gradients of the ops, when all chunks are processed."""
         inputs, dtype = self.of.inputs, self.of.inputs.z0.dtype
         real, imag = self.of.by_row(self.carry).chunk(2, 1)
         grad_z0 = torch.cat([inputs.re * real + inputs.im * imag, inputs.re * imag - inputs.im * real], 1).to(dtype)
@@ -272,7 +273,7 @@ def run_scan_bwd(kernels: Kernels, inputs: ModalInputs, grad_z: Tensor, z: Tenso
 
 
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right in float64, of [R, *] both: products of SUM_ROWS rows in their dtype, which are added up."""
+    """left^T right in float64 for two tensors [R, *]: the sum of products of SUM_ROWS rows in their dtype."""
     whole = len(left) // SUM_ROWS * SUM_ROWS
     total = (left[whole:].mT @ right[whole:]).double()
     if whole:

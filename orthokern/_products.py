@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_EXACT = ("ieee", "none")  # none: nothing was asked for
+_EXACT = ("ieee", "none")  # none: not set
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def ieee_products() -> Iterator[None]:
             for kind, value in lowered:
                 kind.fp32_precision = value
         return
-    precision = torch.get_float32_matmul_precision()  # of both; what allow_tf32 says is the same setting
+    precision = torch.get_float32_matmul_precision()  # for CPU and GPU; allow_tf32 is the same setting
     if precision == "highest":
         yield
         return

@@ -1,11 +1,11 @@
-"""What the leaves of the scans and of the losses take and return, with the same names on every backend.
+"""Arguments and results of the leaves of the scans and of the losses, which are the same for every backend.
 
 A leaf of ``factored_scan`` and ``dense_scan`` has two functions, named after the op:
 
     <op>_fwd(map_, inputs, options) -> ScanStates
     <op>_bwd(map_, inputs, options, grad_hs, states, pre, *, need_x=True, need_params=True) -> ScanGradients
 
-Those of the other ops:
+The leaves of the other ops have the functions:
 
     gru_scan_fwd(inputs, options) -> GruStates
     gru_scan_bwd(inputs, options, grad_hs, states, *, need_params=True) -> GruGradients
@@ -14,9 +14,9 @@ Those of the other ops:
     modal_cross_entropy_fwd(inputs, readout, *, need_grad=True) -> ModalLoss
     linear_cross_entropy_fwd(hidden, readout, *, need_grad=True) -> LinearLoss
 
-All tensors are contiguous, but those of the reference may have any strides. B batch, T time, N hidden, K rank, D
-features or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the
-same names.
+All tensors are contiguous; those of the reference may have any strides. B batch, T time, N hidden, K rank, D features
+or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the same
+names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from orthokern._activations import ACTIVATIONS
 
 
 class Map(NamedTuple):
-    """The recurrent map W [N, N]: W = second diag(scale) first^T, or W = second where first and scale are None."""
+    """The recurrent map W [N, N]: W = second diag(scale) first^T, or W = second if first and scale are None."""
 
     first: Tensor | None  # V [N, K], the factor that a forward step applies first
     scale: Tensor | None  # s [K]
@@ -45,7 +45,7 @@ class Map(NamedTuple):
 class ScanInputs(NamedTuple):
     """The other tensors of a scan; see ``orthokern.ops.factored_scan``."""
 
-    x: Tensor | None  # [T, B, N] without weight, else [T, B, D] or int64 [T, B]; a backward that reads no x has None
+    x: Tensor | None  # [T, B, N] without weight, else [T, B, D] or int64 [T, B]; None in a backward without x
     h0: Tensor  # [B, N]
     weight: Tensor | None = None  # [N, D]
     bias: Tensor | None = None  # [N]
@@ -55,7 +55,7 @@ class ScanInputs(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class ScanOptions:
-    """What else a scan depends on; see ``orthokern.ops.factored_scan``."""
+    """The options of a scan; see ``orthokern.ops.factored_scan``."""
 
     activation: str
     checkpoint_every: int = 0
@@ -75,8 +75,8 @@ class ScanStates(NamedTuple):
     """Results of a forward."""
 
     hs: Tensor  # [T, B, N]
-    ckpt: Tensor | None  # [ceil(T / checkpoint_every), B, N], the states that enter the segments, or None without them
-    pre: Tensor | None  # [T, B, N] if the options say keeps_pre, else None
+    ckpt: Tensor | None  # [ceil(T / checkpoint_every), B, N], the states that enter segments; None without checkpoints
+    pre: Tensor | None  # [T, B, N] if options.keeps_pre, else None
 
 
 class ScanGradients(NamedTuple):
@@ -104,7 +104,7 @@ class GruInputs(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class GruOptions:
-    """What else a GRU scan depends on; see ``orthokern.ops.gru_scan``."""
+    """The options of a GRU scan; see ``orthokern.ops.gru_scan``."""
 
     variant: str
     lengths: Tensor | None = None  # int64 [B]
@@ -144,7 +144,7 @@ class ModalInputs(NamedTuple):
     z0: Tensor  # [B, 2M]
     table: Tensor | None = None  # [D, 2M]
     lengths: Tensor | None = None  # int64 [B]
-    pairs: Tensor | None = None  # int64 [P, 2], modes whose sums M_jk are wanted; a forward reads none
+    pairs: Tensor | None = None  # int64 [P, 2], modes whose sums M_jk are returned; not used in a forward
 
 
 class ModalGradients(NamedTuple):
@@ -159,11 +159,11 @@ class ModalGradients(NamedTuple):
 
 
 class Readout(NamedTuple):
-    """A linear readout and what its cross-entropy is taken of."""
+    """A linear readout, and the targets and reduction of its cross-entropy."""
 
-    weight: Tensor  # [C, N], of modal coordinates [C, 2M]
+    weight: Tensor  # [C, N], or [C, 2M] in modal coordinates
     bias: Tensor | None  # [C]
-    target: Tensor  # ids of classes, [R], of a sequence [T, B]
+    target: Tensor  # class ids, [R] or [T, B]
     reduction: str = "mean"
 
 

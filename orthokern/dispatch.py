@@ -1,9 +1,9 @@
-"""Select the backend that serves an op, and give the reasons.
+"""Select the backend that runs an op, and give the reasons.
 
-A backend is a leaf: a package with a module for every op that it serves (``orthokern/cpu/<op>.py``), whose functions
-have the names and signatures of the reference. The ops register their SUPPORT tables here (data: devices, dtypes,
-limits, or a reason why there is no kernel); ``resolve`` compares a call with them. An explicit backend never falls back
-to another; only "auto" chooses.
+A backend is a package with a module for every op that it implements (``orthokern/cpu/<op>.py``), called a leaf, whose
+functions have the names and signatures of the reference. The ops register their SUPPORT tables here (devices, dtypes,
+limits, or the reason why there is no kernel); ``resolve`` compares a call with them. An explicit backend never falls
+back to another one; only "auto" chooses.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _CPU = torch.device("cpu")
 AUTO_ORDER = ("cuda", "triton", "cpu", "reference")
 ENVIRONMENT_VARIABLE = "ORTHOKERN_BACKEND"
 
-# the default of every call that names no backend, read once: set ORTHOKERN_BACKEND before importing orthokern
+# the backend of calls with backend=None, read once: set ORTHOKERN_BACKEND before importing orthokern
 _process_default = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower() or "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What one backend serves of one op.
+    """The calls of one op that one backend supports.
 
     Attributes:
         devices: torch device types, or None for any.
         dtypes: floating dtypes of the tensors.
-        limits: largest value of a fact of the call, by its letter, e.g. ``{"N": 512}``.
-        algorithms: what ``algorithm=`` may ask of the kernel; "auto" is always served.
-        features: optional arguments of the op that it serves, by name; a call that uses another one is refused.
-        capability: the least compute capability of a CUDA device, or None for any.
-        missing: why there is no kernel at all; None where there is one.
+        limits: largest sizes, by letter, e.g. ``{"N": 512}``.
+        algorithms: accepted values of ``algorithm=``, besides "auto".
+        features: names of the optional arguments of the op that are supported.
+        capability: the lowest compute capability of a CUDA device, or None for any.
+        missing: why there is no kernel; None if there is one.
     """
 
     devices: tuple[str, ...] | None = None
@@ -54,7 +54,7 @@ class Support:
     missing: str | None = None
 
     def reasons(self, call: Call) -> list[str]:
-        """Why a call is not served; empty when it is."""
+        """Why a call is not supported; empty if it is."""
         device, dtype, facts, algorithm, features = call
         if self.missing is not None:
             return [self.missing]
@@ -80,12 +80,12 @@ class Support:
 
 
 class Call(NamedTuple):
-    """What the choice of a backend depends on.
+    """The properties of a call that the choice of a backend depends on.
 
     Attributes:
         device, dtype: of the op's floating tensors.
         facts: sizes that SUPPORT tables may limit, by their letters, e.g. ``{"N": 128, "K": 7}``.
-        algorithm: what the caller asks for, see ``Support``.
+        algorithm: the argument of the call, see ``Support``.
         features: the optional arguments that the call uses, see ``Support``.
     """
 
@@ -104,8 +104,8 @@ class Call(NamedTuple):
 SupportTable = Mapping[str, Support]
 
 _tables: dict[str, SupportTable] = {}
-_chosen: dict[tuple[Any, ...], Any] = {}  # answers of `resolve`
-_warned: set[str] = set()  # ops that have said that the reference runs on a GPU
+_chosen: dict[tuple[Any, ...], Any] = {}  # results of `resolve`
+_warned: set[str] = set()  # ops that have warned that the reference runs on a GPU
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -114,7 +114,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def register(op: str, table: SupportTable) -> None:
-    """Enter the SUPPORT table of an op; it must have a row for every backend."""
+    """Register the SUPPORT table of an op, which must have a row for every backend."""
     lacking = [name for name in BACKENDS if name not in table]
     if lacking:
         raise ValueError(f"SUPPORT of {op} has no row for {', '.join(lacking)}")
@@ -122,7 +122,7 @@ def register(op: str, table: SupportTable) -> None:
 
 
 def requested(backend: str | None) -> str:
-    """The backend that a call asks for: its own choice, or the process default, as a valid name or "auto".
+    """The backend argument of a call, or the default of the process for None: a valid name or "auto".
 
     Raises:
         InputError: for an unknown name, from the call or from ORTHOKERN_BACKEND.
@@ -139,24 +139,24 @@ def requested(backend: str | None) -> str:
 def plain_reference(backend: str | None) -> bool:
     """Whether a call runs the reference as plain torch code, which can be differentiated twice.
 
-    Not under torch.compile, which cannot look through the loading of a leaf: there the op runs it, like any other leaf.
+    Not under torch.compile, which cannot trace the import of a leaf: there the op runs the reference.
     """
     return requested(backend) == "reference" and not torch.compiler.is_compiling()
 
 
 def leaf(op: str, backend: str) -> Any:
-    """The module with the functions of one op of a backend. ImportError when it has none."""
+    """The module with the functions of one op of a backend. Raises ImportError if there is none."""
     return importlib.import_module(f"{_LEAVES[backend]}.{op}")
 
 
 def backend_of(leaf: Any) -> str:
-    """The name of the backend that a leaf, a result of ``resolve``, belongs to."""
+    """The name of the backend of a leaf, a result of ``resolve``."""
     package = str(leaf.__name__).rsplit(".", 1)[0]
     return next(name for name, folder in _LEAVES.items() if folder == package)
 
 
 def no_device() -> str | None:
-    """Why torch has no CUDA device to work on, in one line, or None where there is one."""
+    """Why torch has no CUDA device, in one line; None if there is one."""
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
@@ -166,7 +166,7 @@ def no_device() -> str | None:
 
 @functools.cache
 def _silent_device() -> str:
-    """Why torch with CUDA finds no device. The answer is kept, because the driver is slow to give it."""
+    """Why torch with CUDA finds no device. The result is cached, because the driver is slow."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -178,7 +178,7 @@ def _silent_device() -> str:
 
 
 def absence(op: str, backend: str) -> str | None:
-    """Why a backend cannot serve any call of an op on this machine, or None when it can serve some."""
+    """Why a backend supports no call of an op on this machine; None if it supports some."""
     row = _tables[op][backend]
     if row.missing is not None:
         return row.missing
@@ -194,13 +194,13 @@ def absence(op: str, backend: str) -> str | None:
 
 
 def reasons(op: str, backend: str, call: Call) -> list[str]:
-    """Why a backend cannot serve one call; empty when it can."""
+    """Why a backend does not support a call; empty if it does."""
     gone = absence(op, backend)
     return [gone] if gone is not None else _tables[op][backend].reasons(call)
 
 
 def has_feature(op: str, backend: str, feature: str) -> bool:
-    """Whether a backend serves an optional argument of an op."""
+    """Whether a backend supports an optional argument of an op."""
     return feature in _tables[op][backend].features
 
 
@@ -214,11 +214,7 @@ def resolve(
     features: tuple[str, ...] = (),
     **facts: int,
 ) -> Any:
-    """The leaf that serves a call: that of the backend which ``choose`` names, with the same errors; see ``Call``.
-
-    Returns:
-        The namespace with the leaf's functions (see ``leaf``).
-    """
+    """The leaf of the backend that ``choose`` selects for a call, with the same errors; see ``Call`` and ``leaf``."""
     key = (op, backend, device, dtype, algorithm, features, *facts.values())
     found = _chosen.get(key)
     if found is None:
@@ -231,7 +227,7 @@ def resolve(
 
 
 def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: Any) -> Any:
-    """The cpu backend's leaf if it serves a call with CPU tensors, else None. Errors as of ``resolve``."""
+    """The leaf of the cpu backend if ``resolve`` selects it for a call with CPU tensors, else None."""
     found = _chosen.get((op, backend, _CPU, dtype, "auto", (), *facts.values()))
     if found is None:
         found = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
@@ -239,7 +235,7 @@ def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: Any) -> 
 
 
 def _warn_of_reference(op: str, call: Call) -> None:
-    """Warn, once per op, that "auto" has no kernel for a call on a GPU; not for an op that has no GPU kernel at all."""
+    """Warn, once per op, that "auto" has no kernel for a call on a GPU; not for ops without GPU kernels."""
     rows = {name: _tables[op][name] for name in AUTO_ORDER if name in ("cuda", "triton")}
     if op in _warned or all(row.missing is not None for row in rows.values()):
         return
@@ -249,15 +245,15 @@ def _warn_of_reference(op: str, call: Call) -> None:
 
 
 def choose(op: str, backend: str | None, call: Call) -> str:
-    """The name of the backend that serves a call.
+    """The name of the backend that runs a call.
 
     Args:
-        op: the stem, e.g. "factored_scan".
+        op: its name, e.g. "factored_scan".
         backend: a name, "auto" or None (the process default, ORTHOKERN_BACKEND or auto).
         call: the call.
 
     Raises:
-        BackendUnavailable: an explicit backend that cannot serve, or none that can; lists every backend's reason.
+        BackendUnavailable: the explicit backend does not support the call, or no backend does; with all reasons.
         InputError: for an unknown backend name.
     """
     name = requested(backend)
@@ -274,7 +270,7 @@ def choose(op: str, backend: str | None, call: Call) -> str:
 
 
 def explain_call(op: str, backend: str | None, call: Call) -> str:
-    """Describe the backend that ``choose`` selects for a call, with the same arguments, and why the others are not.
+    """Describe the backend that ``choose`` selects for a call, with the same arguments, and why not the others.
 
     Raises:
         InputError: for an unknown op or backend.

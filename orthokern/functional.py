@@ -1,11 +1,11 @@
-"""The public functions: every op with its inputs checked.
+"""The public functions: all ops, with checks of their arguments.
 
 Letters: B batch, T time, N hidden, K rank of U and V, D input features or number of token ids, C classes.
-A wrong input raises ``InputError`` (one line: argument, value, what is accepted). ``backend`` is "reference", "cpu",
+A wrong argument raises ``InputError`` (one line: argument, value, what is accepted). ``backend`` is "reference", "cpu",
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
-explicit backend that cannot serve raises ``BackendUnavailable``.
-All functions but ``cayley`` and the modal losses have derivatives of any order, in reverse and forward mode and under
-torch.func. Those two raise a RuntimeError that names the argument with which they have them.
+explicit backend that does not support the call raises ``BackendUnavailable``.
+All functions except ``cayley`` and the modal losses have derivatives of any order, in reverse and forward mode and
+under torch.func. Those two raise a RuntimeError with the argument that selects a differentiable implementation.
 Longer than 600 lines: most of them are the docstrings of the public functions.
 """
 
@@ -69,37 +69,37 @@ def factored_scan(
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> Tensor:
-    """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is never formed.
+    """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is not formed.
 
     Vorontsov et al. 2017, eq. 7 to 10. Mathematics, cost and numerics: ``orthokern.ops.factored_scan.factored_scan``.
 
     Args:
         x: the input term e [T, B, N]; or with weight, features [T, B, D] or int64/int32 token ids [T, B] in [0, D).
-        u, v: [N, K], K <= N; s: [K]. Their dtype is the one of all floating tensors.
+        u, v: [N, K], K <= N; s: [K]. All floating tensors have the dtype of u.
         h0: [B, N], zeros if None.
         weight: [N, D], input matrix or table of token vectors; bias: [N], only with weight.
         activation: one of ACTIVATIONS.
         act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); None for the others.
         checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 keeps all.
         backend: see the module's docstring.
-        precision: the least precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
-            products) is the default, and what the cpu and reference backends always compute.
-        algorithm: "sequential", "chunked" (parallel over chunks of time; for activation identity without
-            message_clip), "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the
-            same, where W has a good one; checkpoint_every and precision do not matter to it) or "auto".
-        lengths: int64 [B] in [1, T], on the device of x: how many steps each sequence has; None: T. The cpu backend
-            does no work on padding where the batch is sorted by falling length (in another order, on some of it); the
-            GPU kernels stop where the longest of the few sequences that they run together does. What stands on padding
-            in x and in the cotangent has no effect, be it NaN or no token id; gradients there are zeros.
+        precision: the lowest precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
+            products) is the default. The cpu and reference backends always compute exact products.
+        algorithm: "sequential"; "chunked" (parallel over chunks of time; for activation identity without
+            message_clip); "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the same
+            calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision); or "auto".
+        lengths: int64 [B] in [1, T], on the device of x, the number of steps of each sequence; None: T. The cpu backend
+            skips padding if the batch is sorted by decreasing length (in another order, some of it); the GPU kernels
+            stop after the longest of the few sequences that they process together. Padding in x and in the cotangent
+            has no effect, even if it is NaN or not a token id; gradients there are zeros.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
-            of the backward, before it goes on to the step before and to the parameters: the gradient clipping of
-            Vorontsov et al. 2017 as their released code has it. 0 does not clip.
-        resets: bool [T, B], on the device of x. Where it is true, the step starts from reset_state in place of the
-            state before: a sequence of the batch may hold several episodes or documents, one after the other, and no
-            state or gradient passes from one to the next. True at t = 0 replaces h0. No effect on padding.
-        reset_state: [B, N], the state that resets start from; None: h0 if that is given, else zeros. Its gradient is
-            the sum over the resets (added to that of h0, where it is h0). Give zeros where h0 was carried over from an
-            earlier part of the sequences.
+            of the backward, before it is propagated to the previous step and to the parameters: the gradient clipping
+            of the code released with Vorontsov et al. 2017. 0 does not clip.
+        resets: bool [T, B], on the device of x. Where it is true, the step starts from reset_state instead of the
+            previous state. A sequence of the batch may thus consist of several episodes or documents, and no state or
+            gradient passes from one to the next. True at t = 0 replaces h0. No effect on padding.
+        reset_state: [B, N], the state that a reset sets; None: h0 if it is given, else zeros. Its gradient is the sum
+            over the resets (added to that of h0, if it is h0). Pass zeros if h0 is carried over from an earlier part of
+            the sequences.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
@@ -124,7 +124,7 @@ def _checked(
     x: Tensor, h0: Tensor | None, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
     reset_state: Tensor | None, scan: Scan, name: str, like: Tensor, small_ids: bool = False,
 ) -> ScanInputs:  # fmt: skip
-    """The inputs of a scan, after all checks but those of its matrix, of which ``like`` [N, ...] is a tensor."""
+    """The inputs of a scan, checked. Its matrix is already checked; ``like`` [N, ...] is one of its tensors."""
     N, given, every = like.shape[0], h0, scan.checkpoint_every
     x, h0 = check.scan_inputs(
         x, N, h0, weight, bias, scan.activation, act_param, every, name, like, small_ids=small_ids
@@ -172,7 +172,7 @@ def dense_scan(
     Mathematics, cost and numerics: ``orthokern.ops.dense_scan.dense_scan``.
 
     Args:
-        w: [N, N], applied to column vectors as torch's weight_hh. Its dtype is the one of all floating tensors.
+        w: [N, N], applied to column vectors as torch's weight_hh. All floating tensors have its dtype.
         x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm, lengths,
             message_clip, resets, reset_state: as in ``factored_scan``.
 
@@ -215,15 +215,15 @@ def gru_scan(
     Mathematics, cost and numerics: ``orthokern.ops.gru_scan.gru_scan``.
 
     Args:
-        x: [T, B, 3N], the input's part of the reset gate, the update gate and the candidate, in this order.
-        w: [3N, N], their recurrent weights, as torch's weight_hh. Its dtype is the one of all tensors.
+        x: [T, B, 3N], the input terms of the reset gate, the update gate and the candidate, in this order.
+        w: [3N, N], their recurrent weights, as torch's weight_hh. All floating tensors have its dtype.
         h0: [B, N], zeros if None.
         bias: [3N], recurrent biases, or None.
-        variant: "kanai", the reset gate acts on the state before W_n (Kanai et al. 2017, eq. 4), or "torch", on
-            W_n h + b_n, as in torch.nn.GRU and cuDNN.
+        variant: "kanai": the reset gate multiplies the state before W_n (Kanai et al. 2017, eq. 4); "torch": it
+            multiplies W_n h + b_n, as in torch.nn.GRU and cuDNN.
         backend: see the module's docstring.
-        lengths: int64 [B] or None, the steps of each sequence, as in ``factored_scan``.
-        resets, reset_state: bool [T, B] and [B, N] or None, where a step starts from another state, as there.
+        lengths: int64 [B] or None, the number of steps of each sequence, as in ``factored_scan``.
+        resets, reset_state: bool [T, B] and [B, N], or None, as in ``factored_scan``.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps. Differentiable in x, w, h0, bias and
@@ -273,11 +273,11 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     Args:
         m: [..., N, K], K <= N, orthonormal columns (not checked), float32 or float64.
         g: [..., N, K], the gradient of the loss with respect to m.
-        lr: the rate, a number or a tensor [...] with one per matrix; negative ascends.
+        lr: the rate, a number or a tensor [...] with one number per matrix; negative ascends.
         backend: see the module's docstring.
 
     Returns:
-        The new bases [..., N, K]. It is an optimizer's step: differentiable on ``backend="reference"`` only.
+        The new bases [..., N, K], differentiable with ``backend="reference"`` only.
 
     Raises:
         InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
@@ -299,7 +299,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         )
     check.fits("g", g, tuple(m.shape), "[..., N, K], the shape of m,", "m", m)
     if isinstance(lr, Tensor):
-        if lr.ndim:  # a 0-dim rate may live anywhere
+        if lr.ndim:  # a 0-dim rate may be on any device
             check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number or one per matrix,")
             check.same_device("lr", lr, "m", m)
         check.is_float("lr", lr)
@@ -307,11 +307,11 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     elif isinstance(lr, bool) or not isinstance(lr, (int, float, torch.SymInt, torch.SymFloat)):
         raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
     if not torch.compiler.is_compiling():
-        # what lies on a GPU is not looked at: that would wait for the device
+        # values on a GPU are not read, since that would synchronise
         finite = (lr.is_cuda or bool(values(lr).isfinite().all())) if isinstance(lr, Tensor) else abs(lr) < float("inf")
         if not finite:
             raise InputError(f"lr is {lr}: accepted are finite numbers")
-        if dispatch.requested(backend) == "reference":  # the op checks its own
+        if dispatch.requested(backend) == "reference":  # otherwise the op checks them
             ops.cayley.check_finite("m", m)
             ops.cayley.check_finite("g", g)
     return ops.cayley.cayley(m, g, lr, backend=backend)
@@ -320,8 +320,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
 def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     """exp(A) of the skew part A = (X - X^T) / 2 of every matrix: an orthogonal matrix of determinant 1.
 
-    For a skew x that is exp(x); a symmetric part of x, for example from rounding, has no effect. There is no device
-    synchronisation. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
+    For a skew x the result is exp(x); a symmetric part of x, for example from rounding, has no effect. There is no
+    device synchronisation. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
 
     Args:
         x: [..., N, N], float32 or float64.
@@ -353,7 +353,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
 
 
 def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """Apply an activation to the last dimension's units.
+    """Apply an activation to the units in the last dimension.
 
     Args:
         x: [..., N], floating; N even for oplu.
@@ -394,7 +394,7 @@ def modrelu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
 
 
 def oplu(x: Tensor, *, backend: str | None = None) -> Tensor:
-    """(max, min) of each adjacent pair, ties as they are (Chernodub and Nowicki 2016). x [..., N], N even.
+    """(max, min) of each adjacent pair; ties are not swapped (Chernodub and Nowicki 2016). x [..., N], N even.
 
     Example::
 
@@ -424,7 +424,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross-entropy of the linear readout ``hidden @ weight.T + bias``, in nats; the logits are never stored whole.
+    """Cross-entropy of the linear readout ``hidden @ weight.T + bias``, in nats, without storing all logits.
 
     Mathematics, cost and numerics: ``orthokern.ops.linear_cross_entropy.linear_cross_entropy``.
 
@@ -492,33 +492,33 @@ def scan_cross_entropy(
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> ScanLoss:
-    """Cross-entropy of a linear readout of a recurrence's states, in nats, which never makes the states of all steps.
+    """Cross-entropy of a linear readout of a recurrence's states, in nats, without storing the states of all steps.
 
-    h_t = phi(W h_{t-1} + e_t) as in ``dense_scan``, or with W = U diag(s) V^T as in ``factored_scan``; logits of step t
-    are ``h_t @ readout.T + readout_bias``. With the identity as activation the recurrence can run in the eigenbasis of
-    W, at a cost of O(N) a step: Note [Modes of a recurrent matrix] in ``orthokern/ops/_modal_basis.py`` and Note
-    [Divided differences] in ``_modal_gradient.py``. Else it runs scan after scan over chunks of time, see Note [Chunks
-    of states] in ``_scan_loss.py``.
+    h_t = phi(W h_{t-1} + e_t) as in ``dense_scan``, or with W = U diag(s) V^T as in ``factored_scan``; the logits of
+    step t are ``h_t @ readout.T + readout_bias``. With the identity as activation the recurrence can run in the
+    eigenbasis of W, at a cost of O(N) a step: Note [Modes of a recurrent matrix] in ``orthokern/ops/_modal_basis.py``
+    and Note [Divided differences] in ``_modal_gradient.py``. Otherwise it processes chunks of time one after the other:
+    Note [Chunks of states] in ``_scan_loss.py``.
 
     Args:
         x, h0, weight, bias, activation, act_param, precision, lengths, message_clip, resets, reset_state: as in
-            ``factored_scan``; token ids may also be uint8 or int16. With resets the recurrence runs step by step.
+            ``factored_scan``; token ids may also be uint8 or int16. With resets the sequential scan is used.
         matrix: w [N, N], or the tuple (u [N, K], s [K], v [N, K]).
         readout: [C, N]; readout_bias: [C] or None.
         target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).
-        reduction: "mean" over all steps that count (those before the end of their sequence), or "sum".
+        reduction: "mean" over all steps before the end of their sequence, or "sum".
         backend: see the module's docstring.
-        algorithm: "modal"; "sequential" or "chunked", as in ``factored_scan``; "auto": modal where that costs less
-            and W has an eigenbasis that keeps the accuracy of the sequential scan.
-        basis: the ``basis`` of an earlier call with a matrix near this one: it is refined where that leads to the
-            eigenvectors of W, which costs less than solving for them. The result is a function of the arguments alone,
-            this one included: for the same bits after a resume keep it too.
+        algorithm: "modal"; "sequential" or "chunked", as in ``factored_scan``; "auto": modal if it costs less and is as
+            accurate as the sequential scan.
+        basis: the ``basis`` of an earlier call with a similar matrix. It is refined to the eigenvectors of W if the
+            refinement converges, which costs less than an eigensolver. The result depends on the arguments only, this
+            one included: save it for the same bits after a resume.
 
     Returns:
         A ScanLoss. The loss is differentiable (once) in x, matrix, readout, h0, weight, bias, readout_bias, act_param.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it cannot serve.
+        InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it is not possible.
         BackendUnavailable: the backend asked for cannot serve.
 
     Example::
@@ -576,19 +576,19 @@ def explain_scan_cross_entropy(
     basis: Tensor | None = None,
     resets: bool = False,
 ) -> tuple[str, str]:
-    """Which algorithm ``scan_cross_entropy`` takes for a training step with this matrix, and why.
+    """Which algorithm ``scan_cross_entropy`` uses for a training step with this matrix, and why.
 
     Args:
-        matrix, activation, message_clip, backend, algorithm, basis: as there.
+        matrix, activation, message_clip, backend, algorithm, basis: as in ``scan_cross_entropy``.
         T, B, classes: sizes of the call.
-        ids: the inputs are token ids.
-        lengths, resets: the call has lengths; resets.
+        ids: whether the inputs are token ids.
+        lengths, resets: whether the call has these arguments.
 
     Returns:
-        ("modal", the condition of the eigenvectors), or (the algorithm that it takes instead, why not modes).
+        ("modal", the condition of the eigenvectors), or (another algorithm, the reason why it is not modal).
 
     Raises:
-        InputError: algorithm="modal" cannot serve.
+        InputError: algorithm="modal" is not possible.
 
     Example::
 
@@ -607,15 +607,15 @@ def explain_scan_cross_entropy(
 
 
 def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
-    """s in [1 - m, 1 + m] from a parameter that is free (Vorontsov et al. 2017, eq. 10); p itself for margin None.
+    """s in [1 - m, 1 + m] from an unbounded parameter p (Vorontsov et al. 2017, eq. 10); p itself for margin None.
 
     "sigmoid": s = 2 m (sigmoid(p) - 1/2) + 1, as in the paper, with ds/dp = m / 2 at p = 0.
     "tanh": s = m tanh(p) + 1, with ds/dp = m at p = 0: the same map of a p twice as large.
 
     Args:
         p: [K], floating; p = 0 gives s = 1.
-        margin: m, 0 or more; 0 fixes s at 1 with zero gradient.
-        kind: one of SPECTRUM_MAPS; of no effect for margin None.
+        margin: m, 0 or more; 0 gives s = 1 with zero gradient.
+        kind: one of SPECTRUM_MAPS; no effect for margin None.
 
     Returns:
         s [K], differentiable in p to any order.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from orthokern._products import ieee_products
 from orthokern.errors import InputError, unknown_name
+from orthokern.ops._checks import strided
 
 __all__ = [
     "INITS",
@@ -45,9 +46,7 @@ __all__ = [
 
 def _check_writable(t: Tensor, name: str, argument: str) -> None:
     """Rejects a tensor that cannot be filled: one that is not strided, or whose elements share memory."""
-    if t.layout is not torch.strided:
-        kind = str(t.layout).removeprefix("torch.")
-        raise InputError(f"{name}: {argument} is a {kind} tensor; accepted: a strided (dense) one")
+    strided(f"{name}: {argument}", t)
     span = 0  # of the dimensions so far, in elements, from the smallest stride on
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1 and stride <= span:

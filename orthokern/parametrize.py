@@ -23,6 +23,7 @@ from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal
 from orthokern.nn.nonnormal import MASKS, schur_product, triangular_mask
+from orthokern.ops._checks import strided
 
 __all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurForm"]
 
@@ -42,9 +43,7 @@ def _matrix(name: str, weight: Tensor, *, square: bool) -> tuple[int, int]:
         raise InputError(
             f"{name}: weight is {kind}; accepted: a float32 or float64 tensor (orthogonality is lost in others)"
         )
-    if weight.layout is not torch.strided:
-        kind = str(weight.layout).removeprefix("torch.")
-        raise InputError(f"{name}: weight is a {kind} tensor; accepted: a strided (dense) one")
+    strided(f"{name}: weight", weight)
     if weight.dim() != 2 or 0 in weight.shape or (square and weight.shape[0] != weight.shape[1]):
         accepted = "[N,N]" if square else "[N,M]"
         raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {accepted}, nothing empty")
@@ -55,9 +54,7 @@ def _fitting(name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     """weight in float64, if it has the shape and is finite."""
     if tuple(weight.shape) != shape:
         raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {shape}")
-    if weight.layout is not torch.strided:
-        kind = str(weight.layout).removeprefix("torch.")
-        raise InputError(f"{name}: weight is a {kind} tensor; accepted: a strided (dense) one")
+    strided(f"{name}: weight", weight)
     if not bool(weight.isfinite().all()):
         raise InputError(f"{name}: weight holds NaN or infinity; accepted: finite numbers")
     return weight.detach().double()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import dispatch, functional
@@ -501,16 +502,26 @@ def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options
     """The parity of one problem, everything that comes out of it."""
     torch.set_num_threads(2 if problem.h0.shape[0] > 3 else 1)
     inexact = problem.to(dtype)
+    assert_scan_parity(
+        inexact, run_scan(inexact, backend, **options), lambda p, **o: run_scan(p, "reference", **o), options
+    )
+
+
+def assert_scan_parity(
+    inexact: ScanProblem,
+    actual: dict[str, Tensor],
+    reference: Callable[..., dict[str, Tensor]],
+    options: dict[str, Any],
+) -> None:
+    """``actual`` agrees with the reference, a function of a problem and options."""
     exact = inexact.to(torch.float64)  # of the very numbers that the kernel sees
     same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
-    expected = run_scan(exact, "reference", **same)
-    plain = run_scan(inexact, "reference", **same)
-    actual = run_scan(inexact, backend, **options)
+    expected, plain = reference(exact, **same), reference(inexact, **same)
     scales = {}
     if exact.act_param is not None and exact.act_param.numel() == 1:
         # one number, the sum of what N units would get each: these are what its error is relative to
         each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(run_scan(each_unit, "reference", **same)["grad_act_param"].norm())
+        scales["grad_act_param"] = float(reference(each_unit, **same)["grad_act_param"].norm())
     for name in actual:
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue
@@ -518,6 +529,18 @@ def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options
         assert_matches_reference(
             actual[name], expected[name], plain[name], name=name, gradient=gradient, scale=scales.get(name)
         )
+
+
+def batch_in(layout: str) -> tuple[Any, list[Tensor]]:
+    """(an input of a recurrent module with three features, the tensors it is made of), float64, in a layout: "time
+    first", "batch first", "one sequence", "packed" or "packed, not sorted"."""
+    if layout.startswith("packed"):
+        lengths = [6, 4, 4, 1] if layout == "packed" else [4, 1, 6, 4]
+        inputs = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in lengths]
+        return pack_sequence(inputs, enforce_sorted=layout == "packed"), inputs
+    shape = {"time first": (6, 4, 3), "batch first": (4, 6, 3), "one sequence": (6, 3)}[layout]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    return x, [x]
 
 
 def leaf_tensors(problem: ScanProblem) -> list[Tensor | None]:

@@ -61,26 +61,6 @@ def test_baseline_is_the_error_of_the_expected_target(target: str, baseline: flo
     assert float((targets - guess).square().mean()) == pytest.approx(task.baseline, rel=0.01)
 
 
-def test_fill_reuses_buffers_and_equals_batch() -> None:
-    task = AddingTask(12)
-    generator, again = seeded(3), seeded(3)
-    inputs, targets = task.buffers(6)
-    for _ in range(3):
-        task.fill(inputs, targets, generator)
-        fresh = task.batch(6, again)
-        assert torch.equal(inputs, fresh[0]) and torch.equal(targets, fresh[1])
-
-
-def test_a_generator_state_continues_the_stream() -> None:
-    task, generator = AddingTask(12), seeded(3)
-    task.batch(6, generator)
-    state = generator.get_state()
-    second = task.batch(6, generator)
-    resumed = torch.Generator()
-    resumed.set_state(state)
-    assert torch.equal(second[0], task.batch(6, resumed)[0])
-
-
 def test_refusals() -> None:
     with pytest.raises(InputError, match="^T must be an integer of at least 1, got 0$"):
         AddingTask(0)

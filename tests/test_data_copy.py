@@ -55,26 +55,6 @@ def test_all_symbols_are_equally_likely() -> None:
     assert (share - 1 / 8).abs().max() < 0.01  # six standard deviations
 
 
-def test_fill_reuses_buffers_and_equals_batch() -> None:
-    task = CopyTask(4)
-    generator, again = seeded(3), seeded(3)
-    tokens, targets = task.buffers(6)
-    for _ in range(3):
-        task.fill(tokens, targets, generator)
-        fresh = task.batch(6, again)
-        assert torch.equal(tokens, fresh[0]) and torch.equal(targets, fresh[1])
-
-
-def test_a_generator_state_continues_the_stream() -> None:
-    task, generator = CopyTask(4), seeded(3)
-    task.batch(6, generator)
-    state = generator.get_state()
-    second = task.batch(6, generator)
-    resumed = torch.Generator()
-    resumed.set_state(state)
-    assert torch.equal(second[0], task.batch(6, resumed)[0])
-
-
 @pytest.mark.parametrize("marker", [-1.0, 9.0])
 def test_scalar_coding(marker: float) -> None:
     task = CopyTask(3, recall=4)

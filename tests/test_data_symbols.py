@@ -1,5 +1,5 @@
-"""Data of the temporal order and random permutation problems: golden values, distributions, targets, generators, bad
-input."""
+"""Data of the temporal order and random permutation problems: golden values, distributions, targets, bad input; and
+the streams of all generators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from orthokern.data import RandomPermutationTask, TemporalOrderTask
+from orthokern.data import AddingTask, CopyTask, RandomPermutationTask, TemporalOrderTask
 from orthokern.errors import InputError
 
 TASKS: list[Any] = [TemporalOrderTask(12), TemporalOrderTask(12, bits=3), RandomPermutationTask(7, symbols=9)]
@@ -77,7 +77,7 @@ def test_random_permutation(T: int) -> None:
     assert torch.equal(symbols[0], targets) and uniform(targets, 0, 2) and uniform(symbols[1:], 2, 100)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{type(task).__name__}-{task.num_classes}")
+@pytest.mark.parametrize("task", [*TASKS, CopyTask(4), AddingTask(12)], ids=lambda task: type(task).__name__)
 def test_streams(task: Any) -> None:
     """`fill` overwrites its buffers with what `batch` gives; a generator's state continues the stream."""
     generator, again = seeded(3), seeded(3)

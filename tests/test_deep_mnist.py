@@ -3,7 +3,6 @@ data, bad input."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from runs import assert_steps_of_torch, records
 
 from orthokern.tasks import deep_mnist
-from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import TIMING_FIELDS
 
 
 def run(*options: object) -> int:
@@ -32,10 +30,6 @@ def build(options: list[str]) -> deep_mnist.DeepMnist:
     preset = deep_mnist.PRESETS.get(given.get("preset", ""), {})
     torch.manual_seed(0)
     return deep_mnist.DeepMnist(deep_mnist.complete({**deep_mnist.DEFAULTS, **preset, **given}))
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def distance(w: torch.Tensor) -> float:
@@ -163,13 +157,4 @@ def test_bad_input(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, small: list[str]) -> None:
     task = build([*small, "--optimizer", name, "--lr", "0.01", *(["--momentum", "0.9"] if name == "sgd" else [])])
-    model = copy.deepcopy(task.model)
-    theirs = plain(model.parameters())
-    for _ in range(3):
-        for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
-            ours.grad = torch.randn_like(ours)
-            other.grad = ours.grad.clone()
-        task.optimizer.step()
-        theirs.step()
-    for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, other)
+    assert_steps_of_torch(task, plain)

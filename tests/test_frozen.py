@@ -112,7 +112,7 @@ def test_dropout_is_off() -> None:
 def test_bad_input() -> None:
     frozen = RNN(D, N, bidirectional=True).frozen()
     for call, message in (
-        (lambda: frozen.step(torch.zeros(1, D)), "step serves one direction"),
+        (lambda: frozen.step(torch.zeros(1, D)), "step is for one direction"),
         (lambda: RNN(D, N).frozen().step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, D\]"),
         (lambda: RNN(D, N).frozen().step([0.0]), "x must be a Tensor, got list"),
         (lambda: RNN(D, N).frozen().step(torch.zeros(1, D), torch.zeros(1, 2, N)), "hx has shape"),

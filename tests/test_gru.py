@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import batch_in
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
@@ -33,14 +34,7 @@ def test_torch_variant_is_torchs(layout: str, options: dict[str, Any]) -> None:
     options = {"bias": True, **options, "batch_first": layout == "batch first"}
     ours, theirs = GRU(3, 5, dtype=F64, variant="torch", **options), nn.GRU(3, 5, dtype=F64, **options)
     ours.load_state_dict(theirs.state_dict())
-    if layout.startswith("packed"):
-        lengths = [6, 4, 4, 1] if layout == "packed" else [4, 1, 6, 4]
-        inputs = [torch.randn(n, 3, dtype=F64, requires_grad=True) for n in lengths]
-        x: Any = pack_sequence(inputs, enforce_sorted=layout == "packed")
-    else:
-        shape = {"time first": (6, 4, 3), "batch first": (4, 6, 3), "one sequence": (6, 3)}[layout]
-        x = torch.randn(shape, dtype=F64, requires_grad=True)
-        inputs = [x]
+    x, inputs = batch_in(layout)
     rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
     hx = torch.randn((rows, 5) if layout == "one sequence" else (rows, 4, 5), dtype=F64, requires_grad=True)
     inputs = [*inputs, hx]

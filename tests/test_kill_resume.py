@@ -8,32 +8,15 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fork_server import ForkServer
-from torch import Tensor, equal
+from runs import records, same
 
-from orthokern.training import load_checkpoint, read_metrics
-from orthokern.training.metrics import TIMING_FIELDS
+from orthokern.training import load_checkpoint
 
 OPTIONS = ["--iterations", 100, "--checkpoint-every", 2, "--dropout", 0.2, "--no-plots", "--threads", 1]
 LONGEST_DELAY = 0.3  # seconds; a run that nobody kills takes about half a second
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bit for bit, but for wall times."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "seconds")
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (a != a and b != b)
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import batch_in
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -47,14 +48,7 @@ def test_without_peepholes_it_is_torchs(layout: str, options: dict[str, Any]) ->
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
     assert not unexpected and all("peephole" in name for name in missing)
     rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
-    if layout.startswith("packed"):
-        lengths = [6, 4, 4, 1] if layout == "packed" else [4, 1, 6, 4]
-        inputs = [torch.randn(n, 3, dtype=F64, requires_grad=True) for n in lengths]
-        x: Any = pack_sequence(inputs, enforce_sorted=layout == "packed")
-    else:
-        shape = {"time first": (6, 4, 3), "batch first": (4, 6, 3), "one sequence": (6, 3)}[layout]
-        x = torch.randn(shape, dtype=F64, requires_grad=True)
-        inputs = [x]
+    x, inputs = batch_in(layout)
     state = (rows, 5) if layout == "one sequence" else (rows, 4, 5)
     hx = tuple(torch.randn(state, dtype=F64, requires_grad=True) for _ in range(2))
     inputs += hx

@@ -400,7 +400,7 @@ REFUSED = [
     (lambda: GeodesicSGD([nn.Parameter(torch.eye(4)[:2])], 0.1), r"\(2, 4\); accepted: \[..., N, K\]"),
     (
         lambda: GeodesicSGD([("rnn.w", nn.Parameter(2 * torch.eye(4)))], 0.1),
-        r"\(rnn.w\) is no orthonormal basis: .* = 3",
+        r"\(rnn.w\) is not an orthonormal basis: .* = 3",
     ),
     (lambda: GeodesicSGD([nn.Parameter(torch.full((2, 2), float("nan")))], 0.1), "= nan"),
     (lambda: GeodesicSGD([basis(4, 3)], 0.1, legacy=True), r"\(4, 3\); accepted with legacy=True: square"),

@@ -83,9 +83,7 @@ def test_resets_start_from_given_learned_or_zero_states() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(0, 10**6), st.booleans()
-)  # fmt: skip
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(0, 10**6), st.booleans())
 def test_resets_and_lengths_together(T: int, B: int, N: int, share: float, seed: int, factored: bool) -> None:
     """Against every sequence on its own, for the steps it has, cut by hand."""
     generator = torch.Generator().manual_seed(seed)

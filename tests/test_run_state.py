@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import toy_task
-from torch import Tensor
+from runs import records, same
 
 from orthokern.errors import CheckpointError, InputError
 from orthokern.tasks import adding
@@ -295,25 +295,7 @@ def test_a_full_disk_and_space_again(run: Path, tmp_path: Path, monkeypatch: pyt
 
     for name in ("checkpoint.pt", "best.pt"):
         assert same(known(whole, name), known(folder, name))
-    lines = [
-        [
-            {k: v for k, v in r.items() if k not in metrics.TIMING_FIELDS}
-            for r in metrics.read_metrics(f / "metrics.jsonl")
-        ]
-        for f in (whole, folder)
-    ]
-    assert lines[0] == lines[1] and len(lines[0]) == 20
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bit for bit, tensors included."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (a != a and b != b)
+    assert records(whole) == records(folder) and len(records(whole)) == 20
 
 
 @pytest.mark.parametrize("model", ["factorized", "nnrnn"])

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from runs import records, same
 
 from orthokern.errors import InputError
 from orthokern.tasks import copy, memory
 from orthokern.training import load_checkpoint, read_metrics
-from orthokern.training.metrics import TIMING_FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-plots"]
@@ -28,20 +27,6 @@ SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-
 
 def run(*arguments: object) -> int:
     return copy.main([str(argument) for argument in arguments])
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "seconds")
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (a != a and b != b)
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ success, and reject bad input."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import random
@@ -14,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import assert_steps_of_torch, records
 from torch import nn
 
 from orthokern.data.music import NOTES
 from orthokern.tasks import gru, music, word_lm
-from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import TIMING_FIELDS
 
 TASKS: dict[str, ModuleType] = {"music": music, "word_lm": word_lm}
 BUILD = {"music": music.MusicTask, "word_lm": word_lm.WordLm}
@@ -68,10 +66,6 @@ def small(rolls: Path, words: Path) -> dict[str, list[str]]:
 def run(task: str, *options: object) -> int:
     code: int = TASKS[task].main([str(option) for option in options])
     return code
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -413,13 +407,4 @@ def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, rolls: Pa
     momentum = {"momentum": 0.9} if name == "sgd" else {}
     given = {"data": str(rolls), "hidden": 6, "clip": 5.0, "optimizer": name, "lr": 0.1, **momentum}
     task = music.MusicTask(music.complete({**music.DEFAULTS, **given, "device": "cpu"}))
-    model = copy.deepcopy(task.model)
-    theirs = plain(model.parameters())
-    for _ in range(3):
-        for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
-            ours.grad = torch.randn_like(ours)
-            other.grad = ours.grad.clone()
-        task.optimizer.step()
-        theirs.step()
-    for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, other)
+    assert_steps_of_torch(task, plain)

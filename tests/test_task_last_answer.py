@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from runs import records
 
 from orthokern.nn import GRU, RNN, FactorizedRNN, PeepholeLSTM
 from orthokern.tasks import last_answer, random_permutation, recurrent, temporal_order
-from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import TIMING_FIELDS
 
 TASKS: dict[str, ModuleType] = {"temporal_order": temporal_order, "random_permutation": random_permutation}
 EXPERIMENTS: dict[str, Any] = {
@@ -30,10 +29,6 @@ SMALL = (
 def run(task: str, *options: object) -> int:
     code: int = TASKS[task].main([str(option) for option in options])
     return code
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def build(task: str, *options: str) -> Any:

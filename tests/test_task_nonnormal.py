@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from runs import records, write_words
 from torch import Tensor
 
 from orthokern import InputError
 from orthokern.data import load_ptb_stream, stream_rows
 from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.tasks import adding, char_lm, copy, pixel_mnist, recurrent
-from orthokern.training import read_metrics
 from orthokern.training.distributed import Shard
-from orthokern.training.metrics import TIMING_FIELDS
 
 TASKS: dict[str, ModuleType] = {"adding": adding, "copy": copy, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
 SMALL = {
@@ -35,21 +33,12 @@ QUIET = "--threads 1 --no-plots --diagnose-every 3".split()
 
 @pytest.fixture(scope="module")
 def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ptb")
-    draw = random.Random(0)
-    for part, count in (("train", 150), ("valid", 30), ("test", 30)):
-        lines = [" ".join(draw.choices(["black", "<unk>", "quiz"], k=draw.randint(1, 5))) for _ in range(count)]
-        (folder / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
-    return folder
+    return write_words(tmp_path_factory.mktemp("ptb"), 150, 30)
 
 
 def run(task: str, *options: object) -> int:
     code: int = TASKS[task].main([str(option) for option in options])
     return code
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def settings_of(task: str, options: list[str]) -> Any:
@@ -259,20 +248,24 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
         ("adding", "--T 10 --model nnrnn --schur-mask legacy --hidden 7", "--hidden 7: --schur-mask legacy works on"),
         ("adding", "--T 10 --model exprnn --rebase-every 0", "--rebase-every: '0' is not an integer of at least 1"),
         ("adding", "--T 10 --model exprnn --project-every 0", "--project-every: '0' is not an integer of at least 1"),
-        ("adding", "--T 10 --model exprnn --project-every 5", "--project-every 5: give --rebase-every too"),
-        ("adding", "--T 10 --model exprnn --rebase-state keep", "--rebase-state keep: give --rebase-every too"),
-        ("adding", "--T 10 --rebase-every 5", "--rebase-every: for --model exprnn or nnrnn, not factorized"),
-        ("adding", "--T 10 --model rnn --skew-lr 1e-4", "--skew-lr: for --model exprnn or nnrnn, not rnn"),
-        ("adding", "--T 10 --model exprnn --schur-mask legacy", "--schur-mask: for --model nnrnn, not exprnn"),
-        ("adding", "--T 10 --model exprnn --modulus-penalty 1", "--modulus-penalty: for --model nnrnn, not exprnn"),
-        ("adding", "--T 10 --model lstm --triangle-decay 1", "--triangle-decay: for --model nnrnn, not lstm"),
+        ("adding", "--T 10 --model exprnn --project-every 5", "with --rebase-every; here --rebase-every is none"),
+        ("adding", "--T 10 --model exprnn --rebase-state keep", "with --rebase-every; here --rebase-every is none"),
+        ("adding", "--T 10 --rebase-every 5", "--rebase-every: for --model exprnn or nnrnn; here"),
+        ("adding", "--T 10 --model rnn --skew-lr 1e-4", "--skew-lr: for --model exprnn or nnrnn; here"),
+        ("adding", "--T 10 --model exprnn --schur-mask legacy", "--schur-mask: for --model nnrnn; here"),
+        ("adding", "--T 10 --model exprnn --modulus-penalty 1", "--modulus-penalty 1: for --model nnrnn, not exprnn"),
+        ("adding", "--T 10 --model lstm --triangle-decay 1", "--triangle-decay 1: for --model nnrnn, not lstm"),
         ("adding", "--T 10 --model nnrnn --no-triangle --triangle-decay 1", "--triangle-decay 1 with --no-triangle"),
-        ("adding", "--T 10 --model rnn --no-triangle", "--no-triangle: for --model nnrnn, not rnn"),
+        ("adding", "--T 10 --model rnn --no-triangle", "--no-triangle: for --model nnrnn; here --model is rnn"),
         ("adding", "--T 10 --model rnn --init torus", "--init torus: not for --model rnn; accepted: orthogonal"),
         ("adding", "--T 10 --model exprnn --init glorot", "--init glorot: not for --model exprnn; accepted: henaff"),
         ("adding", "--T 10 --model exprnn --init legacy", "--init legacy: not for --model exprnn; accepted: henaff"),
-        ("adding", "--T 10 --model exprnn --soft-orthogonality 1", "--soft-orthogonality: not for --model exprnn"),
-        ("adding", "--T 10 --model nnrnn --margin 1 --spectrum-prior 1", "--spectrum-prior: for --model factorized"),
+        (
+            "adding",
+            "--T 10 --model exprnn --soft-orthogonality 1",
+            "--soft-orthogonality 1: for --model factorized or rnn",
+        ),
+        ("adding", "--T 10 --model nnrnn --margin 1 --spectrum-prior 1", "--spectrum-prior 1: for --model factorized"),
         ("adding", "--T 10 --model exprn", "did you mean 'exprnn'"),
         ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: for runs without --bptt; here --bptt is 10"),
         ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),

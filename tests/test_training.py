@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import records, same
 from torch import Tensor, nn
 
 from orthokern.errors import CheckpointError, InputError
@@ -104,22 +105,6 @@ def go(folder: Path, task: Regression, *, resume: bool = False, iterations: int 
 
 
 outcome_output: list[str] = []
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    """The metrics but for their timing."""
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bit for bit, tensors included."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "seconds")
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (a != a and b != b)
 
 
 def assert_same_run(a: Path, b: Path) -> None:

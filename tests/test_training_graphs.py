@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from runs import records
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from orthokern.optim import CombinedOptimizer, GeodesicSGD, geodesic
-from orthokern.training import LoopSettings, RunFolder, Task, graphs, loop, read_metrics, train
-from orthokern.training.metrics import TIMING_FIELDS
+from orthokern.training import LoopSettings, RunFolder, Task, graphs, loop, train
 from orthokern.training.progress import Progress
 
 
@@ -167,9 +167,8 @@ def go(folder: Path, task: Task, cuda_graph: bool, *, iterations: int = 30, resu
     progress = Progress(iterations, stream, every=1e9)
     settings = LoopSettings(iterations, 10, diagnose_every=8, plots=False, cuda_graph=cuda_graph)
     train(task, run, settings, progress=progress, resume=resume)
-    records = [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
     parameters = {name: p.detach().clone() for name, p in task.model.named_parameters()}
-    return (records, parameters), stream.getvalue()
+    return (records(folder), parameters), stream.getvalue()
 
 
 def assert_same(one: Any, other: Any) -> None:

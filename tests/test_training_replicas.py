@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from runs import records
 
 from orthokern.tasks import adding, char_lm, copy
-from orthokern.training import LoopSettings, load_checkpoint, read_metrics, replicas
-from orthokern.training.metrics import TIMING_FIELDS
+from orthokern.training import LoopSettings, load_checkpoint, replicas
 
 TASKS = {"copy": copy, "adding": adding}
 OPTIONS = ["--T", "12", "--hidden", "9", "--batch", "6", "--threads", "1", "--no-plots", "--eval-every", "4"]
 SMALL = [*OPTIONS, "--iterations", "7", "--diagnose-every", "3", "--eval-sequences", "20"]
 SEQUENTIAL = [*SMALL, "--algorithm", "sequential"]
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def assert_same_run(found: Path, wanted: Path) -> None:

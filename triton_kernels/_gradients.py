@@ -155,9 +155,7 @@ class ParameterSums:
         features: whether x is features [T, B, D] rather than token ids [T, B].
     """
 
-    def __init__(
-        self, models: Models, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, models: Models, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool) -> None:
         N, D = h0.shape[1], 0 if weight is None else weight.shape[-1]
         self.models, self.features, self.D = models, features, D
         self.m = h0.new_zeros(models.count, N, N)

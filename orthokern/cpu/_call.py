@@ -1,6 +1,6 @@
-"""Calls into the CPU kernels: the only module that passes addresses to them.
+"""Calls of the CPU kernels. This is the only module that passes addresses to them.
 
-Tensors are checked for what the kernels rely on: device, dtype, contiguity.
+It checks what the kernels rely on: device, dtype and contiguity of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     _C = None
     AVAILABLE = False
-    REASON = f"the native module is not built ({error}): run `pip install -e .` with a C++17 compiler at hand"
+    REASON = f"the native module is not built ({error}): install a C++17 compiler and run `pip install -e .`"
 
 _ISA = os.environ.get("ORTHOKERN_ISA")
 if AVAILABLE and _ISA and _ISA not in _C.isas():
@@ -34,7 +34,7 @@ _DTYPES = {torch.float32: 0, torch.float64: 1}
 
 
 def build_info() -> dict[str, Any]:
-    """How the module was built and what it runs on: version, compiler, isas, isa, cuda, cuda_reason, thread_pool."""
+    """Facts about the build and the machine: version, compiler, isas, isa, cuda, cuda_reason, thread_pool."""
     if not AVAILABLE:
         return {}
     info: dict[str, Any] = json.loads(_C.build_info())
@@ -45,8 +45,8 @@ def build_info() -> dict[str, Any]:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two CPU tensors have one dtype and shape and the same bits (their values, where a copy would be needed to
-    tell, or without the native module)."""
+    """Whether two CPU tensors have the same dtype, shape and bits. Without the native module, and for tensors that are
+    not contiguous, values are compared instead of bits."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     if not AVAILABLE or not a.is_contiguous() or not b.is_contiguous():
@@ -59,19 +59,19 @@ POOLED_BYTES = 1 << 20
 
 
 def new(*shape: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor; large ones from memory that is kept between iterations (csrc/buffer.h says why)."""
+    """An uninitialised CPU tensor. Large ones use memory that is kept between iterations, see csrc/buffer.h."""
     if math.prod(shape) * dtype.itemsize < POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
 
 
 def empty_cache() -> None:
-    """Give the memory that waits for the next large result back to the system."""
+    """Free the memory that is kept for large results."""
     if AVAILABLE:
         _C.empty_cache()
 
 
-# Of the tensors that a kernel is given, those whose dtype is not that of the call.
+# Arguments of kernels whose dtype is not that of the call.
 _OWN_DTYPE = {
     **dict.fromkeys(("tokens", "lengths", "target", "definite", "hits", "pairs"), torch.int64),
     "resets": torch.bool,
@@ -82,27 +82,25 @@ _OWN_DTYPE = {
 
 
 class Prepared:
-    """A kernel call whose tensors are checked once, but for those of `varying`, which are given at every call: of the
-    dtype and contiguous, as the caller has made sure.
+    """A kernel call whose tensors are checked once. Those of `varying` are passed in every call; the caller guarantees
+    that they are contiguous and of the dtype.
 
-    parts: what the other tensors are, or were made of, contiguous. What the kernel does not read itself is compared
-    with a copy before it runs.
+    parts: contiguous tensors from which the other tensors were computed, or which are among them. Those that the kernel
+    does not read are compared with a copy before each call.
     """
 
     def __init__(
         self, name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None],
         varying: tuple[str, ...], parts: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        # not the parameters themselves: their hooks may hold what has this call
-        fixed = {
-            key: t.detach().contiguous() for key, t in tensors.items() if t is not None and key not in varying
-        }  # fmt: skip
+        # detached, since hooks of a parameter may have a reference to the owner of this call
+        fixed = {key: t.detach().contiguous() for key, t in tensors.items() if t is not None and key not in varying}
         read = {t.data_ptr() for t in fixed.values()}
         made_of = [part.detach() for part in parts if part.data_ptr() not in read]
         copies = [part.clone() for part in made_of]
         compared = [(a.data_ptr(), b.data_ptr(), a.nbytes) for a, b in zip(made_of, copies, strict=True)]
         arguments = _checked(dtype, sizes, {**tensors, **fixed}, [])
-        # also so that no other tensor gets the memory: callers tell by addresses whether a tensor is still the same
+        # references to all, so that the addresses stay valid, and are not reused for other tensors
         self._held = *fixed.values(), *made_of, *copies
         self._run = getattr(_C, f"prepare_{name}")(arguments, varying, compared).run
 
@@ -113,9 +111,9 @@ class Prepared:
 
 
 def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None]) -> None:
-    """Call the kernel `name` with the addresses of tensors by their names; those that are None are null pointers there.
+    """Call the kernel `name` with the addresses of tensors by name; None is a null pointer.
 
-    Tensors are on the CPU and of this dtype, or refused. An input that is not contiguous is copied; results must be.
+    Tensors must be on the CPU and of this dtype. An input that is not contiguous is copied; results must be contiguous.
     """
     kept: list[Tensor] = []  # copies, until the kernel has read them
     getattr(_C, name)(_checked(dtype, sizes, tensors, kept))
@@ -124,7 +122,7 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Map
 def _checked(
     dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None], kept: list[Tensor]
 ) -> dict[str, Any]:
-    """What a kernel is given; copies that it reads join `kept`."""
+    """The arguments of a kernel. Copies of inputs are appended to `kept`."""
     arguments: dict[str, Any] = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
     for key, tensor in tensors.items():
         if tensor is None:

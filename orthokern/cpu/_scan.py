@@ -11,7 +11,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.cpu._call import Prepared, call, new
 
-# ScanGradients, as ScanArgs names them
+# the fields of ScanGradients by their names in ScanArgs
 _NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
 
 
@@ -51,7 +51,7 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
 
 
 def prepared_scan(map_: Map, inputs: ScanInputs, activation: str, parts: Sequence[Tensor]) -> Prepared:
-    """A forward that keeps nothing for a backward, called with x, h0 and hs; parts as of Prepared."""
+    """A forward for inference, called with x, h0 and hs; parts: see `Prepared`."""
     assert inputs.x is not None
     sizes, tensors = _arguments(map_, inputs, ScanOptions(activation), inputs.x.shape[0])
     tensors |= {"hs": inputs.h0, "ckpt": None, "pre": None}

@@ -11,8 +11,8 @@ from orthokern.cpu._call import call, new
 
 
 def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: bool = True) -> LinearLoss:
-    """See :mod:`orthokern.ops.linear_cross_entropy`. A weight that no cache holds goes through torch's products over as
-    many rows as there is room for: the kernel would read it anew for every group of its rows."""
+    """See :mod:`orthokern.ops.linear_cross_entropy`. For a weight that does not fit into a cache, torch's products over
+    chunks of rows are used: the kernel would read the weight again for every group of rows."""
     weight, bias, target, reduction = readout
     if weight.numel() * weight.element_size() > _LARGE_READOUT:
         return _large_readout(hidden, readout, need_grad)
@@ -36,12 +36,12 @@ _LOGITS = 32 << 20  # bytes of a chunk's logits, about
 
 @ieee_products()
 def _large_readout(hidden: Tensor, readout: Readout, need_grad: bool) -> LinearLoss:
-    """`linear_cross_entropy_fwd` for many classes; every chunk of logits becomes its own gradient, in place."""
+    """`linear_cross_entropy_fwd` for many classes; every chunk of logits is overwritten by its gradient."""
     weight, bias, target, reduction = readout
     rows, classes = hidden.shape[0], weight.shape[0]
     scale = 1.0 / rows if reduction == "mean" else 1.0
     chunk = max(64, _LOGITS // (classes * weight.element_size()))
-    chunk = -(-rows // -(-rows // chunk))  # all about alike
+    chunk = -(-rows // -(-rows // chunk))  # chunks of nearly equal size
     loss = torch.zeros((), dtype=torch.float64)
     grad_hidden, grad_weight = (torch.empty_like(t) if need_grad else None for t in (hidden, weight))
     grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else None

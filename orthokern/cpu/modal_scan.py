@@ -10,7 +10,7 @@ from orthokern.cpu._call import call, new
 
 
 def modal_arguments(inputs: ModalInputs, T: int) -> tuple[dict[str, float], dict[str, Tensor | None]]:
-    """Sizes and tensors that all modal kernels take. Ids go as bytes beside their width."""
+    """The common arguments of the modal kernels. Ids are passed as bytes, with their width."""
     table, pairs = inputs.table, inputs.pairs
     ids = inputs.x if table is not None else None
     D, P = 0 if table is None else table.shape[0], 0 if pairs is None else pairs.shape[0]
@@ -21,7 +21,7 @@ def modal_arguments(inputs: ModalInputs, T: int) -> tuple[dict[str, float], dict
 
 
 def modal_gradients(inputs: ModalInputs, grad_x: Tensor | None) -> ModalGradients:
-    """Memory for the gradients, but for that of x."""
+    """Memory for the gradients except that of x."""
     z0, table, pairs = inputs.z0, inputs.table, inputs.pairs
     return ModalGradients(
         x=grad_x,
@@ -34,7 +34,7 @@ def modal_gradients(inputs: ModalInputs, grad_x: Tensor | None) -> ModalGradient
 
 
 def named(grads: ModalGradients | None) -> dict[str, Tensor | None]:
-    """The gradients, or null pointers, by the names of the kernels' arguments."""
+    """The gradients, or None, by the names of the kernels' arguments."""
     found = dict.fromkeys(ModalGradients._fields) if grads is None else grads._asdict()
     return {f"grad_{name}": grad for name, grad in found.items()}
 

@@ -1,4 +1,4 @@
-"""Calls into the CUDA kernels: the only module that passes addresses to them."""
+"""Calls of the CUDA kernels. This is the only module that passes addresses to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orthokern.errors import InputError
 
-# The native entry points and the device type that they take. The tests put the host harness and "cpu" here.
+# The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
 kernels: Any = None
 DEVICE = "cuda"
 
@@ -23,17 +23,17 @@ try:
     kernels = getattr(_C, "cuda", None)
     REASON = "" if kernels is not None else f"not in this build: {json.loads(_C.build_info())['cuda_reason']}"
 except ImportError as error:
-    REASON = f"the native module is not built ({error}): run `pip install -e .` with a C++17 compiler and nvcc at hand"
+    REASON = f"the native module is not built ({error}): install a C++17 compiler and nvcc, and run `pip install -e .`"
 AVAILABLE = kernels is not None
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
-# Planner overrides, which only tests set: the fields of ScanOverrides and GruOverrides in csrc/cuda.
+# Planner overrides for tests: the fields of ScanOverrides and GruOverrides in csrc/cuda.
 overrides: dict[str, int] = {}
 
 
 def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name: str) -> Tensor | None:
-    """`tensor` as the kernels read it: on this device, of this dtype, contiguous, its first element at a multiple of 16
-    bytes (a contiguous view may begin anywhere, and a misaligned vector access is an error on a GPU)."""
+    """`tensor` in the form that kernels need: on this device, of this dtype, contiguous, with its first element at a
+    multiple of 16 bytes (that of a contiguous view may be anywhere, and a GPU has no unaligned vector accesses)."""
     if tensor is None:
         return None
     if tensor.device != device or device.type != DEVICE:
@@ -45,14 +45,14 @@ def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name:
 
 
 def addressed(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """The arguments of a native function: numbers, and the addresses of tensors; a null pointer is None."""
+    """The arguments of a native function: numbers, and the addresses of tensors; None is a null pointer."""
     return {**sizes, **{key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}}
 
 
 def call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> None:
-    """Call the native function `name` on the current stream of `device`. Tensors that are None are null pointers there.
+    """Call the native function `name` on the current stream of `device`; None is a null pointer.
 
-    The native functions leave the current device as it was (csrc/cuda/launch.h, DeviceGuard).
+    The native functions restore the current device (csrc/cuda/launch.h, DeviceGuard).
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     getattr(kernels, name)({**addressed(sizes, tensors), "device": device.index or 0, "stream": stream})
@@ -61,23 +61,23 @@ def call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Map
 def workspace(
     name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
 ) -> Tensor:
-    """Scratch memory for the kernels of one call, as large as the native function `name` says of its arguments."""
+    """Scratch memory for the kernels of one call; the native function `name` computes its size."""
     launch = {"device": device.index or 0, "stream": None, "workspace": None}
     size = getattr(kernels, name)({**addressed(sizes, tensors), **launch})
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str, int]:
-    """What the native planner `name` answers for a scan of these sizes: how to launch it, and its workspace.
+    """The result of the native planner `name` for a scan of these sizes: the launch parameters, and the workspace size.
 
-    Answers are kept, since a planner asks the driver what fits on the device. Of the planner overrides, a user may set
-    one: ORTHOKERN_CUDA_GRAPHS=0 sets ``graph_steps`` to 0.
+    Results are cached, since a planner queries the driver. Users may set one of the planner overrides:
+    ORTHOKERN_CUDA_GRAPHS=0 sets ``graph_steps`` to 0.
     """
     setting = os.environ.get("ORTHOKERN_CUDA_GRAPHS", "").strip()
     if setting not in ("", "0", "1"):
         raise InputError(
-            f"the environment variable ORTHOKERN_CUDA_GRAPHS is {setting!r}; accepted: 1 (the default: steps go to the "
-            "GPU in CUDA graphs) or 0 (kernel by kernel)"
+            f"the environment variable ORTHOKERN_CUDA_GRAPHS is {setting!r}; accepted: 1 (the default: steps are "
+            "launched in CUDA graphs) or 0 (as separate kernels)"
         )
     asked = {"graph_steps": 0, **overrides} if setting == "0" else overrides
     return _planned(name, device.index or 0, tuple(sizes.items()), tuple(asked.items()))
@@ -92,5 +92,5 @@ def _planned(
 
 
 def forget_plans() -> None:
-    """Ask the planners anew. For tests that exchange the kernels or the device that they pretend."""
+    """Clear the cache. For tests that replace the kernels or the simulated device."""
     _planned.cache_clear()

@@ -1,4 +1,4 @@
-"""factored_scan and dense_scan on CUDA; how their kernels run: ``csrc/cuda/scan.h``."""
+"""factored_scan and dense_scan on CUDA; ``csrc/cuda/scan.h`` describes the kernels."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from orthokern.cuda import _call as native
 from orthokern.cuda._sums import Sums
 
 _PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
-# Elements of the adjoints in one product of the gradients, 32 MiB. A sum over all steps is one of such windows of
-# steps, last one first, however the states came about: so recomputing them changes no bit.
+# Elements of the adjoints in one product of the gradients, 32 MiB. Sums over all steps are accumulated over such
+# windows of steps, the last one first, with and without recomputed states, so that the bits are the same.
 _WINDOW_ELEMENTS = 1 << 23
-# The fewest steps of a window whose products run beside the scan of the next one, which costs a launch for each window;
-# and two paths of csrc/cuda/scan.h: maps in registers, single steps.
+# The fewest steps of a window whose products run concurrently with the scan of the next one, which costs a launch for
+# each window; and two paths of csrc/cuda/scan.h: maps in registers, single steps.
 _OVERLAPPED_STEPS, _RESIDENT, _SINGLE_STEPS = 256, 0, 2
-# Below this many steps, or above this many sequences, `auto` scans one step after the other: chunks of time have
-# nothing to gain when the sequences fill the GPU already.
+# Below this many steps, or above this many sequences, `auto` uses the sequential scan: if the sequences occupy the GPU,
+# chunks of time are not faster.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
-# Chunked: the longest chunk. Longer ones leave fewer of them than fill a GPU.
+# The longest chunk of time. With longer ones, there would be too few to occupy a GPU.
 _LONGEST_CHUNK = 128
 
 
@@ -37,13 +37,13 @@ class Scan:
 
     Args:
         map_, act_param: float32 and contiguous.
-        options: of the op; ``lengths`` as the kernels read them.
-        backward: which of the two recurrences.
+        options: of the op, with ``lengths`` in the form that kernels need.
+        backward: whether it is the adjoint recurrence.
         B: rows of the batch.
         tokens: whether the inputs are token ids.
         chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
-        models: of the B rows, each with a map of its own, which then has this number in front.
-        restart: [B, N], what a cut puts in place of a state; None: zeros. Cuts where the options have resets.
+        models: number of models in the B rows; with several, the map has a leading dimension of this size.
+        restart: [B, N], the state that a reset sets; None: zeros.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scan:
             "act_param_stride": int(act_param is not None and act_param.numel() > models),
             "backward": int(backward),
         }
-        # which inputs there are decides how much shared memory a sequence takes
+        # the shared memory of a sequence depends on which inputs exist
         asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens), "cut": int(self.cut is not None)}
         self.plan = native.plan(f"{map_.op}_plan", self.device, asked)
         for name in ("packed1", "packed2", "work"):
@@ -85,12 +85,12 @@ class Scan:
     def leaves_room(self, window: int) -> bool:
         """Whether the kernel may leave multiprocessors idle, on which products of a window of steps can run.
 
-        Single steps fill the GPU, or take turns with other kernels anyway; so do batches of so short a window.
+        Single steps, and batches with so short a window, occupy the GPU, or alternate with other kernels anyway.
         """
         return self.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
 
     def sums(self) -> Tensor:
-        """[2, rows, N]: the running sums of act_param's gradient, which later launches continue."""
+        """[2, rows, N]: the running sums of act_param's gradient over all launches."""
         return self.map.second.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
 
     def norms(self, steps: int) -> Tensor:
@@ -113,9 +113,9 @@ class Scan:
         norms: Tensor | None = None,
         time: int = 0,
     ) -> None:
-        """Put the scan of ``steps`` steps, from step ``time`` of the op on, on the stream.
+        """Launch the scan of ``steps`` steps, from step ``time`` of the op on, on the current stream.
 
-        Tensors of these steps, by the names of csrc/cuda/scan.h.
+        Tensors of these steps, by the names in csrc/cuda/scan.h.
         """
         if not steps or not self.sizes["sequences"]:
             return
@@ -132,13 +132,13 @@ class Scan:
 
 
 def _cuts(resets: Tensor, backward: bool) -> Tensor:
-    """ScanArgs::cut, bool [T, B]: the steps after which a state is replaced. Backward that of a step that resets, whose
-    message goes no further; forward that of the step before it."""
+    """ScanArgs::cut, bool [T, B]: the steps after which the state, or backward the adjoint, is replaced. Forward this
+    is the step before a reset; backward the reset itself, which the adjoint does not pass."""
     return resets if backward else before_resets(resets)
 
 
 def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(e [T, B, N], None), or for token ids (None, table [D, N]): what the kernels add in each step."""
+    """The input term of each step: (e [T, B, N], None), or for token ids (None, table [D, N])."""
     if weight is None:
         return x, None
     if not x.is_floating_point():
@@ -154,11 +154,10 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
 
 
 def chunk_length(options: ScanOptions, steps: int, B: int, N: int) -> int:
-    """Steps of a chunk, from sizes alone; 0 for the sequential scan, which a clip and resets need: chunks add up linear
-    maps.
+    """Steps of a chunk, which depend on sizes only; 0 for the sequential scan, which clipping and resets require.
 
-    Two scans of C steps over all chunks, and one over the T / C carries: least for C near sqrt(T), and short enough
-    to leave many chunks.
+    The cost is two scans of C steps over all chunks, and one over the T / C carries: it is lowest for C near sqrt(T).
+    C is limited so that there are many chunks.
     """
     if options.activation != "identity" or options.message_clip > 0 or options.algorithm == "sequential" or steps < 2:
         return 0
@@ -173,13 +172,13 @@ def _chunked(
     map_: Map, options: ScanOptions, chunk: int, inputs: dict[str, Any], start: Tensor | None, out: Tensor,
     *, backward: bool, table: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The recurrence without activation over chunks of time at once; out [T, B, N].
+    """The recurrence without activation, in parallel over chunks of time; out [T, B, N].
 
-    (a) every chunk but the last from a zero state, of which only the end is kept; (b) the states at the chunks'
-    borders, one after the other: each is W^chunk times the one before, plus that end; (c) every chunk again, from its
-    border. W is composed: for (b) in float64, and for (a) and (c) in float32 where that is fewer products than those of
-    the factors. Backward is the same with W^T, from the last step to the first. Chunks behind
-    the end of a sequence give zeros whatever enters them: forward nothing of theirs is kept, backward they come first.
+    (a) Every chunk but the last runs from a zero state, and only its end is kept. (b) The states between chunks are
+    computed in sequence: each is W^chunk times the previous one, plus that end. (c) Every chunk runs again from its
+    initial state. W is composed: for (b) in float64, and for (a) and (c) in float32 if that takes fewer products than
+    the factors. Backward is the same with W^T, from the last step to the first. Chunks after the end of a sequence give
+    zeros for any initial state.
     """
     steps, B, N = out.shape
     count = -(-steps // chunk)
@@ -192,7 +191,7 @@ def _chunked(
     def scan(chunks: int) -> Scan:
         return Scan(
             map_, options, None, backward=backward, B=B, tokens=table is not None, chunk=chunk, sequences=chunks * B
-        )  # fmt: skip
+        )
 
     if count > 1:
         ends = out.new_empty(count - 1, B, N)
@@ -204,7 +203,7 @@ def _chunked(
 
 
 def _ready(map_: Map, inputs: ScanInputs, options: ScanOptions) -> tuple[Map, ScanInputs, ScanOptions]:
-    """The same, checked and as the kernels read them."""
+    """The arguments, checked and in the form that kernels need."""
     device = map_.second.device
 
     def ready(tensor: Tensor | None, name: str) -> Any:
@@ -224,8 +223,10 @@ def _ready(map_: Map, inputs: ScanInputs, options: ScanOptions) -> tuple[Map, Sc
 
 
 def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
-    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`. A precision below "ieee" shows where
-    single steps are launched."""
+    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`.
+
+    A precision below "ieee" has an effect only where single steps are launched.
+    """
     map_, inputs, options = _ready(map_, inputs, options)
     models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
@@ -253,10 +254,10 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
 
 
 class _Recomputed:
-    """States of a backward with checkpoints, one segment after the other, last one first.
+    """The recomputed states of a backward with checkpoints, segment by segment, the last one first.
 
-    Row t - start of ``before`` is h_{t-1}, where start is the first step of the segment. Behind the segment lie the
-    rows of those later steps that do not fill a window yet.
+    Row t - start of ``before`` is h_{t-1}, where start is the first step of the segment. The rows of the segment are
+    followed by those of later steps that do not fill a window yet.
     """
 
     def __init__(
@@ -276,8 +277,8 @@ class _Recomputed:
         self.pre = ckpt.new_empty(self.every, B, N) if ACTIVATIONS[options.activation].needs_input else None
 
     def run(self, start: int, stop: int, waiting: int) -> tuple[Tensor, Tensor | None]:
-        """States and, if the activation needs them, pre-activations of the steps [start, stop); ``waiting`` rows of
-        later steps stay behind them."""
+        """States and, if the activation needs them, pre-activations of the steps [start, stop). ``waiting`` rows of
+        later steps are kept after them."""
         length = stop - start
         if waiting:
             self.before[length : length + waiting] = self.before[:waiting].clone()
@@ -291,23 +292,23 @@ class _Recomputed:
         first = self.before[0]
         if self.resets is not None:
             first = started(first, self.resets[start], self.inputs.reset_state)
-        # the last row may be that of a waiting step: the same state, the same bits
+        # the last row may also belong to a waiting step: it has the same bits
         self.scan.run(length, **term, table=self.table, start=first, out=segment, pre=pre, time=start)
         return segment, pre
 
 
 def window_steps(B: int, N: int) -> int:
-    """Steps of a window of the gradients' products, from sizes alone."""
+    """Steps of a window of the gradients' products, which depend on sizes only."""
     window = max(1, _WINDOW_ELEMENTS // max(B * N, 1))
     return window - (window % 16 if window > 16 else 0)
 
 
 class _Beside:
-    """A stream for what need not be in line with the scan: inside a ``with`` block, torch's work goes onto it.
+    """A second stream for work that runs concurrently with the scan: the current stream inside a ``with`` block.
 
-    It begins behind everything that is on the current stream, and the current stream waits for it in ``join`` alone.
-    Tensors that both use have to live until then. A CUDA graph captures both. Without a CUDA device, in tests, there is
-    one stream.
+    It first waits for all work of the current stream, which waits for it in ``join`` only. References to tensors of
+    both streams must be kept until then. A CUDA graph captures both. Without a CUDA device, in tests, there is one
+    stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -332,7 +333,7 @@ class _Beside:
 
 @functools.cache
 def _side_stream(device: int) -> Any:
-    """One for each device, kept: torch has 32 streams in all."""
+    """One stream for each device, cached: torch has only 32 streams."""
     return torch.cuda.Stream(device)
 
 
@@ -342,10 +343,10 @@ class _Products:
     Args:
         sums: the gradients that are sums over time, or None.
         weight: [N, D], for the gradient of features, or None.
-        grad_x: [T, B, D], filled if there is a weight.
+        grad_x: [T, B, D], written if there is a weight.
         window: steps of a window.
-        steps: T. Attribute ``high``: the products have the steps from here on.
-        resets, cut_sum: bool [T, B], and [B, N], to which delta of the steps that reset is added; or None.
+        steps: T. Attribute ``high``: the first step that has been processed.
+        resets, cut_sum: bool [T, B], and [B, N], to which delta_t of the resets is added; or None.
     """
 
     def __init__(
@@ -362,12 +363,12 @@ class _Products:
         self.sums, self.weight, self.grad_x, self.window, self.high = sums, weight, grad_x, window, steps
 
     def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
-        """Those windows that begin at ``start`` or later and have not been taken.
+        """Process the windows that begin at ``start`` or later, and are not processed yet.
 
         Args:
-            start: the first step whose adjoint is there.
+            start: the first step whose adjoint is known.
             low: the step of delta's first row.
-            before: h_{t-1} from step ``start`` on, or None where ``states`` has all of them.
+            before: h_{t-1} from step ``start`` on, or None if ``states`` has all states.
         """
         for begin in reversed(range(start - start % self.window, self.high, self.window)):
             if begin < start:
@@ -380,7 +381,7 @@ class _Products:
                 self.sums.add(
                     begin, rows, states[begin - 1 : end - 1] if before is None else before[begin - start : end - start]
                 )
-            elif self.sums is not None:  # h0 lies elsewhere where all states are kept
+            elif self.sums is not None:  # without checkpoints, h0 is not in the same tensor
                 if end > 1:
                     self.sums.add(1, rows[1:], states[: end - 1] if before is None else before[1:end])
                 self.sums.add(0, rows[:1], h0.unsqueeze(0) if before is None else before[:1])
@@ -390,12 +391,12 @@ class _Products:
 
 
 class _ProductsOfModels:
-    """`_Products` for each model, of tensors with the rows of all.
+    """`_Products` of each model, from tensors with the rows of all.
 
     Args:
         inputs, options: with the rows of all models.
         steps, window: as in `_Products`.
-        need_x, need_params: which gradients are wanted.
+        need_x, need_params: which gradients are computed.
     """
 
     def __init__(
@@ -425,7 +426,7 @@ class _ProductsOfModels:
             products.add(start, low, rows[0], rows[1], rows[2], self.models.of(self.h0, r, 0))  # type: ignore[arg-type]
 
     def found(self, name: str, dim: int = 0) -> Any:
-        """An attribute of the products or of their sums, of all models."""
+        """An attribute of the products or of their sums, for all models."""
         of_all: list[Any] = [getattr(one if hasattr(one, name) else one.sums, name, None) for one in self.each]
         if of_all[0] is None:
             return None
@@ -463,7 +464,7 @@ def scan_bwd(
     steps, B, N = grad_hs.shape
     chunk, resets = chunk_length(options, steps, B, N), options.resets
     if options.checkpoint_every and chunk:
-        # the chunks do not end where the segments do: all states at once, as the forward gave them
+        # chunks and segments have different borders: recompute all states as in the forward
         options = dataclasses.replace(options, checkpoint_every=0)
         states = scan_fwd(map_, inputs, options).hs
 
@@ -476,10 +477,10 @@ def scan_bwd(
     norms = scan.norms(steps)
     products, beside = _ProductsOfModels(models, inputs, options, steps, window, need_x, need_params), None
     if again is None and not chunk and products.wanted and scan.leaves_room(window):
-        every, beside = window, _Beside(h0.device)  # the products of a window while the next one is scanned
+        every, beside = window, _Beside(h0.device)  # products of a window run during the scan of the next one
 
-    # Row t - low of delta is delta_t. low is 0 where all of them are kept, else the start of the segment: then, as in
-    # _Recomputed, the rows of waiting steps follow.
+    # Row t - low of delta is delta_t. low is 0 if all are kept, else the start of the segment; then the rows of waiting
+    # steps follow, as in _Recomputed.
     delta = h0.new_empty(steps if keep_delta else min(every + window, steps), B, N)
     carry = None  # delta of the step after the segment
     for start in reversed(range(0, steps, every)):
@@ -500,8 +501,8 @@ def scan_bwd(
         else:
             scan.run(
                 stop - start, x=g, gate=gate, start=carry, out=place, norms=norms[start:stop], sums=running, time=start
-            )  # fmt: skip
-        # the kernel of the next segment may write where this row lies
+            )
+        # the kernel of the next segment may overwrite this row
         carry = place[0] if keep_delta else place[0].clone()
         if resets is not None:
             carry = started(carry, resets[start], None)
@@ -535,7 +536,7 @@ def scan_bwd(
 
 
 def serves_replicas(map_: Map, options: ScanOptions, steps: int, B: int) -> bool:
-    """Whether a call for R models is one launch: those whose maps stay in registers, without chunks of time."""
+    """Whether a call for R models can be one launch: if the maps fit into registers, without chunks of time."""
     N = map_.second.shape[-2]
     if chunk_length(options, steps, B, N):
         return False

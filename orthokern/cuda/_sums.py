@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [N, D] += left [R, N]^T right [R, D], in as many partial sums as keep the GPU busy.
+    """total [N, D] += left [R, N]^T right [R, D], in enough partial sums to occupy the GPU.
 
-    The rows that do not divide into equal parts, fewer than there are parts, are a product of their own.
+    The rows that remain after a division into equal parts are multiplied separately.
     """
     rows = left.shape[0]
     tiles = -(-total.shape[0] // 64) * -(-total.shape[1] // 64)
@@ -26,10 +26,11 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class Sums:
-    """The gradients that are sums over time of products with delta_t, taken window by window.
+    """The gradients that are sums over time of products with delta_t, computed window by window.
 
-    alive: bool [T, B], or None for no padding. There delta is 0, which times an infinity or a NaN would be NaN.
-    resets: bool [T, B], or None: the steps that began from reset_state [B, N], or from zeros for None.
+    alive: bool [T, B], False on padding, or None for no padding. The other factor is set to 0 on padding, since 0 times
+    an infinity or a NaN is NaN.
+    resets: bool [T, B], or None: the steps that started from reset_state [B, N], or from zeros for None.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Sums:
         self.grad_bias = None if bias is None else torch.zeros_like(bias)
 
     def add(self, start: int, delta: Tensor, before: Tensor) -> None:
-        """The steps from ``start`` on: delta and before, h_{t-1}, both [steps, B, N]."""
+        """Add the steps from ``start`` on: delta_t and before, which is h_{t-1}, both [steps, B, N]."""
         steps = delta.shape[0]
         alive = None if self.alive is None else self.alive[start : start + steps].unsqueeze(-1)
-        # the same alignment wherever the rows lie, which the choice of a product may depend on
+        # always the same alignment, since the library's choice of a kernel, and so the bits, may depend on it
         if delta[0].numel() % 4:
             delta, before = delta.clone(), before.clone()
         if self.resets is not None:
@@ -77,7 +78,7 @@ class Sums:
                 x = x.clone()
             add_product(self.grad_weight, rows, x.flatten(0, 1))
             return
-        # an id that is out of range belongs to no row of the table; nothing here adds in an order that may vary
+        # ids out of range are skipped; all sums have a fixed order
         ids, D = x.flatten(), self.weight.shape[1]
         if alive is not None:
             ids = torch.where(alive.flatten(), ids, -1)

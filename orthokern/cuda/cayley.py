@@ -19,11 +19,11 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
 def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
     """`cayley` of several (m [..., N, K], g, lr), of one dtype and device and of any shapes, by the same kernels.
 
-    Bit for bit the same as one at a time. One launch takes all that fit a block each; of the others, square and thin
-    ones take as many as the largest of them does.
+    The results are bitwise those of separate calls. All matrices that fit into one block each need one launch; the
+    others need as many launches as the largest square one and the largest thin one.
     """
     first = steps[0][0]
-    alive: list[Tensor | None] = []  # until the kernels are on the stream
+    alive: list[Tensor | None] = []  # references until the kernels are launched
     outs, matrices = [], []
     for m, g, lr in steps:
         m = native.ready(m, first.dtype, first.device, "m")  # type: ignore[assignment]

@@ -14,7 +14,7 @@ _RESIDENT = 0  # a path of csrc/cuda/gru_scan.h
 
 
 class _Scan:
-    """One GRU scan as the native planner would run it (csrc/cuda/gru_scan.h)."""
+    """One GRU scan with the plan of the native planner (csrc/cuda/gru_scan.h)."""
 
     def __init__(self, inputs: GruInputs, options: GruOptions, T: int, *, backward: bool) -> None:
         B, N = inputs.h0.shape
@@ -26,7 +26,7 @@ class _Scan:
         self.plan = native.plan("gru_scan_plan", inputs.h0.device, self.sizes)
 
     def run(self, **tensors: Tensor | None) -> None:
-        """Put it on the stream; tensors by the names of csrc/cuda/gru_scan.h."""
+        """Launch it on the current stream; tensors by the names in csrc/cuda/gru_scan.h."""
         h0 = self.inputs.h0
         work = h0.new_empty(self.plan["work"]) if self.plan["work"] else None
         of_options = {"lengths": self.options.lengths, "resets": self.options.resets}
@@ -77,13 +77,13 @@ def gru_scan_bwd(
 
 
 def serves_replicas(inputs: GruInputs) -> bool:
-    """Whether a call for R models is one launch: where the matrices stay in registers."""
+    """Whether a call for R models can be one launch: if the matrices fit into registers."""
     one = inputs._replace(w=inputs.w[0], h0=inputs.h0[0])
     return _Scan(one, GruOptions("kanai"), 1, backward=True).plan["path"] == _RESIDENT
 
 
 def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:
-    """The same, checked and contiguous."""
+    """The arguments, checked and contiguous."""
     device = inputs.h0.device
     tensors = {name: native.ready(tensor, torch.float32, device, name) for name, tensor in inputs._asdict().items()}
     lengths = native.ready(options.lengths, torch.int64, device, "lengths")

@@ -1,4 +1,4 @@
-"""modal_scan on CUDA; the kernels: ``csrc/cuda/modal_scan.cu``, what they make a call of: ``_modal_chunks.py``."""
+"""modal_scan on CUDA; the kernels: ``csrc/cuda/modal_scan.cu``; the algorithm: ``orthokern/_modal_chunks.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orthokern.cuda._call import DTYPES
 
 
 def _call(name: str, steps: Steps, T: int, sizes: dict[str, int], tensors: dict[str, Tensor | None]) -> None:
-    """Launch for T of the steps."""
+    """Launch the kernel `name` for T steps."""
     re, im, lengths, B, chunk, first = steps
     sizes = {"T": T, "B": B, "M": re.shape[0], "chunk": chunk, "first": first, **sizes}
     native.call(name, re.device, sizes, {"re": re, "im": im, "lengths": lengths, **tensors})
@@ -64,12 +64,12 @@ KERNELS = Kernels(_forward, _join, _backward, _pairs, _by_id)
 
 
 def ready(inputs: ModalInputs) -> ModalInputs:
-    """The tensors as the kernels read them, on the device of re."""
+    """The tensors in the form that kernels need, on the device of re."""
     return ModalInputs._make(tensors_ready(inputs.re.device, inputs._asdict()))
 
 
 def tensors_ready(device: torch.device, tensors: Mapping[str, Tensor | None]) -> list[Any]:
-    """The tensors, of any dtype, as the kernels read them; re and im are float64."""
+    """The tensors, of any dtype, in the form that kernels need; re and im must be float64."""
     wide = ("re", "im")
     return [
         native.ready(tensor, torch.float64 if tensor is None or name in wide else tensor.dtype, device, name)

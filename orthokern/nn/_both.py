@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 def both_directions(
     module: Recurrent, data: Tensor, states: Sequence[Tensor | None], suffixes: Sequence[str]
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """One layer of sequences of one length, where a backend runs both directions in one launch.
+    """Runs one layer for sequences of one length, if the backend supports both directions in one launch.
 
     Args:
         data: [T, B, D], or ids [T, B].
         states: h0 [B, N] of each direction, or None for zeros.
-        suffixes: of the parameters of each direction.
+        suffixes: suffixes of the parameters of each direction.
 
     Returns:
-        The states [T, B, N] of each direction and their last ones [B, N]; or None, where each direction is a call.
+        The states [T, B, N] and the last states [B, N] of each direction; None if the directions need separate calls.
     """
     name, sizes = module._op()
     if name not in (*SCANS, "gru_scan") or data.is_meta or not data.numel() or not quiet():
         return None
-    if torch.is_autocast_enabled(data.device.type) or _taps.SINKS:  # taps tell calls apart
+    if torch.is_autocast_enabled(data.device.type) or _taps.SINKS:  # taps record the directions separately
         return None
     like = module._tensor(f"weight_ih_{suffixes[0]}")
     leaf = dispatch.resolve(

@@ -1,11 +1,11 @@
-"""Checks of constructor arguments that the modules share. Each returns the value or raises a one-line InputError."""
+"""Checks of arguments shared by the modules. Each returns the value or raises an InputError of one line."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
+from orthokern.ops._checks import strided
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether looking at a tensor's numbers costs no wait and is possible: on a CPU, and not while a program is traced
-    or vmap runs it for many at once."""
+    """Whether the values of a tensor can be read without a synchronisation: on a CPU, and neither traced nor under
+    vmap."""
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     functorch = torch._C._functorch
@@ -58,11 +59,11 @@ def number(name: str, value: Any, accepted: str) -> float:
         raise InputError(f"{name} must be {accepted}, got {value!r}") from None
 
 
-def finite(name: str, value: Any, *, above_zero: bool) -> float:
-    """A finite number, 0 or more; with `above_zero` more than 0."""
-    accepted = "a finite number above 0" if above_zero else "a finite number, 0 or more"
+def finite(name: str, value: Any, bound: Literal["", " above 0", ", 0 or more"] = "") -> float:
+    """A finite number within the bound."""
+    accepted = f"a finite number{bound}"
     found = number(name, value, accepted)
-    if not (math.isfinite(found) and (found > 0.0 if above_zero else found >= 0.0)):
+    if not math.isfinite(found) or (bound and found < 0.0) or (bound == " above 0" and found == 0.0):
         raise InputError(f"{name} must be {accepted}, got {value!r}")
     return found
 
@@ -76,7 +77,7 @@ def share(name: str, value: Any) -> float:
 
 
 def parameter_dtype(value: torch.dtype | None, *, half: bool) -> torch.dtype:
-    """The dtype of the parameters: float32, float64 and, with `half`, the 16-bit ones (only a dense recurrence may)."""
+    """The dtype of the parameters: float32, float64 and, with `half` (for a dense recurrence), 16-bit dtypes."""
     dtype = torch.get_default_dtype() if value is None else value
     accepted = [torch.float32, torch.float64] + ([torch.bfloat16, torch.float16] if half else [])
     if dtype not in accepted:
@@ -86,7 +87,7 @@ def parameter_dtype(value: torch.dtype | None, *, half: bool) -> torch.dtype:
 
 
 def check_backend(name: str | None) -> str | None:
-    """A typing error in the name shows at construction; whether the backend can serve is known only in forward."""
+    """A backend name. Whether the backend supports the call is only known in forward."""
     names = ("auto", *BACKENDS)
     if name is not None and name not in names:
         raise unknown_name("backend", name, names)
@@ -94,7 +95,7 @@ def check_backend(name: str | None) -> str | None:
 
 
 def check_device(value: Any) -> Any:
-    """Where the parameters go: a device that torch can put tensors on here; None for torch's default."""
+    """A device on which torch can allocate tensors on this machine, or None for torch's default."""
     if value is None:
         return None
     reason = ""
@@ -116,11 +117,11 @@ def check_device(value: Any) -> Any:
 def check_input(
     input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool, small_ids: bool = False
 ) -> bool:
-    """Check what a recurrence is given, but for its T and B.
+    """Checks the input of a recurrence, except its T and B.
 
     Args:
         input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed.
-        weight: the input weight, whose dtype and device count.
+        weight: the input weight; the input must have its device and, if it is floating, its dtype.
         input_size: D, or the number of token ids.
         small_ids: token ids may also be uint8 or int16.
 
@@ -129,9 +130,7 @@ def check_input(
     """
     if not isinstance(input, Tensor):
         raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
-    if input.layout is not torch.strided or input.is_nested:
-        kind = "nested" if input.is_nested else str(input.layout).removeprefix("torch.")
-        raise InputError(f"input is a {kind} tensor; accepted: a strided (dense) one")
+    strided("input", input)
     if input.device != weight.device:
         raise InputError(f"input is on {input.device} and the parameters on {weight.device}; accepted: the same device")
     if weight.is_complex():
@@ -162,8 +161,8 @@ def check_input(
 
 
 def check_ids(ids: Tensor, size: int) -> None:
-    """Refuses token ids outside of [0, size): at once on a CPU, where looking costs no wait, and as a part of the graph
-    where torch.compile traces. On a GPU torch's look-up does."""
+    """Rejects token ids outside of [0, size): immediately on a CPU, and in the graph under torch.compile. On a GPU
+    torch's look-up rejects them."""
     if ids.is_cuda or ids.is_meta:
         return
     if torch.compiler.is_compiling():
@@ -179,7 +178,7 @@ def check_ids(ids: Tensor, size: int) -> None:
 
 
 def check_packed(packed: PackedSequence) -> None:
-    """Refuses a PackedSequence that none of torch's functions makes. What lies on a GPU is not looked at."""
+    """Rejects a PackedSequence that torch's functions do not create. Tensors on a GPU are not read."""
     sizes, data = packed.batch_sizes, packed.data
     if not isinstance(sizes, Tensor) or sizes.dim() != 1 or sizes.dtype != torch.int64 or len(sizes) == 0:
         found = f"{sizes.dtype} {tuple(sizes.shape)}" if isinstance(sizes, Tensor) else type(sizes).__name__
@@ -211,8 +210,8 @@ def check_packed(packed: PackedSequence) -> None:
 
 
 def check_resets(resets: Any, shape: tuple[int, ...], letters: str, device: torch.device, ways: int) -> None:
-    """Refuses resets that are not bool of this shape, [T, B] in the layout of the input, and those of a module with two
-    directions."""
+    """Rejects resets that are not bool of this shape, [T, B] in the layout of the input, and resets of a bidirectional
+    module."""
     if not isinstance(resets, Tensor):
         raise InputError(f"resets must be a Tensor or None, got {type(resets).__name__}")
     if ways > 1:
@@ -225,7 +224,7 @@ def check_resets(resets: Any, shape: tuple[int, ...], letters: str, device: torc
 
 
 def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter without values; InputError where there is no memory for it."""
+    """A parameter with uninitialised values. Raises InputError if there is not enough memory."""
     try:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     except (RuntimeError, TypeError, OverflowError) as error:
@@ -237,7 +236,7 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
 
 
 def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
-    """Refuses what took the place of a module's parameter; shape None: of a module from before shapes were kept."""
+    """Rejects an invalid replacement of a module's parameter. shape is None for modules pickled by older versions."""
     held = type(value)
     if (held is nn.Parameter or held is Tensor) and value.layout is torch.strided and value.shape == shape:
         return
@@ -246,14 +245,12 @@ def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
         raise InputError(f"parameter {name} is {value!r}; accepted: {accepted}")
     if shape is not None and value.shape != shape:
         raise InputError(f"parameter {name} has shape {list(value.shape)}; accepted: {list(shape)}")
-    if value.layout is not torch.strided:
-        kind = str(value.layout).removeprefix("torch.")
-        raise InputError(f"parameter {name} is a {kind} tensor; accepted: a strided (dense) one")
+    strided(f"parameter {name}", value)
 
 
 def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
-    """Refuses a base B [N,N] from a state_dict, to be loaded into `held`, that is not orthogonal. What it is not made
-    for, another shape say, is load_state_dict's to tell."""
+    """Rejects a base B [N,N] from a state_dict, to be loaded into `held`, that is not orthogonal. load_state_dict
+    itself rejects other shapes."""
     if not isinstance(loaded, Tensor) or loaded.shape != held.shape or loaded.is_meta:
         return
     b = loaded.double()
@@ -263,7 +260,7 @@ def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
 
 
 def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
-    """Refuses a parameter [N,N] whose exponential P [N,N] is no number; on a CPU, where looking costs no wait."""
+    """Rejects a parameter [N,N] whose exponential P [N,N] is not finite, where P is `readable`."""
     if not readable(p) or bool(p.detach().isfinite().all()):
         return
     bad = int((~parameter.detach().isfinite()).sum())
@@ -276,7 +273,7 @@ def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
     )
 
 
-def told(module: nn.Module, **defaults: Any) -> str:
-    """The text of a module's sizes and of the settings that are not the defaults."""
+def settings_text(module: nn.Module, **defaults: Any) -> str:
+    """The sizes of a module and the settings that differ from the defaults, for extra_repr."""
     given = [f"{name}={value!r}" for name, usual in defaults.items() if (value := getattr(module, name)) != usual]
     return ", ".join([str(module.input_size), str(module.hidden_size), *given])

@@ -1,19 +1,20 @@
-"""What the recurrences with an orthogonal matrix P = B exp(A) share: the parameter, the base, and its moves.
+"""The base class of recurrences with an orthogonal matrix P = B exp(A): the parameter, the base, and its moves.
 
 Note [Dynamic trivialisation]
-    A is skew, from the strictly lower triangle of a parameter; B is an orthogonal base and no parameter. For a fixed B,
-    any optimizer trains A as a plain parameter (Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints",
-    with B = I). Far from A = 0 the exponential distorts: directions of A are stretched unequally, and |A| near pi has
-    directions that move P not at all. So every K steps the chart is taken anew around the point reached (Lezcano-Casado
-    2019, "Trivializations for gradient-based optimization on manifolds"): B <- B exp(A), A <- 0, which moves P not at
-    all. K = 1 is Riemannian gradient descent. Every M such moves, B is projected back to the orthogonal matrices.
+    A is skew, from the strictly lower triangle of a parameter; B is an orthogonal base and not a parameter. For a fixed
+    B, any optimizer trains A as a plain parameter (Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal
+    constraints", with B = I). Far from A = 0 the exponential distorts: directions of A are stretched unequally, and
+    with |A| near pi there are directions in which P does not change. So after every K steps the chart is centred at the
+    current point (Lezcano-Casado 2019, "Trivializations for gradient-based optimization on manifolds"): B <- B exp(A),
+    A <- 0, which does not change P. K = 1 is Riemannian gradient descent. After every M such moves, B is projected back
+    to the orthogonal matrices.
 
-    The base moves right after a step of an optimizer that holds A, by a hook that torch runs after the steps of all
+    The base moves directly after a step of an optimizer of A, by a hook that torch runs after the steps of all
     optimizers. A forward changes nothing, so it may run any number of times: for accumulated gradients, again in a
-    backward (torch.utils.checkpoint), compiled, exported or under vmap. All replicas of a data-parallel training take
-    the same steps, so their bases move at the same ones. What does not step as a torch.optim.Optimizer (a step captured
-    in a CUDA graph, a loop that changes parameters itself) moves no base: call `rebase` between such steps. A backward
-    through a forward from before the move raises torch's error about a tensor modified in place, as after any step.
+    backward (torch.utils.checkpoint), compiled, exported or under vmap. In data-parallel training the bases of all
+    replicas move after the same steps. Steps that are not taken by a torch.optim.Optimizer (captured in a CUDA graph,
+    or in a loop that changes parameters itself) do not move the base: call `rebase` between such steps. A backward
+    through a forward before the move raises torch's error about a tensor modified in place, as after any step.
 
 Note [Optimizer state at a move]
     Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
@@ -23,8 +24,8 @@ Note [Optimizer state at a move]
 
     and at A = 0 it is K: the same cotangent in the new chart. In the basis of eigenvectors of A, with eigenvalues
     i a_j, the integral multiplies element jk by f(a_j - a_k), f(d) = (exp(id) - 1) / (id) = exp(id/2) sinc(d/2), so
-    that K comes from Gamma by a division. Where |sinc| is below FLATTEST (the chart hardly moves P in that direction,
-    and Gamma has little information about K), FLATTEST is used. Second moments are scales, not vectors: they stay.
+    that K is Gamma divided by f. Where |sinc| is below FLATTEST (P hardly changes in that direction, and Gamma has
+    little information about K), FLATTEST is used. Second moments are scales, not vectors: they are kept.
 """
 
 from __future__ import annotations
@@ -49,11 +50,10 @@ from orthokern.ops._register import untraced
 
 INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
 OPTIMIZER_STATES = ("transport", "reset", "keep")
-FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # of torch.optim: SGD, RMSprop, Adam and their kin
+FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # names in torch.optim
 FLATTEST = 0.1
 
-# modules whose base moves by itself, and module -> its optimizers; outside the module so that it can be copied and
-# pickled
+# modules with rebase_every, and module -> its optimizers; not attributes, so that a module can be copied and pickled
 _moving: weakref.WeakSet[_Exponential] = weakref.WeakSet()
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 
@@ -65,27 +65,27 @@ def skew_from(parameter: Tensor) -> Tensor:
 
 
 def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient-like tensor of a parameter of A moved to the chart around exp(A); Note [Optimizer state at a move].
+    """Transforms a sum of gradients of A to the chart around exp(A); Note [Optimizer state at a move].
 
     Args:
         momentum: [N,N], a sum of gradients with respect to `parameter`, strictly lower triangular.
-        parameter: [N,N], where the old chart is left.
+        parameter: [N,N], the last point in the old chart.
 
     Returns:
         [N,N], strictly lower triangular.
     """
-    # the gradient with respect to L is twice the lower triangle of that with respect to A in the space of skew matrices
+    # the gradient with respect to L is twice the lower triangle of the skew gradient with respect to A
     gamma = skew_from(momentum).to(torch.complex128) / 2
     angles, q = torch.linalg.eigh(-1j * skew_from(parameter).to(torch.complex128))
     difference = angles.unsqueeze(-1) - angles.unsqueeze(-2)
-    sinc = torch.sinc(difference / (2 * torch.pi))  # torch's has a pi in it
+    sinc = torch.sinc(difference / (2 * torch.pi))  # torch's sinc(x) is sin(pi x) / (pi x)
     sinc = torch.where(sinc.abs() < FLATTEST, torch.where(sinc < 0, -FLATTEST, FLATTEST), sinc)
     k = q @ ((q.mH @ gamma @ q) / (sinc * torch.exp(0.5j * difference))) @ q.mH
     return (2 * k.real).tril(-1).to(momentum.dtype)
 
 
 class _Exponential(Recurrent):
-    """A recurrence with an orthogonal P = B exp(A) per direction and layer; a subclass makes its matrix of it."""
+    """A recurrence with an orthogonal P = B exp(A) per direction and layer. A subclass computes its matrix from P."""
 
     _half_ok = False
     _inits: tuple[str, ...] = INITS
@@ -128,7 +128,7 @@ class _Exponential(Recurrent):
         """P [N,N] of one recurrence, differentiable."""
         parameter = self._tensor(f"skew_{suffix}")
         p = functional.skew_exp(
-            # the op takes the skew part itself: that of 2 L is L - L^T
+            # the op uses the skew part of its argument: that of 2 L is L - L^T
             2 * parameter.tril(-1),
             backend="reference" if self.backend == "reference" else None,
         )
@@ -189,9 +189,9 @@ class _Exponential(Recurrent):
             _moving.add(self)
 
     def track_optimizer(self, optimizer: Optimizer) -> None:
-        """Let moves of the base reach this optimizer's state before its first step, after which it is known anyway.
+        """Apply moves of the base to this optimizer's state before its first step. (Later this is automatic.)
 
-        Raises InputError if it does not train this module's skew parameters.
+        Raises InputError if the optimizer does not train this module's skew parameters.
         """
         if not self._held_by(optimizer):
             raise InputError(
@@ -206,7 +206,7 @@ class _Exponential(Recurrent):
         return any(id(parameter) in held for parameter, _ in self._skews())
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has taken a step: the base moves if that was the last of `rebase_every`."""
+        """Called after a step of an optimizer: moves the base after every `rebase_every` steps."""
         if self.rebase_every is None or not self._held_by(optimizer):
             return
         _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
@@ -222,11 +222,11 @@ class _Exponential(Recurrent):
     @torch.no_grad()
     @_autocast.off()
     def rebase(self) -> None:
-        """Take the chart anew around the present P of every recurrence: B <- B exp(A), A <- 0; P stays as it is.
+        """Centre the chart at the current P of every recurrence: B <- B exp(A), A <- 0; P does not change.
 
         Every `project_every`-th time the bases are projected to the nearest orthogonal matrices. The state of the
-        optimizers that train A follows as `optimizer_state` says. Runs by itself after every `rebase_every`-th step of
-        an optimizer that trains A. Call it between a step and the next forward: gradients are those of one chart.
+        optimizers of A is changed according to `optimizer_state`. Runs automatically after every `rebase_every`-th step
+        of an optimizer of A. Call it between a step and the next forward, since gradients are only valid in one chart.
         """
         self._rebases += 1
         self._uses = 0
@@ -274,7 +274,7 @@ class _Exponential(Recurrent):
 
 
 def _parts(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer; of one that shows the groups of its parts as its own (CombinedOptimizer), the parts."""
+    """The optimizer itself, or the parts of a CombinedOptimizer."""
     if "param_groups" in vars(optimizer):
         return [optimizer]
     parts: dict[str, Optimizer] = vars(optimizer).get("parts", {})
@@ -284,7 +284,7 @@ def _parts(optimizer: Optimizer) -> list[Optimizer]:
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
-    # parts have stepped, and been here, on their own
+    # the hook also runs for each part of a combined optimizer
     if not _moving or _parts(optimizer) != [optimizer] or _capturing():
         return
     for module in list(_moving):
@@ -299,8 +299,8 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def _nearest_orthogonal(m: Tensor) -> Tensor:
-    """The orthogonal polar factor of m [N,N], which is close to one already: Newton-Schulz steps, each squaring the
-    distance."""
+    """The orthogonal polar factor of m [N,N], which is nearly orthogonal, by Newton-Schulz steps, each of which squares
+    the error."""
     eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
     for _ in range(4):
         m = m + m @ (eye - m.mT @ m) / 2

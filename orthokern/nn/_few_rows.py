@@ -11,9 +11,9 @@ Note [Gradient of an exponential from few rows]
 
         Gamma = sum_ij C_ij sum_r (U_i k_r) (U_j h_r)^T,      C_ij = int_0^1 c_i(s) c_j(s) ds.
 
-    U_{j+2} = S U_j - U_{j-2} with S = 4 X^2 + 2 I, so that the even and the odd ones, side by side, take one product
-    with S for every two degrees. The degree is about rho + 10: O(rho R N^2) in place of the O(N^3) of the gradient
-    from a full K. |A|_2 <= |A^6|_F^(1/6), which is rho, rounded up to a multiple of 1/4.
+    U_{j+2} = S U_j - U_{j-2} with S = 4 X^2 + 2 I, so that the even and the odd ones together need one product with S
+    for every two degrees. The degree is about rho + 10: O(rho R N^2) instead of O(N^3) for the gradient from a full K.
+    |A|_2 <= |A^6|_F^(1/6), which is rho, rounded up to a multiple of 1/4.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch import Tensor
 
 @functools.lru_cache(maxsize=64)
 def _weights(rho: float, dtype: torch.dtype) -> Tensor:
-    """C [m+1, m+1] of an even number m + 1 of terms, whose remainder is below a unit in the last place."""
+    """C [m+1, m+1] for an even number m + 1 of terms. The truncation error is below a unit in the last place."""
     terms, bound = 4, (rho / 2) ** 4 / math.factorial(4)  # |J_j(z)| <= (z / 2)^j / j!
     while terms % 2 or bound > torch.finfo(dtype).eps / 4:
         terms += 1
         bound *= rho / 2 / terms
     k = torch.arange(1, terms + 8, dtype=torch.float64)
-    jacobi = torch.diag(k / (4 * k * k - 1).sqrt(), 1)  # Gauss-Legendre nodes are its eigenvalues
+    jacobi = torch.diag(k / (4 * k * k - 1).sqrt(), 1)  # its eigenvalues are the Gauss-Legendre nodes
     nodes, vectors = torch.linalg.eigh(jacobi + jacobi.mT)
     points = 2 * terms + int(2 * rho) + 32
     angles = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
@@ -45,8 +45,8 @@ def _weights(rho: float, dtype: torch.dtype) -> Tensor:
 
 
 def series(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(X^T, S, C) of Note [Gradient of an exponential from few rows] for a skew A [N,N]: what the kernel takes besides
-    the rows."""
+    """(X^T, S, C) of Note [Gradient of an exponential from few rows] for a skew A [N,N], the arguments of the kernel
+    besides the rows."""
     square = a @ a
     cube = square @ a
     rho = max(math.ceil(float(torch.linalg.matrix_norm(cube @ cube)) ** (1 / 6) * 4), 1) / 4

@@ -1,4 +1,4 @@
-"""What modules keep of their parameters between calls without gradients."""
+"""Results computed from parameters, kept between calls without gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from orthokern.ops._alone import quiet
 
 _R = TypeVar("_R")
 
-# module -> name -> (settings, copies of the parts, what was made); outside the module so that it can be copied and
-# pickled
+# module -> name -> (settings, copies of the parts, result); not attributes, so that a module can be copied and pickled
 _made: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, list[Tensor], Any]]] = weakref.WeakKeyDictionary()
 
 
 def kept(module: nn.Module, name: str, parts: Sequence[Tensor], settings: Any, make: Callable[[], _R]) -> _R:
-    """make() of plain CPU tensors, without gradients, which runs again only if a part holds other bits than when it ran
-    last, or if the settings differ. The bits are compared, because a change through ``Tensor.data`` counts no version
-    up."""
+    """The result of make(), without gradients. It is computed again only if the bits of a part or the settings have
+    changed since the last call; on other devices than a CPU, always. The bits are compared because a change through
+    ``Tensor.data`` does not increase the version of a tensor."""
     if not quiet() or not all(type(part) in (nn.Parameter, Tensor) and part.is_cpu for part in parts):
         return make()
     known = _made.get(module)

@@ -1,4 +1,4 @@
-"""How a batch of sequences is laid out for one scan: all of one length, or packed.
+"""Layouts of a batch of sequences for one scan: all of one length, or packed.
 
 Letters: B sequences, T time steps, N hidden_size, D input features, P rows of a packed batch.
 """
@@ -18,24 +18,24 @@ Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
 class Cuts(NamedTuple):
-    """Where sequences begin anew."""
+    """The resets of a batch."""
 
     resets: Tensor  # bool [T, B]
     reset_state: Tensor | None  # [recurrences, B, N], or [B, N] for one; None: the initial state
 
     def of(self, index: int) -> Cuts:
-        """Those of one recurrence."""
+        """The resets for one recurrence."""
         return Cuts(self.resets, None if self.reset_state is None else self.reset_state[index])
 
     def rows(self, order: Tensor) -> Cuts:
-        """Those of the sequences in another order."""
+        """The resets with the sequences in another order."""
         state = None if self.reset_state is None else self.reset_state.index_select(1, order)
         return Cuts(self.resets.index_select(1, order), state)
 
 
 class _Rows(torch.autograd.Function):
-    """rows.index_select(0, place) for places that differ: the gradient is a copy of rows, where that of index_select is
-    a sum, which takes several times as long."""
+    """rows.index_select(0, place) for distinct places. Its gradient copies rows; that of index_select adds them, which
+    takes several times as long."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _rows(rows: Tensor, place: Tensor) -> Tensor:
-    """Rows at different places."""
+    """Rows at distinct places."""
     if torch.is_grad_enabled() and quiet():
         found: Tensor = _Rows.apply(rows, place)
         return found
@@ -58,7 +58,7 @@ def _rows(rows: Tensor, place: Tensor) -> Tensor:
 
 
 class Layout(Protocol):
-    """How a batch of sequences is laid out for one scan, and its states read back."""
+    """A layout: converts a batch for one scan, and its states back."""
 
     batch: int
 
@@ -82,16 +82,16 @@ class Dense:
 
 
 class Packed:
-    """data [P,D] or ids [P], the packed form of B sequences sorted by falling length (PackedSequence.data).
+    """data [P,D] or ids [P], the packed form of B sequences sorted by decreasing length (PackedSequence.data).
 
-    One scan over the rectangle [T,B]: row p of data goes to place[p] = t*B + b, and data[mirror] is each sequence
-    reversed. Sequences of one length are that rectangle already. With `by_lengths` the scan is given the lengths and
-    does nothing on padding.
+    One scan runs over the rectangle [T,B]: row p of data is copied to place[p] = t*B + b, and data[mirror] holds each
+    sequence reversed. Sequences of one length already form that rectangle. With `by_lengths` the scan gets the lengths
+    and skips padding.
 
-    Otherwise (a backend that knows no lengths) the states after a sequence's end are computed and never read, so their
-    cotangents are exact zeros and add exact zeros to every gradient, as long as the states are finite: 0 * inf is not
-    0. An overflow on padding is the one way for padding to reach a result, so it is looked for, and such a batch is run
-    again without padding, one scan per stretch of steps in which the same sequences are alive.
+    For a backend without lengths, the states after a sequence's end are computed but not used. Their cotangents are
+    exact zeros and add exact zeros to every gradient, as long as the states are finite: 0 * inf is not 0. Padding can
+    therefore only affect a result by an overflow. This is checked, and such a batch is computed again without padding,
+    with one scan for each range of steps with the same number of sequences.
     """
 
     def __init__(self, batch_sizes: Tensor, device: torch.device, by_lengths: bool) -> None:
@@ -100,7 +100,7 @@ class Packed:
         self.steps, self.batch = len(self.sizes), self.sizes[0]
         self.ragged = ragged = self.sizes[-1] != self.batch
         self.lengths: Tensor | None = None
-        self.overflow = ragged and not by_lengths  # whether it may happen, and has to be looked for
+        self.overflow = ragged and not by_lengths  # whether an overflow on padding has to be checked
         if not ragged:
             return
         step = torch.repeat_interleave(torch.arange(self.steps, device="cpu"), sizes)
@@ -116,7 +116,7 @@ class Packed:
         self.place = place.to(device)
         self.mirror = (first[last - step] + row).to(device)
         end = first[lengths - 1] + torch.arange(self.batch, device="cpu")
-        self.end = end.to(device)  # where each sequence's last row is in data
+        self.end = end.to(device)  # position in data of each sequence's last row
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         if not self.ragged:

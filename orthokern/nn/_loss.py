@@ -1,11 +1,10 @@
-"""A recurrent module's loss behind a linear readout, without the states of its last layer; and the bases it keeps.
+"""The loss of a recurrent module with a linear readout, without storing the states of its last layer.
 
 Note [The basis that a module keeps]
-    In a modal call the eigenvectors of W are refined from those of an earlier call, and rounding depends on where
-    the refinement begins. So what a module keeps is part of its state: it changes in a forward that training
-    differentiates through and in no other, stands in the state_dict as modal_basis_l0 once there is one, and loading a
-    state_dict puts it back, or takes it away where that has none. The same parameters, basis and inputs give the same
-    bits, after a resume too, and however often the module was evaluated in between.
+    In a modal call the eigenvectors of W are refined from those of an earlier call, and rounding depends on that start.
+    So the basis is part of a module's state. It changes only in a forward in training mode with gradients, is in the
+    state_dict as modal_basis_l0 once it exists, and loading a state_dict restores or removes it. The same parameters,
+    basis and inputs give the same bits, also after a resume, and after any number of evaluations in between.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ KEY = "modal_basis_"
 
 
 def weights_of(readout: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
-    """weight [C, N] and bias [C] or None of a linear layer, checked as far as the functional does not."""
+    """weight [C, N] and bias [C] or None of a linear layer; checks what the functional does not check."""
     weight, bias = getattr(readout, "weight", None), getattr(readout, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != hidden:
         got = type(readout).__name__ if not isinstance(weight, Tensor) else f"a weight of shape {list(weight.shape)}"
@@ -50,7 +49,7 @@ def loss(
     algorithm: str,
     cuts: Cuts | None = None,
 ) -> _scan_loss.ScanLoss:
-    """What the last layer, whose inputs are ``data`` [T, B, ...], makes of the loss; ``module.loss`` has the rest."""
+    """The loss from the inputs ``data`` [T, B, ...] of the last layer; see ``Recurrent.loss``."""
     weight, bias = weights_of(readout, module.hidden_size)
     matrix, added = module._factors(suffix)
     options = module._scan_options(suffix, lengths, cuts)
@@ -76,8 +75,8 @@ def explain(
 def state_bytes(
     module: Recurrent, T: int, B: int, classes: int, *, ids: bool = True, lengths: bool = False, algorithm: str
 ) -> int:
-    """Bytes of states with their gradients that a training step with ``module.loss`` holds at one time: of the last
-    layer what its algorithm needs, of the others those of all steps."""
+    """Bytes of states and their gradients that a training step with ``module.loss`` holds at one time: for the last
+    layer those that its algorithm needs, for the others those of all steps."""
     matrix, options = _described(module, ids, lengths, algorithm)
     call, modes, _ = _scan_loss.choose_for(matrix, T, B, classes, start=options.pop("basis"), **options)
     others = 2 * (module.num_layers - 1) * T * B * module.hidden_size * call.dtype.itemsize
@@ -88,14 +87,14 @@ def state_bytes(
 def last_step_norms(
     module: Recurrent, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str
 ) -> Tensor | None:
-    """||dL/dh_t|| at the steps ``profile_steps(T)``, NaN at others: L the mean cross-entropy of the last step alone.
+    """||dL/dh_t|| at the steps ``profile_steps(T)``, NaN at others; L is the mean cross-entropy of the last step alone.
 
     Args:
         module: of one layer; data: [T, B] token ids or [T, B, D]; target: [T, B].
         algorithm: as in ``module.loss``.
 
     Returns:
-        float [T]; None where ``module.loss`` does not use the modal form: then the states of all steps are needed.
+        float [T]; None if ``module.loss`` does not use the modal form.
     """
     weight, bias = weights_of(readout, module.hidden_size)
     matrix, options = _described(module, not data.is_floating_point(), False, algorithm)
@@ -129,7 +128,7 @@ def save(module: Recurrent, destination: dict[str, Any], prefix: str) -> None:
 
 
 def load(module: Recurrent, state_dict: dict[str, Any], prefix: str, unexpected: list[str], errors: list[str]) -> None:
-    """Takes the bases of a state_dict, and removes their keys from the unexpected ones."""
+    """Loads the bases of a state_dict, and removes their keys from the unexpected ones."""
     module._bases = {}
     N = module.hidden_size
     for suffix in module._suffixes():

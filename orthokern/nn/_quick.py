@@ -1,9 +1,9 @@
-"""The short way through the forward of a recurrence: all its checks as a few comparisons.
+"""A fast path through the forward of a recurrence, with few and cheap checks.
 
-``Recurrent.forward`` tries it first. A call of plain CPU tensors in the ordinary layout goes straight to the op of
-each layer. For anything else, bad input included, the answer is None, and the full path runs, which handles every
-case and every error. For one step of one sequence the checks of the full path take several times as long as the step.
-A call like the one before is shorter still: ``orthokern/nn/_repeated.py``.
+``Recurrent.forward`` tries it first. A call with plain CPU tensors in the layout [T,B,D] runs the op of each layer
+directly. For other arguments, also invalid ones, the fast path returns None, and the full path runs, which handles all
+cases and errors. For one step of one sequence the checks of the full path take several times as long as the step.
+Calls that repeat the previous one are faster still: ``orthokern/nn/_repeated.py``.
 
 With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward is one
 native call that gives every gradient (``orthokern/cpu/_steps.py``). Where the backward itself is recorded
@@ -38,8 +38,8 @@ Ready = tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, ...] | Non
 
 
 def held(module: Recurrent) -> tuple[torch.dtype, dict[str, Tensor]] | None:
-    """The parameters and their dtype if all are plain CPU tensors of it and of their shapes, and the kernels take it;
-    else None."""
+    """(dtype, parameters) if all are plain CPU tensors of one dtype that the kernels support, and of their shapes; else
+    None."""
     shapes = module.__dict__.get("_shapes")
     parameters: dict[str, Any] = module._parameters or module._buffers
     first = parameters.get("weight_ih_l0")
@@ -86,8 +86,8 @@ def _last(hs: Tensor) -> Tensor:
 
 
 class _Steps(torch.autograd.Function):
-    """(hs [T,B,N], h_n [1,B,N]) of a module of one layer, from the module, its leaf, what is ready for it if anything
-    is, x [T,B,D], hx and the parameters in the order of ``module._shapes``."""
+    """(hs [T,B,N], h_n [1,B,N]) of a module of one layer. Arguments: the module, its leaf, the prepared call or None,
+    x [T,B,D], hx, and the parameters in the order of ``module._shapes``."""
 
     @staticmethod
     def forward(
@@ -166,10 +166,10 @@ class _FullPath(nn.Module):
 def _derived(
     ctx: Any, inputs: tuple[Any, ...], grads: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by the full path, as functions that can be derived again."""
+    """The gradients by the full path, which is differentiable."""
     module, needs, again = ctx.module, ctx.needs_input_grad[3:], torch.is_grad_enabled()
     with torch.enable_grad():
-        # views: a hook of a tensor must see its gradient once, not in here too
+        # views, so that the hooks of a tensor do not run for the gradients in here
         tensors = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
         x, hx, *values = tensors
         names = (f"module.{name}" for name in module._shapes)
@@ -198,8 +198,8 @@ def _laid_out(module: Recurrent, hs: Tensor, one_step: bool) -> Tensor:
 def forward(
     module: Recurrent, given: Any, hx: Any, recorded: bool, one_step: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """(output, h_n) as ``Recurrent.forward`` returns them, or None where the full path has to run. recorded: whether
-    they have gradients. one_step: input and output have no dimension of time."""
+    """The result of ``Recurrent.forward``, or None if the full path has to run. recorded: whether gradients are
+    recorded. one_step: input and output have no dimension of time."""
     known = known_call(module, given, hx, one_step)
     if known is not None and not recorded and (ran := known.call(module, given, hx)) is not None:
         if one_step:

@@ -1,6 +1,6 @@
-"""What the modules that replace torch.nn.RNN share: layers, directions, layouts, dropout, initial states, the loss.
+"""The base class of the modules that replace torch.nn.RNN: layers, directions, layouts, initial states, the loss.
 
-Longer than 600 lines: one class, whose parts share its parameters and its checks.
+Longer than 600 lines: one class, whose methods share its parameters and its checks.
 
 Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
 """
@@ -35,24 +35,24 @@ from orthokern.nn._checks import (
     finite,
     flag,
     new_parameter,
-    number,
     positive_int,
+    settings_text,
     share,
-    told,
 )
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
+from orthokern.ops._checks import strided
 from orthokern.ops._scan_op import SCANS
 
 NONLINEARITIES = tuple(ACTIVATIONS)
 Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bias
 
-# torch 2.6 has no is_exporting: a program that it compiles keeps all states, as one that is exported
+# torch 2.6 has no is_exporting: there, compiled programs keep all states, as exported ones do
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def widened(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor or packed sequence of 16-bit floats in ``dtype``; anything else as it is."""
+    """Converts a tensor or packed sequence of 16-bit floats to ``dtype``; returns anything else unchanged."""
     floats = value.data if isinstance(value, PackedSequence) else value
     if isinstance(floats, Tensor) and floats.dtype in (torch.bfloat16, torch.float16):
         return value.to(dtype)
@@ -60,7 +60,7 @@ def widened(value: Any, dtype: torch.dtype) -> Any:
 
 
 class Recurrent(nn.Module):
-    """Layers, directions, layouts, initial states; a subclass has the recurrent matrix and runs one scan with it."""
+    """Layers, directions, layouts and initial states. A subclass defines the recurrent matrix."""
 
     def __init__(
         self,
@@ -100,17 +100,15 @@ class Recurrent(nn.Module):
         self.dropout = share("dropout", dropout)
         if self.dropout > 0.0 and self.num_layers == 1:
             warnings.warn(f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1", stacklevel=3)
-        self.negative_slope = number("negative_slope", negative_slope, "a finite number")
-        if not math.isfinite(self.negative_slope):
-            raise InputError(f"negative_slope must be a finite number, got {negative_slope!r}")
+        self.negative_slope = finite("negative_slope", negative_slope)
         self.learned_h0 = flag("learned_h0", learned_h0)
         self.checkpoint_every = positive_int("checkpoint_every", checkpoint_every, minimum=0)
         self.backend = check_backend(backend)
         if precision not in functional.PRECISIONS:
             raise unknown_name("precision", precision, functional.PRECISIONS)
         self.precision = precision
-        self.message_clip = finite("message_clip", message_clip, above_zero=False)
-        self.gain = finite("gain", gain, above_zero=True)
+        self.message_clip = finite("message_clip", message_clip, ", 0 or more")
+        self.gain = finite("gain", gain, " above 0")
         self._bases: dict[str, Tensor] = {}  # Note [The basis that a module keeps]
 
     # -- parameters
@@ -133,7 +131,7 @@ class Recurrent(nn.Module):
         self._shapes[name] = shape
 
     def _register_common(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
-        """Parameters of one recurrence besides its weights: of the activation, and the initial state."""
+        """Registers the parameter of the activation and the initial state of one recurrence."""
         learned = ACTIVATIONS[self.nonlinearity].learned
         if learned is not None:
             size = self.hidden_size if learned.per_unit else 1
@@ -142,13 +140,13 @@ class Recurrent(nn.Module):
             self._register(f"h0_{suffix}", (self.hidden_size,), device, dtype)
 
     def _register_input(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
-        """Input weight and the one bias, of a recurrence whose matrix is made of other parameters."""
+        """Registers the input weight and the bias, for a recurrence with a single bias."""
         self._register(f"weight_ih_{suffix}", (self.hidden_size, self._inputs(suffix)), device, dtype)
         if self.bias:
             self._register(f"bias_{suffix}", (self.hidden_size,), device, dtype)
 
     def _reset_input(self, suffix: str, generator: torch.Generator | None) -> None:
-        """U(-1/sqrt(N), 1/sqrt(N)) as torch's, bias 0."""
+        """Initialises the input weight with U(-1/sqrt(N), 1/sqrt(N)), as torch does, and the bias with 0."""
         bound = 1.0 / math.sqrt(self.hidden_size)
         nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
         if self.bias:
@@ -163,7 +161,7 @@ class Recurrent(nn.Module):
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Any = self._parameters.get(name)
-        if tensor is None:  # a buffer, or what took the place of a parameter
+        if tensor is None:  # a buffer, or an attribute that replaces a parameter
             tensor = self._buffers.get(name)
             tensor = getattr(self, name) if tensor is None else tensor
         check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
@@ -175,7 +173,7 @@ class Recurrent(nn.Module):
         if parameter is None:
             return None
         if parameter.stem is None:
-            # no buffer: torch's state_dicts have no such key, and without one it would not survive Module.to_empty
+            # not a buffer: state_dicts of torch have no such key, and a non-persistent one is lost by Module.to_empty
             return self._tensor("weight_ih_l0").new_full((1,), self.negative_slope)
         return self._tensor(f"{parameter.stem}_{suffix}")
 
@@ -192,21 +190,21 @@ class Recurrent(nn.Module):
         return f"l{index}{'_reverse' if reverse else ''}"
 
     def flatten_parameters(self) -> None:
-        """Does nothing; torch.nn.RNN has it (for cuDNN), so code written for that may call it."""
+        """Does nothing. It exists for code written for torch.nn.RNN, where it serves cuDNN."""
 
     def frozen(self) -> Recurrent:
-        """A module for inference: this recurrence with everything computed that depends on parameters alone.
+        """A copy for inference, in which everything that depends on parameters only is computed once.
 
-        W is composed once (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN), biases are
-        summed and gains multiplied in. Later changes of this module's parameters have no effect on it.
+        W is composed (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN), biases are
+        summed, and gains are multiplied in. Later changes of this module's parameters have no effect on the copy.
 
         Returns:
-            An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` of a GRU): ``forward`` with the same arguments and
+            An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` for a GRU): ``forward`` with the same arguments and
             results, and ``step(x, h)`` for one time step of a stream. Its tensors are buffers, without gradients, on
             the same device; dropout is off.
 
         Raises:
-            OutOfRange: parameters of which no matrix can be made.
+            OutOfRange: the parameters are not finite, or too large for an exponential.
 
         Example::
 
@@ -222,15 +220,15 @@ class Recurrent(nn.Module):
     def _scan(
         self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
-        """The states [T,B,N] of one recurrence; factors: of `_factors`, made once however many scans follow."""
+        """The states [T,B,N] of one recurrence; factors: the result of `_factors`."""
         matrix, bias = factors
         scan: Callable[..., Tensor] = functional.dense_scan if len(matrix) == 1 else functional.factored_scan
         return scan(x, *matrix, h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
-    # The methods of ``_quick``, where all of a call has been checked: a batch in the ordinary layout on a CPU.
+    # The methods for ``_quick``, whose arguments are checked: a batch in the layout [T,B,D] on a CPU.
 
     def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> Tensor:
-        """`_scan`."""
+        """hs [T,B,N], differentiable."""
         matrix, bias = self._factors(suffix)
         hs: Tensor = SCANS[self._op()[0]].public(
             x, *matrix, h0, self._gained(self._tensor(f"weight_ih_{suffix}")), bias, self._act_param(suffix),
@@ -250,7 +248,8 @@ class Recurrent(nn.Module):
         return found.hs, (found.pre,), (act_param, *matrix)
 
     def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> _quick.Ready:
-        """For ``_repeated``, of l0 and tensors like x [T,B,D] and h0 [B,N]; holds neither the module nor parameters."""
+        """The prepared call of l0 for ``_repeated``, for tensors like x [T,B,D] and h0 [B,N]. It has no references to
+        the module and its parameters."""
         matrix, bias = self._factors("l0")
         weight, map_ = self._gained(self._tensor("weight_ih_l0")), SCANS[self._op()[0]].map_of(*matrix)
         inputs = ScanInputs(x, h0, weight, bias, self._act_param("l0"))
@@ -296,16 +295,16 @@ class Recurrent(nn.Module):
         return "dense_scan", {"N": self.hidden_size}
 
     def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "other": there are neither orthonormal bases nor a spectrum."""
+        """Parameter name -> "other", since there are no orthonormal bases and no spectrum."""
         return {name: "other" for name, _ in self.named_parameters(recurse=False)}
 
     def _gained(self, tensor: Tensor) -> Tensor:
-        """One of the terms that make up a pre-activation, times the gain."""
+        """A term of the pre-activation, times the gain."""
         return tensor if self.gain == 1.0 else tensor * self.gain
 
     def _serves_lengths(self) -> bool:
-        """Whether the backend that runs this module's scans takes lengths. `auto` is not to look for another one that
-        does: a GPU kernel that computes padding too is faster than the reference without padding."""
+        """Whether the backend of this module's scans accepts lengths. The choice of "auto" does not depend on lengths:
+        a GPU kernel that also computes padding is faster than the reference."""
         op, sizes = self._op()
         weight = self._tensor("weight_ih_l0")
         features = ("message_clip",) if self.message_clip > 0 else ()
@@ -314,14 +313,14 @@ class Recurrent(nn.Module):
         return dispatch.has_feature(op, chosen, "lengths")
 
     def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Cuts | None = None) -> dict[str, Any]:
-        """What both scans take besides matrices and bias."""
+        """The arguments of both scans besides matrices and bias."""
         return {
             "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
             "lengths": lengths,
             "message_clip": self.message_clip,
             "activation": self.nonlinearity,
             "act_param": self._act_param(suffix),
-            # the number of checkpoints, ceil(T / k), would bind an exported program to a T above k
+            # the number of checkpoints, ceil(T / k), would restrict an exported program to T > k
             "checkpoint_every": 0 if _is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
@@ -361,18 +360,18 @@ class Recurrent(nn.Module):
         Args:
             input: float [T,B,D] ([B,T,D] if batch_first), float [T,D] for one sequence without a batch, or token
                 ids, int64 or int32, in [0, input_size): [T,B] ([B,T] if batch_first) or [T]. Ids select columns of
-                the input weight, as a one-hot input would; the one-hot tensor is never made. Or a PackedSequence of
-                any of these. Floats have the dtype of the parameters; under autocast, 16-bit floats are widened to it:
-                a recurrence over thousands of steps keeps its states in float32.
+                the input weight, like a one-hot input, which is not materialised. Or a PackedSequence of any of these.
+                Floats have the dtype of the parameters; under autocast, 16-bit floats are converted to it, so that a
+                recurrence over thousands of steps keeps its states in float32.
             hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
-                for one sequence; never batch_first. None: the learned states if the module has them, else zeros.
-                Learned states are not used if hx is given.
-            resets: bool [T,B] ([B,T] if batch_first; [T] for one sequence), or None. Where it is true, the step starts
-                every layer from its reset state in place of its state before, as at the beginning of a new episode or
-                document; no gradient passes from there to the steps before. For a PackedSequence it is that of the
-                padded batch, in the order in which the sequences were packed. Not for a bidirectional module.
-            reset_state: the states that resets start from, of the shape of hx; None: the initial states, which are hx,
-                or learned states, or zeros. Give zeros where hx was carried over from an earlier part of the sequences.
+                for one sequence; batch_first does not apply. None: the learned states if the module has them, else
+                zeros. Learned states are not used if hx is given.
+            resets: bool [T,B] ([B,T] if batch_first; [T] for one sequence), or None. Where it is true, every layer
+                starts the step from its reset state instead of its previous state, as at the beginning of a new episode
+                or document. No gradient flows from there to earlier steps. For a PackedSequence, resets has the shape
+                of the padded batch, in the order in which the sequences were packed. Not for a bidirectional module.
+            reset_state: the states that a reset sets, of the shape of hx; None: the initial states, which are hx,
+                learned states or zeros. Pass zeros if hx is carried over from an earlier part of the sequences.
 
         Returns:
             (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
@@ -384,7 +383,7 @@ class Recurrent(nn.Module):
 
         Example::
 
-            >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # where a new episode begins
+            >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # True where a new episode begins
             >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
         """
         plain = resets is None and reset_state is None
@@ -398,33 +397,37 @@ class Recurrent(nn.Module):
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
+            input, hx, reset_state = (widened(value, weight.dtype) for value in (input, hx, reset_state))
             with torch.autocast(device, enabled=False):
-                return self.forward(
-                    widened(input, weight.dtype),
-                    widened(hx, weight.dtype),
-                    resets=resets,
-                    reset_state=widened(reset_state, weight.dtype),
-                )
+                return self.forward(input, hx, resets=resets, reset_state=reset_state)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets, reset_state)
         tokens = self._check_input(input)
         batched = input.dim() == (2 if tokens else 3)
-        if batched:
-            data = input.transpose(0, 1) if self.batch_first else input
-        else:
-            data = input.unsqueeze(1)
+        data = self._time_first(input, batched)
         if data.shape[0] < 1 or data.shape[1] < 1:
             raise InputError(
                 f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step and 1 sequence"
             )
-        if hx is not None:
-            self._check_hx(hx, data.shape[1] if batched else None, input.device)
-            hx = hx if batched else hx.unsqueeze(1)
+        hx = self._checked_hx(hx, data, batched)
         cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
         output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
         if not batched:
             return output.squeeze(1), h_n.squeeze(1)
         return (output.transpose(0, 1) if self.batch_first else output), h_n
+
+    def _time_first(self, tensor: Tensor, batched: bool) -> Tensor:
+        """[T,B,...] from the layout of an input."""
+        if not batched:
+            return tensor.unsqueeze(1)
+        return tensor.transpose(0, 1) if self.batch_first else tensor
+
+    def _checked_hx(self, hx: Tensor | None, data: Tensor, batched: bool) -> Tensor | None:
+        """hx with a batch, or None."""
+        if hx is None:
+            return None
+        self._check_hx(hx, data.shape[1] if batched else None, data.device)
+        return hx if batched else hx.unsqueeze(1)
 
     def _cuts(
         self,
@@ -449,9 +452,7 @@ class Recurrent(nn.Module):
         if reset_state is not None:
             self._check_hx(reset_state, B if batched else None, device, "reset_state")
             reset_state = reset_state if batched else reset_state.unsqueeze(1)
-        if not batched:
-            return Cuts(resets.unsqueeze(1), reset_state)
-        return Cuts(resets.mT if self.batch_first else resets, reset_state)
+        return Cuts(self._time_first(resets, batched), reset_state)
 
     def _forward_packed(
         self, input: PackedSequence, hx: Tensor | None, resets: Tensor | None, reset_state: Tensor | None
@@ -461,12 +462,12 @@ class Recurrent(nn.Module):
         layout = Packed(input.batch_sizes, input.data.device, self._serves_lengths())
         if hx is not None:
             self._check_hx(hx, layout.batch, input.data.device)
-            if input.sorted_indices is not None:  # the caller's order -> order by falling length
+            if input.sorted_indices is not None:  # the caller's order -> order by decreasing length
                 hx = hx.index_select(1, input.sorted_indices)
         cuts = self._cuts(resets, reset_state, (layout.steps, layout.batch), input.data.device, True)
         if cuts is not None and layout.overflow:
             raise InputError(
-                f"resets of a PackedSequence need a backend that takes lengths; accepted for {self.backend!r}: a Tensor"
+                f"resets of a PackedSequence need a backend with lengths; accepted for {self.backend!r}: a Tensor"
             )
         if cuts is not None and input.sorted_indices is not None:
             cuts = cuts.rows(input.sorted_indices)
@@ -488,63 +489,51 @@ class Recurrent(nn.Module):
         resets: Tensor | None = None,
         reset_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of a linear readout of the last layer's states, which are never made for all steps::
+        """Cross-entropy of a linear readout of the last layer's states, which are not stored for all steps::
 
             loss, hits = rnn.loss(tokens, readout, targets)
 
-        is ``readout.loss(rnn(tokens)[0], targets)`` with less memory. With nonlinearity "identity" it is also much
-        faster: the recurrence then runs in the eigenbasis of its matrix, at O(N) a step, with the full gradient of
-        every parameter (``orthokern.functional.scan_cross_entropy``; docs/modal.md). The eigenvectors found are kept
-        for the next call, and are part of the state_dict.
+        computes ``readout.loss(rnn(tokens)[0], targets)`` with less memory. With nonlinearity "identity" it is also
+        much faster: the recurrence then runs in the eigenbasis of its matrix, at O(N) a step, with the full gradient of
+        every parameter (``orthokern.functional.scan_cross_entropy``; docs/modal.md). The eigenvectors are kept for the
+        next call, and are part of the state_dict.
 
         Args:
-            input: as in forward, no PackedSequence; token ids may also be uint8 or int16.
+            input: as in forward, but no PackedSequence; token ids may also be uint8 or int16.
             readout: a torch.nn.Linear or orthokern.nn.LinearCrossEntropy, N inputs, C classes.
             target: uint8, int16, int32 or int64, the shape of input without features, class ids in [0, C).
             hx: as in forward.
-            lengths: int64 [B] in [1, T], the steps that each sequence has; None: all. Later steps do not count.
-            reduction: "mean" over the steps that count, or "sum".
+            lengths: int64 [B] in [1, T], the number of steps of each sequence; None: T for all. Later steps are
+                ignored.
+            reduction: "mean" over the steps that are not ignored, or "sum".
             algorithm: of the last layer: "auto", "modal", "sequential" or "chunked".
-            resets, reset_state: as in forward; with resets the last layer runs step by step.
+            resets, reset_state: as in forward; with resets the last layer uses the sequential scan.
 
         Returns:
-            (loss, hits): the loss, 0-dim, in nats; int64 [T], at how many sequences the largest logit of a step is that
-            of the target.
+            (loss, hits): the loss, 0-dim, in nats; int64 [T], the number of sequences whose largest logit at the step
+            is that of the target.
 
         Raises:
-            InputError: as forward; a bidirectional module; "modal" where it cannot serve.
+            InputError: as forward; a bidirectional module; "modal" where it is not possible.
         """
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
+            input, hx, reset_state = (widened(value, weight.dtype) for value in (input, hx, reset_state))
+            options: dict[str, Any] = {"reduction": reduction, "algorithm": algorithm, "resets": resets}
             with torch.autocast(device, enabled=False):
-                return self.loss(
-                    widened(input, weight.dtype),
-                    readout,
-                    target,
-                    widened(hx, weight.dtype),
-                    lengths=lengths,
-                    reduction=reduction,
-                    algorithm=algorithm,
-                    resets=resets,
-                    reset_state=widened(reset_state, weight.dtype),
-                )
+                return self.loss(input, readout, target, hx, lengths=lengths, reset_state=reset_state, **options)
         if self.bidirectional:
             raise InputError(
-                "loss serves one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"
+                "loss is for one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"
             )
         tokens = self._check_input(input, small_ids=True)
-        data, batched = input, input.dim() == (2 if tokens else 3)
+        batched = input.dim() == (2 if tokens else 3)
         if not isinstance(target, Tensor) or target.shape != input.shape[: input.dim() - (not tokens)]:
             got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
-        if not batched:
-            data, target = data.unsqueeze(1), target.unsqueeze(1)
-        elif self.batch_first:
-            data, target = data.transpose(0, 1), target.transpose(0, 1)
-        if hx is not None:
-            self._check_hx(hx, data.shape[1] if batched else None, input.device)
-            hx = hx if batched else hx.unsqueeze(1)
+        data, target = self._time_first(input, batched), self._time_first(target, batched)
+        hx = self._checked_hx(hx, data, batched)
         cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
         layout = Dense(data.shape[1])
         self._begin()
@@ -569,25 +558,25 @@ class Recurrent(nn.Module):
         resets: bool = False,
         algorithm: str = "auto",
     ) -> tuple[str, str]:
-        """Which algorithm `loss` takes with the parameters as they are, and why.
+        """Which algorithm `loss` would use with the current parameters, and why.
 
         Args:
             T, B: time steps and sequences; classes: of the readout.
-            ids: the input is token ids.
-            lengths, resets: the call gives lengths; resets.
-            algorithm: what it asks for.
+            ids: whether the input is token ids.
+            lengths, resets: whether the call has these arguments.
+            algorithm: the argument of the call.
 
         Returns:
-            ("modal", the condition of the eigenvectors) or ("sequential", why not modal), each as a phrase; with
-            algorithm="chunked", that.
+            ("modal", the condition of the eigenvectors) or ("sequential", why not modal), each as a phrase; "chunked"
+            as the first item for algorithm="chunked".
 
         Raises:
-            InputError: algorithm="modal" cannot serve.
+            InputError: algorithm="modal" is not possible.
         """
         return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, resets=resets, algorithm=algorithm)
 
     def _begin(self) -> None:
-        """Called at the beginning of everything that runs all layers."""
+        """Called before the layers run."""
 
     def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
         """h0 [B,N] of one recurrence, the index-th of hx."""
@@ -603,7 +592,7 @@ class Recurrent(nn.Module):
     def _layers(
         self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Cuts | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The first `count` layers: what the next one is fed with, and the last states."""
+        """Runs the first `count` layers. Returns the input of the next one, and the last states."""
         last: list[Tensor] = []
         ways = (False, True) if self.bidirectional else (False,)
         for layer in range(count):
@@ -638,7 +627,7 @@ class Recurrent(nn.Module):
         _loss.load(self, state_dict, prefix, unexpected, errors)
 
     def _check_input(self, input: Tensor, *, packed: bool = False, small_ids: bool = False) -> bool:
-        """Check everything but T and B; True for token ids."""
+        """Checks the input except T and B; True for token ids."""
         weight = self._tensor("weight_ih_l0")
         if weight.dtype in (torch.bfloat16, torch.float16) and not self._half_ok:
             raise InputError(
@@ -652,9 +641,7 @@ class Recurrent(nn.Module):
     def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device, name: str = "hx") -> None:
         if not isinstance(hx, Tensor):
             raise InputError(f"{name} must be a Tensor or None, got {type(hx).__name__}")
-        if hx.layout is not torch.strided or hx.is_nested:
-            kind = "nested" if hx.is_nested else str(hx.layout).removeprefix("torch.")
-            raise InputError(f"{name} is a {kind} tensor; accepted: a strided (dense) one")
+        strided(name, hx)
         rows = self.num_layers * (2 if self.bidirectional else 1)
         shape = (rows, self.hidden_size) if batch is None else (rows, batch, self.hidden_size)
         if tuple(hx.shape) != shape:
@@ -669,7 +656,7 @@ class Recurrent(nn.Module):
     _half_ok = True
 
     def _repr_common(self) -> str:
-        text = told(
+        text = settings_text(
             self, num_layers=1, nonlinearity="tanh", bias=True, batch_first=False, dropout=0.0, bidirectional=False,
             learned_h0=False, checkpoint_every=0, backend=None, precision="ieee", message_clip=0.0, gain=1.0,
         )  # fmt: skip

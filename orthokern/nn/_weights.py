@@ -1,4 +1,4 @@
-"""What the modules with the parameters of torch.nn.RNN and torch.nn.GRU share."""
+"""The base class of the modules with the parameters of torch.nn.RNN and torch.nn.GRU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TorchRecurrent(Recurrent):
         return [f"{name}_{suffix}" for name in names[: 4 if self.bias else 2]]
 
     def _register_weights(self, rows: int, device: Any, dtype: torch.dtype) -> None:
-        """All parameters, those of torch with this number of rows."""
+        """Registers all parameters; those of torch have this number of rows."""
         for suffix in self._suffixes():
             shapes = ((rows, self._inputs(suffix)), (rows, self.hidden_size), (rows,), (rows,))
             for name, shape in zip(self._weight_names(suffix), shapes, strict=False):
@@ -27,5 +27,5 @@ class TorchRecurrent(Recurrent):
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
-        """The parameters that torch's module also has, one list per recurrence, as its `all_weights`."""
+        """The parameters that torch's module also has, one list per recurrence, as in torch."""
         return [[self._tensor(name) for name in self._weight_names(suffix)] for suffix in self._suffixes()]

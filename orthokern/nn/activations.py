@@ -1,6 +1,6 @@
 """Activations of orthogonal recurrent networks as modules.
 
-Inside a recurrence use its `nonlinearity` instead: the scan computes them there.
+Inside a recurrence use its `nonlinearity` instead, which the scan computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orthokern.nn._checks import check_backend, check_device, positive_int
 
 
 def draw_start(tensor: Tensor, parameter: Parameter, generator: torch.Generator | None = None) -> None:
-    """Fill the tensor of a learned parameter with its first values."""
+    """Fill the tensor of a learned parameter with its initial values."""
     if isinstance(parameter.start, tuple):
         nn.init.uniform_(tensor, *parameter.start, generator=generator)
     else:
@@ -33,7 +33,7 @@ class ModReLU(nn.Module):
         device, dtype: of the bias.
         backend: None or "auto", "reference", "cpu", "triton", "cuda".
 
-    Shapes: x [..., N] to y [..., N]. Parameter: bias [N] or [1], U(-0.01, 0.01) at first. Raises InputError for
+    Shapes: x [..., N] to y [..., N]. Parameter: bias [N] or [1], initially U(-0.01, 0.01). Raises InputError for
     features below 1 and for an x whose last dimension is not N.
 
     Example::
@@ -75,7 +75,7 @@ class ModReLU(nn.Module):
 class OPLU(nn.Module):
     """Orthogonal permutation linear unit: adjacent pairs (x_2i, x_2i+1) -> (max, min) (Chernodub and Nowicki 2016).
 
-    A permutation of the units that depends on the input, so it keeps every norm, forward and backward; equal entries
+    A permutation of the units that depends on the input, so it preserves norms, forward and backward; equal entries
     are not swapped. x [..., N] with N even -> [..., N]; InputError for an odd N.
 
     Example::

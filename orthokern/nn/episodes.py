@@ -27,8 +27,8 @@ class EpisodeRNN(nn.Module):
     Args:
         rnn: a module of one direction, whose forward takes ``resets`` and ``reset_state``, as RNN, FactorizedRNN, GRU,
             ExpRNN and NonNormalRNN; batch_first or not.
-        recurrent: True: value is sequences; False: single steps; None: as ``torchrl.modules.set_recurrent_mode`` says,
-            and where that says nothing, sequences if value has three dimensions or more.
+        recurrent: True: value holds sequences; False: single steps; None: the mode of
+            ``torchrl.modules.set_recurrent_mode``, and without one, sequences if value has at least three dimensions.
 
     Example::
 
@@ -62,7 +62,7 @@ class EpisodeRNN(nn.Module):
             For sequences it holds the last states at the last step, and zeros before.
 
         Raises:
-            InputError: is_init of another shape or dtype; what the module refuses.
+            InputError: is_init has another shape or dtype; or as forward of the module.
         """
         sequences = self._has_sequences(value)
         if value.dim() < (2 if sequences else 1):
@@ -96,7 +96,7 @@ class EpisodeRNN(nn.Module):
     def _has_sequences(self, value: Tensor) -> bool:
         if self.recurrent is not None:
             return self.recurrent
-        torchrl = sys.modules.get("torchrl.modules")  # who has set its mode has imported it
+        torchrl = sys.modules.get("torchrl.modules")  # its mode can only be set if it has been imported
         mode = None if torchrl is None else torchrl.recurrent_mode()
         return value.dim() >= 3 if mode is None else bool(mode)
 

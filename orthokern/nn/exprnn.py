@@ -19,27 +19,28 @@ class ExpRNN(_Exponential):
 
     A is skew, from the strictly lower triangle of a parameter, so any optimizer keeps W orthogonal with determinant 1
     (expRNN: Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints in neural networks"). With
-    `rebase_every` the base B follows (dynamic trivialisation: Lezcano-Casado 2019); Note [Dynamic trivialisation] in
-    ``orthokern/nn/_exponential.py`` says when. Used as orthokern.nn.FactorizedRNN is.
+    `rebase_every`, exp(A) is merged into the base B at intervals (dynamic trivialisation: Lezcano-Casado 2019); see
+    Note [Dynamic trivialisation] in ``orthokern/nn/_exponential.py``. The interface is that of
+    orthokern.nn.FactorizedRNN.
 
     Args:
         input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
-            in orthokern.nn.FactorizedRNN. The literature takes nonlinearity="modrelu".
-        init: of A, and so of W: "henaff", "cayley" or "torus", as orthokern.init.skew_generator_ describes them;
-            "orthogonal", W uniform on the rotations; "identity", A = 0.
+            in orthokern.nn.FactorizedRNN. The literature uses nonlinearity="modrelu".
+        init: of A, and so of W: "henaff", "cayley" or "torus", see orthokern.init.skew_generator_; "orthogonal": W
+            uniform on the rotations; "identity": A = 0.
         rebase_every: K at least 1: move the base after every K-th step of the optimizer that trains A (any torch
-            optimizer). None never does: W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
+            optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
-        optimizer_state: what a move does to the state of the optimizers that train A: "transport" takes first moments
-            to the new chart exactly and leaves second moments as they are; "reset" drops the state; "keep", as the
-            released code, does nothing.
+        optimizer_state: the effect of a move on the state of the optimizers that train A: "transport" transforms first
+            moments to the new chart exactly and keeps second moments; "reset" deletes the state; "keep" keeps it, as
+            the released code does.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N], of which the
-    strictly lower triangle counts; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for. Buffers: base_l0
-    [N,N]. The state_dict also has the counters of steps and moves.
+    strictly lower triangle is used; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers:
+    base_l0 [N,N]. The state_dict also has the counters of steps and moves.
 
-    Raises InputError, one line, for a bad argument, and in forward for an A that is not finite or too large (on a CPU).
+    Raises InputError for a bad argument, and in forward on a CPU for an A that is not finite or too large.
 
     Example::
 
@@ -97,7 +98,7 @@ class ExpRNN(_Exponential):
         return self._orthogonal(suffix)
 
     def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "skew" (A, which may have a learning rate of its own) or "other"."""
+        """Parameter name -> "skew" (A) or "other"."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
 

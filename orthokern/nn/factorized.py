@@ -25,35 +25,34 @@ APPLY = ("factored", "composed")
 
 
 class FactorizedRNN(Recurrent):
-    """An RNN whose recurrent matrix is W = U diag(s) V^T with orthonormal U and V [N,K] and a spectrum s held near 1.
+    """An RNN whose recurrent matrix is W = U diag(s) V^T with orthonormal U and V [N,K] and a spectrum s near 1.
 
     h_t = phi(gain (U (s * (V^T h_{t-1})) + W_ih x_t + b)), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
     Vorontsov, Trabelsi, Kadoury and Pal, "On orthogonality and learning recurrent networks with long term
-    dependencies", 2017. A drop-in for torch.nn.RNN in constructor names, layouts and (output, h_n). U and V stay
-    orthonormal only under an optimizer that keeps them so: orthokern.optim.optimizer_for(model) splits the parameters
-    and gives GeodesicSGD the bases.
+    dependencies", 2017. Constructor names, layouts and results are those of torch.nn.RNN. U and V stay orthonormal only
+    with an optimizer for them: orthokern.optim.optimizer_for(model) assigns them to GeodesicSGD.
 
     Args:
         input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device: as in
             orthokern.nn.RNN.
-        dtype: float32 or float64; 16-bit types are refused, which are too coarse for orthonormal U and V.
-        margin: m >= 0, how far s may go from 1; 0 fixes s = 1 (p is kept and its gradient is zero). None: s itself
-            is the parameter, free.
-        spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. Of no effect
+        dtype: float32 or float64; 16-bit dtypes are too coarse for orthonormal U and V.
+        margin: m >= 0, the largest |s - 1|; 0 fixes s = 1 (p exists, with a zero gradient). None: s itself is the
+            parameter, without a bound.
+        spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. No effect
             for margin 0 or None.
         rank: K <= N, columns of U and V; None for N.
-        apply: "factored" applies V^T, s and U one after the other and never forms W: 4NK flops per step and
-            sequence. "composed" forms W once per forward: 2N^2 per step and sequence, fewer for K > N/2; the same
-            function up to rounding. Kept as the attribute `apply_mode`: `module.apply(fn)` is torch.nn.Module's.
+        apply: "factored" applies V^T, s and U in turn without forming W: 4NK flops per step and sequence. "composed"
+            forms W once per forward: 2N^2 flops per step and sequence, fewer for K > N/2. The results agree up to
+            rounding. The attribute is `apply_mode`, because `apply` is a method of torch.nn.Module.
         init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity",
             "learned": W is the named orthogonal matrix, s = 1, for K = N. "glorot", "glorot-uniform": the (truncated)
-            singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights
-            U(-1/sqrt(N), 1/sqrt(N)) as torch's, bias 0.
+            singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights are
+            U(-1/sqrt(N), 1/sqrt(N)) as in torch, the bias is 0.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
-    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (one: the second of torch
-    adds nothing), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
-    modrelu_bias_l0 [N], h0_l0 [N] where asked for.
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (torch has two, of which only
+    the sum has an effect), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
+    modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN.
 
     Raises InputError, one line, for a bad argument.
 
@@ -156,17 +155,16 @@ class FactorizedRNN(Recurrent):
 
     def singular_values(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """Singular values |s| [K] of W (without the gain), detached, in the order of the columns of U and V (not
-        sorted), so that each can be followed in time.
+        sorted), so that each can be followed through training.
 
-        They are |s| because U and V are orthonormal. s itself (see `spectrum`) can be negative only for margin > 1
-        or None.
+        s itself (see `spectrum`) can be negative only for margin > 1 or None.
         """
         return self.spectrum(layer, reverse).detach().abs()
 
     @_autocast.keeps_dtype
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W = U diag(s) V^T [N,N] of one recurrence (without the gain), composed for inspection; differentiable.
-        Forward forms it only with apply="composed"."""
+        """W = U diag(s) V^T [N,N] of one recurrence (without the gain), differentiable. Forward forms it only with
+        apply="composed"."""
         suffix = self._suffix(layer, reverse)
         return (self._tensor(f"u_{suffix}") * self.spectrum(layer, reverse)) @ self._tensor(f"v_{suffix}").mT
 
@@ -181,8 +179,7 @@ class FactorizedRNN(Recurrent):
         return worst
 
     def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "geodesic" (U and V, kept orthonormal), "spectrum" (p or s; `margin` tells which) or
-        "other"."""
+        """Parameter name -> "geodesic" (U and V), "spectrum" (p, or s for margin=None) or "other"."""
         roles = {}
         for name, _ in self.named_parameters(recurse=False):
             kind = name.split("_l", 1)[0]

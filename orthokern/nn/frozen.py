@@ -1,4 +1,4 @@
-"""Modules for inference: everything that depends on parameters alone is computed once, and a step runs by itself.
+"""Modules for inference: everything that depends on parameters only is computed once; `step` computes single steps.
 
 Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
 """
@@ -22,11 +22,11 @@ __all__ = ["FrozenGRU", "FrozenRNN", "frozen"]
 
 
 class _Frozen(Recurrent):
-    """The part that both kinds share: buffers in place of parameters, no gradients, and `step`."""
+    """The common base class: buffers instead of parameters, no gradients, and `step`."""
 
     def forward(self, input: Any, hx: Tensor | None = None, **options: Any) -> Any:
         """As the forward of the module that this one was made from, without gradients."""
-        if torch.compiler.is_compiling():  # a program without regions of another mode
+        if torch.compiler.is_compiling():  # no_grad would add regions of another grad mode to the program
             return super().forward(_detached(input), _detached(hx), **options)
         with torch.no_grad():
             return super().forward(input, hx, **options)
@@ -48,14 +48,14 @@ class _Frozen(Recurrent):
             without B for one sequence.
 
         Raises:
-            InputError: as forward; a bidirectional module, which needs the whole sequence.
+            InputError: as forward; or the module is bidirectional, and needs the whole sequence.
         """
         if type(x) is Tensor and x.dim() == (1 if x.dtype is torch.int64 else 2):
             found = _quick.forward(self, x, h, False, one_step=True)
             if found is not None:
                 return found
         if self.bidirectional:
-            raise InputError("step serves one direction; accepted for a bidirectional module: forward")
+            raise InputError("step is for one direction; accepted for a bidirectional module: forward")
         if not isinstance(x, Tensor):
             raise InputError(f"x must be a Tensor, got {type(x).__name__}")
         most = 2 if x.is_floating_point() else 1
@@ -82,7 +82,7 @@ class _Frozen(Recurrent):
 
 
 class FrozenRNN(_Frozen):
-    """What ``frozen()`` of RNN, FactorizedRNN, ExpRNN and NonNormalRNN returns: the recurrence with fixed matrices.
+    """The result of ``frozen()`` of RNN, FactorizedRNN, ExpRNN and NonNormalRNN: a recurrence with fixed matrices.
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
@@ -91,7 +91,7 @@ class FrozenRNN(_Frozen):
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
     u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, where the factors take fewer
-    operations than W; and the activation's parameter and h0_l0 [N] where the module has them. They are the state_dict.
+    operations than W; and the activation's parameter and h0_l0 [N] if the module has them. They form the state_dict.
 
     Example::
 
@@ -149,13 +149,13 @@ class FrozenRNN(_Frozen):
 
 
 class FrozenGRU(_Frozen, GRU):
-    """What ``GRU.frozen()`` returns: the module with buffers of the same names in place of its parameters, without
-    gradients, and with ``step``."""
+    """The result of ``GRU.frozen()``: the GRU with buffers of the same names instead of parameters, without gradients,
+    and with ``step``."""
 
     def __init__(self, source: GRU) -> None:
         torch.nn.Module.__init__(self)
         for name, value in vars(source).items():
-            if name not in vars(self):  # the settings; not what every Module has
+            if name not in vars(self):  # the settings, but no attributes of nn.Module
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
         for name in self._shapes:
@@ -165,7 +165,7 @@ class FrozenGRU(_Frozen, GRU):
 
 @torch.no_grad()
 def frozen(source: Recurrent) -> Recurrent:
-    """The inference module of a recurrence, on its device; ``Recurrent.frozen`` has the documentation."""
+    """The inference module of a recurrence, on its device; see ``Recurrent.frozen``."""
     with _autocast.off():
         return FrozenGRU(source) if isinstance(source, GRU) else FrozenRNN(source)
 

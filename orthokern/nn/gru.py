@@ -17,7 +17,7 @@ from orthokern._scan_contract import GruInputs, GruOptions
 from orthokern.cpu._steps import Plan, gru_plan
 from orthokern.cpu.gru_scan import prepared_gru
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, told
+from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, settings_text
 from orthokern.nn._layouts import Cuts
 from orthokern.nn._quick import Ready
 from orthokern.nn._recurrent import Factors
@@ -32,7 +32,7 @@ _linear = _autocast.keeps_dtype(nn.functional.linear)
 
 
 class GRU(TorchRecurrent):
-    """A GRU with torch.nn.GRU's interface, whose fixed point at 0 a constraint on one matrix keeps stable.
+    """A GRU with torch.nn.GRU's interface. A constraint on one matrix keeps its fixed point at 0 stable.
 
         r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
         n_t = tanh(W_in x_t + b_in + W_hn (r_t * h_{t-1}) + b_hn)      variant "kanai" (Kanai et al. 2017, eq. 1 to 4)
@@ -45,29 +45,23 @@ class GRU(TorchRecurrent):
     (the paper's lemma 2; ``jacobian_at_zero``). With a largest singular value of W_hn below 2 its spectral radius is
     below 1: the state decays to 0. ``orthokern.optim.SpectralNormProjection`` keeps it there.
 
-    Constructor, parameter names, layouts and outputs are those of torch.nn.GRU, whose state_dict loads; variant
-    "torch" then returns what it returns, gradients included. Two defaults differ: the variant, and no biases, as in
-    the paper, because with biases 0 is no fixed point. The input may also be token ids.
+    Constructor, parameter names, layouts and outputs are those of torch.nn.GRU, whose state_dict can be loaded; variant
+    "torch" then computes the same outputs and gradients. Two defaults differ: the variant, and no biases, as in the
+    paper, because with biases 0 is not a fixed point. The input may also be token ids.
 
     Args:
-        input_size: D, features of the input, or the number of token ids for integer input.
-        hidden_size: N.
-        num_layers: stacked recurrences, each fed by the states of the one below.
+        input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, device, dtype: as in orthokern.nn.RNN;
+            dtype is float32 or float64.
         bias: learn bias_ih and bias_hh.
-        batch_first: input and output are [B, T, ..]; the states are not affected.
-        dropout: in [0, 1], on the output of every layer but the last, when training.
-        bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
-        device, dtype: of the parameters; float32 or float64.
         variant: "kanai" or "torch", see above.
-        init: "kanai", every weight N(0, init_std^2) but W_hn, which is orthogonal (Haar), and biases 0 (section 4.1 of
-            the paper); "torch", all U(-1/sqrt(N), 1/sqrt(N)), with torch.manual_seed the same as torch.nn.GRU's. None:
+        init: "kanai": every weight N(0, init_std^2) except W_hn, which is orthogonal (Haar), and biases 0 (section 4.1
+            of the paper); "torch": all U(-1/sqrt(N), 1/sqrt(N)), for the same seed the values of torch.nn.GRU. None:
             that of the variant.
-        init_std: standard deviation for init "kanai"; None for 1/sqrt(N), as for the paper's language model. Its music
-            models have 0.01/sqrt(N).
-        learned_h0: learn the initial states, h0_l0 [N], ..., which begin as zeros.
-        backend: see ``orthokern.functional``.
+        init_std: standard deviation for init "kanai"; None for 1/sqrt(N), as in the paper's language model. Its music
+            models use 0.01/sqrt(N).
+        learned_h0, backend: as in orthokern.nn.RNN.
 
-    The cpu backend does no work on the padding of a PackedSequence.
+    The cpu backend skips the padding of a PackedSequence.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [3N, D], weight_hh_l0 [3N, N], bias_ih_l0 [3N],
     bias_hh_l0 [3N], blocks in the order r, z, n.
@@ -114,17 +108,13 @@ class GRU(TorchRecurrent):
         if init_std is not None and self.init != "kanai":
             raise InputError(f"init_std is {init_std!r}, but init is {self.init!r}: accepted with init 'kanai' only")
         n = self.hidden_size
-        self.init_std = 1 / math.sqrt(n) if init_std is None else finite("init_std", init_std, above_zero=True)
+        self.init_std = 1 / math.sqrt(n) if init_std is None else finite("init_std", init_std, " above 0")
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         self._register_weights(3 * n, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters, as the class documentation says, in torch's order.
-
-        Args:
-            generator: where the numbers come from; None for torch's global generator.
-        """
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
         bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
             for name in self._weight_names(suffix):
@@ -145,7 +135,7 @@ class GRU(TorchRecurrent):
         return self._tensor(name)[2 * self.hidden_size :]
 
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W_hn [N, N] of one recurrence, the matrix that the constraint is about (a view of weight_hh)."""
+        """W_hn [N, N] of one recurrence, the constrained matrix (a view of weight_hh)."""
         return self._candidate(f"weight_hh_{self._suffix(layer, reverse)}")
 
     def recurrent_matrices(self) -> list[Tensor]:
@@ -161,8 +151,8 @@ class GRU(TorchRecurrent):
         """The matrices that Kanai et al. 2017 constrain, as (parameter, its rows), see SpectralNormProjection.
 
         Args:
-            inputs: which input matrices W_in besides all W_hn: those of the layers above the first ("upper"), of all
-                layers ("all", as eq. 10 has it), or "none".
+            inputs: the input matrices W_in in addition to all W_hn: of the layers above the first ("upper"), of all
+                layers ("all", as in eq. 10), or "none".
         """
         accepted = ("upper", "all", "none")
         if inputs not in accepted:
@@ -203,7 +193,7 @@ class GRU(TorchRecurrent):
         )  # fmt: skip
 
     def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> Tensor:
-        w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
+        (w,), bias = self._factors(suffix)
         return gru_scan(self._input_term(x, suffix), w, h0, bias, variant=self.variant, backend=self.backend)
 
     def _quick_states(
@@ -233,7 +223,7 @@ class GRU(TorchRecurrent):
         return gru_plan(x, w, w_in, self.variant == "kanai", tuple(self._shapes))
 
     def extra_repr(self) -> str:
-        return told(
+        return settings_text(
             self, num_layers=1, bias=False, batch_first=False, dropout=0.0, bidirectional=False, variant="kanai",
             init=self.variant, init_std=1 / math.sqrt(self.hidden_size), learned_h0=False, backend=None,
         )  # fmt: skip

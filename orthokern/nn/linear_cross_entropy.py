@@ -18,8 +18,8 @@ class LinearCrossEntropy(nn.Module):
     """torch.nn.Linear(hidden, classes) and torch.nn.functional.cross_entropy in one: y = hidden W^T + b, loss = -log
     softmax(y)[target].
 
-    `loss` works over chunks of rows and computes the gradients in the same pass, so the logits of a long sequence
-    are never stored whole.
+    `loss` processes chunks of rows and computes the gradients in the same pass, so that the logits of a long sequence
+    are not stored.
 
     Args:
         hidden: N, size of the last dimension of the input.
@@ -29,8 +29,8 @@ class LinearCrossEntropy(nn.Module):
         reduction: "mean" over all rows, or "sum".
         backend: None or "auto", "reference", "cpu", "triton", "cuda".
 
-    Parameters, as in torch.nn.Linear, names and first values for the same seed included: weight [C,N] and bias [C],
-    both U(-1/sqrt(N), 1/sqrt(N)) at first. Raises InputError for sizes below 1 and unknown names.
+    Parameters: weight [C,N] and bias [C], both U(-1/sqrt(N), 1/sqrt(N)) initially. Their names, and for the same seed
+    their initial values, are those of torch.nn.Linear. Raises InputError for sizes below 1 and unknown names.
 
     Example::
 
@@ -70,14 +70,14 @@ class LinearCrossEntropy(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound, generator=generator)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., N] -> logits [..., C], in plain torch (to look at predictions; for training use `loss`)."""
+        """hidden [..., N] -> logits [..., C], in plain torch (for predictions; for training use `loss`)."""
         if hidden.dim() < 1 or hidden.shape[-1] != self.hidden:
             raise InputError(f"hidden has shape {tuple(hidden.shape)}; accepted: [..., {self.hidden}]")
         return nn.functional.linear(hidden, self.weight, self.bias)
 
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """hidden [..., N] float, target [...] int64 in [0, C) -> the loss, a 0-dim tensor in nats. Raises InputError
-        for shapes that disagree."""
+        for shapes that do not match."""
         return functional.linear_cross_entropy(
             hidden, self.weight, self.bias, target, reduction=self.reduction, backend=self.backend
         )

@@ -21,15 +21,16 @@ from orthokern.nn._checks import (
     check_ids,
     check_input,
     check_packed,
+    finite,
     flag,
     new_parameter,
-    number,
     parameter_dtype,
     positive_int,
+    settings_text,
     share,
-    told,
 )
 from orthokern.nn._recurrent import widened
+from orthokern.ops._checks import strided
 from orthokern.ops._common import given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -48,8 +49,8 @@ State = tuple[Tensor, Tensor]  # (h, c)
 #         dc' = dc * f + d_i * p_i + d_f * p_f,   dh' = (d_i, d_f, d_g, d_o) W.
 #     The gradients of W and p are sums over all steps, taken after the loop; that of e is (d_i, d_f, d_g, d_o).
 #
-#     Both are ops of torch.library: faster than what autograd records step by step, and torch.compile and export see
-#     one node whatever the number of steps. Under torch.func the steps are plain torch code.
+#     Both are ops of torch.library: they are faster than autograd of the single steps, and torch.compile and export see
+#     one node for any number of steps. Under torch.func the steps are plain torch code.
 
 
 @custom_op("peephole_scan_fwd", "(Tensor e, Tensor w, Tensor p, Tensor h0, Tensor c0) -> (Tensor, Tensor, Tensor)")
@@ -158,7 +159,7 @@ def _scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tens
 
 @_autocast.keeps_dtype
 def _plain_scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of the note, which torch differentiates, any number of times, and maps over other dimensions."""
+    """The forward of Note [Peephole LSTM] in plain torch code, for torch.func."""
     h, c, steps = h0, c0, []
     p_i, p_f, p_o = p.unbind(0)
     for x in e.unbind(0):
@@ -173,26 +174,20 @@ def _plain_scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tupl
 class PeepholeLSTM(nn.Module):
     """torch.nn.LSTM with peepholes (Gers & Schmidhuber 2000), diagonal as in Graves 2013.
 
-    The cell state of the step before reaches the input and the forget gate, the new one the output gate; with peepholes
-    of zero it is torch.nn.LSTM. The equations are in Note [Peephole LSTM]. Constructor names, layouts, outputs and
+    The input and the forget gate also read the previous cell state, and the output gate the new one; with peepholes of
+    zero it is torch.nn.LSTM. The equations are in Note [Peephole LSTM]. Constructor names, layouts, outputs and
     parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with strict=False. The input
-    may also be token ids. The baseline of Vorontsov et al. 2017, section 3, is one with N = 128.
+    may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
 
     Args:
-        input_size: D, features of the input, or the number of token ids for integer input.
-        hidden_size: N.
-        num_layers: stacked recurrences, each fed by the states h of the one below.
-        bias: learn bias_ih and bias_hh (two, as torch has them; only their sum acts).
-        batch_first: input and output are [B, T, ..]; the states are not affected.
-        dropout: in [0, 1], on the output of every layer but the last, when training.
-        bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
-        device, dtype: of the parameters; float32 or float64.
-        forget_bias: what the forget gate's bias begins with; of no effect without bias.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as in
+            orthokern.nn.RNN; dtype is float32 or float64.
+        forget_bias: initial bias of the forget gate; no effect without bias.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
     bias_hh_l0 [4N], gates in the order input, forget, cell, output; weight_peephole_l0 [3, N], in the order input,
-    forget, output. At first weight_ih is U(-1/sqrt(N), 1/sqrt(N)) as torch's, the four N x N matrices in weight_hh are
-    orthogonal (Haar), biases and peepholes are 0 but for the forget gate's bias.
+    forget, output. Initially weight_ih is U(-1/sqrt(N), 1/sqrt(N)) as in torch, the four N x N matrices in weight_hh
+    are orthogonal (Haar), and biases and peepholes are 0 except the bias of the forget gate.
 
     Raises InputError, one line, for a bad argument.
     """
@@ -220,9 +215,7 @@ class PeepholeLSTM(nn.Module):
         self.batch_first = flag("batch_first", batch_first)
         self.bidirectional = flag("bidirectional", bidirectional)
         self.dropout = share("dropout", dropout)
-        self.forget_bias = number("forget_bias", forget_bias, "a finite number")
-        if not math.isfinite(self.forget_bias):
-            raise InputError(f"forget_bias must be a finite number, got {forget_bias!r}")
+        self.forget_bias = finite("forget_bias", forget_bias)
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         n, ways = self.hidden_size, 2 if self.bidirectional else 1
         for layer, suffix in self._recurrences():
@@ -249,11 +242,7 @@ class PeepholeLSTM(nn.Module):
         return tensor
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters, as the class documentation says.
-
-        Args:
-            generator: where the numbers come from; None for torch's global generator.
-        """
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
         n = self.hidden_size
         for _, suffix in self._recurrences():
             bound = 1.0 / math.sqrt(n)
@@ -267,7 +256,7 @@ class PeepholeLSTM(nn.Module):
                 nn.init.constant_(self._tensor(f"bias_ih_{suffix}").detach()[n : 2 * n], self.forget_bias)
 
     def flatten_parameters(self) -> None:
-        """Does nothing; torch.nn.LSTM has it (for cuDNN), so code written for that may call it."""
+        """Does nothing. It exists for code written for torch.nn.LSTM, where it serves cuDNN."""
 
     @overload
     def forward(self, input: Tensor, hx: State | None = None) -> tuple[Tensor, State]: ...
@@ -279,19 +268,15 @@ class PeepholeLSTM(nn.Module):
         """Run all layers over a batch of sequences.
 
         Args:
-            input: float [T, B, D] ([B, T, D] if batch_first), float [T, D] for one sequence, or token ids, int64 or
-                int32, in [0, input_size): [T, B] ([B, T] if batch_first) or [T]; or a PackedSequence of any of these.
-                Floats have the dtype of the parameters; under autocast, 16-bit floats are widened to it.
-            hx: (h, c), [num_layers * directions, B, N] each, without B for one sequence; never batch_first; zeros if
-                None.
+            input: as in orthokern.nn.RNN.
+            hx: (h, c), each as hx of orthokern.nn.RNN; zeros if None.
 
         Returns:
-            (output, (h_n, c_n)): output [T, B, N * directions] ([B, T, ..] if batch_first; no B for one sequence;
-            packed for packed input), the h of the last layer; h_n and c_n as hx, after each sequence's last step.
-            A second derivative is not available.
+            (output, (h_n, c_n)): output as in orthokern.nn.RNN, the h of the last layer; h_n and c_n as hx, after the
+            last step of each sequence. A second derivative is not available.
 
         Raises:
-            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
+            InputError: as orthokern.nn.RNN.
         """
         kind = self._tensor("weight_ih_l0").device.type
         if _autocast.is_on(kind):
@@ -322,12 +307,12 @@ class PeepholeLSTM(nn.Module):
         return (output.transpose(0, 1) if self.batch_first else output), (h_n, c_n)
 
     def _run(self, data: Tensor, states: State, lengths: Tensor | None) -> tuple[Tensor, State]:
-        """data [T, B, ..], states [recurrences, B, N] each, lengths [B] or None for T; what follows a sequence's end is
-        computed and never read."""
+        """data [T, B, ..], states [recurrences, B, N] each, lengths [B] or None for T. Steps after the end of a
+        sequence are computed but not used."""
         outputs: list[Tensor] = []
         ends: list[State] = []
         for (layer, suffix), h0, c0 in zip(self._recurrences(), *states, strict=True):
-            if layer and suffix == f"l{layer}":  # a new layer begins: what the one below gave is its input
+            if layer and suffix == f"l{layer}":  # the first recurrence of a layer: the outputs so far are its input
                 data, outputs = torch.cat(outputs, -1), []
                 if self.dropout > 0.0 and self.training:
                     data = nn.functional.dropout(data, self.dropout, training=True)
@@ -350,7 +335,7 @@ class PeepholeLSTM(nn.Module):
         return torch.cat(outputs, -1), (h_n, c_n)
 
     def _input_term(self, x: Tensor, suffix: str) -> Tensor:
-        """W_ih x + b of all steps [T, B, 4N]: one product, or one look-up for token ids."""
+        """W_ih x + b of all steps [T, B, 4N], by one product, or by one look-up for token ids."""
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}") if self.bias else None
         if x.is_floating_point():
@@ -359,7 +344,7 @@ class PeepholeLSTM(nn.Module):
         return nn.functional.embedding(x, table)
 
     def _check_input(self, input: Tensor, *, packed: bool = False) -> bool:
-        """Check everything but T and B; True for token ids."""
+        """Checks the input except T and B; True for token ids."""
         weight = self._tensor("weight_ih_l0")
         tokens = check_input(input, weight, self.input_size, batch_first=self.batch_first, packed=packed)
         if tokens and input.numel():
@@ -367,7 +352,7 @@ class PeepholeLSTM(nn.Module):
         return tokens
 
     def _states(self, hx: State | None, batch: int | None, data: Tensor) -> State:
-        """(h, c) [recurrences, B, N], zeros for None; batch None: one sequence, data [T, 1, ..]."""
+        """(h, c) [recurrences, B, N], zeros for None. batch is None for one sequence, with data [T, 1, ..]."""
         n, rows = self.hidden_size, self.num_layers * (2 if self.bidirectional else 1)
         weight = self._tensor("weight_ih_l0")
         if hx is None:
@@ -380,9 +365,7 @@ class PeepholeLSTM(nn.Module):
             if not isinstance(state, Tensor) or tuple(state.shape) != shape:
                 found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
                 raise InputError(f"{name} of hx is {found}; accepted: {shape}")
-            if state.layout is not torch.strided:
-                kind = str(state.layout).removeprefix("torch.")
-                raise InputError(f"{name} of hx is a {kind} tensor; accepted: a strided (dense) one")
+            strided(f"{name} of hx", state)
             if state.dtype != weight.dtype or state.device != weight.device:
                 raise InputError(
                     f"{name} of hx is {state.dtype} on {state.device}; accepted: {weight.dtype} on {weight.device}"
@@ -391,11 +374,13 @@ class PeepholeLSTM(nn.Module):
         return (h.unsqueeze(1), c.unsqueeze(1)) if batch is None else (h, c)
 
     def extra_repr(self) -> str:
-        return told(self, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False, forget_bias=1.0)
+        return settings_text(
+            self, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False, forget_bias=1.0
+        )
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x [T, B, ..] with each sequence's own steps in reverse; what follows its end stays in its place."""
+    """x [T, B, ..] with the steps of each sequence in reverse order; padding stays in place."""
     if lengths is None:
         return x.flip(0)
     step = torch.arange(len(x), device=x.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""`NonNormalRNN`: a recurrence in real Schur form, with eigenvalues of a chosen modulus and free non-normal part."""
+"""`NonNormalRNN`: a recurrence in real Schur form, with learned moduli of the eigenvalues and a non-normal part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASKS = ("block", "legacy")
 
 
 def triangular_mask(n: int, mask: str, device: torch.device | str | None = None) -> Tensor:
-    """Which elements of T [n,n] act, bool: all below the diagonal; for "block" none of those in 2 x 2 blocks."""
+    """The mask of T [n,n], bool: true below the diagonal, and for "block" outside of the 2 x 2 blocks."""
     index = torch.arange(n, device=device)
     if mask == "block":
         index = index // 2  # of the block
@@ -29,7 +29,7 @@ def triangular_mask(n: int, mask: str, device: torch.device | str | None = None)
 
 @_autocast.keeps_dtype
 def schur_product(p: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor | None) -> Tensor:
-    """V = P Theta P^T, with Theta's blocks applied to pairs of rows of P^T: O(N^2), and a product for the triangle.
+    """V = P Theta P^T. The blocks of Theta are applied to pairs of rows of P^T in O(N^2), the triangle by a product.
 
     Args:
         p: [N,N], orthogonal; gamma: [ceil(N/2)]; theta: [floor(N/2)], radians.
@@ -58,29 +58,30 @@ class NonNormalRNN(_Exponential):
     its diagonal, for an odd N a last real eigenvalue gamma, and a free part T below the blocks: the eigenvalues are
     gamma_i exp(+-i t_i) whatever T is, and T makes V non-normal (nnRNN: Kerg, Goyette et al. 2019, "Non-normal
     Recurrent Neural Network (nnRNN)"; Jahagirdar et al., its reproducibility report of 2019, eq. 7 and 8). V is formed
-    once per forward; time runs on orthokern.functional.dense_scan. Used as orthokern.nn.FactorizedRNN is.
+    once per forward; the recurrence is orthokern.functional.dense_scan. The interface is that of
+    orthokern.nn.FactorizedRNN.
 
     Args:
         input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
-            in orthokern.nn.FactorizedRNN. The literature takes nonlinearity="modrelu".
-        init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": the released code's last commit leaves A as it
-            finds the memory, and that is mostly A = 0, P = I (its earlier ones draw A by name, as here). Angles theta
-            are U(0, 2 pi), moduli gamma 1, T 0: V is orthogonal at first.
-        mask: "block": T acts below the 2 x 2 blocks, and |lambda_i| = gamma_i exactly. "legacy", as the released code
-            has it: T acts in the whole strictly lower triangle, so also inside the blocks, and the moduli move away
-            from gamma; N must be even.
-        triangular: False leaves T out: a normal V.
+            in orthokern.nn.FactorizedRNN. The literature uses nonlinearity="modrelu".
+        init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": A = 0, P = I. (The last commit of the released
+            code does not initialise the memory of A, which is mostly 0; earlier commits draw A by name, as here.)
+            Angles theta are U(0, 2 pi), moduli gamma 1, T 0, so that V is orthogonal initially.
+        mask: "block": T is zero inside the 2 x 2 blocks, and |lambda_i| = gamma_i exactly. "legacy", as in the released
+            code: T is the whole strictly lower triangle, also inside the blocks, and the moduli differ from gamma; N
+            must be even.
+        triangular: False omits T, for a normal V.
         rebase_every, project_every, optimizer_state: of P's base, as in orthokern.nn.ExpRNN.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     The released code multiplies rows by its matrix, h_t = h_{t-1} R: R = V^T, and its T is upper triangular.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N] (its strictly
-    lower triangle counts), gamma_l0 [ceil(N/2)], theta_l0 [floor(N/2)] in radians, triangle_l0 [N,N] (its mask counts);
-    and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for. Buffers: base_l0 [N,N]. Penalties of the
-    literature: orthokern.penalties.modulus_penalty and triangular_decay.
+    lower triangle is used), gamma_l0 [ceil(N/2)], theta_l0 [floor(N/2)] in radians, triangle_l0 [N,N] (only its mask is
+    used); and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers: base_l0 [N,N]. Penalties of
+    the literature: orthokern.penalties.modulus_penalty and triangular_decay.
 
-    Raises InputError, one line, for a bad argument, and in forward for gamma or A not finite or A too large (on a CPU).
+    Raises InputError for a bad argument, and in forward on a CPU for a gamma or A that is not finite, or a too large A.
 
     Example::
 
@@ -164,7 +165,7 @@ class NonNormalRNN(_Exponential):
         return [self._triangle(suffix) for suffix in self._suffixes() if self.triangular]
 
     def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "skew" (A), "rotation" (gamma and theta) or "other"; each may have a rate of its own."""
+        """Parameter name -> "skew" (A), "rotation" (gamma and theta) or "other"."""
         kinds = {"skew": "skew", "gamma": "rotation", "theta": "rotation"}
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return {name: kinds.get(name.split("_l", 1)[0], "other") for name in names}

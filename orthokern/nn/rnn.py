@@ -25,18 +25,18 @@ __all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
 class RNN(TorchRecurrent):
     """torch.nn.RNN on orthokern's scan: h_t = phi(gain (W_hh h_{t-1} + b_hh + W_ih x_t + b_ih)), with a gain of 1.
 
-    Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.RNN, and so are the first
-    parameters for the same seed. Its state_dict loads here, and ours there unless the module has parameters that
-    torch's has not (a slope, a modReLU bias, a learned state).
+    Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.RNN, and so are the initial
+    parameters for the same seed. A state_dict of torch.nn.RNN can be loaded, and torch.nn.RNN can load that of this
+    module unless it has further parameters (a slope, a modReLU bias, a learned state).
 
     Args:
         input_size: D, features of the input, or the number of token ids for integer input.
         hidden_size: N.
-        num_layers: stacked recurrences, each fed by the states of the one below.
+        num_layers: stacked recurrences; the input of each is the states of the one below.
         nonlinearity: one of orthokern.functional.ACTIVATIONS; orthokern.ops.activations.activation has the equations.
-            "prelu" learns a slope, one per recurrence, 0.25 at first; "modrelu" learns a bias [N], U(-0.01, 0.01) at
-            first; "oplu" works on pairs of units, so N must be even.
-        bias: learn bias_ih and bias_hh (two, as torch has them; only their sum acts).
+            "prelu" learns one slope per recurrence, initially 0.25; "modrelu" learns a bias [N], initially
+            U(-0.01, 0.01); "oplu" works on pairs of units, so N must be even.
+        bias: learn bias_ih and bias_hh (two, as in torch; only their sum has an effect).
         batch_first: input and output are [B,T,..]; hx and h_n are not affected.
         dropout: in [0, 1], on the output of every layer but the last, when training.
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
@@ -45,22 +45,22 @@ class RNN(TorchRecurrent):
             "cayley", "identity", "glorot", "glorot-uniform", "learned"; see orthokern.init. Everything
             else is initialised as in torch.
         negative_slope: the fixed slope of "leaky_relu".
-        learned_h0: learn the initial state of each recurrence (parameters h0_l0 [N], ..., zero at first), used when
+        learned_h0: learn the initial state of each recurrence (parameters h0_l0 [N], ..., initially zero), used if
             forward gets no hx.
-        checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the rest, with the
-            same bits as result.
+        checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the others. The results
+            are bitwise the same.
         backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
-        precision: of float32 products on a GPU: "ieee" (exact), or on request "3xtf32", "tf32" or "bf16"; states and
-            sums stay float32. The CPU ignores it and computes exact products.
+        precision: of float32 products on a GPU: "ieee" (exact), "3xtf32", "tf32" or "bf16"; states and sums stay
+            float32. The CPU ignores it and computes exact products.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward; 0 does not clip. See orthokern.functional.factored_scan.
-        gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). No parameter changes
-            its meaning: recurrent_matrix() and state_dict() are without it.
+        gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). The parameters,
+            recurrent_matrix() and state_dict() do not include it.
 
-    The cpu backend does no work on the padding of a PackedSequence.
+    The cpu backend skips the padding of a PackedSequence.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
-    bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] where asked for.
+    bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] if the arguments select them.
 
     Raises InputError, one line, for a bad argument.
 
@@ -109,7 +109,7 @@ class RNN(TorchRecurrent):
         """Reinitialize the parameters: U(-1/sqrt(N), 1/sqrt(N)) in torch's order, then W_hh by `init`, then the others.
 
         Args:
-            generator: where the numbers come from; None for torch's global generator.
+            generator: source of random numbers; None for torch's global generator.
         """
         bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():

@@ -1,7 +1,7 @@
-"""The contract of every op: mathematics, shapes, cost, SUPPORT table, torch.library op with fake and autograd.
+"""The definition of every op: mathematics, shapes, cost, SUPPORT table, torch.library op with fake and autograd.
 
-One op is one stem: ``orthokern/ops/<op>.py`` here, ``orthokern/reference/<op>.py``, ``csrc/cpu/<op>.cpp`` and so on.
-The functions of these modules take checked inputs; ``orthokern.functional`` is the public face that checks them.
+The files of an op have one name: ``orthokern/ops/<op>.py``, ``orthokern/reference/<op>.py``, ``csrc/cpu/<op>.cpp`` and
+so on. The functions of these modules take checked inputs; the public functions of ``orthokern.functional`` check them.
 """
 
 from orthokern.ops import (

@@ -1,9 +1,8 @@
-"""Whether a call may go past torch's dispatcher: whether nothing but autograd and the op's kernel would see it.
+"""Whether a call may bypass torch's dispatcher, because only autograd and the op's kernel would handle it.
 
-A call through the dispatcher converts all arguments twice, which for a scan of one step takes longer than the scan.
-It is needed wherever something else listens or acts on the call: torch.compile and export, vmap and torch.func, modes
-(fake tensors, flop counters, a default device), torch.jit.trace, autocast, the profiler, forward-mode derivatives, and
-tensors that are more than memory on a CPU.
+A call through the dispatcher converts all arguments twice, which takes longer than a scan of one step. The dispatcher
+is needed for torch.compile and export, vmap and torch.func, modes (fake tensors, flop counters, a default device),
+torch.jit.trace, autocast, the profiler, forward-mode derivatives, tensor subclasses and tensors that are not on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NAMES = (
     "_are_functorch_transforms_active",
     "_get_tracing_state",
 )
-# private functions of torch: one that a version lacks means that its calls go through the dispatcher
+# private functions of torch; in a version that lacks one, all calls go through the dispatcher
 _KNOWN = all(hasattr(torch._C, name) for name in _NAMES) and hasattr(torch.autograd, "_profiler_enabled")
 _KNOWN = _KNOWN and hasattr(forward_ad, "_current_level")
 
@@ -42,7 +41,7 @@ def quiet() -> bool:
 
 
 def alone(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call of an op with these arguments may go to its kernel at once: `quiet`, and plain CPU tensors."""
+    """Whether a call of an op may bypass the dispatcher: `quiet`, and all tensors are plain CPU tensors."""
     if not quiet():
         return False
     for argument in arguments:

@@ -1,7 +1,7 @@
-"""Checks of what a user passes in: every failure is an InputError that names argument, value and what is accepted.
+"""Checks of arguments. Every failure is an InputError that names the argument, its value and what is accepted.
 
-They read shapes, dtypes and devices only, so they cost microseconds and trace under torch.compile; checks on values
-(token ids, finiteness) stand in the ops' implementations, where tensors are real.
+The checks read shapes, dtypes and devices only, so they cost microseconds and can be traced by torch.compile. Checks of
+values (token ids, finiteness) are in the implementations of the ops.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
-ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of what reads ids as they are
+ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of ops that read ids without a conversion
 PRECISIONS = ("ieee", "3xtf32", "tf32", "bf16")
 ALGORITHMS = ("auto", "sequential", "chunked", "modal")
 
 
 def describe(value: object) -> str:
-    """A value in a few words: a tensor's shape, another object's repr or type."""
+    """A short text for an error message: a tensor's shape, else the repr or the type of the value."""
     if isinstance(value, Tensor):
         return f"shape {list(value.shape)}"
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -30,17 +30,22 @@ def describe(value: object) -> str:
 
 
 def is_tensor(argument: str, value: object) -> Tensor:
-    """Return value if it is a tensor with strides: the kernels address its elements."""
+    """Return value if it is a tensor with strides."""
     if not isinstance(value, Tensor):
         raise InputError(f"{argument} must be a torch.Tensor, got {describe(value)}")
-    if value.layout is not torch.strided or value.is_nested:
-        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise InputError(f"{argument} is a {kind} tensor: accepted is a strided (dense) one")
+    strided(argument, value)
     return value
 
 
+def strided(argument: str, tensor: Tensor) -> None:
+    """tensor must have strides, which kernels need."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InputError(f"{argument} is a {kind} tensor; accepted: a strided (dense) one")
+
+
 def is_float(argument: str, tensor: Tensor) -> None:
-    """Refuse dtypes that are not floating."""
+    """tensor must have a floating dtype."""
     if not tensor.is_floating_point():
         raise InputError(
             f"{argument} has dtype {dtype_name(tensor.dtype)}: accepted are floating dtypes (float32, float64; "
@@ -59,7 +64,7 @@ def same_kind(argument: str, tensor: Tensor, like_name: str, like: Tensor) -> No
 
 
 def same_device(argument: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """tensor must be where like is."""
+    """tensor must be on the device of like."""
     if tensor.device != like.device:
         raise InputError(f"{argument} is on {tensor.device}: accepted is the device of {like_name}, {like.device}")
 
@@ -83,15 +88,15 @@ def at_least_one(argument: str, tensor: Tensor, letters: str) -> None:
         raise InputError(f"{argument} has shape {list(tensor.shape)}: every size of {letters} must be at least 1")
 
 
-def activation_name(name: object, argument: str = "activation") -> str:
+def activation_name(name: object) -> str:
     """Return name if it is one of the activations."""
     if not isinstance(name, str) or name not in NAMES:
-        raise unknown_name(argument, name, NAMES)
+        raise unknown_name("activation", name, NAMES)
     return name
 
 
 def activation_parameter(activation: str, act_param: Tensor | None, N: int, like_name: str, like: Tensor) -> None:
-    """act_param must be there exactly if the activation takes one, as [1] or [N]; pairs need an even N."""
+    """act_param must be [1] or [N] if the activation takes one, else None; activations of pairs need an even N."""
     if ACTIVATIONS[activation].pairs and N % 2:
         raise InputError(f"N is {N}: activation {activation!r} works on pairs and needs an even N")
     what = PARAMETER.get(activation)
@@ -113,7 +118,7 @@ def activation_parameter(activation: str, act_param: Tensor | None, N: int, like
 
 
 def scan_lengths(lengths: object, x: Tensor) -> None:
-    """lengths must be int64 [B] on the device of x [T, B, ...], or None; their values are checked in the op."""
+    """lengths must be int64 [B] on the device of x [T, B, ...], or None. The op checks their values."""
     if lengths is None:
         return
     tensor = is_tensor("lengths", lengths)
@@ -126,10 +131,10 @@ def scan_lengths(lengths: object, x: Tensor) -> None:
 def scan_resets(
     resets: object, reset_state: object, x: Tensor, h0: Tensor | None, N: int, like_name: str, like: Tensor
 ) -> Tensor | None:
-    """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] only with it.
+    """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] needs resets.
 
     Returns:
-        The state that resets start from: reset_state, else h0 as the caller gave it, which may be None (zeros).
+        The state that a reset sets: reset_state, else h0, which may be None (zeros).
     """
     if resets is None:
         if reset_state is not None:
@@ -160,7 +165,7 @@ def scan_clip(message_clip: object) -> None:
 def scan_choices(
     precision: object, algorithm: object, activation: str, message_clip: float, resets: object = None
 ) -> None:
-    """precision and algorithm must be known names, and chunks of time need a recurrence that is linear both ways."""
+    """precision and algorithm must be known names; "chunked" needs a linear recurrence in forward and backward."""
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     if algorithm not in ALGORITHMS:
@@ -195,10 +200,10 @@ def scan_inputs(
     *,
     small_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Everything about a scan but its matrices, which are checked already (like is one of them).
+    """Check the arguments of a scan except its matrices, which are already checked (like is one of them).
 
     Args:
-        small_ids: token ids may have any dtype of ID_DTYPES, and keep it.
+        small_ids: token ids may have any dtype of ID_DTYPES and are not converted.
 
     Returns:
         x (token ids as int64, unless small_ids) and h0 [B, N] (zeros for None).

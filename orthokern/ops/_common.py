@@ -1,4 +1,4 @@
-"""What the ops share: checks on values that need real tensors, and the refusal of second derivatives."""
+"""Functions shared by the ops: checks of tensor values, and the error for second derivatives."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.dispatch import Support
 from orthokern.errors import InputError
-
-NO_TRITON = Support(missing="no Triton kernel in this release")
-NO_CUDA = Support(missing="no CUDA kernel in this release")
-
 
 # Optional arguments of the scans that a backend may lack, see Support.features.
 SCAN_FEATURES = ("lengths", "message_clip", "resets")
@@ -27,7 +22,7 @@ def scan_features(lengths: Tensor | None, message_clip: float, resets: Tensor | 
 
 
 def values(tensor: Tensor) -> Tensor:
-    """The tensor whose numbers may be looked at: under torch.func those of all models at once."""
+    """The tensor inside the wrappers of torch.func, whose values can be read: under vmap, those of all models."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -35,7 +30,7 @@ def values(tensor: Tensor) -> Tensor:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd follows any of the tensors. A tensor that vmap batches does not say so itself."""
+    """Whether any of the tensors requires a gradient. Under vmap only the unwrapped tensor has that flag."""
     inner = (lambda tensor: tensor) if torch.compiler.is_compiling() else values
     return torch.is_grad_enabled() and any(tensor is not None and inner(tensor).requires_grad for tensor in tensors)
 
@@ -43,7 +38,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
     """Raise InputError unless every one of ``ids`` (int64, any shape) is in [0, size).
 
-    The CPU kernels index with these numbers unchecked, so this runs before every one of them, compiled graphs included.
+    The CPU kernels index with these numbers without a check, so this runs before each of them, also in compiled graphs.
     """
     low, high = values(ids).aminmax()
     least, most = int(low), int(high)
@@ -55,7 +50,7 @@ def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
 def check_lengths(lengths: Tensor | None, T: int) -> None:
     """Raise InputError unless all of a scan's lengths (int64 [B], or None) are in [1, T].
 
-    As check_range: the CPU kernels count by these numbers. Not on a GPU: the answer would have to travel to the host.
+    Not checked on a GPU, where reading the values would synchronise with the host.
     """
     if lengths is None or lengths.is_cuda:
         return
@@ -66,38 +61,28 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
 
 
 def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None) -> None:
-    """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D]; padding may hold anything.
+    """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D]; padding is not checked.
     With replicas, ids are [T, R, B] or [T, B], and lengths [R, B].
 
-    Not on a GPU: the answer would have to travel to the host. The kernels there turn a wrong id into NaN.
+    Not checked on a GPU, as in check_lengths; the kernels there turn a wrong id into NaN.
     """
     if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
         if lengths is not None:
             ended = torch.arange(x.shape[0]).view(-1, *(1,) * lengths.ndim) >= lengths
-            if x.ndim < ended.ndim:  # ids that replicas share
+            if x.ndim < ended.ndim:  # replicas share the ids
                 ended = ended.all(1)
             x = x.masked_fill(ended, 0)
         check_range("x", x, weight.shape[-1], "token ids")
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Contiguous, or None. Copies only what is not contiguous already."""
+    """tensor.contiguous(), or None for None."""
     return None if tensor is None else tensor.contiguous()
-
-
-def apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The outputs of a leaf with an empty tensor of its own for each one that does not apply.
-
-    Leaves may use one empty tensor several times; an op may not return a tensor twice.
-    """
-    if len(set(map(id, outputs))) == len(outputs):
-        return outputs
-    return tuple(output if output.numel() else output.new_empty(output.shape) for output in outputs)
 
 
 def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     """The results of a leaf with an empty tensor in place of each None: a result of an op is a tensor."""
-    # torch.empty, not new_empty, which below autograd costs many times as much
+    # torch.empty: new_empty is many times slower below autograd
     dtype, device = like.dtype, like.device
     return tuple(torch.empty(0, dtype=dtype, device=device) if result is None else result for result in results)
 
@@ -106,11 +91,11 @@ def refusal(op: str, way_out: str) -> RuntimeError:
     return RuntimeError(f"{op} has no second derivative through its kernels: pass {way_out}, which supports it")
 
 
-def no_second_derivative(op: str, way_out: str = "backend='reference'") -> Callable[..., Any]:
-    """The "backward" of a backward op."""
+def no_second_derivative(op: str) -> Callable[..., Any]:
+    """A derivative for a backward op that raises."""
 
     def refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> Any:
-        raise refusal(op, way_out)
+        raise refusal(op, "backend='reference'")
 
     return refuse
 
@@ -118,8 +103,8 @@ def no_second_derivative(op: str, way_out: str = "backend='reference'") -> Calla
 def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callable[[Callable[..., Any]], Any]:
     """A decorator for the backward of an autograd Function without a second derivative: create_graph=True raises.
 
-    torch's once_differentiable takes its gradients for constants where the incoming gradient is one, so that a sum with
-    other terms would get a wrong second derivative.
+    torch's once_differentiable treats its gradients as constants where the incoming gradient does not require one, so
+    that the second derivative of a sum with other terms would be wrong.
     """
 
     def decorate(backward: Callable[..., Any]) -> Any:
@@ -136,5 +121,5 @@ def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callab
 
 
 def given(grad: Tensor, wanted: bool) -> Tensor | None:
-    """A gradient for autograd: an empty placeholder, or one that is not needed, becomes None."""
+    """The gradient for autograd, None for one that is not needed."""
     return grad if wanted else None

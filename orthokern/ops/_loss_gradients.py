@@ -14,15 +14,14 @@ from orthokern.ops._register import CustomOp, custom_op
 
 
 def register_gradients(forward: CustomOp, first: int, differentiable: Callable[..., Any] | None = None) -> None:
-    """Enter the derivative of an op ``<name>_fwd``.
+    """Register the derivative of an op ``<name>_fwd``.
 
-    ``differentiable`` computes the gradients of its first float inputs for create_graph=True, from grad_loss and the
-    arguments ahead of ``need_grad``, as functions that autograd can derive again. Without it, the derivative of an op
-    ``<name>_bwd``, which is entered too, refuses.
+    The inputs with a gradient are the arguments before ``target``. The results of the forward from number ``first`` on
+    are their gradients; of the others, only the loss has a derivative. With ``need_grad=False`` the forward returns no
+    gradients.
 
-    The results of the forward from number ``first`` on are the gradients of its first float inputs, all of those ahead
-    of the argument ``target``; those behind them, and those between the loss and them, have no derivative. The forward
-    has an argument ``need_grad``: without it, it returns no gradients.
+    ``differentiable`` computes the gradients for create_graph=True by differentiable functions, from grad_loss and the
+    arguments before ``need_grad``. Without it, an op ``<name>_bwd`` is registered, whose derivative raises.
     """
     name = forward.name.removesuffix("_fwd")
     names = [argument.name for argument in forward.overload._schema.arguments]
@@ -53,8 +52,8 @@ def register_gradients(forward: CustomOp, first: int, differentiable: Callable[.
 
 
 def _refusing_op(forward: CustomOp, name: str, count: int) -> CustomOp:
-    """The op ``<name>_bwd`` of grad_loss, the gradients and the inputs they belong to, whose derivative raises: without
-    it, a second derivative would see the saved gradients as constants."""
+    """The op ``<name>_bwd`` of grad_loss, the gradients and their inputs, whose derivative raises. Without it, a second
+    derivative would treat the saved gradients as constants."""
     arguments = forward.overload._schema.arguments[:count]
     gradients = [f"Tensor grad_{argument.name}" for argument in arguments]
     inputs = [f"Tensor{'?' if 'Optional' in str(argument.type) else ''} {argument.name}" for argument in arguments]
@@ -70,11 +69,11 @@ def _refusing_op(forward: CustomOp, name: str, count: int) -> CustomOp:
 
 
 def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
-    """grad * grad_loss, or grad itself where that is the same and no other reference to it is left.
+    """grad * grad_loss, or grad itself where grad_loss is 1 and nothing else uses grad.
 
-    A gradient may be as large as the hidden states, and the copy would be the largest of the whole backward. It is
-    handed on only in a plain eager CPU backward that frees its graph: a retained graph must find its saved tensors as
-    they were, even if someone accumulates into the gradient handed out, and a traced one must not look at values.
+    A gradient may be as large as the hidden states, and the copy would be the largest of the whole backward. grad
+    itself is returned only in an eager CPU backward that frees its graph: the saved tensors of a retained graph must
+    not change if the caller accumulates into the result, and traced code cannot read values.
     """
     keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # no public equivalent
     if (

@@ -1,7 +1,8 @@
-"""A linear recurrence in modal form: from W and the inputs to states, or straight to a loss, with the gradient of W.
+"""A linear recurrence in modal form: states or a loss from W and the inputs, with the gradient of W.
 
-The three parts: the eigenbasis (``_modal_basis.py``), the recursion in it (the ops modal_scan and modal_cross_entropy),
-and dL/dW from its sums (``_modal_gradient.py``). Here they are joined, and it is decided whether they serve a call.
+It consists of the eigenbasis (``_modal_basis.py``), the recursion in that basis (the ops modal_scan and
+modal_cross_entropy), and dL/dW from sums of the recursion (``_modal_gradient.py``). This file joins them, and decides
+whether a call uses them.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from orthokern.ops.modal_scan import run_fwd as scan_fwd
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
 
 OPS = {"states": "modal_scan", "loss": "modal_cross_entropy"}
-# Rows of a span of steps about, few enough to stay in the cache; the steps of a span are a multiple of SPAN_STEPS.
+# A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
 SPAN_ROWS, SPAN_STEPS = 16384, 64
-ROWS = 4096  # of a product over all steps, between two additions in float64
+ROWS = 4096  # rows of a product over all steps, between two additions in float64
 INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
 
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """What a modal call needs of W besides its arguments.
+    """W and its eigenbasis for a modal call.
 
     Attributes:
-        w: [N, N], float64, differentiable in the matrix that was given.
+        w: [N, N], float64, differentiable with respect to the given matrix.
         basis: of w.
-        pairs: of ``close_pairs``; of a deferred basis, of ``first_close_pairs``.
-        pending: of a deferred basis: its report, ``neglected``, and how many pairs there are; else None.
+        pairs: from ``close_pairs``; for a deferred basis, from ``first_close_pairs``.
+        pending: for a deferred basis: its report, ``neglected``, and the number of pairs; else None.
     """
 
     w: Tensor
@@ -53,7 +54,7 @@ class Modes:
     pending: Pending | None = None
 
     def hold(self, call: Call, asked: bool) -> bool:
-        """Whether a call that used them may keep its results. Waits for a deferred basis to be found.
+        """Whether the results of a call that used these modes are valid. Waits for a deferred basis.
 
         asked: as in ``find_modes``.
         """
@@ -72,16 +73,17 @@ class Modes:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the choice of an algorithm depends on, beside W itself.
+    """What the choice of an algorithm depends on, besides W.
 
     Attributes:
         kind: "states" or "loss".
         T, B, N, K, C: sizes; K = N for a dense matrix, C of the readout (0 for states).
         ids: the inputs are token ids.
-        backward: gradients will be asked for.
+        backward: gradients are needed.
         dtype, device: of the floating tensors.
-        activation, message_clip, backend, lengths, resets: as in the call; of the last two, whether it has them.
-        started: there is an earlier basis to begin at.
+        activation, message_clip, backend: the arguments of the call.
+        lengths, resets: whether the call has these arguments.
+        started: the call starts from an earlier basis.
     """
 
     kind: str
@@ -103,15 +105,15 @@ class Call:
 
 
 def why_never(call: Call) -> str | None:
-    """Why the modal form cannot serve a call whatever its W is, or None."""
+    """Why the modal form is not possible for any W, or None if it is."""
     if call.activation != "identity":
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
     if call.message_clip > 0:
-        return f"message_clip is {call.message_clip:g}, and clipping acts on units, not on modes"
+        return f"message_clip is {call.message_clip:g}, and clipping works on units, not on modes"
     if call.resets:
         return "resets replace states between steps, so the recurrence runs step by step"
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "the stream is being captured in a graph, and the host has to look at the modes of every call"
+        return "the stream is being captured in a graph, and the host has to read the modes of every call"
     features = ("lengths",) if call.lengths else ()
     facts = dispatch.Call(call.device, call.dtype, {"N": call.N, "C": call.C}, features=features)
     try:
@@ -122,11 +124,11 @@ def why_never(call: Call) -> str | None:
 
 
 def multiply_adds(call: Call) -> tuple[float, float]:
-    """Multiply-adds of a loss, as many as take the same time in a product of large matrices: (modal, sequential).
+    """The time of a loss as (modal, sequential), each in multiply-adds of a product of large matrices.
 
-    Weights, from profiles on a CPU: a mode's step is 4 multiply-adds in float64, which count twice, made forward, again
-    in the backward, backward, and for the diagonal; its readout works in pieces that fit into registers, at half the
-    rate of a product. The eigensolver takes as long as 250 N^3, a refinement as 40 N^3.
+    Weights, from profiles on a CPU: one step of a mode is 4 multiply-adds in float64, which count twice. They are
+    computed four times: forward, again in the backward, for the adjoint and for the diagonal. The readout runs at half
+    the rate of a product. The eigensolver takes as long as 250 N^3 multiply-adds, a refinement as long as 40 N^3.
     """
     rows, N, step = float(call.T * call.B), call.N, 2.0 * call.N * call.K
     passes, directions = (4, 2) if call.backward else (1, 1)
@@ -137,14 +139,14 @@ def multiply_adds(call: Call) -> tuple[float, float]:
 
 
 def input_bytes(call: Call) -> int:
-    """Bytes of a loss's inputs in modal coordinates: token ids stay ids, features become [T, B, 2M] with 2M >= N."""
+    """Bytes of a loss's inputs in modal coordinates: none for token ids; features become [T, B, 2M] with 2M >= N."""
     return 0 if call.ids else call.T * call.B * call.N * call.dtype.itemsize
 
 
 def why_not_now(call: Call) -> str | None:
-    """Why "auto" does not take the modal form for a loss, before it has looked at W; None if it does.
+    """Why "auto" does not use the modal form for a loss, whatever its W; None if it may.
 
-    (For states, which have to be taken into modes and out again by products as large as the scan's own, it never does.)
+    (It is never used for states: transforming them to modes and back takes products as large as those of the scan.)
     """
     if torch.compiler.is_compiling():
         return "the call is compiled, and an eigensolver has no graph"
@@ -166,22 +168,21 @@ def why_not_now(call: Call) -> str | None:
 
 
 def rounding(condition: float, neglected: float, T: int, dtype: torch.dtype) -> float:
-    """The relative error to expect of the modal form: the basis enlarges by its condition the rounding of what is
-    multiplied, that of the float64 eigenvalues, T times, and what is neglected of W (``Basis.neglected``)."""
+    """The expected relative error of the modal form: the condition of the basis times the sum of the rounding errors of
+    products, of the float64 eigenvalues over T steps, and of the neglected part of W (``Basis.neglected``)."""
     return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps + neglected)
 
 
 def sequential_rounding(T: int, dtype: torch.dtype) -> float:
-    """The relative error of the sequential scan of an orthogonal W: measured, 2e-5 in float32 at T = 10 000."""
+    """The relative error of the sequential scan of an orthogonal W: 2e-5 was measured in float32 at T = 10 000."""
     return 2.0 * torch.finfo(dtype).eps * math.sqrt(T)
 
 
-LEAST_LIMIT = 1e-9  # an error that "modal", asked for by name, may always have
+LEAST_LIMIT = 1e-9  # an error that an explicit algorithm="modal" may always have
 
 
 def check_accuracy(condition: float, neglected: float, call: Call, asked: bool) -> None:
-    """Raise NoBasis where a basis of this condition, that leaves this out, has larger errors than the sequential scan;
-    arguments as those of ``rounding``."""
+    """Raise NoBasis if the modal form has larger errors than the sequential scan; arguments as in ``rounding``."""
     error, limit = rounding(condition, neglected, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
     if asked:
         limit = max(limit, LEAST_LIMIT)
@@ -199,11 +200,11 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
         matrix: see ``Matrix``.
         call: what is to be computed.
         start: R [N, 2M] of an earlier call, or None.
-        asked: "modal" was asked for, not found by "auto": then there is no limit of the number of close pairs.
-        defer: with a start, do not wait for the device; ``Modes.hold`` tells later whether the modes are good.
+        asked: the algorithm is "modal", not "auto": then the number of close pairs has no limit.
+        defer: with a start, do not wait for the device; ``Modes.hold`` returns later whether the modes are valid.
 
     Raises:
-        NoBasis: why not.
+        NoBasis: the modes cannot be used; the text is the reason.
     """
     if len(matrix) == 1:
         w, thin = matrix[0].double(), None
@@ -231,19 +232,19 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
 def choose(
     matrix: Matrix, call: Call, start: Tensor | None, algorithm: str, defer: bool = False
 ) -> tuple[Modes | None, str]:
-    """The modes of a call that uses the modal form, else None; and why not ("" where it does).
+    """(modes, "") for a call that uses the modal form, else (None, the reason).
 
     defer: as in ``find_modes``.
 
     Raises:
-        InputError: "modal" was asked for and cannot serve.
+        InputError: the algorithm is "modal", which is not possible.
     """
     if algorithm not in ("auto", "modal"):
         return None, f"algorithm is {algorithm!r}"
     asked = algorithm == "modal"
     why = why_never(call)
     if why is None and torch._C._are_functorch_transforms_active():
-        why = "torch.func transforms the call, and the host has to look at the modes of one W"
+        why = "torch.func transforms the call, and the host has to read the modes of one W"
     if why is None and not asked:
         why = why_not_now(call)
     if why is None:
@@ -260,7 +261,8 @@ def choose(
 
 
 def _sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right [2M, 2M], float64, of [..., 2M] both: products of ROWS rows in their dtype, added in float64."""
+    """left^T right [2M, 2M], float64, for two tensors [..., 2M]: products of ROWS rows in their dtype, summed in
+    float64."""
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
     for a, b in zip(left.split(ROWS), right.split(ROWS), strict=True):
@@ -274,7 +276,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 class _ModalLoss(torch.autograd.Function):
-    """modal_cross_entropy with the gradient of W. (loss, hits)."""
+    """modal_cross_entropy with the gradient of W. Returns (loss, hits)."""
 
     @staticmethod
     def forward(
@@ -325,11 +327,11 @@ class _ModalStates(torch.autograd.Function):
     """hs [T, B, N] of the recurrence, span by span of time; with the gradients of W, x, table and h0.
 
     Note [States in spans]
-        In modal coordinates, x, z and their cotangents are as large as hs. Here they exist for one span of steps at a
-        time, in the cache: of all steps, only hs and the gradient of x are stored. A span starts from the last state of
-        the one before it, and its last step's cotangent takes in what arrives from the one after it. The sums of Note
-        [Divided differences] hold for each span as for a sequence of its own. With features the gradient of W is
-        sum_t d_t h_{t-1}^T instead, d_t = L^T delta_t: one product in place of two, since d_t is the gradient of x_t.
+        In modal coordinates, x, z and their cotangents are as large as hs. They exist for one span of steps at a time,
+        in the cache; only hs and the gradient of x are stored for all steps. A span starts from the last state of the
+        previous one, and the adjoint from the following span is added to the cotangent of its last step. The sums of
+        Note [Divided differences] hold for each span as for a separate sequence. With features, the gradient of W is
+        sum_t d_t h_{t-1}^T with d_t = L^T delta_t: one product instead of two, since d_t is the gradient of x_t.
     """
 
     @staticmethod
@@ -364,7 +366,7 @@ class _ModalStates(torch.autograd.Function):
 
 
 class _Spans:
-    """The parts of `_ModalStates`: states of a span, and the two backwards."""
+    """One call of `_ModalStates`: the states of a span, and the backwards of token ids and features."""
 
     def __init__(
         self, modes: Modes, backend: str | None, lengths: Tensor | None, x: Tensor, h0: Tensor, table: Tensor | None,
@@ -383,7 +385,7 @@ class _Spans:
         self.table = table if table is not None else self.left.mT.contiguous()
 
     def _masked(self, x: Tensor, begin: int, end: int) -> Tensor:
-        """x [steps, B, ...] of a span without what stands on padding, which may be anything."""
+        """x [steps, B, ...] of a span, with zeros on padding."""
         if self.padding is None:
             return x
         padding = self.padding[begin:end]
@@ -401,7 +403,7 @@ class _Spans:
         return scan_fwd(ModalInputs(x, self.basis.re, self.basis.im, z0, table), self.backend)
 
     def _cotangent(self, grad_hs: Tensor, begin: int, end: int, carried: Tensor | None) -> Tensor:
-        """dL/dz of a span: by way of its own states, and at its last step of all later ones too."""
+        """dL/dz of a span through its own states, at its last step also through all later ones."""
         grad_z = self._masked(grad_hs[begin:end], begin, end) @ self.basis.right.to(self.dtype)
         if carried is not None:
             grad_z[-1] += carried
@@ -441,7 +443,7 @@ class _Spans:
         grad_x = torch.empty_like(x)
         for (begin, end), z0 in zip(reversed(self.spans), reversed(starts), strict=True):
             grad_z = self._cotangent(grad_hs, begin, end, carried)
-            # z is read only for sums that are not used here
+            # the argument z is only read for sums that are not used here
             inputs = ModalInputs(None, basis.re, basis.im, z0)
             delta, _, _, carried, *_ = scan_bwd(inputs, grad_z, grad_z, True, self.backend)
             torch.matmul(delta, self.table.mT, out=grad_x[begin:end])
@@ -461,7 +463,7 @@ class _Spans:
 
 
 def _table(inputs: ScanInputs, basis: Basis) -> tuple[Tensor | None, Tensor | None]:
-    """(table [D, 2M], offset [2M]) in modal coordinates; with token ids the table takes the offset in."""
+    """(table [D, 2M], offset [2M]) in modal coordinates; for token ids the table includes the offset."""
     x, h0, weight, bias, *_ = inputs
     if weight is None:
         return None, None
@@ -476,8 +478,8 @@ def _table(inputs: ScanInputs, basis: Basis) -> tuple[Tensor | None, Tensor | No
 def _into_modes(
     inputs: ScanInputs, readout: Readout, basis: Basis, lengths: Tensor | None
 ) -> tuple[ModalInputs, Readout]:
-    """A call in modal coordinates. Token ids stay, and the table takes the bias in; so does a product with features,
-    which is one over all steps."""
+    """The arguments of a call in modal coordinates. Token ids stay, with a table that includes the bias; features are
+    multiplied by the table."""
     (x, h0, *_), left = inputs, basis.left
     assert x is not None
     if lengths is not None and x.is_floating_point():  # the gradient of a product reads all of x, and 0 * NaN is NaN
@@ -518,6 +520,6 @@ def modal_loss(
 
 @torch.no_grad()
 def modal_last_step_norms(inputs: ScanInputs, readout: Readout, modes: Modes, *, backend: str | None = None) -> Tensor:
-    """||dL/dh_t|| [T], NaN but at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone; arguments
-    as those of ``modal_loss``."""
+    """||dL/dh_t|| [T], NaN except at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone;
+    arguments as those of ``modal_loss``."""
     return last_step_norms(*_into_modes(inputs, readout, modes.basis, None), modes.basis, backend)

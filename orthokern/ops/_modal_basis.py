@@ -1,38 +1,37 @@
-"""The eigenbasis of a recurrent matrix in real form: found once, then refined as the matrix moves.
+"""The eigenbasis of a recurrent matrix in real form: computed once, then refined after each change of the matrix.
 
 Note [Modes of a recurrent matrix]
-    Let W = Q Lambda Q^-1 be real [N, N], with P pairs of conjugate eigenvalues and N - 2P real ones: M = N - P modes,
-    of which a pair is one, named by the eigenvalue lambda = a + ib with b > 0. A state is h = sum_j Re(q_j z_j), in
-    real numbers h = R z with z = [Re z_1 ... Re z_M, Im z_1 ... Im z_M] and R = [Re q_1 ..., -Im q_1 ...] [N, 2M], and
-    W h belongs to lambda_j z_j: h_t = W h_{t-1} + e_t becomes z_t = lambda z_{t-1} + R^-1 e_t, mode by mode. The
-    imaginary part of a real mode's z is always 0: its column of R and its row of R^-1 are zeros. Both together are then
-    inverse to each other on the N columns that remain.
+    Let W = Q Lambda Q^-1 be real [N, N], with P pairs of conjugate eigenvalues and N - 2P real ones. There are
+    M = N - P modes: a pair is one mode, given by its eigenvalue lambda = a + ib with b > 0. A state is
+    h = sum_j Re(q_j z_j), in real numbers h = R z with z = [Re z_1 ... Re z_M, Im z_1 ... Im z_M] and
+    R = [Re q_1 ..., -Im q_1 ...] [N, 2M], and W maps z_j to lambda_j z_j: h_t = W h_{t-1} + e_t becomes
+    z_t = lambda z_{t-1} + R^-1 e_t, mode by mode. The imaginary part of a real mode's z is always 0: its column of R
+    and its row of R^-1 are zeros. Without these, R and R^-1 are inverse to each other.
 
-    q_j of a pair has the norm sqrt(2), of a real eigenvalue 1, so that R of a normal W (an orthogonal one, say) is
-    orthogonal.
+    q_j has the norm sqrt(2) for a pair and 1 for a real eigenvalue, so that R of a normal W, such as an orthogonal one,
+    is orthogonal.
 
 Note [Refining a basis]
-    A training step moves W little. In the basis R of an earlier W, D = R^-1 W R is nearly diagonal. As a map of complex
-    vectors it is z -> A z + B conj(z), and for the change of basis z -> z + E z + F conj(z) the terms of first order
-    cancel where
+    A training step changes W little. In the basis R of an earlier W, D = R^-1 W R is nearly diagonal. As a map of
+    complex vectors it is z -> A z + B conj(z), and for the change of basis z -> z + E z + F conj(z) the terms of first
+    order cancel where
 
         E_jk = A_jk / (lambda_k - lambda_j),      F_jk = B_jk / (conj(lambda_k) - lambda_j),
 
-    with lambda the diagonal of D. R <- R (1 + E) then leaves terms of second order: convergence is quadratic. What is
-    below the rounding of D is left alone, so that equal eigenvalues with good eigenvectors do no harm. The answer is a
-    function of W and of the start R alone; started at its own result, the refinement takes no step and returns the same
+    with lambda the diagonal of D. R <- R (1 + E) then leaves terms of second order: convergence is quadratic. Elements
+    below the rounding of D are ignored, so that equal eigenvalues with good eigenvectors cause no error. The result
+    depends on W and the start R only; started from its own result, the refinement takes no step and returns the same
     bits.
 
 Note [A deferred refinement]
-    The host looks at every step of a refinement, which on a GPU would wait for all work that is queued before it.
-    Deferred, DEFERRED_STEPS steps are queued whatever they find: a step that starts from a basis that is good enough
-    changes nothing, so that the bits are those of a loop that stops there. What the host has to know, it gets as a
-    ``report``, to be looked at when the work that uses the basis is queued too (``Pending``): then the device has that
-    work to do while the host waits for the report. Where the report is bad, the results are thrown away, and the host
-    solves.
+    The host reads the result of every step of a refinement; on a GPU it would have to wait for all queued work. A
+    deferred refinement always queues DEFERRED_STEPS steps. A step from a basis that is accurate enough changes nothing,
+    so that the bits are those of a loop that stops there. The host reads a ``report`` (``Pending``) after it has queued
+    the work that uses the basis, so that the device is busy while the host waits. If the report says that the
+    refinement failed, the results are discarded, and the host computes a new basis.
 
     W = U diag(s) V^T of rank K < N has N - K eigenvalues 0, whose eigenvectors may be any basis of the null space of
-    V^T. These modes stand last; among them D vanishes, lambda is 0 by definition, and no E is needed.
+    V^T. These modes come last; among them D vanishes, lambda is 0 by definition, and no E is needed.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ import torch
 from torch import Tensor
 
 MAX_STEPS = 6  # of a refinement; quadratic convergence from 0.1 takes four
-DEFERRED_STEPS = 3  # a step of training takes one to three
-FARTHEST = 0.3  # largest element of E at which a step is worth taking
-REFINED = {torch.float32: 2.0**-27, torch.float64: 2.0**-40}  # by what is computed in, largest element of E at the end
+DEFERRED_STEPS = 3  # after a step of training, one to three are needed
+FARTHEST = 0.3  # largest element of E from which the refinement may converge
+REFINED = {torch.float32: 2.0**-27, torch.float64: 2.0**-40}  # largest element of E at the end, by dtype of the call
 EPSILON = torch.finfo(torch.float64).eps
 
 
 class NoBasis(Exception):
-    """W has no eigenbasis that can be used; the text says why, as the end of a sentence."""
+    """W has no usable eigenbasis; the text is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +61,11 @@ class Basis:
         re, im: [M], the eigenvalues; im > 0, or 0 for a real one.
         right: R [N, 2M].
         left: R^-1 [2M, N].
-        nulls: how many of the last modes belong to the null space of a factored W.
+        nulls: number of modes, the last ones, in the null space of a factored W.
         condition: |R|_F |R^-1|_F / N, the factor by which the basis enlarges a rounding error on average; 1 for a
-            normal W. Of a deferred refinement NaN.
-        steps: how many steps the refinement took. Of a deferred one, how many were queued.
-        report: float64 [2] of a deferred refinement: 1.0 if it has led to a basis, and the condition; else None.
+            normal W. NaN after a deferred refinement.
+        steps: number of steps of the refinement; for a deferred one, the number of queued steps.
+        report: float64 [2] of a deferred refinement: 1.0 if it converged, and the condition; else None.
     """
 
     re: Tensor
@@ -84,10 +83,10 @@ class Basis:
         return torch.complex(self.re, self.im)
 
     def neglected(self, w: Tensor, T: int) -> Tensor:
-        """What the parts of w [N, N] outside its diagonal form may change in T steps, relative to a state; 0-dim.
+        """The relative change of a state in T steps by the part of w [N, N] outside its diagonal form, at most; 0-dim.
 
-        The largest of |A_jk| and |B_jk| over the distance of the two eigenvalues, or times T where they are nearer
-        than 1 / T. Near a defective W it is large, though A and B are below their rounding: that is large too.
+        The largest of |A_jk| and |B_jk|, divided by the distance of the two eigenvalues, but at least 1 / T. Near a
+        defective W it is large even where A and B are rounding errors, since these are large too.
         """
         values, pairs = self.values, self.right.shape[0] - len(self.re)
         a, b = (part.abs() for part in to_complex(self.left @ (w @ self.right)))
@@ -114,7 +113,7 @@ def to_real(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Pending:
-    """Numbers of a tensor [n] on their way to the host, behind what is queued on the current stream now."""
+    """An asynchronous copy of a tensor [n] to the host, queued on the current stream."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._arrived = values, None
@@ -125,7 +124,7 @@ class Pending:
             self._arrived.record(torch.cuda.current_stream(values.device))
 
     def get(self) -> list[float]:
-        """The numbers, when they are there."""
+        """The numbers. Waits for the copy."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return [float(value) for value in self._values]
@@ -139,18 +138,18 @@ def diagonalise(
     dtype: torch.dtype = torch.float64,
     defer: bool = False,
 ) -> Basis:
-    """The eigenbasis of w, refined from ``start`` where that leads to it, else solved for.
+    """The eigenbasis of w, by refinement of ``start`` where that converges, else by an eigensolver.
 
     Args:
         w: [N, N], float64.
         start: R [N, 2M] of an earlier call, or None.
         v: [N, K], float64, of w = U diag(s) V^T with K < N; None: w may have any rank.
-        dtype: what the basis will be used in: float32 asks for less of it. (The eigenvalues' error is of second order,
-            in float32 1e-16 too.)
-        defer: with a start, refine without looking at the result: Note [A deferred refinement]. Nothing is raised.
+        dtype: of the call that uses the basis; a basis for float32 is less accurate. (The error of the eigenvalues is
+            of second order, 1e-16 for float32 too.)
+        defer: with a start, refine without reading the result: Note [A deferred refinement]. Nothing is raised.
 
     Returns:
-        The basis. A function of the arguments alone.
+        The basis. It depends on the arguments only.
 
     Raises:
         NoBasis: w is not finite, or has no basis in which it is diagonal to rounding.
@@ -174,7 +173,7 @@ def _solved(w: Tensor, v: Tensor | None, nulls: int) -> Tensor:
     N = w.shape[0]
     if nulls:
         # W = C V^T, C = U diag(s): W C y = C (V^T C) y, so the other eigenvectors are C y with y of V^T C [K, K].
-        # (V V^+ takes the place of V V^T: V has orthonormal columns to float32 only.)
+        # (V V^+ replaces V V^T, since the columns of V are orthonormal in float32 precision only.)
         assert v is not None
         v = v.cpu()
         q, r = torch.linalg.qr(v, mode="complete")
@@ -197,7 +196,7 @@ def _solved(w: Tensor, v: Tensor | None, nulls: int) -> Tensor:
 
 
 def _normed(right: Tensor, pairs: int) -> Tensor:
-    """Columns of R with the norms of the Note; the first ``pairs`` modes are pairs."""
+    """R with columns of the norms in Note [Modes of a recurrent matrix]; the first ``pairs`` modes are pairs."""
     M = right.shape[1] // 2
     norms = (right[:, :M].square() + right[:, M:].square()).sum(0).sqrt()
     norms[:pairs] /= math.sqrt(2.0)
@@ -206,14 +205,16 @@ def _normed(right: Tensor, pairs: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-    """A basis, and what Note [Refining a basis] makes of it. Nothing in here has been looked at by the host.
+    """One evaluation of Note [Refining a basis], as tensors that the host has not read.
 
     Attributes:
         left: R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes.
         values: [M], complex128, the eigenvalues.
         e, f: E and F [M, M].
-        largest, condition: 0-dim: of E and F; of R, infinite where it is singular.
-        null_space, paired: 0-dim bool: the null space is where the basis has it; no pair has become real.
+        largest: 0-dim, the largest element of E and F.
+        condition: 0-dim, of R; infinite where it is singular.
+        null_space: 0-dim bool, the last modes span the null space.
+        paired: 0-dim bool, no pair of eigenvalues has become real.
     """
 
     left: Tensor
@@ -235,7 +236,7 @@ def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
     left = torch.cat([inverse, inverse.new_zeros(M - pairs, N)])
     a, b = to_complex(left @ (w @ right))
     values = a.diagonal().clone()
-    values[pairs:] += b.diagonal()[pairs:]  # of a real mode, A and B hold half each
+    values[pairs:] += b.diagonal()[pairs:]  # for a real mode, A and B hold half each
     values[null] = 0
     a.fill_diagonal_(0)
     b.diagonal()[pairs:] = 0
@@ -244,7 +245,7 @@ def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
     b[null, null] = 0
     sizes = left.square().sum(1).view(2, M).sum(0).sqrt(), right.square().sum(0).view(2, M).sum(0).sqrt()
     condition = torch.where(info == 0, left.norm() * right.norm() / N, torch.inf)
-    rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D: of the inverse, most of all
+    rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D, mostly from the inverse
     e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
     f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
     return _Look(

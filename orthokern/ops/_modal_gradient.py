@@ -7,16 +7,16 @@ Note [Divided differences]
 
         dL/dW = R^-T M R^T,     M = sum_t delta_t z_{t-1}^T     [2M, 2M].
 
-    That sum is N^2 multiply-adds a step, but nearly all of it follows from sums that are there anyway. Write
+    That sum takes N^2 multiply-adds a step, but nearly all of it follows from sums that are computed anyway. Write
     S = sum_t delta_t z_t^T, once with the recursion of z_t, once with that of delta_t:
 
         S = M L^T + X,     S = G + L^T (M - delta_1 z_0^T);     X = sum_t delta_t x_t^T,  G = sum_t g_t z_t^T,
 
         M L^T - L^T M = G - X - Z =: H,     Z = (L^T delta_1) z_0^T = dL/dz_0^T z_0.
 
-    Behind a linear readout C, G = C^T dL/dC; with a table E of inputs, X = (dL/dE)^T E; else they are one product over
+    With a linear readout C, G = C^T dL/dC; with a table E of inputs, X = (dL/dE)^T E; else they are one product over
     all steps. The 2 x 2 block of modes j and k is, in complex numbers, Q_jk = sum_t delta_t[j] conj(z_{t-1}[k]) and
-    P_jk = sum_t delta_t[j] z_{t-1}[k]; delta turns by conj(lambda_j), so
+    P_jk = sum_t delta_t[j] z_{t-1}[k]; delta_t[j] is multiplied by conj(lambda_j) in each step, so
 
         Q_jk = Q(H)_jk / (conj(lambda_k) - conj(lambda_j)),     P_jk = P(H)_jk / (lambda_k - conj(lambda_j)).
 
@@ -53,8 +53,8 @@ def close_pairs(basis: Basis, T: int) -> Tensor:
 
 
 def first_close_pairs(basis: Basis, T: int, most: int) -> tuple[Tensor, Tensor]:
-    """(the first ``most`` rows of ``close_pairs``, (-1, -1) where there are fewer; how many there are, 0-dim int64):
-    without asking the device how many."""
+    """(the first ``most`` rows of ``close_pairs``, filled up with (-1, -1); the number of all pairs, 0-dim int64),
+    without a synchronisation with the device."""
     close = _are_close(basis, T)
     M = len(close)
     order = close.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:most]
@@ -65,8 +65,8 @@ def first_close_pairs(basis: Basis, T: int, most: int) -> tuple[Tensor, Tensor]:
 def _are_close(basis: Basis, T: int) -> Tensor:
     """Whether pairs are close, bool [M, M].
 
-    (j, j) is one where a mode's eigenvalue is close to its conjugate. Modes in the null space of a factored W count for
-    nothing among themselves: their block of M meets V^T R = 0 and R^-1 U = 0 on its way to the gradients of U, s and V.
+    (j, j) is a close pair if a mode's eigenvalue is close to its conjugate. Pairs of modes in the null space of a
+    factored W are not needed: their block of M is multiplied by V^T R = 0 or R^-1 U = 0 in the gradients of U, s and V.
     """
     values = basis.values
     M = len(values)
@@ -75,7 +75,7 @@ def _are_close(basis: Basis, T: int) -> Tensor:
     same = (values - values[:, None]).abs()
     same.fill_diagonal_(torch.inf)
     crossed = (values.conj() - values[:, None]).abs()
-    crossed.diagonal().masked_fill_(basis.im == 0, torch.inf)  # of a real mode, P_jj is Q_jj
+    crossed.diagonal().masked_fill_(basis.im == 0, torch.inf)  # for a real mode, P_jj is Q_jj
     close = torch.minimum(same, crossed) < 2.0 / (LOSS * n)
     close[M - basis.nulls :, M - basis.nulls :] = False
     return close
@@ -90,7 +90,7 @@ def gradient_of_w(
         basis: of W.
         h: H [2M, 2M], float64.
         grad_re, grad_im: [M], float64: of the eigenvalues.
-        pairs: [P, 2], those of ``close_pairs``; rows (-1, -1) count for nothing.
+        pairs: [P, 2], from ``close_pairs``; rows (-1, -1) are ignored.
         grad_pairs: [P, 2, 2], float64, their blocks of M.
     """
     values = basis.values
@@ -109,7 +109,7 @@ def gradient_of_w(
     m = to_real(q, p)
     if len(pairs):
         j, k = torch.where(pairs < 0, 2 * M, pairs).unbind(1)
-        m = torch.nn.functional.pad(m, (0, M + 1, 0, M + 1))  # room for what counts for nothing
+        m = torch.nn.functional.pad(m, (0, M + 1, 0, M + 1))  # room for the ignored pairs
         for a in (0, 1):
             for b in (0, 1):
                 m[j + a * M, k + b * M] = grad_pairs[:, a, b]

@@ -1,13 +1,12 @@
-"""Norms through time of a loss in the modal form: ||h_t|| and ||dL/dh_t|| at the steps that a record keeps.
+"""Norms through time of a loss in the modal form: ||h_t|| and ||dL/dh_t|| at the steps ``profile_steps(T)``.
 
-The states of a modal call do not exist one by one. Between two kept steps modal_scan takes the state z on, PIECE bytes
-of states at a time, so that memory does not grow with T. Of the gradient, c_i = dL/dz by way of the steps behind the
-i-th kept one obeys
+A modal call does not store its states. Between two of these steps modal_scan computes the state z, with PIECE bytes of
+states at a time, so that memory does not grow with T. Let c_i be dL/dz through all steps after the i-th of these steps:
 
     c_i = dL_i/dz + conj(lambda)^n c_{i+1},
 
-where L_i is the loss of the n steps up to the next kept one, with a gradient from modal_cross_entropy; the loss of the
-kept step itself adds readout^T dL/dlogits. Then h = R z and dL/dh = R^-T dL/dz.
+where L_i is the loss of the n steps up to the next of them, whose gradient modal_cross_entropy computes. The loss of
+the i-th step itself adds readout^T dL/dlogits. Then h = R z and dL/dh = R^-T dL/dz.
 """
 
 from __future__ import annotations
@@ -42,14 +41,12 @@ def _error(z: Tensor, readout: Readout, t: int) -> Tensor:
 def norms_through_time(
     inputs: ModalInputs, readout: Readout, basis: Basis, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Frobenius norms over [B, N], both [T] in the dtype of z0, NaN but at ``profile_steps(T)``.
+    """(norms of h_t, norms of dL/dh_t): Frobenius norms over [B, N], [T], in the dtype of z0, NaN except at
+    ``profile_steps(T)``.
 
     Args:
         inputs, readout: those of modal_cross_entropy, without lengths and pairs.
         basis: of W.
-
-    Returns:
-        (of h_t, of dL/dh_t).
     """
     assert inputs.x is not None
     T, z = len(inputs.x), inputs.z0
@@ -78,10 +75,9 @@ def norms_through_time(
 
 
 def last_step_norms(inputs: ModalInputs, readout: Readout, basis: Basis, backend: str | None) -> Tensor:
-    """||dL/dh_t|| [T], NaN but at ``profile_steps(T)``, for L the last step's cross-entropy, its mean over sequences.
+    """||dL/dh_t|| [T], NaN except at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone.
 
-    Arguments as those of ``norms_through_time``. Nothing but the recurrence stands between h_t and the last state, so
-    dL/dz_t = conj(lambda)^(T - 1 - t) dL/dz_{T-1}.
+    Arguments as those of ``norms_through_time``. Here dL/dz_t = conj(lambda)^(T - 1 - t) dL/dz_{T-1}.
     """
     assert inputs.x is not None
     T = len(inputs.x)

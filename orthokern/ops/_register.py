@@ -1,15 +1,10 @@
-"""Entering an op into torch.library, with its fake and its derivative, so that a call costs little.
+"""Register an op with torch.library, with its fake and its derivative, at a low cost per call.
 
-``custom_op`` stands in for torch.library.custom_op and has its names. That one asks more of every call than a scan of
-one step takes: it converts the schema's arguments anew to find their defaults, and looks for results that share memory
-with arguments. Here the defaults are found once, and opcheck looks for shared memory in the tests. Below it is the same
-interface, torch.library.Library; and in the same way as there
-
-- torch.compile, FakeTensor and export see one node for an op (the tag says that it is fit for that), whose results the
-  fake describes; Dynamo does not look into the Python of a kernel;
-- modes of torch's dispatcher that no op has a kernel for pass by.
-
-Inside a kernel autocast is off: ``orthokern/_autocast.py``.
+``custom_op`` replaces torch.library.custom_op and has the same interface. In torch's version, every call converts the
+schema's arguments to find their defaults, and looks for results that share memory with arguments; this takes longer
+than a scan of one step. Here the defaults are found once, and opcheck looks for shared memory in the tests. Both
+register the op with torch.library.Library: torch.compile, FakeTensor and export see one node for an op, whose results
+the fake describes, and Dynamo does not trace the kernel. Autocast is off inside a kernel: ``orthokern/_autocast.py``.
 """
 
 from __future__ import annotations
@@ -36,10 +31,10 @@ _NUMBERS = ("lr", "grad_loss", "squarings")  # arguments that may be 0-dimension
 
 
 def untraced(function: Function) -> Function:
-    """The function, which Dynamo does not trace.
+    """The function, excluded from tracing by Dynamo.
 
-    torch's own decorator imports Dynamo at the first call, which takes a second or two. Nothing is traced before
-    something else has imported it.
+    torch.compiler.disable imports Dynamo at the first call, which takes one to two seconds. Here Dynamo is not
+    imported: nothing is traced before other code has done that.
     """
     disabled: list[Function] = []
 
@@ -61,7 +56,7 @@ class CustomOp:
         self.name = name
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        # a call from Python arrives without its last arguments where they have their defaults
+        # the dispatcher leaves out the last arguments of a call where they equal their defaults
         self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
         self.kernel = self._guarded(keeps_dtype(kernel))
         self.derivative: Any = None  # the autograd.Function, where there is one
@@ -76,7 +71,7 @@ class CustomOp:
         torch.library.register_vmap(f"{NAMESPACE}::{name}", batched, lib=_LIBRARY)
 
     def __call__(self, *given: Any) -> Any:
-        """The op, past torch's dispatcher where nothing listens there (``orthokern/ops/_alone.py``)."""
+        """Call the op, without torch's dispatcher where ``orthokern/ops/_alone.py`` permits that."""
         if not alone(given):
             return self.packet(*given)
         if torch.is_grad_enabled() and self.derivative is not None:
@@ -84,8 +79,9 @@ class CustomOp:
         return self.kernel(*given)
 
     def _guarded(self, function: Function) -> Function:
-        """A kernel or fake that refuses in one line what no tensor argument may be, and sizes beyond the memory: the
-        functions of ``orthokern.functional`` check their arguments, ``torch.ops.orthokern`` is open to any."""
+        """A kernel or fake that raises InputError for tensors that are 0-dimensional or not strided, and for results
+        that do not fit into memory. ``torch.ops.orthokern`` can be called without the checks of
+        ``orthokern.functional``."""
         arguments = self.overload._schema.arguments
         tensors = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type) and a.name not in _NUMBERS]
 
@@ -112,32 +108,32 @@ class CustomOp:
         return call
 
     def indices(self, *names: str) -> tuple[int, ...]:
-        """The places of arguments in the schema; those that it does not have are left out."""
+        """The positions of these arguments in the schema, without those that it does not have."""
         return tuple(i for i, argument in enumerate(self.overload._schema.arguments) if argument.name in names)
 
     def register_vmap(self, rule: Function) -> None:
-        """Enter what torch.func.vmap does with the op, in place of one call per model: see ``orthokern.ops._vmap``."""
+        """Set the rule for torch.func.vmap, by default one call per model: see ``orthokern.ops._vmap``."""
         self._vmap_rule = rule
 
     def register_fake(self, fake: Function) -> Function:
-        """Enter the function that gives empty results of the right shapes, dtypes and strides. A decorator."""
+        """Register the function that returns empty results of the right shapes, dtypes and strides. A decorator."""
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._guarded(fake), lib=_LIBRARY)
         return fake
 
     def register_autograd(self, backward: Function, *, setup_context: Function | None = None) -> None:
-        """Enter the derivative.
+        """Register the derivative.
 
         Args:
-            backward: (ctx, what setup_context saved for it, *gradients of the results) -> gradients of the first
-                arguments, None where there is none; arguments behind those have no gradient.
-            setup_context: (ctx, inputs, output) -> None, keeps what backward needs; inputs are all arguments, defaults
-                filled in. As that of torch.autograd.Function.
+            backward: (ctx, saved tensors, *gradients of the results) -> gradients of the first arguments, None where
+                there is none; the arguments after those have no gradient.
+            setup_context: (ctx, inputs, output) -> None, as that of torch.autograd.Function; inputs are all arguments
+                with their defaults.
         """
         op = self.overload
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keys = arguments  # no keys: from __call__
-            # a Function turns grad mode off: transforms of torch.func below this one, and autograd, record by their own
+            # a Function turns grad mode off, but transforms of torch.func below this one have to record
             below = torch._C._are_functorch_transforms_active()
             grad_mode = torch.enable_grad() if below else contextlib.nullcontext()
             with grad_mode, torch._C._AutoDispatchBelowAutograd():
@@ -147,11 +143,11 @@ class CustomOp:
             return output
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            saved = ctx.saved_tensors  # out here: to unpack them, torch.utils.checkpoint runs and records a forward
+            saved = ctx.saved_tensors  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             transforms = torch._C._are_functorch_transforms_active()
             if torch.is_grad_enabled() or transforms or torch.compiler.is_compiling():
                 found = backward(ctx, saved, *grads)
-            else:  # without create_graph nothing is recorded: straight to the kernels of the ops in there
+            else:  # without create_graph nothing is recorded: call the kernels of the ops without autograd
                 with torch._C._AutoDispatchBelowAutograd():
                     found = backward(ctx, saved, *grads)
             return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
@@ -166,8 +162,8 @@ class CustomOp:
             keys = keys & torch._C._after_autograd_keyset
             if torch.is_grad_enabled():
                 if torch._C._are_functorch_transforms_active():
-                    # Function.apply would go through all transforms at once. Here torch.func.grad is the outermost one
-                    # that is left: the dispatcher calls this kernel again for each transform below it.
+                    # Function.apply would process all transforms. Only the outermost one, torch.func.grad, is due here:
+                    # the dispatcher calls this kernel again for each transform below it.
                     with enable_single_level_autograd_function():
                         return apply_at_one_level(*inputs, keys)
                 return derivative.apply(*inputs, keys)
@@ -182,8 +178,8 @@ def custom_op(name: str, schema: str) -> Callable[[Function], CustomOp]:
 
     Args:
         name: the op's name in the namespace.
-        schema: its arguments and results as torch.library writes them, "(Tensor x, int k=0) -> Tensor". It mutates
-            nothing, and returns nothing that is, or shares memory with, an argument or another result.
+        schema: arguments and results in the syntax of torch.library, "(Tensor x, int k=0) -> Tensor". The op does not
+            mutate its arguments, and its results share no memory with them or with each other.
 
     Returns:
         The op. ``register_fake`` and ``register_autograd`` complete it.

@@ -1,4 +1,4 @@
-"""What a call of a differentiable function runs, by the kind of derivative that is being taken."""
+"""Select the implementation of a differentiable op by the kind of derivative that is being taken."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from orthokern.ops._common import values
 
 
 def route(backend: str | None) -> Literal["op", "function", "reference"]:
-    """What a call runs: the op; an autograd Function around it under forward mode and derivatives of torch.func, for
-    which a torch.library op can have no rule; or the reference's plain torch code, where that is asked for.
+    """The implementation that a call runs: the op; an autograd Function around it, under forward mode and derivatives
+    of torch.func, for which a torch.library op can have no rule; or the plain torch code of the reference, for an
+    explicit "reference".
 
-    Forward mode over forward mode takes the reference, too: torch loses the outer tangent in the jvp of any Function,
-    and says nothing (pytorch/pytorch#197867).
+    Forward mode over forward mode also runs the reference, since torch silently loses the outer tangent in the jvp of
+    any Function (pytorch/pytorch#197867).
     """
     if torch.compiler.is_compiling():
         return "op"
@@ -32,21 +33,21 @@ def route(backend: str | None) -> Literal["op", "function", "reference"]:
 
 
 def first_reverse() -> bool:
-    """Whether torch.func takes one reverse derivative and no other, in whatever vmaps: the ops can serve that."""
+    """Whether torch.func takes exactly one derivative, in reverse mode and inside any vmaps: the ops support that."""
     levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
     return levels.count("Grad") == 1 and "Jvp" not in levels
 
 
 def plain(backend: str | None) -> bool:
-    """Whether a call of an op without a Function for the above runs the reference's plain torch code."""
+    """Whether a call of an op without such a Function runs the plain torch code of the reference."""
     return route(backend) != "op"
 
 
 def recording(*tensors: Tensor | None) -> bool:
-    """Whether a backward has to be one that autograd can derive again: create_graph=True.
+    """Whether a backward has to be differentiable: create_graph=True.
 
-    Not while torch.compile traces it, which has no second derivative. torch.func always asks for such a graph; where
-    it takes one derivative alone, autograd outside of it needs the graph only if it follows one of the tensors.
+    Never under torch.compile, which has no second derivative. torch.func always sets create_graph; where it takes only
+    one derivative, the graph is needed only if autograd outside of torch.func tracks one of the tensors.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
@@ -56,5 +57,5 @@ def recording(*tensors: Tensor | None) -> bool:
 
 
 def last() -> bool:
-    """Whether nothing will derive a backward again, nor run it for many at once: it may work in place."""
+    """Whether a backward is neither differentiated again nor vmapped, so that it may work in place."""
     return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()

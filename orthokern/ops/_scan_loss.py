@@ -1,12 +1,12 @@
-"""Recurrence, linear readout and cross-entropy in one call: modal where that serves, else step by step.
+"""Recurrence, linear readout and cross-entropy in one call: in modal form where that is possible, else step by step.
 
 Note [Chunks of states]
-    The scan step by step keeps its states for the backward, and the readout's gradient is as large once more. That is
-    what is done while the states take at most ``orthokern._memory.kept_states`` bytes, a sixteenth of the device's
-    memory: the scan followed by the readout, bit for bit. Beyond, the states that enter every chunk of steps are kept,
-    and the backward goes through the chunks from the last to the first: states of the chunk anew, loss and gradients of
-    its readout, backward of its scan with the gradient that the chunk behind it sends. This costs one more forward.
-    States and hits have the same bits; sums over time are taken chunk by chunk, in float64.
+    The sequential scan keeps its states for the backward, and the gradient of the readout has the same size. This is
+    done while the states take at most ``orthokern._memory.kept_states`` bytes, a sixteenth of the device's memory.
+    Beyond that, only the states that enter each chunk of steps are kept. The backward processes the chunks from the
+    last to the first: it recomputes the states of the chunk, then computes the loss and the gradients of its readout
+    and the backward of its scan, which starts from the adjoint of the following chunk. This costs one more forward.
+    States and hits are bitwise the same; sums over time are accumulated in float64 chunk by chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from orthokern.ops._modal import Call, Matrix
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 
 CHUNK = 2**24  # bytes of a chunk's states
-LOGITS = 2**22  # elements of the logits that ``_hits`` has at a time
+LOGITS = 2**22  # elements of the logits that ``_hits`` computes at a time
 
 
 class ScanLoss(NamedTuple):
@@ -34,9 +34,9 @@ class ScanLoss(NamedTuple):
 
     Attributes:
         loss: 0-dim, in nats; differentiable.
-        hits: int64 [T], at how many sequences the largest logit of the step is that of the target.
-        basis: float64 [N, 2M], the eigenvectors that the call found, to begin at in the next one; None by
-            "sequential".
+        hits: int64 [T], the number of sequences whose largest logit at the step is that of the target.
+        basis: float64 [N, 2M], the eigenvectors that the call found, the start for the next call; None if the call
+            did not use the modal form.
         refused: why the call did not use the modal form, in one line; "" where it did.
     """
 
@@ -48,7 +48,7 @@ class ScanLoss(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Scan:
-    """What a scan depends on besides the tensors that have a gradient; as in ``factored_scan``."""
+    """The arguments of ``factored_scan`` that have no gradient."""
 
     activation: str
     checkpoint_every: int
@@ -88,7 +88,7 @@ def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) ->
 
 
 def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str | None) -> tuple[Tensor, Tensor]:
-    """(the cross-entropy over all steps that count, hits [T])."""
+    """(the cross-entropy over all steps but padding, hits [T])."""
     weight, bias, target, reduction = readout
     target = target.to(torch.int64)
     if lengths is None:
@@ -164,13 +164,13 @@ class _Chunks:
         return self.scan.lengths is not None and not bool((self.scan.lengths > start).any())
 
     def _after(self, h: Tensor, index: Any, last: Tensor) -> Tensor:
-        """The states or adjoints h [B, N] with those of the sequences that have steps in a chunk replaced."""
+        """h [B, N], states or adjoints, with the rows ``index``, which have steps in a chunk, replaced by ``last``."""
         return last.clone() if self.scan.lengths is None else h.index_copy(0, index, last)
 
     def _states(
         self, start: int, stop: int, x: Tensor, h: Tensor, parameters: list[Tensor | None]
     ) -> tuple[Tensor, Scan]:
-        """hs of the sequences that have steps in a chunk, and their scan; x, h: those of these sequences."""
+        """hs of the sequences that have steps in a chunk, and their scan; x and h hold only these sequences."""
         index, (lengths, resets) = self._alive(start), (self.scan.lengths, self.scan.resets)
         scan = dataclasses.replace(
             self.scan,
@@ -182,7 +182,7 @@ class _Chunks:
         return scan(inputs, cast(Matrix, tuple(matrix))), scan
 
     def _loss(self, start: int, stop: int, hs: Tensor, scan: Scan, parameters: list[Tensor | None]) -> Tensor:
-        """The sum of a chunk's cross-entropies, which is added to the total; and its hits."""
+        """The sum of a chunk's cross-entropies. Adds it to the total and stores the chunk's hits."""
         weight, bias = parameters[4:6]
         assert weight is not None
         readout = Readout(weight, bias, self.target[start:stop, self._alive(start)], "sum")
@@ -195,7 +195,7 @@ class _Chunks:
 
     @torch.no_grad()
     def forward(self) -> tuple[Tensor, Tensor]:
-        """(loss, hits) alone."""
+        """(loss, hits), without gradients."""
         h = self.h0
         for start, stop in self.spans:
             if self._empty(start):
@@ -209,7 +209,7 @@ class _Chunks:
         return self._result()
 
     def backward(self) -> tuple[Tensor, Tensor]:
-        """(loss, hits), and ``grads``."""
+        """(loss, hits); sets ``grads``."""
         entering = self._entering()
         sums: list[Tensor | None] = [None] * len(self.parameters)
         grad_x = torch.zeros_like(self.x) if self.x.requires_grad else None
@@ -255,9 +255,10 @@ class _Chunks:
 
 
 def _is_kept_whole(T: int, step: int, device: torch.device, backend: str | None) -> bool:
-    """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Plain reference code is
-    differentiated twice, so it does, and so do forward mode and torch.func."""
-    transformed = torch._C._are_functorch_transforms_active()  # torch.func has no rule for the chunks
+    """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Calls of the plain
+    reference code, forward mode and torch.func always do, since the chunks have no second derivative and no rules for
+    transforms."""
+    transformed = torch._C._are_functorch_transforms_active()
     return T * step <= kept_states(device) or transformed or _route.plain(backend)
 
 
@@ -266,8 +267,8 @@ def _chunk_steps(step: int) -> int:
 
 
 def state_bytes(call: Call, modal: bool) -> int:
-    """Bytes that a loss holds at one time of states and of their gradients: step by step those of all steps, or of a
-    chunk and those that enter chunks; in the modal form none, but features have to be taken into modes."""
+    """Bytes of states and of their gradients that a loss holds at one time. Sequential: those of all steps, or of one
+    chunk and the states that enter chunks. Modal: those of features in modal coordinates."""
     copies, step = 2 if call.backward else 1, call.B * call.N * call.dtype.itemsize
     if modal:
         return copies * _modal.input_bytes(call)
@@ -288,7 +289,7 @@ def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan
     step = h0.numel() * h0.element_size()
     if _is_kept_whole(len(x), step, h0.device, scan.backend):
         hs = scan(inputs, matrix)
-        if lengths is None:  # with the reduction of the readout itself: its bits
+        if lengths is None:  # bitwise the result of linear_cross_entropy with this reduction
             return _readout(hs, readout, None, scan.backend)
         loss, hits = _readout(hs, readout._replace(reduction="sum"), lengths, scan.backend)
         return loss * scale, hits
@@ -310,7 +311,7 @@ def _call(kind: str, inputs: ScanInputs, matrix: Matrix, C: int, scan: Scan, bac
 def choose_for(
     matrix: Matrix, T: int, B: int, C: int, *, algorithm: str, start: Tensor | None, **facts: Any
 ) -> tuple[Call, _modal.Modes | None, str]:
-    """(the call, its modes or None, why not) of a training step with ``scan_loss``; see ``_modal.choose``.
+    """(the call, its modes or None, why it has none) for a training step with ``scan_loss``; see ``_modal.choose``.
 
     facts: ids, activation, message_clip, backend, lengths, resets of ``Call``.
     """
@@ -328,7 +329,7 @@ def modal_states(inputs: ScanInputs, matrix: Matrix, scan: Scan) -> Tensor:
     """hs [T, B, N] of a scan with algorithm="modal"; arguments as those of ``factored_scan``.
 
     Raises:
-        InputError: modes cannot serve.
+        InputError: the modal form is not possible.
     """
     call = _call("states", inputs, matrix, 0, scan, needs_grad(*inputs, *matrix), False)
     modes, _ = _modal.choose(matrix, call, None, "modal")
@@ -339,7 +340,7 @@ def modal_states(inputs: ScanInputs, matrix: Matrix, scan: Scan) -> Tensor:
 
 
 def _is_asynchronous(device: torch.device) -> bool:
-    """Whether the host has something to gain from not waiting for the device."""
+    """Whether kernels on this device run asynchronously to the host."""
     return device.type != "cpu"
 
 
@@ -347,7 +348,7 @@ def _is_asynchronous(device: torch.device) -> bool:
 def scan_loss(
     inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan, start: Tensor | None = None
 ) -> ScanLoss:
-    """See ``orthokern.functional.scan_cross_entropy``. Inputs are taken as checked. start: its ``basis``."""
+    """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. Inputs are taken as checked."""
     backward = needs_grad(*inputs, readout.weight, readout.bias, *matrix)
     call = _call("loss", inputs, matrix, len(readout.weight), scan, backward, start is not None)
     modes, why = _modal.choose(matrix, call, start, scan.algorithm, defer=_is_asynchronous(inputs.h0.device))
@@ -355,5 +356,5 @@ def scan_loss(
         loss, hits = _modal.modal_loss(inputs, readout, modes, backend=scan.backend, lengths=scan.lengths)
         if modes.hold(call, scan.algorithm == "modal"):
             return ScanLoss(loss, hits, modes.basis.right, "")
-        modes, why = _modal.choose(matrix, call, None, scan.algorithm)  # the start was no good
+        modes, why = _modal.choose(matrix, call, None, scan.algorithm)  # the start did not lead to a basis
     return ScanLoss(*_sequential(inputs, matrix, readout, scan), None, why)

@@ -66,8 +66,7 @@ class ScanOp:
         facts: sizes that SUPPORT tables may limit, from the first factor.
     """
 
-    # the function of the op's module, with the options by name; for calls outside autocast, whose backward keeps the
-    # dtype by itself: it is one node, whose kernels do
+    # the function of the op's module without keeps_dtype, for calls outside autocast
     public: Callable[..., Tensor]
 
     def __init__(
@@ -122,7 +121,7 @@ class ScanOp:
         return hs
 
     def _plan(self, activation: str, choices: Sequence[Any], clip: float) -> _second.Plan:
-        """What ``_second`` needs to know of a call; choices: backend, precision and algorithm."""
+        """The description of a call for ``_second``; choices: backend, precision and algorithm."""
         return _second.Plan(self.bwd, self.map_of, self.gradients, activation, tuple(choices), clip, True)
 
     def states(
@@ -136,8 +135,8 @@ class ScanOp:
         act_param: Tensor | None,
         activation: str,
     ) -> ScanStates:
-        """Of checked CPU tensors from the leaf of the cpu backend, where no gradient is recorded and no tap is open.
-        The arguments are those of the op."""
+        """The forward on checked CPU tensors by the leaf of the cpu backend, where no gradient is recorded and no tap
+        is open. The arguments are those of the op."""
         if x.dtype is torch.int64:
             check_tokens(x, weight, None)
         inputs, options = ScanInputs(x, h0, weight, bias, act_param), ScanOptions(activation)
@@ -154,7 +153,7 @@ class ScanOp:
         return backend, self.map_of(*factors), inputs, options
 
     def _leaf(self, T: int, *arguments: Any) -> tuple[Any, Map, ScanInputs, ScanOptions]:
-        """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
+        """The leaf that serves a call of T steps, and its arguments, whose values are checked."""
         backend, map_, inputs, options = self._read(*arguments)
         second, lengths = map_.second, options.lengths
         leaf = dispatch.resolve(
@@ -194,7 +193,7 @@ class ScanOp:
         return filled((grad_x, *grads, *others), found.h0)
 
     def _one_by_one(self, leaf: Any, map_: Map, inputs: ScanInputs, options: ScanOptions, T: int) -> bool:
-        """Whether this is a call for replicas that the leaf serves for one model at a time."""
+        """Whether this is a call for replicas that the leaf can only compute one model at a time."""
         if map_.second.ndim < 3:
             return False
         if not dispatch.has_feature(self.name, dispatch.backend_of(leaf), "replicas"):
@@ -203,7 +202,7 @@ class ScanOp:
         return serves is not None and not serves(map_, options, T, inputs.h0.shape[-2])
 
     def _without_needs(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
-        """The arguments from x on that the forward has too, and need_x and need_params."""
+        """(the arguments that the forward has too, need_x, need_params)."""
         behind = self.count + 7  # x, the factors, _HEAD
         return (*rest[:behind], *rest[behind + 2 :]), rest[behind], rest[behind + 1]
 
@@ -241,7 +240,7 @@ class ScanOp:
         activation, every, *choices, lengths, ctx.message_clip, resets, reset_state = inputs[tensors:]
         hs, ckpt, pre = output
         if ACTIVATIONS[activation].needs_input and not every:
-            ctx.mark_non_differentiable(ckpt)  # a second derivative has a gradient of pre
+            ctx.mark_non_differentiable(ckpt)  # pre has a gradient in a second derivative
         else:
             ctx.mark_non_differentiable(ckpt, pre)
         ctx.set_materialize_grads(False)
@@ -250,7 +249,7 @@ class ScanOp:
         replicas = parameters[0].ndim == 3
         given_ = (x, *parameters, reset_state)
         ctx.dimensions = [0 if t is None else t.ndim for t in given_] if replicas else None
-        # a precomputed input term is only read again to recompute states, and may be as large as all of them
+        # a precomputed input term is only needed to recompute states, and may be as large as all of them
         x_needed = parameters[-3] is not None or every > 0  # the weight
         ctx.save_for_backward(
             ckpt if every else hs, pre, x if x_needed else None, *parameters, lengths, resets, reset_state
@@ -276,16 +275,16 @@ class ScanOp:
         found.append(given(grads[-2], wanted))
         if ctx.dimensions is not None:
             found = _replicas.summed(found, ctx.dimensions)
-        return (*found[:-1], *(None,) * 8, found[-1])  # of the options, and of reset_state
+        return (*found[:-1], *(None,) * 8, found[-1])  # None for the options; last, reset_state
 
     def _differentiable(
         self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
     ) -> tuple[Any, ...]:
-        """The same gradients, computed in such a way that autograd can derive them again."""
+        """The same gradients, computed by differentiable operations."""
         hs, pre, x, *tensors, lengths, resets, reset_state = saved
         factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count :]
         activation, every = ctx.head
-        if every:  # hs is the checkpoints: the states have to be there as a function of the inputs
+        if every:  # hs holds the checkpoints: recompute the states as a differentiable function of the inputs
             with _taps.set_aside():
                 options = activation, 0, *ctx.choices, lengths, ctx.message_clip, resets, reset_state
                 hs, _, pre = self.fwd(x, *tensors, *options)

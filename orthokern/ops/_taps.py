@@ -1,8 +1,8 @@
-"""Low-level hook for the norms that show how signal and gradient travel through time: ‖h_t‖ and ‖dL/dh_t‖.
+"""Record the norms of states and gradients at every time step: ‖h_t‖ and ‖dL/dh_t‖.
 
-``orthokern.diagnostics`` is the public place of ``tap``. The hook sits in the implementation of the ops, where tensors
-are real: it works the same under torch.compile. The backward ops compute the gradient's norms on their way; the states'
-are one reduction over what the forward has just written, and only while a tap is open.
+``tap`` is public as ``orthokern.diagnostics.tap``. The recording functions are called in the implementations of the
+ops, so that they also run under torch.compile. The backward ops always compute the norms of the gradient; the norms of
+the states are one reduction over the result of the forward, while a tap is open.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class tap:
         t.state_norms  # one tensor [T] per scan, in the order in which the forwards ran (first layer first)
         t.grad_norms   # one tensor [T] per scan, in the order in which the backwards ran (last layer first)
 
-    Time steps are those of the scan: a bidirectional module's reverse scan sees the sequence from its end, and a packed
-    sequence's padding counts (its states are computed and not read; the gradient there is zero).
+    Time steps are those of the scan: the reverse scan of a bidirectional module processes the sequence from its end,
+    and the padding of a packed sequence is included (its states are computed but not used, and its gradient is zero).
 
     Args:
-        sparse: only the steps `orthokern.diagnostics.profile_steps(T)` are wanted; the other elements may be NaN. Then
-            a loss may use the modal form, which does not pass through the states one by one; else it goes step by step
+        sparse: record only the steps `orthokern.diagnostics.profile_steps(T)`; the other elements may be NaN. A loss
+            may then use the modal form, which does not compute every state. Without it, a loss uses the sequential scan
             while the tap is open.
 
     Attributes:
@@ -45,8 +45,8 @@ class tap:
         grad_norms: tensors [T]; element t is the Frobenius norm over [B, N] of dL/dh_t, in the units of the loss.
         ops: the op of each, as in state_ops.
 
-    Not collected: grad_norms of scans on an explicit ``backend="reference"``, which are plain differentiable torch
-    code, and also their state_norms where torch.compile traces them.
+    Not recorded: grad_norms of scans with an explicit ``backend="reference"``, which are plain differentiable torch
+    code, and their state_norms under torch.compile.
     """
 
     def __init__(self, *, sparse: bool = False) -> None:
@@ -68,7 +68,7 @@ class tap:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[tap]:
-    """While the block runs, norms go to a tap of its own, and to none of those that are open; nowhere if none is."""
+    """While the block runs, norms are recorded in a new tap instead of the open ones; nowhere if none is open."""
     outer, inner = SINKS[:], tap()
     SINKS[:] = [inner] if outer else []
     try:
@@ -78,16 +78,16 @@ def set_aside() -> Iterator[tap]:
 
 
 def record(op: str, grad_norm: Tensor) -> None:
-    """Hand the norms [T] of one backward to every open tap; of replicas [R, T], the norms of each model."""
+    """Append the norms [T] of one backward to every open tap; for replicas [R, T], one entry for each model."""
     for sink in SINKS:
-        # a copy: under torch.compile the buffer of an unused output may be given to something else
+        # a copy: torch.compile may reuse the buffer of an unused output
         for norm in grad_norm.detach().reshape(-1, grad_norm.shape[-1]).clone().unbind(0):
             sink.grad_norms.append(norm)
             sink.ops.append(op)
 
 
 def profile_steps(length: int, points: int = 64) -> list[int]:
-    """Time steps, first and last among them, at which a profile through time is kept.
+    """The time steps at which a profile through time is recorded, the first and the last included.
 
     Args:
         length: number of time steps T, at least 1.
@@ -106,11 +106,11 @@ def profile_steps(length: int, points: int = 64) -> list[int]:
 
 
 def record_states(op: str, hs: Tensor) -> None:
-    """Hand the norms of the states hs [T, B, N] of one forward to every open tap; without one, do nothing. Of replicas
-    [T, R, B, N], those of each model."""
+    """Append the norms of the states hs [T, B, N] of one forward to every open tap; for replicas [T, R, B, N], one
+    entry for each model."""
     if torch.compiler.is_compiling() or not SINKS:
         return
-    if torch._C._functorch.is_functorch_wrapped_tensor(hs):  # plain torch code under vmap has no numbers
+    if torch._C._functorch.is_functorch_wrapped_tensor(hs):  # plain torch code under vmap: values cannot be read
         return
     dtype = torch.float32 if hs.dtype in (torch.float16, torch.bfloat16) else hs.dtype
     for states in hs.detach().unbind(1) if hs.ndim == 4 else (hs.detach(),):
@@ -118,7 +118,7 @@ def record_states(op: str, hs: Tensor) -> None:
 
 
 def record_state_norms(op: str, norms: Tensor) -> None:
-    """Hand the norms [T] of one forward to every open tap."""
+    """Append the norms [T] of one forward to every open tap."""
     for sink in SINKS:
         sink.state_norms.append(norms.clone())
         sink.state_ops.append(op)

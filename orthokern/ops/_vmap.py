@@ -1,9 +1,9 @@
-"""What torch.func.vmap does with the ops: rules for ``CustomOp.register_vmap``.
+"""Rules of the ops for torch.func.vmap, see ``CustomOp.register_vmap``.
 
-A rule is called with the size of the vmapped dimension, its place in every argument (None where the argument has none)
-and the arguments, and calls the op once more with tensors that vmap does not see. It returns the results and the place
-of the dimension in them. The scans take it as R, see ``_replicas``; an op whose tensors have leading batch dimensions
-takes it as one of these; every other op is called for each model, and the results are stacked.
+A rule gets the size of the vmapped dimension, its position in every argument (None for an argument without it) and the
+arguments, as plain tensors. It returns the results and the position of the dimension in them. In the scans the
+dimension becomes R, see ``_replicas``; in an op with leading batch dimensions it becomes one of these; every other op
+is called for each model, and the results are stacked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _moved(tensor: Any, place: int | None, to: int) -> Any:
 
 
 def _with_places(results: Any, place: int) -> tuple[Any, Any]:
-    """The results of an op, and the place of R in each; an empty tensor stands for no result and has none."""
+    """The results of an op, and the position of R in each; None for an empty tensor, which means no result."""
     if isinstance(results, Tensor):
         return results, place
     results = tuple(results)
@@ -32,8 +32,8 @@ def _with_places(results: Any, place: int) -> tuple[Any, Any]:
 def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
     """The rule that calls the op for each model.
 
-    wanted: how many of the results are for the caller. The others are kept by the derivative of each call, and are
-    empty; None: all are wanted.
+    wanted: the number of results to return, None for all. The others are empty: they are saved by the derivative of
+    each call.
     """
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -53,9 +53,10 @@ def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
 
 
 def batched(op: Callable[..., Any], places: tuple[int, ...], results: tuple[int, ...]) -> Rule:
-    """The rule of an op on batches of matrices: the places of R in its first arguments, all tensors, and its results.
+    """The rule of an op on batches of matrices.
 
-    An argument without R is expanded.
+    places, results: the positions of R in the first arguments, which are tensors, and in the results. An argument
+    without R is expanded.
     """
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -86,7 +87,7 @@ def cayley(op: Callable[..., Any]) -> Rule:
 
 
 def _expanded(tensor: Tensor, place: int | None, R: int, at: int) -> Tensor:
-    """The tensor with R in place `at`."""
+    """The tensor with R as dimension `at`."""
     if place is not None:
         return tensor.movedim(place, at)
     shape = list(tensor.shape)
@@ -94,7 +95,7 @@ def _expanded(tensor: Tensor, place: int | None, R: int, at: int) -> Tensor:
 
 
 def _is_nested(factor: Tensor, place: int | None) -> bool:
-    """Whether the map has R already: one vmap in another."""
+    """Whether the map already has R, in a vmap inside a vmap."""
     return factor.ndim - (place is not None) == 3
 
 
@@ -102,9 +103,9 @@ def scan_forward(op: Callable[..., Any], factors: int, time_first: tuple[int, ..
     """The rule of a scan's forward: one call for R models.
 
     Args:
-        op: it.
-        factors: how many tensors make up the map; they are the arguments behind x.
-        time_first: the indices of the tensors [T, B, ...], in which R stands behind T.
+        op: the op.
+        factors: the number of tensors of the recurrent map; they are the arguments after x.
+        time_first: the indices of the tensors [T, B, ...], in which R follows T.
     """
     each, of_map = one_by_one(op), range(1, 1 + factors)
 
@@ -123,8 +124,10 @@ def scan_forward(op: Callable[..., Any], factors: int, time_first: tuple[int, ..
 
 
 def scan_backward(op: Callable[..., Any], factors: int, time_first: tuple[int, ...], saved: int = 3) -> Rule:
-    """The rule of a scan's backward. Its arguments begin with grad_hs, states, pre, x and the factors, or with four
-    that the forward saved and the factors; saved: the first tensors [T, B, ...], which all models have."""
+    """The rule of a scan's backward, whose factors follow four other arguments.
+
+    saved: the number of first arguments [T, R, B, ...] that exist for each model and are expanded.
+    """
     each, of_map = one_by_one(op), range(4, 4 + factors)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -134,7 +137,7 @@ def scan_backward(op: Callable[..., Any], factors: int, time_first: tuple[int, .
         for index, (tensor, place) in enumerate(zip(arguments, in_dims, strict=True)):
             if index in of_map:
                 given[index] = _expanded(tensor, place, info.batch_size, 0)
-            elif index < saved and tensor.ndim > 1:  # not a pre that was not kept
+            elif index < saved and tensor.ndim > 1:  # an empty pre was not kept
                 given[index] = _expanded(tensor, place, info.batch_size, 1)
             else:
                 given[index] = _moved(tensor, place, 1 if index in time_first else 0)

@@ -1,4 +1,4 @@
-"""activations: the functions between time steps, standalone; the scans use the same ones."""
+"""activations: the elementwise functions of the scans, as an op of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import apart, contiguous, given, no_second_derivative
+from orthokern.ops._common import contiguous, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -24,7 +24,7 @@ SUPPORT = {
 dispatch.register("activations", SUPPORT)
 
 NAMES = tuple(ACTIVATIONS)
-# what act_param is, for those that take one
+# the meaning of act_param, for the activations that take one
 PARAMETER = {name: row.parameter.name for name, row in ACTIVATIONS.items() if row.parameter is not None}
 
 
@@ -95,7 +95,10 @@ def _bwd(
 ) -> tuple[Tensor, ...]:
     """(grad_x [..., N], grad_act_param of act_param's shape or empty)."""
     leaf = dispatch.resolve("activations", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
-    return apart(leaf.activation_bwd(contiguous(grad_y), contiguous(x), contiguous(act_param), activation=activation))
+    grads: tuple[Tensor, ...] = leaf.activation_bwd(
+        contiguous(grad_y), contiguous(x), contiguous(act_param), activation=activation
+    )
+    return grads
 
 
 @_bwd.register_fake
@@ -115,10 +118,9 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ..
     if _route.recording():
         reference = dispatch.leaf("activations", "reference")
         grads = reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
-        return tuple(map(given, grads, ctx.needs_input_grad))
-    grad_x, grad_act_param = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
-    needs = ctx.needs_input_grad
-    return given(grad_x, needs[0]), given(grad_act_param, needs[1])
+    else:
+        grads = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
+    return tuple(map(given, grads, ctx.needs_input_grad))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -1,4 +1,4 @@
-"""cayley: the step that moves matrices with orthonormal columns along a geodesic-like curve, batched."""
+"""cayley: a descent step that keeps the columns of matrices orthonormal, batched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orthokern.ops._common import contiguous, values
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
-    # no half precision: a basis in it is not orthogonal to begin with, and there is no LU for it
+    # no half precision: rounding to it makes a basis non-orthogonal, and torch has no LU for it
     "reference": Support(dtypes=(torch.float64, torch.float32)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), limits={"K": 1024}, capability=(8, 0)),
@@ -40,12 +40,12 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     Args:
         m: [..., N, K], K <= N, orthonormal columns, float32 or float64.
         g: [..., N, K], gradient of the loss with respect to m; same dtype and device.
-        lr: the rate: a number, or a tensor [...] with one for each matrix. A negative rate ascends.
+        lr: the rate, a number or a tensor [...] with one number for each matrix. A negative rate ascends.
         backend: a name, "auto" or None.
 
     Returns:
-        [..., N, K], a new tensor. Not differentiable: a derivative through it raises a RuntimeError, except with an
-        explicit "reference", which runs plain differentiable torch code.
+        [..., N, K], a new tensor. It is not differentiable (a backward raises a RuntimeError), except with an explicit
+        "reference", which runs plain differentiable torch code.
 
     Saved:
         Nothing.
@@ -69,10 +69,9 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
 
 
 def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -> Tensor:
-    """The same without the torch.library op around it and without any check: what an optimizer calls every step.
+    """``cayley`` without checks and without the torch.library op (except under torch.compile), for optimizers.
 
-    m and g are contiguous [..., N, K] of one dtype and device, g finite, under torch.no_grad(). Under torch.compile it
-    goes through the op after all.
+    m and g are contiguous [..., N, K] of one dtype and device, g is finite, and torch.no_grad() is active.
     """
     if torch.compiler.is_compiling():
         return cayley(m, g, lr, backend=backend)
@@ -82,9 +81,9 @@ def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -
 
 
 def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str | None = None) -> list[Tensor]:
-    """`step` of each (m, g, lr), of any shapes: those of one leaf, dtype and device as one call of `cayley_of_many`.
+    """`step` of each (m, g, lr), of any shapes, with one call of `cayley_of_many` for each leaf, dtype and device.
 
-    Bit for bit the same as one after the other.
+    The results are bitwise those of separate calls.
     """
     if len(batches) == 1 or torch.compiler.is_compiling():
         return [step(m, g, lr, backend) for m, g, lr in batches]
@@ -99,8 +98,8 @@ def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str
 
 
 def check_finite(argument: str, tensor: Tensor) -> None:
-    """Raise InputError if tensor [..., N, K] holds a NaN or an infinity. One pass, no mask is stored."""
-    # the sum is NaN or infinite if any element is; the other way round it may overflow, so look closer only then
+    """Raise InputError if tensor [..., N, K] holds a NaN or an infinity."""
+    # a finite sum proves that all elements are finite, in one pass; a sum of finite elements may overflow
     tensor = values(tensor)
     if not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
         bad = int(tensor.numel() - tensor.isfinite().sum())
@@ -113,7 +112,7 @@ def check_finite(argument: str, tensor: Tensor) -> None:
 def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Tensor:
     """lr: [] or m's batch shape."""
     leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
-    if not m.is_cuda:  # there the answer would have to travel to the host
+    if not m.is_cuda:  # on a GPU this would synchronise with the host
         check_finite("m", m)
         check_finite("g", g)
     rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr

@@ -36,7 +36,7 @@ def dense_scan(
 
     Equation:
         e_t = x_t                        without weight
-            = weight x_t + bias          for features; for token ids x_t is one-hot, and never materialised
+            = weight x_t + bias          for features; for token ids x_t is one-hot, and is not materialised
         a_t = W h_{t-1} + e_t,    h_t = phi(a_t),    t = 1 ... T.
         With lengths, a_t = h_t = 0 for t > lengths[b]. With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [Dense scan backward] in ``orthokern/reference/dense_scan.py``.
@@ -56,8 +56,7 @@ def dense_scan(
         recomputation one forward more. Writes T B N elements forward, T B N of adjoints backward.
 
     Numerics:
-        As factored_scan: accumulation in the dtype of w, fixed order of sums, the same bits for the same inputs,
-        machine and thread count; rounding grows with T as the product of the Jacobians does.
+        As ``factored_scan``, in the dtype of w.
     """
     return _OP(
         backend, x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,

@@ -54,21 +54,21 @@ def factored_scan(
 
     Equation:
         e_t = x_t                        without weight
-            = weight x_t + bias          for features; for token ids x_t is one-hot, and never materialised
-        a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T;    W = U diag(s) V^T is never formed.
+            = weight x_t + bias          for features; for token ids x_t is one-hot, and is not materialised
+        a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T;    W = U diag(s) V^T is not formed.
         With lengths, a_t = h_t = 0 for t > lengths[b]. With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [Factored scan backward] in ``orthokern/reference/factored_scan.py``.
 
     Args:
-        As ``orthokern.functional.factored_scan``, with token ids as int64, and h0. Floating tensors share one dtype and
-        device; any strides (what is not contiguous is copied).
-        x: token ids are checked on a CPU; not on a GPU, where a check would synchronise: a wrong id makes its sequence
-            NaN. The same holds for lengths, of which a wrong one counts as 0 or T on a GPU.
-        u, v: their columns should be orthonormal, which is not required; s then holds the singular values.
+        As in ``orthokern.functional.factored_scan``, with int64 token ids and an h0 that is not None. Floating tensors
+        share one dtype and device; any strides (tensors that are not contiguous are copied).
+        x: token ids are checked on a CPU only, since a check on a GPU would synchronise; there a wrong id makes its
+            sequence NaN. Nor are lengths checked on a GPU, where they are clamped to [0, T].
+        u, v: with orthonormal columns, which are not required, s holds the singular values.
         backend: an explicit "reference" runs plain differentiable torch code, where checkpoint_every changes nothing.
         precision: "3xtf32" is three TF32 products, nearly float32; "tf32" and "bf16" round both factors. State and sums
             stay float32. A backend without the faster products computes IEEE ones; so does float64.
-        algorithm: "chunked" uses powers of the map, and forms W; "auto" is the backend's choice of what it has.
+        algorithm: "chunked" forms W and uses its powers; "auto" is the choice of the backend.
         message_clip: clips delta_t, the gradient of a_t. See Note [Message clip] in ``orthokern/reference/_scan.py``.
         resets: before the step the state becomes reset_state (zeros for None). Note [Resets] there.
 
@@ -78,18 +78,19 @@ def factored_scan(
     Saved:
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
         x; pre [T, B, N], the a_t, for activations that need their input, without checkpoints; x if weight is given; all
-        parameters, h0, lengths, resets and reset_state; all zero on padding, but for the ckpt that enters right at a
-        sequence's end. The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
+        parameters, h0, lengths, resets and reset_state. States are zero on padding, except a ckpt that enters a segment
+        directly after the end of a sequence. The backward op also computes the norms over [B, N] of dL/dh_t, see
+        ``_taps``.
 
     Cost:
         Forward 4 T B N K flops (+ 2 T B N D for features), backward scan the same, gradients of u, s, v
         2 T B N^2 + 4 N^2 K, recomputation one forward more. Writes T B N elements forward, T B N of adjoints backward.
 
     Numerics:
-        Products accumulate in the dtype of u (float32 means IEEE float32), sums over time likewise, in a fixed order:
-        the same inputs, machine and thread count give the same bits. Rounding grows with T as the product of the
-        Jacobians does: not at all where s is near 1 and the activation is near linear. Gradients of modrelu, relu,
-        prelu and oplu jump where a unit sits on its threshold, so two precisions may differ there by whole terms.
+        Products and sums over time accumulate in the dtype of u (float32 means IEEE float32), in a fixed order: the
+        same inputs, machine and thread count give the same bits. Rounding errors grow with T like the product of the
+        Jacobians: not at all where s is near 1 and the activation is near linear. The gradients of modrelu, relu, prelu
+        and oplu jump where a unit is at its threshold, so two precisions may differ there by whole terms.
     """
     return _OP(
         backend, x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,

@@ -1,4 +1,4 @@
-"""gru_scan: a gated recurrent unit over a sequence, in both readings of the reset gate."""
+"""gru_scan: a gated recurrent unit over a sequence, in two variants of the reset gate."""
 
 from __future__ import annotations
 
@@ -51,24 +51,19 @@ def gru_scan(
         n_t = tanh(x_n + W_n (r_t * h_{t-1}) + b_n)        variant "kanai": Kanai et al. 2017, eq. 4
             = tanh(x_n + r_t * (W_n h_{t-1} + b_n))        variant "torch": torch.nn.GRU, cuDNN
         h_t = z_t * h_{t-1} + (1 - z_t) * n_t.
-        z = 1 keeps the state, in both variants: that of Kanai et al., eq. 3, and that of torch are the same convention
-        (Cho et al. 2014 too; others exchange z and 1 - z). With lengths, h_t = 0 for t > lengths[b].
+        z = 1 keeps the state in both variants, as in Kanai et al., eq. 3, in torch and in Cho et al. 2014 (others
+        exchange z and 1 - z). With lengths, h_t = 0 for t > lengths[b].
         With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [GRU scan backward] in ``orthokern/reference/gru_scan.py``.
 
     Args:
-        x: [T, B, 3N], the input's part of r, z, n in this order: W_ih x_t + b_ih.
-        w: [3N, N], the recurrent weights of r, z, n, applied to column vectors, as torch's weight_hh.
-        h0: [B, N], the state before the first step.
-        bias: [3N] or None, recurrent biases. In variant "kanai" and in r and z the same as adding it to x.
-        variant: one of VARIANTS.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
-        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Checked on a CPU; on a GPU,
-            where the values would have to travel to the host, the kernels count one below 0 or above T as 0 or T.
-            What stands on padding in x, and in the cotangent of hs, is not read.
-        resets: bool [T, B]: before the step the state becomes reset_state [B, N] (zeros for None). Note [Resets] in
-            ``orthokern/reference/_scan.py``.
-        Floating tensors share one dtype and device; any strides (what is not contiguous is copied).
+        As in ``orthokern.functional.gru_scan``, with an h0 that is not None. Floating tensors share one dtype and
+        device; any strides (tensors that are not contiguous are copied).
+        x: the input terms W_ih x_t + b_ih of r, z, n.
+        bias: in variant "kanai", and for r and z, the same as adding it to x.
+        backend: an explicit "reference" runs plain differentiable torch code.
+        lengths: checked on a CPU only, since a check on a GPU would synchronise; there they are clamped to [0, T].
+        resets: Note [Resets] in ``orthokern/reference/_scan.py``.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
@@ -81,13 +76,13 @@ def gru_scan(
     Cost:
         Forward 6 T B N^2 flops, backward scan the same, gradient of w the same. Forward reads 3 T B N elements and
         writes 4 T B N (5 in variant "torch"); backward reads 5 T B N (6) and writes 3 T B N, and T B N more for the
-        gradient of W_n. With lengths, the cpu backend's scans do no work on padding in a batch that is sorted by
-        falling length; in another order products run up to the last sequence that has not ended.
+        gradient of W_n. With lengths, the cpu backend's scans skip padding in a batch sorted by decreasing length; in
+        another order products include all rows up to the last sequence that has not ended.
 
     Numerics:
         Accumulation in the dtype of w, fixed order of sums in the scans: the same bits for the same inputs, machine and
         thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
-        1 / (1 + exp(-a)), accurate in relative terms down to where it underflows.
+        1 / (1 + exp(-a)); its relative error is small until it underflows.
     """
     route = _route.route(backend)
     if route == "reference":
@@ -107,8 +102,8 @@ def _leaf(
     T: int, x: Tensor | None, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None,
     lengths: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
 ) -> tuple[Any, GruInputs, GruOptions]:  # fmt: skip
-    """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values. With w
-    [R, 3N, N] the call is one for R models, see ``_replicas``."""
+    """The leaf that serves a call of T steps, and its arguments, whose values are checked. A w [R, 3N, N] means R
+    models, see ``_replicas``."""
     used = tuple(name for name, tensor in zip(FEATURES, (lengths, resets), strict=True) if tensor is not None)
     leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
     inputs, options = _replicas.gru_given_to_all(
@@ -120,7 +115,7 @@ def _leaf(
 
 
 def _one_by_one(leaf: Any, inputs: GruInputs) -> bool:
-    """Whether this is a call for replicas that the leaf serves for one model at a time."""
+    """Whether this is a call for replicas that the leaf can only compute one model at a time."""
     if inputs.w.ndim < 3:
         return False
     if not dispatch.has_feature("gru_scan", dispatch.backend_of(leaf), "replicas"):
@@ -201,7 +196,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     given_ = (x, w, h0, bias, cuts[-1])
     ctx.dimensions = [0 if t is None else t.ndim for t in given_] if w.ndim == 3 else None
     if ctx.variant != "torch":
-        ctx.mark_non_differentiable(pre)  # gates, and pre where there is one, have gradients in a second derivative
+        ctx.mark_non_differentiable(pre)  # gates, and pre in variant "torch", have gradients in a second derivative
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(hs, gates, pre, w, h0, bias, *cuts)
 
@@ -238,7 +233,7 @@ def _backward(
 def _differentiable(
     ctx: Any, saved: tuple[Any, ...], cotangents: tuple[Any, Any, Any], needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """The same gradients, computed in such a way that autograd can derive them again."""
+    """The same gradients, computed by differentiable operations."""
     if ctx.dimensions is None:
         return list(_second_gru.gradients(_second_gru.Taken(ctx.variant, *saved), *cotangents, needs))
     hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved

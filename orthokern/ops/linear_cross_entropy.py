@@ -12,7 +12,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import NO_CUDA, check_range, contiguous, filled, needs_grad
+from orthokern.ops._common import check_range, contiguous, filled, needs_grad
 from orthokern.ops._loss_gradients import register_gradients
 from orthokern.ops._register import custom_op
 
@@ -20,7 +20,7 @@ SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     "triton": Support(devices=("cuda",), dtypes=(torch.float32,), capability=(8, 0)),
-    "cuda": NO_CUDA,
+    "cuda": Support(missing="no CUDA kernel in this release"),
 }
 dispatch.register("linear_cross_entropy", SUPPORT)
 
@@ -54,11 +54,11 @@ def linear_cross_entropy(
 
     Saved:
         The gradients, computed in the forward: grad_hidden [R, N], grad_weight [C, N], grad_bias [C]; and references to
-        the inputs, for second derivatives, which torch computes. Nothing of that if no input requires a gradient.
+        the inputs, for second derivatives, which torch computes. Nothing if no input requires a gradient.
 
     Cost:
         2 R N C flops for the loss alone, 6 R N C with gradients. Memory beyond the inputs: grad_hidden, and one chunk
-        of logits. A backward whose incoming gradient is 1 (loss.backward()) hands grad_hidden on without a copy.
+        of logits. A backward whose incoming gradient is 1 (loss.backward()) returns grad_hidden without a copy.
 
     Numerics:
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
@@ -113,4 +113,4 @@ def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...
     return found
 
 
-register_gradients(_fwd, first=1, differentiable=_differentiable)  # behind the loss
+register_gradients(_fwd, first=1, differentiable=_differentiable)  # after the loss

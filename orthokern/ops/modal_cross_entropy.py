@@ -41,7 +41,7 @@ def modal_cross_entropy(
 
     Equation:
         z_t as in ``modal_scan``; logits_t = C z_t + bias; loss = c sum (logsumexp(logits_t) - logits_t[target_t]) over
-        all steps of all sequences, padding left out; c = 1 for "sum", 1 / (number of these steps) for "mean".
+        all steps of all sequences except padding; c = 1 for "sum", 1 / (number of these steps) for "mean".
         Backward: Note [Modal cross-entropy backward] in ``orthokern/reference/modal_cross_entropy.py``.
 
     Args:
@@ -50,11 +50,11 @@ def modal_cross_entropy(
         z0: [B, 2M], the state before the first step.
         table: [D, 2M], what each token id adds, or None.
         readout: [C, 2M], in modal coordinates; bias: [C] or None.
-        target: [T, B], class ids in [0, C), a dtype as for token ids.
+        target: [T, B], class ids in [0, C), of a dtype of token ids.
         reduction: "mean" or "sum".
         backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
-        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. Padding of x and target is not
-            looked at.
+        lengths: int64 [B], in [1, T], the number of steps of each sequence; None: T for all. Padding of x and target
+            is not read.
         x (unless ids), z0, table, readout and bias share one dtype and device; any strides.
 
     Returns:
@@ -63,23 +63,23 @@ def modal_cross_entropy(
         gradients too.
 
     Saved:
-        The gradients, computed in the forward, and references to the inputs, for the refusal of second derivatives.
-        Nothing of that if no input requires a gradient.
+        The gradients, computed in the forward, and references to the inputs, so that second derivatives raise. Nothing
+        if no input requires a gradient.
 
     Cost:
         Per step and sequence 8 M flops in float64 and 4 M C in the dtype of the call for the loss; 24 M and 12 M C with
         gradients. Memory: the gradients; for each thread the state of one sequence at every 64th step in float64 (very
-        long sequences are cut in spans, 64 MiB for all threads), sums [C, 2M] and [D, 2M] in float64, and counts [T].
-        A batch that leaves a third of the threads idle is cut in pieces of time, one for a thread: half as much work
-        again, and [T, B, C] elements, where these take less than 256 MiB.
+        long sequences are processed in spans, 64 MiB for all threads), sums [C, 2M] and [D, 2M] in float64, and counts
+        [T]. A batch that would leave a third of the threads idle is split into pieces of time, one for each thread,
+        where [T, B, C] elements take less than 256 MiB: this costs half as much work again, and that memory.
         On a GPU: 256 MiB for states, gradients and logits of a span of steps, and the state of each sequence between
         chunks of about sqrt(T / 2) steps in float64.
 
     Numerics:
-        Coefficients, states, adjoints and the sums of adjoints that are the table's gradient: float64 from the first
-        step to the last. The readout's products, softmax and its gradient in the dtype of the call; sums over steps for
-        the other gradients in that dtype over at most 256 steps, in float64 over those. Where logits are NaN,
-        the hits are undefined. The same bits for the same inputs, machine and thread count.
+        Coefficients, states, adjoints and the table's gradient are computed in float64; the readout's products, the
+        softmax and its gradient in the dtype of the call; the other gradients in that dtype within at most 256 steps,
+        in float64 over these parts. Where logits are NaN, the hits are undefined. The same bits for the same inputs,
+        machine and thread count.
     """
     inputs, classes = ModalInputs(x, re, im, z0, table, lengths), Readout(readout, bias, target, reduction)
     if dispatch.plain_reference(backend):
@@ -102,7 +102,7 @@ def run_fwd(inputs: ModalInputs, readout: Readout, need_grad: bool, backend: str
 
 
 def _check(inputs: ModalInputs, readout: Readout) -> None:
-    """The checks on values: a kernel indexes with ids, classes and modes."""
+    """Check lengths, ids, classes and pairs, with which kernels index."""
     check_inputs(inputs, readout.target.shape[0])
     check_ids("target", readout.target, readout.weight, inputs.lengths)
 
@@ -116,9 +116,7 @@ def _check(inputs: ModalInputs, readout: Readout) -> None:
 def _fwd(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """(loss, hits, grad_x, grad_re, grad_im, grad_z0, grad_table, grad_readout, grad_bias, grad_pairs).
 
-    The gradients of the loss; what does not apply, and all unless need_grad, are empty. pairs: int64 [P, 2], modes (j,
-    k) whose sums M_jk of Note [Modal scan backward] come back as grad_pairs [P, 2, 2], float64 like grad_re and grad_im
-    [M].
+    Gradients that do not apply are empty, and so are all without need_grad. pairs and grad_pairs: as in modal_scan_bwd.
     """
     weight, bias, target, pairs, reduction, need_grad, backend, lengths = rest
     inputs = ModalInputs._make(map(contiguous, (x, re, im, z0, table, lengths, pairs)))
@@ -149,4 +147,4 @@ def _fwd_fake(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, table: Tensor | Non
     )
 
 
-register_gradients(_fwd, first=2)  # behind loss and hits
+register_gradients(_fwd, first=2)  # after loss and hits

@@ -1,7 +1,7 @@
-"""modal_scan: a linear recurrence in modal coordinates, complex multiply-adds instead of a matrix product.
+"""modal_scan: a linear recurrence in modal coordinates, with complex multiply-adds instead of a matrix product.
 
-Modal coordinates. M modes with eigenvalues re[m] + i im[m]; re and im are float64 [M], whatever the dtype of the call.
-A real eigenvalue is a mode with im = 0, whose imaginary part stays 0 if nothing is put in. A vector is a real tensor
+Modal coordinates: M modes with eigenvalues re[m] + i im[m]; re and im are float64 [M] in every call. A real eigenvalue
+is a mode with im = 0, whose imaginary part stays 0 if its inputs' imaginary parts are 0. A vector is a real tensor
 [..., 2M]: the real parts of all modes, then their imaginary parts.
 """
 
@@ -57,8 +57,8 @@ def modal_scan(
         z0: [B, 2M], the state before the first step.
         table: [D, 2M], what each token id adds, or None.
         backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
-        lengths: int64 [B], in [1, T], the steps that each sequence has; None: T for all. What stands on padding in x,
-            and in the cotangent of z, is not read.
+        lengths: int64 [B], in [1, T], the number of steps of each sequence; None: T for all. Padding in x and in the
+            cotangent of z is not read.
         x (unless ids), z0 and table share one dtype and device; any strides (what is not contiguous is copied).
 
     Returns:
@@ -72,10 +72,10 @@ def modal_scan(
         as many backward.
 
     Numerics:
-        Coefficients, states and their adjoints are float64 from the first step to the last, also for float32 tensors:
-        results are rounded once. The gradients of re, im, table and pairs are sums in the dtype of the call over chunks
-        of time and float64 over chunks. Where there are fewer sequences than threads, time is cut in as many pieces,
-        joined by powers of lambda: the same bits for the same inputs, machine and thread count.
+        Coefficients, states and their adjoints are float64, also for float32 tensors: results are rounded once. The
+        gradients of re, im, table and pairs are summed within chunks of time in the dtype of the call, over chunks in
+        float64. With fewer sequences than threads, time is split into as many pieces, joined by powers of lambda. The
+        same bits for the same inputs, machine and thread count.
     """
     inputs = ModalInputs(x, re, im, z0, table, lengths)
     if not _route.plain(backend):
@@ -99,9 +99,9 @@ def run_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, need_x: bool, backen
 
 
 def check_ids(argument: str, ids: Tensor, table: Tensor | None, lengths: Tensor | None) -> None:
-    """Raise InputError unless the token ids or targets [T, B] are rows of table; padding may hold anything.
+    """Raise InputError unless the token ids or targets [T, B] are in [0, rows of table); padding is not checked.
 
-    A None table: ids are no ids but features, and there is nothing to check.
+    A None table means that ids are features, which need no check.
     """
     if table is None:
         return
@@ -115,14 +115,8 @@ def check_ids(argument: str, ids: Tensor, table: Tensor | None, lengths: Tensor 
     check_range(argument, ids, table.shape[0], "token ids" if argument == "x" else "class ids")
 
 
-def check_pairs(pairs: Tensor | None, M: int) -> None:
-    """Raise InputError unless pairs [P, 2] holds modes."""
-    if pairs is not None and pairs.numel() and not pairs.is_cuda:
-        check_range("pairs", pairs, M, "modes")
-
-
 def _leaf(inputs: ModalInputs, backend: str | None, T: int) -> tuple[Any, ModalInputs]:
-    """The leaf's module that serves a call of T steps, and what to pass to it, after the checks of values."""
+    """The leaf that serves a call of T steps, and its arguments, whose values are checked."""
     z0, features = inputs.z0, () if inputs.lengths is None else FEATURES
     leaf = dispatch.resolve("modal_scan", backend, device=z0.device, dtype=z0.dtype, features=features, N=z0.shape[1])
     check_inputs(inputs, T)
@@ -130,9 +124,11 @@ def _leaf(inputs: ModalInputs, backend: str | None, T: int) -> tuple[Any, ModalI
 
 
 def check_inputs(inputs: ModalInputs, T: int) -> None:
-    """The checks on values: a kernel indexes with ids and modes."""
+    """Check lengths, token ids and pairs, with which kernels index."""
     check_lengths(inputs.lengths, T)
-    check_pairs(inputs.pairs, inputs.re.shape[0])
+    pairs = inputs.pairs
+    if pairs is not None and pairs.numel() and not pairs.is_cuda:
+        check_range("pairs", pairs, inputs.re.shape[0], "modes")
     if inputs.x is not None:
         check_ids("x", inputs.x, inputs.table, inputs.lengths)
 
@@ -165,8 +161,8 @@ def _bwd(
 ) -> tuple[Tensor, ...]:
     """(grad_x, grad_re, grad_im, grad_z0, grad_table, grad_pairs); what does not apply is empty.
 
-    x may be None without a table. pairs: int64 [P, 2], modes (j, k), whose sums M_jk come back as grad_pairs [P, 2, 2],
-    float64 like grad_re and grad_im [M]; see Note [Modal scan backward].
+    x may be None without a table. pairs: int64 [P, 2], modes (j, k), whose sums M_jk are returned as grad_pairs
+    [P, 2, 2], float64 as grad_re and grad_im [M]; see Note [Modal scan backward].
     """
     table, pairs, need_x, backend, lengths = rest
     leaf, inputs = _leaf(ModalInputs(x, re, im, z0, table, lengths, pairs), backend, grad_z.shape[0])

@@ -15,10 +15,10 @@ from orthokern.ops import _route, _vmap
 from orthokern.ops._common import contiguous, no_second_derivative
 from orthokern.ops._register import custom_op
 
-_SAME = "the reference is as fast: all of its work is torch's matrix products, on every device"
+_SAME = "the reference is as fast: it consists of torch's matrix products, on every device"
 
 SUPPORT = {
-    # no half precision: a matrix in it is not orthogonal to begin with
+    # no half precision: rounding to it makes a matrix non-orthogonal
     "reference": Support(dtypes=(torch.float64, torch.float32)),
     "cpu": Support(missing=_SAME),
     "triton": Support(missing=_SAME),
@@ -37,9 +37,9 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         ``orthokern/reference/skew_exp.py``.
 
     Args:
-        x: [..., N, N], float32 or float64. For a skew x the result is exp(x); the symmetric part plays no role.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, whose products
-            are as precise as the process has them.
+        x: [..., N, N], float32 or float64. For a skew x the result is exp(x); the symmetric part is not used.
+        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, with the
+            precision of matrix products that is set in torch.
 
     Returns:
         [..., N, N], orthogonal. Its gradient with respect to x is skew.
@@ -48,9 +48,9 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         8 N^2 numbers per matrix: A, A2, A3, three terms of the polynomial, and two products of them; a reference to x.
 
     Cost:
-        Forward: 7 + s products of 2 N^3 flops per matrix. Backward: 8 + 2 s, and s - 1 that are made again.
+        Forward: 7 + s products of 2 N^3 flops per matrix. Backward: 8 + 2 s, and s - 1 that are recomputed.
         s = ceil(log2(r / 3)) (float64: r / 1.09) for an r between |A|_2 and 1.7 |A|_2 (N = 512); 0 for small A. On a
-        GPU always as many as for s = 8, without a word to the host.
+        GPU always as many as for s = 8, which avoids a synchronisation with the host.
 
     Numerics:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; P itself is off by about
@@ -90,7 +90,7 @@ def _fwd_fake(x: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     "str? backend=None) -> Tensor",
 )
 def _bwd(grad_p: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    """grad_x [..., N, N]. x is there for the refusal of its derivative: the saved tensors pass for constants."""
+    """grad_x [..., N, N]. x is an argument so that a second derivative raises: the saved tensors count as constants."""
     *saved, backend = rest
     with ieee_products():
         grad_x: Tensor = _leaf(grad_p, backend).skew_exp_bwd(contiguous(grad_p), *saved)
@@ -114,7 +114,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
     if grad_p is None:
         return ()
     x, *rest = saved
-    if _route.recording(grad_p, *saved):  # the same formulas, of what the forward computes as a function of x
+    if _route.recording(grad_p, *saved):  # the same formulas, with the saved tensors recomputed from x
         reference = dispatch.leaf("skew_exp", "reference")
         with ieee_products():
             _, *rest = reference.skew_exp_fwd(x)

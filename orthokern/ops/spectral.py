@@ -1,4 +1,4 @@
-"""spectral: what the spectral-norm projection is made of. For optimizers: no torch.library op and no derivative."""
+"""spectral: the matrix functions of the spectral-norm projection, without a torch.library op and a derivative."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.dispatch import Support
 
-_SAME = "the reference is as fast: all of its work is torch's products and factorisations"
+_SAME = "the reference is as fast: it consists of torch's products and factorisations"
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32)),
@@ -26,16 +26,16 @@ FUNCTIONS = ("gram", "is_definite", "distance", "wide_product", "subtract_produc
 def gram(w: Tensor, backend: str | None = None) -> Tensor:
     """W^T W [K, K] for w [M, K], float32 or float64, in fewer operations than a product.
 
-    Exactly symmetric from the CPU kernel, to rounding from the reference.
+    The result of the CPU kernel is exactly symmetric, that of the reference up to rounding.
     """
     found: Tensor = _leaf(w, backend).gram(w)
     return found
 
 
 def is_definite(a: Tensor, diagonal: Tensor, backend: str | None = None) -> bool:
-    """Whether a has a Cholesky factorisation with `diagonal` in place of its own; NaN and infinity have none.
+    """Whether a, with `diagonal` as its diagonal, has a Cholesky factorisation; False if it holds NaN or infinity.
 
-    a: [K, K], float32 or float64, symmetric: only what stands above the diagonal is read. It may be changed.
+    a: [K, K], float32 or float64, symmetric. Only the part above the diagonal is read. It may be overwritten.
     diagonal: [K].
     """
     return bool(_leaf(a, backend).is_definite(a, diagonal))

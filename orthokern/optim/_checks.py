@@ -1,4 +1,4 @@
-"""Checks that all optimizers of the package share."""
+"""Checks shared by the optimizers of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orthokern.errors import InputError
 
 
 def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
-    """A group to be added to others, with its parameters in a list; InputError if one is there twice, or in another."""
+    """The new group with its parameters in a list. InputError if a parameter is repeated, or in another group."""
     params = new["params"]
     params = [params] if isinstance(params, Tensor) else list(params)  # it may be an iterator
     held = {id(p): f"in group {number}" for number, group in enumerate(groups) for p in group["params"]}
@@ -30,8 +30,8 @@ def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str
 
 
 def check_rate(index: int, group: dict[str, Any]) -> None:
-    """InputError unless a group's learning rate is a finite number, 0 or more. One on a GPU is not looked at: that
-    would wait for the device."""
+    """InputError unless a group's learning rate is a finite number, 0 or more. One on a GPU is not read, since that
+    would synchronise."""
     rate = group.get("lr", 0.0)
     if isinstance(rate, Tensor):
         if rate.is_cuda or rate.is_meta:
@@ -53,8 +53,8 @@ def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_certificate(name: str, value: Any, M: int, K: int) -> None:
-    """Raises InputError unless a saved value has the parts and shapes of a projection's certificate. One of three to
-    five parts is of an earlier version."""
+    """Raises InputError unless a saved value has the parts and shapes of a projection's certificate. Earlier versions
+    saved three to five parts."""
     if not isinstance(value, (tuple, list)) or not 3 <= len(value) <= 6 or not isinstance(value[1], Tensor):
         raise misfit(name, value, "the six parts of a certificate")
     v = value[1]
@@ -70,7 +70,7 @@ def check_certificate(name: str, value: Any, M: int, K: int) -> None:
 
 
 def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:
-    """(parameter, index of the matrix in it) of each matrix in one element of what the user gave."""
+    """(parameter, index of the matrix in it) of each matrix in one element of `constrained`."""
     pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], slice)
     parameter, rows = item if pair else (item, slice(None))
     if not isinstance(parameter, Tensor):

@@ -1,4 +1,4 @@
-"""Clipping of large singular values by matrix products alone: the host reads no number of the matrix.
+"""Clipping of large singular values by matrix products alone: the host reads no values of the matrix.
 
 Note [Clipping by products]
     G = W^T W has the eigenvalues lambda = sigma^2. With t the threshold and S = sign(G - t^2 I), P = (I + S) / 2 is the
@@ -15,7 +15,7 @@ Note [Clipping by products]
     within about rounding times c of t^2 are undecided. There C and, with limit = t, W' have the right value either way.
     Of the second one, eigenvalues are in [t^2 / c', 1] and grow by 9/4: ROOT_STEPS are enough for sigma up to 1e5 t.
 
-    A fixed number of products (2 SIGN_STEPS + 3 ROOT_STEPS of K x K), on the device, that a CUDA graph can hold. NaN
+    The number of products is fixed (2 SIGN_STEPS + 3 ROOT_STEPS of K x K), so that a CUDA graph can contain them. NaN
     and infinity give NaN.
 """
 
@@ -31,7 +31,7 @@ ROOT_STEPS = 30
 
 
 def _norm_bound(a: Tensor) -> Tensor:
-    """A bound of the 2-norm of each symmetric matrix [..., K, K], [..., 1, 1], never 0."""
+    """A bound [..., 1, 1] of the 2-norm of each symmetric matrix [..., K, K], above 0."""
     rows = a.abs().sum(-2, keepdim=True).amax(-1, keepdim=True)
     bound = torch.minimum(rows, torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True))
     return bound.clamp_min(torch.finfo(a.dtype).tiny)
@@ -62,7 +62,7 @@ def clipped(w: Tensor, trigger: float, limit: float) -> Tensor:
 
 
 def clip_(matrices: list[Tensor], trigger: float, limit: float) -> None:
-    """`clipped` in place: one call for all matrices [M, K] of equal sizes, whichever of the two is larger."""
+    """`clipped` in place, with one call for all matrices of equal shapes; a wide matrix is transposed."""
     alike: dict[Any, list[Tensor]] = {}
     for w in matrices:
         tall = w.mT if w.shape[0] < w.shape[1] else w

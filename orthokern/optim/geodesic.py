@@ -16,9 +16,10 @@ from orthokern._products import ieee_products
 from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
+from orthokern.ops._checks import strided
 from orthokern.optim._checks import check_new, check_rate
 
-# A matrix this far from orthonormal has not drifted; it was not orthonormal at the start.
+# A matrix with a larger error was not orthonormal from the start.
 _NOT_A_BASIS = 1e-2
 _MOST_CORRECTIONS = 6
 
@@ -28,57 +29,58 @@ class GeodesicSGD(Optimizer):
 
         A = G M^T - M G^T,   M <- (I + lr/2 A)^-1 (I - lr/2 A) M,   G = dL/dM
 
-    from Wisdom, Powers, Hershey, Le Roux and Atlas 2016, and Vorontsov et al. 2017, eq. 9 (whose "M +" is a misprint
+    from Wisdom, Powers, Hershey, Le Roux and Atlas 2016, and Vorontsov et al. 2017, eq. 9 (where "M +" is a misprint
     for a product). A is skew, so M is multiplied by a rotation and M^T M does not change; to first order in lr the
-    loss falls by lr/2 ||A||_F^2. See orthokern.functional.cayley for the form that is evaluated.
+    loss decreases by lr/2 ||A||_F^2. See orthokern.functional.cayley for the form that is evaluated.
 
-    All bases of a group that have the same shape, dtype and device go through one batched call; on the CUDA backend,
-    those of other shapes go through it too.
+    All bases of a group with the same shape, dtype and device are processed by one batched call; on the CUDA backend,
+    bases of different shapes too.
 
     Note [Drift]
         Rounding M to float32 moves M^T M away from I, at N = 128 by about 2.5e-8 sqrt(steps). Every
-        `correct_every` steps the error max|M^T M - I| of each basis is measured (one batched product), and only a
-        basis above `drift_tolerance` gets one Newton-Schulz step, M <- M (3/2 I - 1/2 M^T M), which takes an error e
-        to 3/4 e^2 and moves M by e/2, orthogonally to the manifold: the descent along it is untouched.
+        `correct_every` steps the error max|M^T M - I| of each basis is measured (one batched product). A basis above
+        `drift_tolerance` gets a Newton-Schulz step, M <- M (3/2 I - 1/2 M^T M), which reduces an error e to 3/4 e^2 and
+        moves M by e/2, orthogonally to the manifold, so that the descent along it is not affected.
         docs/orthogonality-drift.md shows the curves.
 
-        A large step rounds more. With a = lr ||G||_F it adds at most 2 a eps to the error of a square basis and
-        (6 a + 2 a^2) eps to that of a thin one, whose 2K x 2K system has a condition of a^2 (two to three times what
-        was measured over gradients of all kinds for a from 1e-3 to 1e6). A step at whose end the sum of these since the
-        last measurement is above `drift_tolerance` measures too, and corrects until the error is below it. Training at
-        usual rates (a of 1e-3) does not reach this. On a GPU, where a is not read, only the steps are counted.
+        A large step has a larger rounding error. With a = lr ||G||_F it adds at most 2 a eps to the error of a square
+        basis and (6 a + 2 a^2) eps to that of a thin one, whose 2K x 2K system has a condition of a^2 (these bounds are
+        two to three times the errors measured over gradients of all kinds for a from 1e-3 to 1e6). If their sum since
+        the last measurement is above `drift_tolerance`, the error is also measured, and corrected until it is below.
+        This does not happen at usual rates (a of 1e-3). On a GPU, where a is not read, only the steps are counted.
 
     Note [No wait for the GPU]
-        For bases on a GPU, all in a group on the same one, a step reads nothing back: the norm and the clipping stay on
-        the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
-        that one looks for gradients that are not finite; until then such a gradient makes a basis NaN, as with torch's
-        own optimizers. A captured step measures nothing. Its replays count in `steps` by `count_replay()`; take an
-        ordinary step in place of a replay where `measures_next()` is true.
+        For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
+        on the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
+        this step checks that gradients are finite; before it, such a gradient makes a basis NaN, as with torch's
+        optimizers. A captured step does not measure. Call `count_replay()` for each replay, and take an ordinary step
+        instead of a replay where `measures_next()` is true.
 
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
             pairs; or group dicts, each of which may override every option below.
         lr: learning rate, >= 0.
-        max_grad_norm: clip each group's joint gradient norm, sqrt(sum over all bases of the group of ||G||_F^2), to
-            this. None: no clipping. A clipped gradient is a smaller rate: the step depends on lr * G only.
+        max_grad_norm: the largest joint gradient norm of a group, sqrt(sum over all bases of the group of ||G||_F^2);
+            larger gradients are scaled down to it. None: no clipping. Since the step depends on lr * G only, clipping
+            reduces the rate.
         maximize: ascend.
-        legacy: take the step of the code that was released with Vorontsov et al. 2017, to reproduce its runs. It
-            multiplies M by A = G^T M - M^T G from the wrong side: M stays orthogonal, but the step is no descent
-            direction. Square bases only. It serves comparisons, not training.
-        correct_every: steps between two measurements of the drift at most (Note [Drift]); 0: never measure.
-        drift_tolerance: max|M^T M - I| above which a basis is corrected. Meant for float32; a float64 run may want
-            1e-14.
+        legacy: take the step of the code released with Vorontsov et al. 2017, to reproduce its runs. It multiplies M by
+            A = G^T M - M^T G from the wrong side: M stays orthogonal, but the step is not a descent direction. Square
+            bases only. For comparisons, not for training.
+        correct_every: the largest number of steps between two measurements of the drift (Note [Drift]); 0: never.
+        drift_tolerance: max|M^T M - I| above which a basis is corrected. The default is for float32; 1e-14 is suitable
+            for float64.
         backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda". A legacy step is plain torch.
 
-    Each group also holds `steps` (taken so far), `growth` (Note [Drift]), `last_grad_norm` (joint norm before clipping,
-    nan before the first step; on a GPU a float64 tensor [], which float() waits for) and `last_drift` (at the last
-    measurement, before correction; nan before the first); they are part of the state_dict, as numbers, so a resumed run
-    measures at the same steps.
+    Each group also has `steps` (the number of steps so far), `growth` (Note [Drift]), `last_grad_norm` (the joint norm
+    before clipping, nan before the first step; on a GPU a float64 tensor [], and float() of it waits) and `last_drift`
+    (at the last measurement, before correction; nan before the first). They are in the state_dict, as numbers, so that
+    a resumed run measures at the same steps.
 
     Raises:
-        InputError: for 16-bit or other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal,
-            for options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf (on
-            a GPU in the steps that measure the drift).
+        InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for
+            options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf (on a
+            GPU in the steps that measure the drift).
 
     Example::
 
@@ -90,7 +92,7 @@ class GeodesicSGD(Optimizer):
         True
     """
 
-    COUNTERS = frozenset({"steps", "growth", "last_grad_norm", "last_drift"})  # of a group; all else are options
+    COUNTERS = frozenset({"steps", "growth", "last_grad_norm", "last_drift"})  # of a group; the other keys are options
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class GeodesicSGD(Optimizer):
         )  # fmt: skip
 
     def _begin(self, params: Iterable[Any], **options: Any) -> None:
-        """torch's constructor."""
+        """Calls torch's constructor with the options and counters of a group."""
         counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan, "growth": 0.0}
         if isinstance(params, Tensor):
             raise InputError("params is one tensor; accepted: several matrices, as [tensor], or group dicts")
@@ -120,7 +122,7 @@ class GeodesicSGD(Optimizer):
         Optimizer.__init__(self, params, {**options, **counters})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of bases; its checks are those of the constructor, and a refused group is not added."""
+        """Add a group of bases, with the checks of the constructor. An invalid group is not added."""
         param_group = check_new(self.param_groups, param_group)
         super().add_param_group(param_group)
         try:
@@ -136,12 +138,12 @@ class GeodesicSGD(Optimizer):
         return math.hypot(*(float(group["last_grad_norm"]) for group in self.param_groups))
 
     def measures_next(self) -> bool:
-        """Whether the next step measures the drift of a group by its count of steps (Note [Drift]), which a CUDA graph
+        """Whether `correct_every` makes the next step measure the drift of a group (Note [Drift]), which a CUDA graph
         cannot do."""
         return any(g["correct_every"] > 0 and (g["steps"] + 1) % g["correct_every"] == 0 for g in self.param_groups)
 
     def count_replay(self) -> None:
-        """Count the step that a replay of a CUDA graph has taken, in all groups."""
+        """Count a replay of a CUDA graph as a step, in all groups."""
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -160,7 +162,7 @@ class GeodesicSGD(Optimizer):
         """Move every basis that has a gradient.
 
         Args:
-            closure: recomputes the loss and the gradients, called once; None to use the gradients that are there.
+            closure: recomputes the loss and the gradients, called once; None to use the existing gradients.
 
         Returns:
             The closure's value.
@@ -208,9 +210,9 @@ class GeodesicSGD(Optimizer):
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
     ) -> tuple[Tensor, float | Tensor]:
-        """What takes the gradient's place in the step, [P,N,K], and a factor of the rate.
+        """The direction of the step, [P,N,K], and a factor of the rate.
 
-        Args: bases: the parameters of g [P,N,K], their gradients; shrink: what clips them, at most 1; a number or [].
+        Args: bases: parameters; g: their gradients [P,N,K]; shrink: the factor of clipping, a number or a tensor [].
         """
         return g, shrink
 
@@ -220,15 +222,15 @@ class GeodesicRMSprop(GeodesicSGD):
 
         v <- alpha v + (1 - alpha) G^2,   G~ = G / (sqrt(v) + eps),   A = G~ M^T - M G~^T,   M <- Cayley step along A
 
-    as Wisdom, Powers, Hershey, Le Roux and Atlas 2016 train their full-capacity unitary RNN. A is skew whatever takes
-    G's place, so M stays orthonormal; as with RMSprop itself, the step is no longer that of steepest descent, and its
-    size no longer depends on the size of the gradient: every entry of G~ is about 1, and a step turns M by about
-    lr sqrt(N) (spectral norm of A). Rates that suit RMSprop for the other parameters, or a tenth of them, suit here.
+    as in the training of the full-capacity unitary RNN by Wisdom, Powers, Hershey, Le Roux and Atlas 2016. A is skew
+    for any G~, so M stays orthonormal. As in RMSprop, the step is not that of steepest descent, and its size does not
+    depend on the size of the gradient: every entry of G~ is about 1, and a step rotates M by about lr sqrt(N) (spectral
+    norm of A). Suitable rates are the RMSprop rate of the other parameters, or a tenth of it.
 
     Args:
         params, lr, max_grad_norm (clips G before v sees it), maximize, correct_every, drift_tolerance, backend: as in
             GeodesicSGD.
-        alpha: how much of v stays in a step, in [0, 1).
+        alpha: decay of v per step, in [0, 1).
         eps: added to sqrt(v), above 0.
 
     State per parameter: "square_avg", v, of the parameter's shape.
@@ -285,11 +287,11 @@ class GeodesicRMSprop(GeodesicSGD):
 
 
 class _Work:
-    """What one group has to do in a step: its bases that have gradients, those of equal shape together.
+    """The data of one group for a step: its bases that have gradients, those of equal shape together.
 
-    batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step looks at
+    batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step measures
     the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] where a number would make the host wait.
-    growth: by how much the error may have grown since the last measurement, see Note [Drift].
+    growth: a bound of the growth of the error since the last measurement, see Note [Drift].
     Raises InputError for a gradient that is not finite, see Note [No wait for the GPU].
     """
 
@@ -304,7 +306,7 @@ class _Work:
         self.norm: float | Tensor
         devices = {g.device for _, g in self.batches}
         if len(devices) == 1 and _read_waits(next(iter(devices))):
-            # squares of float32 gradients overflow no float64
+            # squares of float32 gradients do not overflow float64
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self.batches]
             self.norm = torch.linalg.vector_norm(torch.stack(norms))
             self.measure = self.measure and not _capturing()
@@ -315,11 +317,11 @@ class _Work:
         if math.isfinite(self.norm):
             return
         _refuse(group)
-        # finite gradients whose squares overflow float32
+        # the gradients are finite, but their squares overflow float32
         self.norm = math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in self.batches))
 
     def moves(self, group: dict[str, Any], g: Tensor, rate: float | Tensor) -> None:
-        """Add what a step of the directions g [P,N,K] at this rate adds to `growth`; not where that would wait."""
+        """Add the contribution of a step with directions g [P,N,K] to `growth`, unless that would wait."""
         if isinstance(self.norm, Tensor) or group["correct_every"] == 0:
             return
         size = abs(float(rate)) * float(torch.linalg.vector_norm(g))
@@ -328,7 +330,7 @@ class _Work:
 
 
 def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict whose groups have numbers in the place of counters on a GPU."""
+    """Converts the counters on a GPU in the groups of a state_dict to numbers."""
     for group in state["param_groups"]:
         for name in GeodesicSGD.COUNTERS & group.keys():
             if isinstance(group[name], Tensor):
@@ -342,7 +344,7 @@ def _read_waits(device: torch.device) -> bool:
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, which no wait may interrupt."""
+    """Whether a CUDA graph is being captured, in which the host cannot wait."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -355,7 +357,7 @@ def _refuse(group: dict[str, Any]) -> None:
 
 
 def _stack(matrices: list[Tensor]) -> Tensor:
-    """[..., N, K] each -> [P, N, K], contiguous; a single matrix that is so already is not copied."""
+    """[..., N, K] each -> [P, N, K], contiguous; a single contiguous matrix is not copied."""
     flat = [m.reshape(-1, *m.shape[-2:]) if m.dim() != 3 else m for m in matrices]
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
@@ -375,7 +377,8 @@ def _label(group: dict[str, Any], index: int) -> str:
 
 
 def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
-    """Note [Drift]: bases [P,N,K] -> (bases, those above tolerance corrected; the largest error before that)."""
+    """Note [Drift]: bases [P,N,K] -> (the bases, corrected where the error is above tolerance; the largest error before
+    the correction)."""
     first = math.nan
     for _ in range(_MOST_CORRECTIONS):
         excess = m.mT @ m
@@ -393,7 +396,7 @@ def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
             corrected = m - 0.5 * (m @ excess)
         m = torch.where((error > tolerance)[:, None, None], corrected, m)
         if drift * drift < max(tolerance, torch.finfo(m.dtype).eps):
-            return m, first  # below it now, or as near as rounding lets it
+            return m, first  # below the tolerance, or at the limit of rounding
     return m, first
 
 
@@ -414,7 +417,7 @@ def _check_options(group: dict[str, Any]) -> None:
         if not math.isfinite(number) or number < low or (strict and number == low):
             raise InputError(f"{name} must be finite and {'above' if strict else 'at least'} {low:g}, got {number:g}")
 
-    requested(group["backend"])  # a wrong name shows here
+    requested(group["backend"])  # raises for an unknown name
     for name in ("maximize", "legacy"):
         if not isinstance(group[name], bool):
             raise InputError(f"{name} must be True or False, got {group[name]!r}")
@@ -438,9 +441,7 @@ def _check_rms(group: dict[str, Any]) -> None:
 def _check_bases(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):
         label = _label(group, index)
-        if p.layout is not torch.strided:
-            kind = str(p.layout).removeprefix("torch.")
-            raise InputError(f"{label} is a {kind} tensor; accepted: a strided (dense) one")
+        strided(label, p)
         if p.dtype not in (torch.float32, torch.float64):
             raise InputError(
                 f"{label} has dtype {p.dtype}, in which orthogonality is lost; accepted: torch.float32, torch.float64"
@@ -455,5 +456,5 @@ def _check_bases(group: dict[str, Any]) -> None:
         error = float((m.mT @ m - torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)).abs().max())
         if not error <= _NOT_A_BASIS:
             raise InputError(
-                f"{label} is no orthonormal basis: max|M^T M - I| = {error:.3g}; accepted: at most {_NOT_A_BASIS:g}"
+                f"{label} is not an orthonormal basis: max|M^T M - I| = {error:.3g}; accepted: at most {_NOT_A_BASIS:g}"
             )

@@ -1,5 +1,5 @@
-"""One optimizer for a whole model: its orthonormal bases by geodesic steps, its spectra at their own rate, the rest by
-any torch optimizer."""
+"""One optimizer for a whole model: geodesic steps for orthonormal bases, and any torch optimizer for the other
+parameters, with separate rates for spectra."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ROLES = ("geodesic", "spectrum", "skew", "rotation", "other")
 
 @runtime_checkable
 class HasRoles(Protocol):
-    """A module that says what its own parameters are; orthokern.nn's recurrences do, and so may a user's module.
+    """A module that defines the roles of its own parameters, as the recurrences of orthokern.nn.
 
-    With a "spectrum" among the roles it also has `margin`, a number or None, and may have `spectrum_map`, "tanh" or
-    "sigmoid", which it is taken for without one.
+    A module with the role "spectrum" also has `margin`, a number or None, and may have `spectrum_map`, "tanh" or
+    "sigmoid" (the default).
     """
 
     def parameter_roles(self) -> dict[str, str]:
@@ -35,7 +35,7 @@ class HasRoles(Protocol):
 
 
 class _Entry(NamedTuple):
-    """A parameter; margin and spectrum_map are those of its module where it is a spectrum."""
+    """A parameter; margin and spectrum_map are those of its module if it is a spectrum."""
 
     name: str
     parameter: Tensor
@@ -66,14 +66,14 @@ def _named_split(model: nn.Module) -> dict[str, list[_Entry]]:
 
 
 def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
-    """Sort a model's parameters by how they may be trained.
+    """Group a model's parameters by role.
 
     Args:
-        model: any module; every module in it that has `parameter_roles()` is asked, wherever it sits.
+        model: any module. The roles are those of `parameter_roles()` of all modules in it that have this method.
 
     Returns:
-        {"geodesic": [parameter, ...], the orthonormal bases; "spectrum": [(parameter, margin), ...], margin None
-        where the parameter is the spectrum itself; "skew", "rotation", "other": [parameter, ...]}. Each parameter
+        {"geodesic": [parameter, ...], the orthonormal bases; "spectrum": [(parameter, margin), ...], where margin is
+        None if the parameter is the spectrum itself; "skew", "rotation", "other": [parameter, ...]}. Each parameter
         appears once.
 
     Example::
@@ -92,13 +92,13 @@ def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
 class CombinedOptimizer(Optimizer):
     """Several optimizers with disjoint parameters behind the interface of one.
 
-    `param_groups` and `state` are those of the parts, one after the other: a learning rate scheduler, or a loop that
-    sets group["lr"], acts on the parts. `state_dict()` has torch's usual form, {"state", "param_groups"}, over all
-    groups in that order. `step(closure)` calls the closure once, then the parts in order. If a part
-    raises (GeodesicSGD does for NaN gradients), the parts after it do not step; such a part should come first.
+    `param_groups` and `state` are those of all parts: a learning rate scheduler, or a loop that sets group["lr"],
+    changes the parts. `state_dict()` has torch's usual form, {"state", "param_groups"}, over all groups in the order of
+    the parts. `step(closure)` calls the closure once, then steps the parts in order. If a part raises (as GeodesicSGD
+    for NaN gradients), the parts after it do not step; such a part should come first.
 
     Args:
-        parts: name -> optimizer. None of them may be one that needs several evaluations per step (LBFGS).
+        parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
 
     Raises InputError for no parts, a parameter in two parts, or LBFGS.
     """
@@ -127,16 +127,16 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts: the parts' own dicts, in a new list."""
+        """A new list of the groups of all parts, which are not copied."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @param_groups.setter
     def param_groups(self, _: list[dict[str, Any]]) -> None:
-        """Nothing to keep: Optimizer.__init__ assigns an empty list, and the groups live in the parts."""
+        """Ignores the empty list that Optimizer.__init__ assigns: the groups are those of the parts."""
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The states of all parts: the parts' own entries, in a new dict."""
+        """A new dict of the states of all parts, which are not copied."""
         merged: defaultdict[Tensor, Any] = defaultdict(dict)
         for part in self.parts.values():
             merged.update(part.state)
@@ -144,25 +144,25 @@ class CombinedOptimizer(Optimizer):
 
     @state.setter
     def state(self, _: defaultdict[Tensor, Any]) -> None:
-        """Nothing to keep, as for param_groups."""
+        """Ignored, as for param_groups."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the part "geodesic" if it says "role": "geodesic", else to "euclidean".
+        """Add a group to the part "geodesic" if its "role" is "geodesic", else to "euclidean".
 
-        Its "lr" is used as it stands (for a spectrum within a margin m, divide by 2m yourself).
+        Its "lr" is not scaled (for a spectrum within a margin m, divide it by 2m).
         """
         if not self._complete:  # called by Optimizer.__init__ for groups that the parts already hold
             return
         role = param_group.get("role", "other")
         name = "geodesic" if role == "geodesic" else "euclidean"
         if name not in self.parts:
-            raise InputError(f"no part {name!r} takes a group of role {role!r}; parts: {', '.join(self.parts)}")
+            raise InputError(f"there is no part {name!r} for a group of role {role!r}; parts: {', '.join(self.parts)}")
         params = check_new(self.param_groups, param_group)["params"]
         if not params:
             raise InputError("the new group has no parameters; accepted: at least one")
         groups = self.parts[name].param_groups
         named = "param_names" in param_group or any(isinstance(p, tuple) for p in params)
-        if "param_names" in groups[0] and not named:  # torch wants names for all groups or for none
+        if "param_names" in groups[0] and not named:  # torch requires names for all groups or for none
             params = [(f"group {len(groups)}.{index}", p) for index, p in enumerate(params)]
         self.parts[name].add_param_group({**param_group, "params": params})
 
@@ -231,40 +231,40 @@ def optimizer_for(
 ) -> CombinedOptimizer:
     """One optimizer for all parameters of a model, with the update that each kind of parameter needs.
 
-    Bases go to GeodesicSGD at `geodesic_lr`. Spectra go to the `euclidean` optimizer in one group per margin m and map
-    at `spectrum_lr` / (2 m), since ds/dp is proportional to 2m (Vorontsov et al. 2017, below eq. 11); for the map
-    "tanh", whose p is half as large for the same s, at `spectrum_lr` / (4 m), so that under an optimizer whose steps do
-    not scale with the gradient (RMSprop, Adam) s takes the same path for both. A margin of 0 freezes its group (lr 0),
-    a margin of None (s itself is the parameter) takes `spectrum_lr` as it is. Generators of an exponential (ExpRNN,
-    NonNormalRNN) go to `euclidean` at `skew_lr`, and its state is adapted whenever their base moves. Everything else
-    goes to `euclidean` at `lr`. A model without bases or spectra is accepted.
+    Bases are trained by GeodesicSGD at `geodesic_lr`, all other parameters by the `euclidean` optimizer. Spectra have
+    one group per margin m and map, at `spectrum_lr` / (2 m), since ds/dp is proportional to 2m (Vorontsov et al. 2017,
+    below eq. 11); for the map "tanh", where p is half as large for the same s, at `spectrum_lr` / (4 m), so that with
+    an optimizer whose steps do not scale with the gradient (RMSprop, Adam) s changes in the same way for both maps. A
+    margin of 0 freezes its group (lr 0); for a margin of None (s itself is the parameter) the rate is `spectrum_lr`.
+    Generators of an exponential (ExpRNN, NonNormalRNN) have the rate `skew_lr`, and the state of the optimizer is
+    adapted whenever their base moves. All others have the rate `lr`. The model may have no bases or spectra.
 
-    Weight decay among `euclidean_kwargs` acts on s where s is the parameter (there it is the decay of W itself) but not
-    on p, which is no weight: decaying p would pull s to 1. For that W see orthokern.penalties.composite_weight_decay.
-    Nor does it act on generators and on moduli and angles of eigenvalues.
+    Weight decay in `euclidean_kwargs` applies to s where s is the parameter (there it is the decay of W itself) but not
+    to p, since decaying p would move s to 1. For that W see orthokern.penalties.composite_weight_decay. Nor does it
+    apply to generators, and to moduli and angles of eigenvalues.
 
     Args:
         model: any module; see split_parameters.
-        lr: rate of the other parameters; or a dict with one rate per child module, by name, that has such parameters:
-            each child then has a group of its own, whose role is its name.
+        lr: rate of the other parameters; or a dict with one rate for each child module that has such parameters, by
+            name. Each child then has a separate group, whose role is the name of the child.
         geodesic_lr: rate of the bases.
-        spectrum_lr: rate of the spectra before the division; None for `lr`, which is then a number.
-        skew_lr: rate of the generators of an exponential; None for `lr`, which is then a number. The literature takes
-            `lr` / 10.
-        euclidean: an optimizer class, or a callable, that takes (groups, lr=..., **euclidean_kwargs).
+        spectrum_lr: rate of the spectra before the division; None for `lr`, which must then be a number.
+        skew_lr: rate of the generators of an exponential; None for `lr`, which must then be a number. The literature
+            uses `lr` / 10.
+        euclidean: an optimizer class, or a callable, with arguments (groups, lr=..., **euclidean_kwargs).
         max_basis_grad_norm: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.
         geodesic_options: further keyword arguments of `geodesic`.
         euclidean_kwargs: further keyword arguments of `euclidean`.
 
     Returns:
-        A CombinedOptimizer of the parts "geodesic" and "euclidean", as far as there are parameters for them. Each group
-        has "role": "geodesic", "other" (or a child's name), "rotation", "skew" or "spectrum"; a spectrum group also
-        has "margin" and "spectrum_map".
+        A CombinedOptimizer with the parts "geodesic" and "euclidean", if there are parameters for them. Each group has
+        "role": "geodesic", "other" (or a child's name), "rotation", "skew" or "spectrum"; a spectrum group also has
+        "margin" and "spectrum_map".
 
     Raises:
-        InputError: for a rate that is no finite number, 0 or more, for LBFGS, a model without parameters, or whatever
-            GeodesicSGD refuses; for a dict `lr` that lacks a child, or names none.
+        InputError: for a rate that is not a finite number of at least 0, for LBFGS, for a model without parameters, for
+            a dict `lr` that lacks a child or has an unknown one; or as GeodesicSGD.
 
     Example:
         model = torch.nn.ModuleDict({"rnn": orthokern.nn.FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})

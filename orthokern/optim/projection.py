@@ -1,4 +1,4 @@
-"""Spectral-norm constraints that are kept by projection after every step of an optimizer (Kanai et al. 2017)."""
+"""Spectral-norm constraints by projection after every step of an optimizer (Kanai et al. 2017)."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from orthokern.optim._clip import clip_
 
 THRESHOLDS = ("2-delta", "2")
 METHODS = ("auto", "proof", "products")
-# Up to this many columns a full decomposition costs less than what avoids it.
+# Up to this many columns a full decomposition costs less than the methods that avoid it.
 _SMALL = 96
-# Beyond this many times what large values become, W itself is decomposed, not its square.
+# If sigma_1 is more than this many times the limit, W itself is decomposed, not its square.
 _RANGE = 100.0
 _ROUNDING = 1e-13  # of float64 products and factorisations of a few thousand columns, relative
-# A certificate's directions: all singular values above this part of the threshold, within limits.
+# A certificate has the directions of singular values above this fraction of the threshold, within limits.
 _WATCHED = 0.9
 _FEWEST = 16
 _BLOCK = 8
 _MOST_ROUNDS = 7
 _MOST_GROWN = 12
-# Of the polynomials that turn V where a step was large: they leave hardly a residual.
+# Degrees of the polynomials that rotate V after a large step: they leave hardly a residual.
 _DEGREES = (4, 6, 6)
 _MOST_ITERATIONS = 8  # of conjugate gradients in a round
-# An eigenvalue of G this many times the threshold's hides others in float32's rounding.
+# The rounding of float32 next to an eigenvalue of G this many times the threshold's can hide other eigenvalues.
 _FAR = 2.0
-# How far a level is proved from what rounding could hide in a float32 Gram matrix and its Cholesky factorisation.
+# The relative margin of a proved level, above the rounding of a float32 Gram matrix and its Cholesky factorisation.
 _MARGIN = 1e-2
 
 
 @dataclass
 class _Certificate:
-    """What is proved of one constrained matrix, taken tall: ||W_0 (I - V V^T)||_2 <= level.
+    """A proved bound for one constrained matrix (transposed to M >= K): ||W_0 (I - V V^T)||_2 <= level.
 
     anchor: W_0 [M, K]. v: V [K, k] orthonormal. image: W_0 V [M, k]. All in the matrix's dtype. whole: ||W_0||_F.
-    served: how many steps it has been enough for.
+    served: the number of steps for which it was sufficient.
     """
 
     anchor: Tensor
@@ -58,13 +58,13 @@ class _Certificate:
     served: int = 0
 
     def replaced(self, w: Tensor, v: Tensor, level: float) -> _Certificate:
-        """A certificate of w [M, K] and v [K, k] in this one's memory, which is no longer one."""
+        """A certificate of w [M, K] and v [K, k]. It reuses the memory of this one, which becomes invalid."""
         return _Certificate(self.anchor.copy_(w), v, w @ v, level, spectral.distance(w))
 
     def complement(self, w: Tensor, image: Tensor) -> float:
-        """A bound of ||W (I - V V^T)||_2 for another W [M, K] and its W V: the level and what changed outside of V."""
+        """A bound of ||W (I - V V^T)||_2 for another W [M, K] and its W V: the level plus the change outside of V."""
         rounding = 8 * torch.finfo(w.dtype).eps * self.whole
-        if image is self.image:  # and W is W_0
+        if image is self.image:  # then W is W_0
             return self.level + rounding
         change, inside = spectral.distance(w, self.anchor), spectral.distance(image, self.image)
         squares = max(change**2 - inside**2, 0.0) + 4 * _relative(w) * change**2
@@ -75,59 +75,60 @@ class SpectralNormProjection:
     """P_delta of Kanai et al. 2017 (eq. 11 to 15): after a step, large singular values are set to 2 - delta.
 
     For every constrained matrix W, the nearest matrix in Frobenius norm whose singular values are all at most 2 - delta
-    (lemma 5): W - sum over sigma_i > 2 - delta of (sigma_i - (2 - delta)) u_i v_i^T. Exact: no result is accepted
-    without a proof that nothing above the threshold is left, see Note [Work].
+    (lemma 5): W - sum over sigma_i > 2 - delta of (sigma_i - (2 - delta)) u_i v_i^T. It is exact: a result is only
+    accepted with a proof that no singular value is above the threshold, see Note [Work].
 
     Note [Work]
         Let W_0 be the matrix at its last check and b a proved bound of sigma_1(W_0). By lemma 6 (Weyl's inequality),
-        sigma_1(W) <= c = b + ||W - W_0||_F, whatever changed W. If c is at most the threshold t, nothing is done; that
+        sigma_1(W) <= c = b + ||W - W_0||_F for any change of W. If c is at most the threshold t, nothing is done; this
         costs two passes over W. Otherwise:
 
         1. A certificate states for an older W_0: ||W_0 (I - V V^T)||_2 <= l, with orthonormal V [K, k] of a few dozen
            columns. Hence ||W (I - V V^T)||_2 <= m = l + ||(W - W_0) (I - V V^T)||_F: while m is below t, nothing
            outside of V is above t. The Rayleigh-Ritz method in V (G = W^T W, G y_i ~ theta_i y_i, residuals r_i) gives
-           the directions y_i above t, which are removed. If r_i is too large, V is rotated by what y_i lacks of an
-           eigenvector, and m grows by the size of the rotation; a large correction is added to V as a new column.
-           Convergence is cubic: one or two rounds are enough.
+           the directions y_i above t, which are removed. If r_i is too large, V is rotated by the difference of y_i
+           from an eigenvector, and m grows by the size of the rotation; a large correction is added to V as a new
+           column. Convergence is cubic: one or two rounds are enough.
         2. Proof that nothing was missed: after the removal, G' is diag(theta'_i) on V, at most m^2 outside of V, and
            the r_i couple both parts. Its eigenvalues are at most t'^2, t' = t (1 + rounding), if those of R^T R are at
            most t'^2 - m^2, with R = [r_i / (t'^2 - theta'_i)^1/2] (Schur's complement). Residuals enter squared, so few
            expansions are needed. New columns of V may have large residuals themselves. Then the same is checked for
            the k Ritz vectors alone that contain least of them, and m grows by the part of V outside of their span.
-        3. If the proof fails, V no longer covers W, and a new certificate is needed; if steps are as large as t, in
-           every step. A polynomial of G rotates V towards the leading directions of W. The Cholesky
+        3. If the proof fails, V no longer covers W, and a new certificate is needed; with steps as large as t, this
+           happens in every step. A polynomial of G rotates V towards the leading directions of W. The Cholesky
            factorisation of l^2 I - (I - V V^T) G (I - V V^T) exists if and only if the certificate holds. l is between
            the lowest value in V and t or, if certificates are used for several steps, close to the largest value
            outside of V; subspace iteration finds this value, and directions that V lacks.
 
-        If that fails too, in the first check, for matrices with at most 96 columns or rows, and while more than a
-        quarter of all values are near the threshold, a full decomposition is used: that of G, which also gives a
-        certificate, or the SVD of W where squares would cost digits. Bounds and the removed parts are float64;
-        directions are searched for in the dtype of the matrix.
+        A full decomposition is used if that fails too, in the first check, for matrices with at most 96 columns or
+        rows, and while more than a quarter of all values are near the threshold: that of G, which also gives a
+        certificate, or the SVD of W where squares would lose digits. Bounds and the removed parts are float64;
+        directions are computed in the dtype of the matrix.
 
-    It holds the parameters themselves: a model that was given new ones, as by ``load_state_dict(..., assign=True)``,
-    needs a new projection. One that was moved to another device or dtype is checked anew.
+    It has references to the parameters: if a model gets new ones, as by ``load_state_dict(..., assign=True)``, it needs
+    a new projection. After a model was moved to another device or dtype, all matrices are checked again.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
-            the candidate's input matrices W_in that ``inputs`` names (or anything with a method
+            the candidate's input matrices W_in that ``inputs`` selects (also any module with a method
             ``spectral_constraints(inputs)``). Or an iterable of matrices, or of pairs (matrix, slice of its rows).
-            float32 or float64. In place of a matrix, those of R stacked models [R, M, K]: each is constrained.
+            float32 or float64. A tensor [R, M, K] has the matrices of R stacked models: each is constrained.
         delta: in (0, 2).
-        threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as eq. 13 has it. "2":
+        threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as in eq. 13. "2":
             those above 2, as section 3.3 proposes to save work; values between the two stay.
-        inputs: "upper", the input matrices of the layers above the first; "all", as eq. 10; or "none".
-        method: "proof", the work of the note, which reads numbers of the matrix on the host; "products", matrix
-            products in every step without a proof (Note [Clipping by products] in ``orthokern/optim/_clip.py``), for
-            which the host never waits and which a CUDA graph can hold; "auto": "proof" on the CPU, else "products".
+        inputs: "upper", the input matrices of the layers above the first; "all", as in eq. 10; or "none".
+        method: "proof", as in Note [Work], which reads values of the matrix on the host; "products", matrix products
+            in every step without a proof (Note [Clipping by products] in ``orthokern/optim/_clip.py``), without a
+            synchronisation, so that a CUDA graph can contain them; "auto": "proof" on the CPU, else "products".
 
     Attributes:
-        counts: of "steps", "checks" (matrices whose bound did not suffice), "projections" (matrices changed),
-            "certificates" (found by step 3 of the note), "decompositions". Of "products" only steps and checks.
+        counts: the number of "steps", "checks" (matrices whose bound was not sufficient), "projections" (changed
+            matrices), "certificates" (found by step 3 of the note) and "decompositions". The method "products" counts
+            only steps and checks.
 
     Raises:
-        InputError: for a delta outside (0, 2), for what is no matrix, and from ``step`` for NaN or infinity, which
-            "products" turns into a matrix of NaN.
+        InputError: for a delta outside (0, 2), for arguments that are not matrices, and from ``step`` for NaN or
+            infinity, which "products" turns into a matrix of NaN.
 
     Example::
 
@@ -159,7 +160,7 @@ class SpectralNormProjection:
             raise unknown_name("method", method, METHODS)
         self.method = method
         self.delta, self.threshold = float(delta), threshold
-        self.limit = 2 - self.delta  # what large singular values become
+        self.limit = 2 - self.delta  # the new value of large singular values
         self.trigger = self.limit if threshold == "2-delta" else 2.0
         given: Any = constrained
         if not isinstance(given, (nn.Module, Iterable)):
@@ -180,14 +181,14 @@ class SpectralNormProjection:
         return [parameter.detach()[place] for parameter, place in self._matrices]
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
-        """Run ``step`` after every step of the optimizer; the handle's ``remove()`` ends that."""
+        """Run ``step`` after every step of the optimizer, until ``remove()`` of the returned handle is called."""
         return optimizer.register_step_post_hook(lambda *_: self.step())
 
     @torch.no_grad()
     @_autocast.off()
     @ieee_products()
     def step(self) -> None:
-        """Project every constrained matrix, where its bound does not show that there is nothing to do."""
+        """Project every constrained matrix whose bound is above the threshold."""
         self.counts["steps"] += 1
         by_proof, by_products = [], []
         for index, w in enumerate(self.matrices):
@@ -208,7 +209,7 @@ class SpectralNormProjection:
             self._project(index, bound)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is proved so far. With it a resumed training repeats the bits of one that was not interrupted."""
+        """The bounds and certificates. With them a resumed training has the same bits as an uninterrupted one."""
         return {
             "before": [None if w is None else w.clone() for w in self._before],
             "bounds": list(self._bounds),
@@ -220,14 +221,14 @@ class SpectralNormProjection:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InputError: the state is of other matrices, or not one of a projection."""
+        """Raises InputError if the state is of other matrices, or not of a projection."""
         self._check_state(state)
         devices = [w.device for w in self.matrices]
         self._before = [
             None if w is None else w.to(device, copy=True) for w, device in zip(state["before"], devices, strict=True)
         ]
         self._bounds = list(state["bounds"])
-        # those of an earlier version lack what is kept now: the next check finds new ones
+        # those of an earlier version are incomplete: the next check finds new ones
         self._certificates = [
             None if c is None or len(c) < 6 else _Certificate(*(x.to(device, copy=True) for x in c[:3]), *c[3:])
             for c, device in zip(state["certificates"], devices, strict=True)
@@ -235,7 +236,7 @@ class SpectralNormProjection:
         self.counts = dict(state["counts"])
 
     def _check_state(self, state: Any) -> None:
-        """Raises InputError unless names, types, shapes and ranges of a state are those of these matrices'."""
+        """Raises InputError unless names, types, shapes and ranges of a state match these matrices."""
         if not isinstance(state, dict) or state.keys() != {"before", "bounds", "certificates", "counts"}:
             raise misfit("state", state, "a dict of before, bounds, certificates and counts")
         n = len(self._matrices)
@@ -258,13 +259,13 @@ class SpectralNormProjection:
                 check_certificate(f"certificates.{index}", certificate, max(w.shape), min(w.shape))
 
     def _upper_bounds(self, indices: Iterable[int] | None = None) -> list[float]:
-        """Lemma 6 for these matrices, or all: sigma_1 at the last check plus the Frobenius norm of the change since."""
+        """Lemma 6 for some matrices, or all: sigma_1 at the last check plus the Frobenius norm of the change since."""
         bounds = []
         for index in range(len(self._matrices)) if indices is None else indices:
             w = self.matrices[index]
             before = self._before[index]
             if before is None or before.dtype != w.dtype or before.device != w.device:
-                check_constrained(index, w)  # its dtype may be another one by now
+                check_constrained(index, w)  # its dtype may have changed
                 self._before[index] = self._certificates[index] = None
                 bounds.append(math.inf)
             else:
@@ -272,7 +273,7 @@ class SpectralNormProjection:
         return bounds
 
     def _project(self, index: int, bound: float) -> None:
-        """One matrix, of which only `bound` is known of its largest singular value."""
+        """Project one matrix, whose largest singular value is at most `bound`."""
         matrix = self.matrices[index]
         flat = matrix.shape[0] < matrix.shape[1]
         w = (matrix.mT if flat else matrix).contiguous()  # [M, K], M >= K
@@ -281,7 +282,7 @@ class SpectralNormProjection:
         certificate = self._certificates[index]
         if certificate is not None and bound <= _RANGE * self.trigger:
             moved = bound - self._bounds[index]
-            if moved < self.trigger - certificate.level:  # more would need to be within V
+            if moved < self.trigger - certificate.level:  # a larger change could exceed the threshold outside of V
                 result = self._within(w, certificate, rounding)
             if result is None:
                 # a tighter level costs more to find, which is worth it if the certificate is used for several steps
@@ -302,7 +303,7 @@ class SpectralNormProjection:
             self._before[index] = matrix.clone()
         else:
             before.copy_(matrix)
-        self._bounds[index] = largest * (1 + 4 * rounding)  # of what was rounded to the matrix's dtype
+        self._bounds[index] = largest * (1 + 4 * rounding)  # includes the rounding to the matrix's dtype
 
     def _decompose(self, w: Tensor) -> tuple[tuple[Tensor | None, float], _Certificate | None]:
         """((the projection of w [M, K] or None if it is w, largest singular value of it), a certificate of w)."""
@@ -314,7 +315,7 @@ class SpectralNormProjection:
             theta, v = torch.linalg.eigh(exact.mT @ exact)  # ascending
             s, v = theta.flip(0).clamp_min(0).sqrt(), v.flip(1)
             square = float(s[0]) <= far
-        if not square:  # nor differences of what is so large: they would cost too many of the digits near the threshold
+        if not square:  # squares, and differences of such large values, would lose too many digits near the threshold
             u, s, vh = torch.linalg.svd(exact, full_matrices=False)
             kept = torch.where(s > self.trigger, self.limit, s)
             return ((u * kept) @ vh, float(kept.max())), None
@@ -336,7 +337,7 @@ class SpectralNormProjection:
     def _within(
         self, w: Tensor, certificate: _Certificate, rounding: float, gram: Tensor | None = None
     ) -> tuple[Tensor | None, float] | None:
-        """As ``_decompose`` by steps 1 and 2 of Note [Work]; None where the certificate does not suffice.
+        """As ``_decompose`` by steps 1 and 2 of Note [Work]; None if the certificate is not sufficient.
 
         gram: W^T W [K, K] if it is known.
         """
@@ -347,11 +348,11 @@ class SpectralNormProjection:
         top = self.trigger**2
         above = top * (1 + rounding)
         bound = top * (1 + 4 * rounding)
-        # in what is taken out, per direction: what a row of the result rounds to cannot tell it
+        # allowed error of the removed part, per direction: below the rounding of a row of the result
         allowed = max(rounding * self.limit, torch.finfo(w.dtype).eps / 2 * certificate.whole)
         if not outside < top * (1 - _MARGIN):
             return None
-        exact = w  # in the dtype of what is computed in V
+        exact = w  # in the dtype of the computations in V
         # G V [K, k]; W^T X as (X^T W)^T costs a third, and G is symmetric
         gram_basis = (image.mT @ w).mT if gram is None else (basis.mT @ gram).mT
         for _ in range(_MOST_ROUNDS):
@@ -364,7 +365,7 @@ class SpectralNormProjection:
             size = products.diagonal().clamp_min(0)
             large = theta > above
             left = torch.where(large, self.limit**2, theta)
-            # the part of the projection's error that a direction outside of V makes, per direction taken out
+            # the error of the projection caused by directions outside of V, per removed direction
             sigma = theta.clamp_min(0).sqrt()
             wrong = torch.where(large, (sigma - self.limit) * size.sqrt() / (theta - outside), 0.0)
             inexact, most = wrong > allowed, float(wrong.max())
@@ -373,19 +374,19 @@ class SpectralNormProjection:
             level, proved = outside, False
             if most <= allowed:
                 proved = _at_most(coupling, bound - outside)
-                if not proved and added:  # without those that are what V was not
+                if not proved and added:  # without the Ritz vectors that contain most of the new columns
                     new = torch.zeros_like(large)
                     new[rotation[-added:].square().sum(0).topk(added).indices] = True
                     level = _outside_of_others(image, rotation[:, new], added, math.sqrt(outside)) ** 2
                     proved = not bool((large & new).any()) and _at_most(coupling[~new][:, ~new], bound - level)
             if proved:
                 certificate.served += 1
-                # Weyl's inequality for what is left, where it says more
+                # Weyl's inequality for the remainder, if it gives a smaller bound
                 largest = math.sqrt(min(bound, max(float(left.max()), outside) + float(size.sum().sqrt())))
                 if not bool(large.any()):
                     return None, largest
                 return self._without(w, vectors[:, large].double()), largest
-            near = 1e3 if float(theta[-1]) > _FAR * top else 4.0  # to where float32 rounds
+            near = 1e3 if float(theta[-1]) > _FAR * top else 4.0  # times the rounding of float32
             if basis.dtype != torch.float64 and allowed < most < near * allowed:
                 exact, basis = w.double(), torch.linalg.qr(basis.double())[0]
                 image = exact @ basis
@@ -394,12 +395,12 @@ class SpectralNormProjection:
             grown = inexact.clone()
             half = (bound - (level if level < bound else outside)) / 2
             if not (added and most > allowed) and not _at_most(coupling[~grown][:, ~grown], half):
-                # as many as leave no more than half, which their sum bounds
+                # as many as needed for the sum of the others to be at most half
                 share = coupling.diagonal().masked_fill(inexact, 0.0)
                 share[:added] = 0.0
                 share, order = share.sort()
                 grown[order[share.cumsum(0) > half]] = True
-            # a new certificate costs less than many directions that an old one lacks
+            # a new certificate costs less than many new directions for an old one
             most_grown = _MOST_GROWN if gram is None else w.shape[1] - _BLOCK - basis.shape[1]
             if not 0 < int(grown.sum()) <= min(most_grown, w.shape[1] - _BLOCK - basis.shape[1]):
                 return None
@@ -423,22 +424,22 @@ class SpectralNormProjection:
         return None
 
     def _without(self, w: Tensor, v: Tensor) -> Tensor:
-        """w [M, K] with the singular values in the directions v [K, s], float64, all too large, at the limit."""
+        """w [M, K] with its singular values in the directions v [K, s], float64, set to the limit."""
         v = torch.linalg.qr(v)[0]
         u, sigma, vh = torch.linalg.svd(spectral.wide_product(w, v), full_matrices=False)
         return spectral.subtract_product(w, (u * (sigma - self.limit)) @ vh, v)
 
     def _certify(self, w: Tensor, older: _Certificate, tight: bool) -> tuple[_Certificate | None, Tensor]:
-        """(a certificate by step 3 of Note [Work] for w [M, K], from an older one's directions and in its memory, or
-        None without proof; W^T W)."""
+        """(a certificate for w [M, K] by step 3 of Note [Work], or None without a proof; W^T W). It starts from the
+        directions of an older certificate, and reuses its memory."""
         K = w.shape[1]
         gram = spectral.gram(w)
         v = older.v
-        if tight:  # V has hardly turned
+        if tight:  # V has hardly changed
             for _ in range(2):
                 v = torch.linalg.qr((v.mT @ gram).mT)[0]
         else:
-            # a matrix of low rank, or zero, has a level of next to nothing: the polynomials would overflow
+            # for a matrix of low rank, or zero, the level would be so small that the polynomials overflow
             level = max(older.level**2, _MARGIN * self.trigger**2, 3e-5 * float(gram.diagonal().sum()))
             for degree in _DEGREES:
                 v = _filtered(gram, v, degree, level)
@@ -448,12 +449,12 @@ class SpectralNormProjection:
             inner = v.mT @ product
             theta = torch.linalg.eigvalsh(inner.double())
             if float(theta[-1]) * 8 * math.sqrt(K) * torch.finfo(w.dtype).eps > _MARGIN * self.trigger**2:
-                break  # what rounding left in G would hide too much
+                break  # the rounding errors in G are too large
             half = product - v @ (inner / 2)
             # -(I - V V^T) G (I - V V^T)
             minus = torch.addmm(gram, torch.cat([v, half], 1), torch.cat([half, v], 1).mT, beta=-1)
             diagonal = minus.diagonal().clone()
-            if not tight:  # between the smallest value in V and the highest that will do
+            if not tight:  # between the smallest value in V and the highest useful one
                 level = (min(float(theta[0]), highest) + highest) / 2
                 if spectral.is_definite(minus, diagonal + level):
                     return older.replaced(w, v, math.sqrt(level * (1 + _MARGIN))), gram
@@ -467,12 +468,12 @@ class SpectralNormProjection:
 
 
 def _filtered(gram: Tensor, v: Tensor, degree: int, level: float) -> Tensor:
-    """V [K, k] turned towards the eigenvectors of the largest eigenvalues of G [K, K]: an orthonormal basis of p(G) V,
-    p the Chebyshev polynomial of a degree that stays within 1 on [0, c] and grows fastest beyond.
+    """V [K, k] rotated towards the eigenvectors of the largest eigenvalues of G [K, K]: an orthonormal basis of p(G) V,
+    where p is the Chebyshev polynomial of the degree, which is at most 1 on [0, c] and grows fastest above c.
 
-    c: V's lowest Ritz value, which is no larger than G's k-th eigenvalue, within 0.3 and 1 of `level`. Ritz vectors are
-    what the polynomial is applied to: each is multiplied as a whole, so that the rounding of one that grows by
-    10^7 does not exceed another.
+    c: V's lowest Ritz value, which is at most G's k-th eigenvalue, limited to 0.3 to 1 times `level`. The polynomial is
+    applied to Ritz vectors: each grows as a whole, so that the rounding error of one that grows by 10^7 does not exceed
+    another vector.
     """
     rows = v.mT.contiguous()  # see _solve_outside
     product = rows @ gram
@@ -484,8 +485,8 @@ def _filtered(gram: Tensor, v: Tensor, degree: int, level: float) -> Tensor:
     for _ in range(degree - 1):
         before, now = now, torch.addmm(now, now, gram, beta=-2.0, alpha=4 / c).sub_(before)
     now /= torch.linalg.vector_norm(now, dim=1, keepdim=True)
-    # Where rows are nearly orthogonal, the Cholesky factor of their products makes them so in half of the time of QR,
-    # and only there to rounding: it costs the square of their condition number.
+    # For nearly orthogonal rows, the Cholesky factor of their products is twice as fast as QR and as accurate. Its
+    # error grows with the square of their condition number.
     factor, failed = torch.linalg.cholesky_ex(now @ now.mT)
     if not int(failed) and float(factor.diagonal().min()) > 0.9:
         return torch.linalg.solve_triangular(factor, now, upper=False).mT
@@ -493,15 +494,15 @@ def _filtered(gram: Tensor, v: Tensor, degree: int, level: float) -> Tensor:
 
 
 def _relative(a: Tensor) -> float:
-    """What the sum of a row's squares loses to rounding, relative, in whatever order it is taken. a: [M, K]."""
+    """The relative rounding error of the sum of a row's squares, in any order. a: [M, K]."""
     return a.shape[1] * torch.finfo(a.dtype).eps
 
 
 def _outside_of_others(image: Tensor, new: Tensor, added: int, level: float) -> float:
     """A bound of ||W u|| for unit vectors u that are orthogonal to k of the k + s Ritz vectors of W^T W in [V, Z].
 
-    u's part outside of V adds at most ||W (I - V V^T)||_2, and V^T u lies in the range of V^T D, D the other s Ritz
-    vectors, which is no longer than they are.
+    The part of u outside of V adds at most ||W (I - V V^T)||_2, and V^T u is in the range of V^T D, where D are the
+    other s Ritz vectors, and |V^T D| <= |D|.
 
     Args:
         image: W [V, Z] [M, k + s]. new: [k + s, s], D in [V, Z]. added: s. level: of ||W (I - V V^T)||_2, a bound.
@@ -511,9 +512,9 @@ def _outside_of_others(image: Tensor, new: Tensor, added: int, level: float) -> 
 
 
 def _outside_of_turned(x: Tensor, theta: Tensor, level: float) -> float:
-    """A bound of ||W u|| for unit vectors u that are orthogonal to V once some of its Ritz vectors Y became Y + X.
+    """A bound of ||W u|| for unit vectors u that are orthogonal to V after some of its Ritz vectors Y became Y + X.
 
-    Of what is outside of V ||W (I - V V^T)||_2 bounds it; in V, u has Y^T u = -X^T u alone, |X| at most, times |W Y|.
+    Outside of V, ||W (I - V V^T)||_2 is a bound; the part of u in V is Y^T u = -X^T u, at most |X|, times |W Y|.
 
     Args:
         x: X [K, s]. theta: [s], the Ritz values, squares of |W y|. level: of ||W (I - V V^T)||_2, a bound.
@@ -530,7 +531,7 @@ def _at_most(a: Tensor, bound: float) -> bool:
 def _solve_outside(
     w: Tensor, gram: Tensor | None, vectors: Tensor, residuals: Tensor, theta: Tensor, chosen: Tensor, tolerance: float
 ) -> Tensor:
-    """What V lacks of eigenvectors of G = W^T W, outside of V, for some of V's Ritz vectors.
+    """The components outside of V of eigenvectors of G = W^T W, for some of V's Ritz vectors.
 
     With y_i in V and its residual r_i outside of it, y_i + x_i is an eigenvector to second order if
     (theta_i I - P G P - sum_j r_j r_j^T / (theta_i - theta_j)) x_i = r_i, P = I - V V^T, j the others. By conjugate
@@ -544,13 +545,13 @@ def _solve_outside(
         [K, s].
     """
     shift = theta[chosen].unsqueeze(1)
-    # not less, or it would not be positive definite where two values are close
+    # a lower bound, so that it is positive definite where two values are close
     gap = (shift - theta).clamp_min(float(theta[-1]) / 32)
     weight = torch.where(chosen, 0.0, -1 / gap).to(w.dtype)  # [s, k]
     shift = shift.to(w.dtype)
     both = torch.cat([vectors, residuals], 1).mT  # [2 k, K]
     r = residuals[:, chosen].mT.contiguous()  # as rows: products with few columns cost two or three times as much
-    r = r - (r @ vectors) @ vectors.mT  # what rounding left inside of V would stay, and turn every direction
+    r = r - (r @ vectors) @ vectors.mT  # otherwise rounding errors inside of V would rotate every direction
     x, p = torch.zeros_like(r), r
     square = start = (r * r).sum(1, keepdim=True)
     for _ in range(_MOST_ITERATIONS):
@@ -568,8 +569,8 @@ def _solve_outside(
 
 
 def _leading_block(gram: Tensor) -> tuple[Tensor, float]:
-    """About the eigenvectors [K, 8] of the largest eigenvalues of a positive semi-definite matrix [K, K], and the
-    largest, by subspace iteration."""
+    """Approximate eigenvectors [K, 8] of the largest eigenvalues of a positive semi-definite matrix [K, K], and the
+    largest eigenvalue, by subspace iteration."""
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(len(gram), _BLOCK, dtype=gram.dtype, generator=generator).to(gram.device)
     for _ in range(8):
@@ -578,7 +579,7 @@ def _leading_block(gram: Tensor) -> tuple[Tensor, float]:
 
 
 def _of_module(module: nn.Module, inputs: str) -> list[Any]:
-    """What a module's GRUs have to keep constrained."""
+    """The constrained matrices of a module's GRUs."""
     accepted = ("upper", "all", "none")
     if inputs not in accepted:
         raise unknown_name("inputs", inputs, accepted)

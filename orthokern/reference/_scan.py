@@ -1,24 +1,24 @@
-"""factored_scan and dense_scan, the reference.
+"""The reference of factored_scan and dense_scan.
 
 Note [Sequences of different lengths]
-    With lengths, a_t and h_t of a sequence are zero once it has ended, so the loss cannot depend on anything there:
-    ghat_t = delta_t = 0 on padding. The gradients are those of each sequence on its own. What stands on padding in x
-    and in the cotangents is replaced by zeros before anything is computed of it, because 0 times NaN is not 0.
+    With lengths, a_t and h_t of a sequence are zero after its end, so that the loss does not depend on padding:
+    ghat_t = delta_t = 0 there. The gradients are those of each sequence alone. Padding in x and in the cotangents is
+    replaced by zeros first, because 0 times NaN is not 0.
 
 Note [Message clip]
-    With message_clip c > 0 the backward sends clip(phi'(a_t) ghat_t, -c, c), element by element, where it would send
-    delta_t = phi'(a_t) ghat_t: to the step before, to the parameters of a_t, and to x. This is autograd's gradient of
-    the same scan with an identity at every a_t whose backward clips. The gradient of the activation's own parameter
-    comes from ghat_t, which has not passed that place. (The "gradient clipping" of Vorontsov et al. 2017, section 4,
-    in their released code.)
+    With message_clip c > 0 the backward uses clip(phi'(a_t) ghat_t, -c, c), element by element, instead of
+    delta_t = phi'(a_t) ghat_t, for the previous step, the parameters of a_t, and x. This is autograd's gradient of the
+    same scan with an identity at every a_t whose backward clips. The gradient of the activation's own parameter comes
+    from ghat_t, which is not clipped. (The "gradient clipping" of Vorontsov et al. 2017, section 4, in their released
+    code.)
 
 Note [Resets]
-    Where resets[t, b] is true, step t of sequence b starts from r = reset_state[b] in place of h_{t-1}:
+    Where resets[t, b] is true, step t of sequence b starts from r = reset_state[b] instead of h_{t-1}:
 
-        a_t = W r + e_t,    ghat_{t-1} = g_{t-1}  (h_{t-1} has no other way to the loss),    dL/dr += W^T delta_t
+        a_t = W r + e_t,    ghat_{t-1} = g_{t-1}  (step t does not depend on h_{t-1}),    dL/dr += W^T delta_t
 
-    The sum of dL/dr is over all resets of the sequence. M = dL/dW takes delta_t r^T for such a step. A reset at t = 0
-    replaces h0, whose gradient is then zero. Resets on padding have no effect: delta_t = 0 there.
+    The sum of dL/dr is over all resets of the sequence. The term of M = dL/dW is delta_t r^T for such a step. A reset
+    at t = 0 replaces h0, whose gradient is then zero. Resets on padding have no effect, since delta_t = 0 there.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def run_steps(map_: Map, inputs: ScanInputs, options: ScanOptions, alive: Tensor
 
 
 def segments_backward(T: int, checkpoint_every: int) -> list[tuple[int, int]]:
-    """[start, stop) of every checkpointed segment of T steps, last one first; one segment without checkpoints."""
+    """[start, stop) of every checkpointed segment of T steps, the last one first; without checkpoints, one segment."""
     k = checkpoint_every or T
     return [(start, min(start + k, T)) for start in reversed(range(0, T, k))]
 

@@ -3,17 +3,17 @@
 The mathematics is in ``orthokern/ops/gru_scan.py``.
 
 Note [GRU scan backward]
-    All vectors are those of one step and one sequence; h' is the state before it, * is elementwise. The derivative of
+    All vectors are those of one step and one sequence; h' is the previous state, * is elementwise. The derivative of
     the logistic function s is s (1 - s). With ghat_t = dL/dh_t through everything after step t,
 
         d_z = ghat * (h' - n) * z (1 - z),       d_n = ghat * (1 - z) * (1 - n^2)
 
-    are the gradients of what the functions of z and n are applied to. Then, by variant,
+    are the gradients of the arguments of the functions of z and n. Then, by variant,
 
         "kanai"  d_m = W_n^T d_n,  m = r * h':   d_r = d_m * h' * r (1 - r)
         "torch"  d_q = d_n * r,    q = W_n h' + b_n:   d_r = d_n * q * r (1 - r)
 
-    and what reaches the state before is
+    and the gradient of the previous state is
 
         ghat_{t-1} = g_{t-1} + ghat_t * z + W_r^T d_r + W_z^T d_z + { r * d_m   or   W_n^T d_q }.
 
@@ -21,11 +21,11 @@ Note [GRU scan backward]
     they are products after the loop: W_r and W_z get d_r h'^T and d_z h'^T, W_n gets d_n m^T or d_q h'^T; the biases
     get the sums of d_r, d_z, and d_n or d_q.
 
-    With lengths, states, gates and pre are zeros once a sequence has ended, see Note [Sequences of different lengths]
-    in ``_scan.py``: ghat is zero there, with it all of the above, and the sums over steps take no notice of padding.
+    With lengths, states, gates and pre are zeros after the end of a sequence, see Note [Sequences of different lengths]
+    in ``_scan.py``: ghat and all of the above are zero there, so that the sums over steps do not depend on padding.
 
-    Where resets_t is true, h' is reset_state, here and in the products; all but g_{t-1} of the last equation goes to
-    the gradient of reset_state, the sum over such steps: Note [Resets] in ``_scan.py``.
+    Where resets_t is true, h' is reset_state, here and in the products. All terms of the last equation except g_{t-1}
+    are then added to the gradient of reset_state: Note [Resets] in ``_scan.py``.
 """
 
 from __future__ import annotations

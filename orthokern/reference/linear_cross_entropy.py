@@ -6,8 +6,8 @@ Note [Linear cross-entropy backward]
 
         grad_hidden_r = W^T d_r,     grad_weight = sum_r d_r h_r^T,     grad_bias = sum_r d_r.
 
-    Nothing here depends on the gradient that reaches the loss except as a factor, so all of it can be computed in the
-    forward pass while a chunk of logits exists; the logits are never stored whole.
+    The gradient of the loss is only a factor, so that all of this can be computed in the forward pass, from one chunk
+    of logits at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
     """See ``orthokern.ops.linear_cross_entropy``. The loss is differentiable by autograd, to any order."""
     weight, bias, target, reduction = readout
     scale = 1.0 / hidden.shape[0] if reduction == "mean" else 1.0
-    half = hidden.dtype in (torch.float16, torch.bfloat16)  # exponentials and sums in float32 then
+    half = hidden.dtype in (torch.float16, torch.bfloat16)  # then exponentials and sums are float32
     losses, grad_hidden = [], []
     grad_weight = torch.zeros_like(weight, dtype=torch.float32 if half else weight.dtype)
     grad_bias = torch.zeros_like(grad_weight[:, 0])
@@ -52,7 +52,7 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
 def linear_cross_entropy_gradients(
     grad_loss: Tensor, hidden: Tensor, readout: Readout
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """grad_loss times the gradients of the loss, as functions that autograd can derive again. Logits are stored."""
+    """grad_loss times the gradients of the loss, by differentiable operations. All logits are stored."""
     weight, bias, target, reduction = readout
     half = hidden.dtype in (torch.float16, torch.bfloat16)
     z = torch.nn.functional.linear(hidden, weight, bias)

@@ -1,16 +1,16 @@
 """modal_cross_entropy: a linear recurrence in modal coordinates, its readout and the cross-entropy.
 
-The mathematics is in ``orthokern/ops/modal_cross_entropy.py``. Here the states of all steps exist; a kernel makes them
-chunk by chunk.
+The mathematics is in ``orthokern/ops/modal_cross_entropy.py``. The reference stores the states of all steps; kernels
+compute them in chunks.
 
 Note [Modal cross-entropy backward]
-    logits_t = C z_t + bias, p_t = softmax(logits_t), d_t = c (p_t - onehot(target_t)) on the steps that count, c = 1
-    (sum) or 1 / their number (mean), and d_t = 0 on padding. Then
+    logits_t = C z_t + bias, p_t = softmax(logits_t), d_t = c (p_t - onehot(target_t)), with d_t = 0 on padding; c = 1
+    (sum) or 1 / number of steps without padding (mean). Then
 
         grad_readout = sum d_t z_t^T,     grad_bias = sum d_t,     g_t = C^T d_t,
 
-    and g_t is what Note [Modal scan backward] in ``modal_scan.py`` starts from. The loss enters only as a factor, so
-    all of it can be computed in the forward pass.
+    with g_t as in Note [Modal scan backward] in ``modal_scan.py``. The gradient of the loss is only a factor, so that
+    all of this can be computed in the forward pass.
 """
 
 from __future__ import annotations

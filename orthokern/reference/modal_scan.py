@@ -8,19 +8,20 @@ Note [Modal scan backward]
 
         L = [[a, -b], [b, a]],   z_t = L z_{t-1} + x_t,   a = re, b = im of its eigenvalue.
 
-    With g_t = dL/dz_t of the loss from outside the scan, delta_t, the sum over all later steps, obeys
-    delta_t = L^T delta_{t+1} + g_t, delta after the last step zero. L^T is the block of the conjugate eigenvalue. Then
+    With g_t = dL/dz_t from outside the scan, delta_t, which includes all later steps, is
+    delta_t = L^T delta_{t+1} + g_t, with delta = 0 after the last step. L^T is the block of the conjugate eigenvalue.
+    Then
 
         grad_x_t = delta_t,     grad_z0 = L^T delta_1,     grad_table[d] = sum of delta_t over the steps with id d.
 
     The gradient of a general recurrent matrix in these coordinates is sum_t delta_t z_{t-1}^T. For modes j and k it has
-    the 2 x 2 block M_jk = sum_t (delta_re[j], delta_im[j])^T (z_re[k], z_im[k]), and the eigenvalues get from j = k
+    the 2 x 2 block M_jk = sum_t (delta_re[j], delta_im[j])^T (z_re[k], z_im[k]). The gradients of the eigenvalues are
 
         grad_re = M_jj[0, 0] + M_jj[1, 1],     grad_im = M_jj[1, 0] - M_jj[0, 1].
 
-    All of it is computed in the dtype of re and im (float64), and only results are rounded to the dtype of x.
+    All of this is computed in the dtype of re and im (float64); only results are rounded to the dtype of x.
 
-    With lengths, z and delta are zero on padding: a sequence's last step takes delta from nowhere.
+    With lengths, z and delta are zero on padding.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from orthokern.reference._scan import running, without_padding
 
 
 def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
-    """What is added in every step, [T, B, 2M]: x itself, or the table's rows; zeros on padding."""
+    """The input of every step, [T, B, 2M]: x itself, or rows of the table; zeros on padding."""
     if table is None:
         return without_padding(x, alive)
     return without_padding(table[without_padding(x.long(), alive)], alive)
 
 
 def turn(z: Tensor, re: Tensor, im: Tensor) -> Tensor:
-    """Each mode of z [..., 2M] times its re + i im."""
+    """Each mode of z [..., 2M] times re + i im."""
     real, imag = z.chunk(2, -1)
     return torch.cat([re * real - im * imag, im * real + re * imag], -1)
 

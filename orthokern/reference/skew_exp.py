@@ -1,7 +1,7 @@
-"""The exponential of skew matrices: the reference.
+"""The reference of the exponential of skew matrices.
 
 Note [Exponential of a skew matrix]
-    P = exp(A) with A = (X - X^T) / 2, the skew part of X, which is X itself where X is skew. P is orthogonal, det = +1.
+    P = exp(A) with A = (X - X^T) / 2, the skew part of X, which is X itself if X is skew. P is orthogonal, det = +1.
 
     Scaling and squaring: P = (exp(A / 2^s))^(2^s). The angles of A are its eigenvalues +-i a, and max |a| = |A|_2.
 
@@ -11,21 +11,21 @@ Note [Exponential of a skew matrix]
         A2 = A A,  A3 = A A2,  A6 = A3 A3,     B_i = c_i0 I + c_i1 A + c_i2 A2 + c_i3 A3 + c_i4 A6,  i = 1 ... 5,
         C = B1 B5 + B4,     T18(A) = B2 + (B3 + C) C.
 
-    Its remainder is below |A|_2^19 / 19!, below half a unit in the last place for |A|_2 <= THETA. A test multiplies the
-    coefficients out.
+    Its remainder is below |A|_2^19 / 19!, which is below half a unit in the last place for |A|_2 <= THETA. A test
+    checks the coefficients.
 
-    How many squarings. A is normal, so |A|_2^6 = |A^6|_2 <= |A^6|_F, and A^6 is known before anything is scaled: with
-    r = |A^6|_F^(1/6), s = max(0, ceil(log2(r / THETA))). r is above |A|_2 by a factor of N^(1/12) at most, 1.7 for
-    N = 512, where the 1-norm that one would take for a matrix without structure may be above it by sqrt(N). A is scaled
-    by powers of two only, which rounds nothing; a first one makes its 1-norm at most 1, so that A^6 cannot overflow.
+    The number of squarings. A is normal, so |A|_2^6 = |A^6|_2 <= |A^6|_F, and A^6 is known before anything is scaled:
+    with r = |A^6|_F^(1/6), s = max(0, ceil(log2(r / THETA))). r is above |A|_2 by a factor of N^(1/12) at most, 1.7 for
+    N = 512, while the 1-norm, the usual choice for a general matrix, may be above it by sqrt(N). A is scaled only by
+    powers of two, which is exact; a first factor makes its 1-norm at most 1, so that A^6 cannot overflow.
 
-    s is a number on the device. Where reading it costs nothing (a CPU) there are as many squarings as the largest s of
-    the batch; elsewhere there are always MAX_SQUARINGS, and a matrix that is ready keeps its value. A matrix that needs
-    more (|A|_2 above THETA 2^MAX_SQUARINGS) becomes NaN: of angles that large, little is left in the dtype.
+    s is a number on the device. On a CPU, where it can be read without a synchronisation, the number of squarings is
+    the largest s of the batch; elsewhere it is always MAX_SQUARINGS, and a finished matrix keeps its value. A matrix
+    that needs more (|A|_2 above THETA 2^MAX_SQUARINGS) becomes NaN: such large angles have few correct digits.
 
-    Every squaring doubles the error. One Newton-Schulz step, X + X (I - X^T X) / 2, takes what has gathered off the
-    manifold away. On the manifold its derivative is the projection to the tangent space, in which the derivative of
-    exp(A) along a skew direction lies already: the backward passes it by, exactly.
+    Every squaring doubles the error. One Newton-Schulz step, X + X (I - X^T X) / 2, removes the error orthogonal to the
+    manifold. On the manifold its derivative is the projection to the tangent space, which contains the derivative of
+    exp(A) along a skew direction. So the backward can omit this step, exactly.
 
 Note [Backward of the exponential of a skew matrix]
     With G = dL/dP. Through a squaring X' = X X: G <- G X^T + X^T G.
@@ -34,14 +34,14 @@ Note [Backward of the exponential of a skew matrix]
 
         dC = G C^T + D^T G,   dB1 = dC B5^T,  dB2 = G,  dB3 = G C^T,  dB4 = dC,  dB5 = B1^T dC,
 
-    and dA, dA2, dA3, dA6 are the sums of c_ij dB_i. Of these only the part in the space of the matrix counts: A and A3
-    are skew, A2 and A6 symmetric. With S = sym(M) = (M + M^T) / 2 and K = skew(M) = (M - M^T) / 2,
+    and dA, dA2, dA3, dA6 are the sums of c_ij dB_i. Only their components in the spaces of these matrices are needed: A
+    and A3 are skew, A2 and A6 symmetric. With S = sym(M) = (M + M^T) / 2 and K = skew(M) = (M - M^T) / 2,
 
         A6 = A3 A3:   S6 = sym(dA6);  dA3 += S6 A3^T + A3^T S6 = -(Y - Y^T)  with Y = S6 A3, since (S6 A3)^T = -A3 S6;
         A3 = A A2:    K3 = skew(dA3);  dA += K3 A2,  dA2 += A^T K3, whose symmetric part is that of -A K3;
         A2 = A A:     S2 = sym(dA2);  dA += -(Y - Y^T)  with Y = S2 A.
 
-    Eight products where the five of the forward have ten in general. The gradient of X is skew(dA) / 2^s.
+    These are eight products; the derivative of five general products has ten. The gradient of X is skew(dA) / 2^s.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from torch import Tensor
 THETA = {torch.float32: 3.0, torch.float64: 1.09}
 MAX_SQUARINGS = 8
 
-# c_ij of Note [Exponential of a skew matrix]: rows B1 ... B5, columns A, A2, A3, A6; and what multiplies I
+# c_ij of Note [Exponential of a skew matrix]: rows B1 ... B5, columns A, A2, A3, A6; and the coefficients of I
 POWERS = (
     (-1.00365581030144618291e-01, -8.02924648241156932449e-03, -8.92138498045729985177e-04, 0.0),
     (3.97849749499645077844e-01, 1.36783778460411720168e00, 4.98289622525382669416e-01, -6.37898194594723280150e-04),
@@ -75,17 +75,17 @@ def _symmetric(m: Tensor) -> Tensor:
 
 
 def _scaled(m: Tensor, exponent: Tensor) -> Tensor:
-    """m [..., N, N] times 2^exponent [...], exactly. Not torch.ldexp, whose derivative is zero for integers."""
+    """m [..., N, N] times 2^exponent [...], exactly. (The derivative of torch.ldexp is zero for integers.)"""
     return m * torch.exp2(exponent.to(m.dtype))[..., None, None]
 
 
 def _rounds(squarings: Tensor) -> int:
-    """How many squarings the batch goes through: the largest where it can be read for nothing."""
+    """The number of squarings of the batch: on a CPU the largest, elsewhere MAX_SQUARINGS."""
     return int(squarings.max()) if squarings.device.type == "cpu" else MAX_SQUARINGS
 
 
 def _chosen(squarings: Tensor, k: int, yes: Tensor, no: Tensor) -> Tensor:
-    """yes for the matrices that squaring k still applies to."""
+    """yes for the matrices that need squaring k, no for the others."""
     if squarings.device.type == "cpu" and int(squarings.min()) > k:
         return yes
     return torch.where((squarings > k)[..., None, None], yes, no)
@@ -104,7 +104,7 @@ def skew_exp_fwd(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ten
     """
     a = _skew(x)
     with torch.no_grad():
-        # |A|_1 <= 2^exponent; not so small that 2^-exponent would overflow
+        # |A|_1 <= 2^exponent, with a lower limit so that 2^-exponent does not overflow
         exponent = torch.frexp(a.abs().sum(-1).amax(-1)).exponent.clamp_min(-64)
     a = _scaled(a, -exponent)
     a2 = a @ a
@@ -131,7 +131,7 @@ def skew_exp_fwd(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 
 @functools.lru_cache(maxsize=64)
 def _coefficients(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """POWERS [5, 4] on a device. Kept: a copy from the host waits for the device, and cannot be captured in a graph."""
+    """POWERS [5, 4] on a device. Cached: a copy from the host synchronises, and cannot be captured in a CUDA graph."""
     with torch.inference_mode(False):
         return torch.tensor(POWERS, dtype=dtype, device=device)
 

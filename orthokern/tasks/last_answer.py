@@ -77,15 +77,19 @@ class LastAnswerModel(nn.Module):
         features: number of input features; classes: number of classes; settings: complete.
     """
 
-    def __init__(self, features: int, classes: int, settings: LastAnswerOptions) -> None:
+    def __init__(self, features: int, classes: int, settings: StartOptions) -> None:
         super().__init__()
         self.rnn = build_recurrence(features, settings)
         self.readout = LinearCrossEntropy(settings.hidden, classes, device=settings.device, backend=settings.backend)
         start_recurrence(self.rnn, settings)
         with torch.no_grad():
-            (init.learned_ if settings.start == "learned" else init.glorot_uniform_)(self.readout.weight)
+            self.start_readout(settings)
             self.readout.get_parameter("bias").zero_()
         start_normal(self.rnn, self.readout, settings)
+
+    def start_readout(self, settings: StartOptions) -> None:
+        """Initialises the weight of the readout."""
+        (init.learned_ if settings.start == "learned" else init.glorot_uniform_)(self.readout.weight)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs [T, B, features] float32, targets [B] int64 -> cross-entropy in nats (0-dim), "accuracy" (0-dim)."""

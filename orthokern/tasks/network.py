@@ -124,8 +124,18 @@ class NetworkOptions(RunOptions):
     triangle: bool = switch(True, "nnrnn: omit T, for a normal matrix", needs=OF_NNRNN)
 
 
+# penalties and initialisations that fail for other models, also if a preset sets them
+_FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
+    "sigma": ("rnn",),
+    "spectrum_prior": ("factorized",),
+    "soft_orthogonality": ("factorized", "rnn", "nnrnn"),
+    "modulus_penalty": ("nnrnn",),
+    "triangle_decay": ("nnrnn",),
+}
+
+
 def check_network(settings: NetworkOptions) -> None:
-    """Checks combinations of settings. (The parser also rejects options that have no effect.)
+    """Checks combinations of settings. (The parser rejects options that have no effect.)
 
     Raises:
         InputError: settings that are not compatible.
@@ -140,51 +150,19 @@ def check_network(settings: NetworkOptions) -> None:
             f"--init {settings.init} with --margin {settings.margin:g}: a Glorot matrix has singular values "
             "from 0 to 2, give --margin none"
         )
-    gated = settings.model in GATED
-    _check_exponential(settings)
-    if settings.model != "factorized" and getattr(settings, "spectrum_prior", None):
-        raise InputError(f"--spectrum-prior: for --model factorized, not {settings.model}; see --soft-orthogonality")
-    if gated and getattr(settings, "soft_orthogonality", None):
-        raise InputError(f"--soft-orthogonality: not for --model {settings.model}, which has a matrix for each gate")
-    if gated:
-        for key in ("learned_h0", "message_clip", "gain"):
-            if getattr(settings, key) != getattr(NetworkOptions, key):
-                option = "--" + key.replace("_", "-")
-                raise InputError(f"{option}: not for --model {settings.model}; leave the option out, or choose another")
-
-
-# setting -> (the value without an effect, the models that have the setting)
-_FOR_SOME_MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "rebase_every": (None, EXPONENTIALS),
-    "skew_lr": (None, EXPONENTIALS),
-    "schur_mask": ("block", ("nnrnn",)),
-    "modulus_penalty": (0.0, ("nnrnn",)),
-    "triangle_decay": (0.0, ("nnrnn",)),
-}
-
-
-def _check_exponential(settings: NetworkOptions) -> None:
-    """The part of check_network for exprnn and nnrnn."""
-    model = settings.model
-    for key, (nothing, models) in _FOR_SOME_MODELS.items():
-        if getattr(settings, key, nothing) != nothing and model not in models:
-            raise InputError(f"--{key.replace('_', '-')}: for --model {' or '.join(models)}, not {model}")
-    if not settings.triangle and model != "nnrnn":
-        raise InputError(f"--no-triangle: for --model nnrnn, not {model}")
-    decay = getattr(settings, "triangle_decay", None)
-    if not settings.triangle and decay:
-        raise InputError(f"--triangle-decay {decay:g} with --no-triangle: give one of the two")
-    accepted = {"exprnn": INITS, "nnrnn": SCHUR_INITS}.get(model, tuple(init.INITS))
+    accepted = {"exprnn": INITS, "nnrnn": SCHUR_INITS}.get(settings.model, tuple(init.INITS))
     if settings.init not in accepted:
-        raise InputError(f"--init {settings.init}: not for --model {model}; accepted: {', '.join(accepted)}")
-    if settings.rebase_every is None:
-        for key in ("project_every", "rebase_state"):
-            if getattr(settings, key) != getattr(NetworkOptions, key):
-                raise InputError(f"--{key.replace('_', '-')} {getattr(settings, key)}: give --rebase-every too")
+        raise InputError(f"--init {settings.init}: not for --model {settings.model}; accepted: {', '.join(accepted)}")
     if settings.schur_mask == "legacy" and settings.hidden % 2:
         raise InputError(f"--hidden {settings.hidden}: --schur-mask legacy works on pairs, give an even number")
-    if model == "exprnn" and getattr(settings, "soft_orthogonality", None):
-        raise InputError("--soft-orthogonality: not for --model exprnn, whose matrix is orthogonal")
+    for name, models in _FOR_SOME_MODELS.items():
+        value = getattr(settings, name, None)
+        if value and settings.model not in models:
+            option_name = name.replace("_", "-")
+            raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {settings.model}")
+    decay = getattr(settings, "triangle_decay", None)
+    if decay and not settings.triangle:
+        raise InputError(f"--triangle-decay {decay:g} with --no-triangle: give one of the two")
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:

@@ -17,12 +17,11 @@ from orthokern import init
 from orthokern.commandline import Needs, Settings, integer
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
-from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import build_recurrence, last_output
-from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_normal, start_recurrence
+from orthokern.tasks.recurrent import RecurrentTask, StartOptions
 from orthokern.training import cli
 from orthokern.training.options import defaults, option, switch
 
@@ -108,29 +107,15 @@ PRESET_HELP = {
 }
 
 
-class PixelModel(nn.Module):
-    """A recurrence over pixels and a readout of its last state; settings as DEFAULTS, complete."""
+class PixelModel(LastAnswerModel):
+    """A recurrence over pixels and a readout of its last state."""
 
-    def __init__(self, settings: PixelOptions) -> None:
-        super().__init__()
-        self.rnn = build_recurrence(1, settings)
-        self.readout = LinearCrossEntropy(settings.hidden, 10, device=settings.device, backend=settings.backend)
-        start_recurrence(self.rnn, settings)
-        with torch.no_grad():
-            normal = settings.start == "glorot-normal"
-            drawn = torch.empty(self.readout.weight.shape)
-            self.readout.weight.copy_((nn.init.xavier_normal_ if normal else nn.init.xavier_uniform_)(drawn))
-            if settings.start == "learned":
-                init.learned_(self.readout.weight)
-            self.readout.get_parameter("bias").zero_()
-        start_normal(self.rnn, self.readout, settings)
-
-    def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """pixels [T, B, 1] float32 in [0, 1], labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy"."""
-        last = last_output(self.rnn, pixels)
-        with torch.no_grad():
-            right = self.readout(last.detach()).argmax(-1) == labels
-        return self.readout.loss(last, labels), {"accuracy": right.double().mean()}
+    def start_readout(self, settings: StartOptions) -> None:
+        normal = settings.start == "glorot-normal"
+        drawn = torch.empty(self.readout.weight.shape)
+        self.readout.weight.copy_((nn.init.xavier_normal_ if normal else nn.init.xavier_uniform_)(drawn))
+        if settings.start == "learned":
+            init.learned_(self.readout.weight)
 
 
 class PixelMnist(DigitsTask, RecurrentTask):
@@ -155,7 +140,7 @@ class PixelMnist(DigitsTask, RecurrentTask):
         self.begin_epochs()
         evaluated = min(self.EVALUATION_BATCH, len(self.validation_set[1]))
         check_recurrent(settings, 1, 10, steps=self.time_steps, evaluated=evaluated)
-        self.build(PixelModel(settings))
+        self.build(PixelModel(1, 10, settings))
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """images [n, 784] uint8, labels [n] -> pixels [T, n] uint8, in the order in which they are read; labels."""

@@ -168,9 +168,6 @@ def complete(options: type[Chosen], settings: Settings, *, data: str | None = No
     """
     made = make_options(options, settings)
     check_network(made)
-    sigma = getattr(made, "sigma", None)
-    if sigma is not None and made.model != "rnn":
-        raise InputError(f"--sigma {sigma:g}: for --model rnn, not {made.model}; see --init")
     check_schedule(made)
     if data is not None and not getattr(made, "data", ""):
         raise InputError(f"--data is needed: the folder with {data}")

@@ -131,7 +131,7 @@ def test_the_kernels_take_shared_tensors_and_any_number_of_threads(op: str, inpu
             of_all[0], [t if t is None or i in shared else t[r] for i, t in enumerate(mixed)], backend="reference"
         )
         for r in range(R)
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(hs, torch.stack(alone, 1))
     for one, wanted in zip(found, torch.autograd.grad(torch.stack(alone, 1), leaves, weights), strict=True):
         torch.testing.assert_close(one, wanted)

@@ -27,6 +27,7 @@ from helpers import (
     GruProblem,
     ScanProblem,
     assert_matches_reference,
+    assert_scan_parity,
     models_of,
     scan_problem,
     some_lengths,
@@ -92,22 +93,8 @@ def run(
 def check(problem: ScanProblem, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
     """Parity of everything that comes out of one problem; returns it."""
     inexact = contiguous(problem.to(dtype))
-    exact = inexact.to(torch.float64)
-    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
-    expected, plain = (run(p, "reference", "reference", **same) for p in (exact, inexact))
     actual = run(inexact, **options)
-    scales = {}
-    if exact.act_param is not None and exact.act_param.numel() == 1:
-        # one number, the sum of what N units would get each: these are what its error is relative to
-        each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(run(each_unit, "reference", "reference", **same)["grad_act_param"].norm())
-    for name in actual:
-        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
-            continue
-        gradient = name.startswith("grad_")
-        assert_matches_reference(
-            actual[name], expected[name], plain[name], name=name, gradient=gradient, scale=scales.get(name)
-        )
+    assert_scan_parity(inexact, actual, lambda p, **o: run(p, "reference", "reference", **o), options)
     return actual
 
 
