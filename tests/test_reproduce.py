@@ -4,6 +4,7 @@ numbers."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import random
@@ -19,11 +20,12 @@ from typing import IO, Any
 import pytest
 import torch
 
+from orthokern.errors import InputError
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, kanai, nnrnn, oinit, runner, vorontsov
 from orthokern.reproduce.report import markdown
 from orthokern.reproduce.runner import is_done
-from orthokern.reproduce.search import Search
+from orthokern.reproduce.search import Search, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds, planned
 from orthokern.tasks import (
     adding,
@@ -262,6 +264,31 @@ def test_rows_without_run_folders(toys: Experiment, tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert reproduce("toy", "--out", tmp_path, "--report") == 2
     assert "toy.json is not a report of this program" in capsys.readouterr().err
+
+
+def test_searches_without_run_folders(tmp_path: Path) -> None:
+    """As test_rows_without_run_folders: a report of a search keeps what an earlier one found."""
+    network = Search("toy-net", "toy", "net", "rate 1", "temporal_order", ("--lr", "1"), published=20)
+    unknown = dataclasses.replace(network, name="toy-other", network="other")
+    plan = runner.Plan(tmp_path / "full", None, False, 1, 1)
+    rows = [
+        {"name": "toy-net", "iterations": {"10": 100, "20": 300}, "failed": 30, "outcome": "not in 500 iterations",
+         "complete": True, "seconds": 7200.0, "machine": "a CPU", "length": None, "state": "done"},
+    ]  # fmt: skip
+    plan.folder.mkdir()
+    summary = plan.folder / "toy.json"
+    summary.write_text(json.dumps({"experiment": "toy", "quick": False, "rows": rows}))
+    for _ in range(2):  # the second time from what the first has written
+        report_searches("toy", "A search", "a source", "A note.", (network, unknown), plan)
+        found = {row["name"]: row for row in json.loads(summary.read_text())["rows"]}
+        assert rows[0].items() <= found["toy-net"].items() and found["toy-net"]["longest"] == 20
+        assert found["toy-other"]["state"] == "not run" and found["toy-other"]["longest"] is None
+    page = (plan.folder / "toy.md").read_text()
+    assert "| toy | net | rate 1 | 20 | 20 | +0 | 300 | 30: not in 500 iterations | 2.00 | done |" in page
+    del rows[0]["seconds"]
+    summary.write_text(json.dumps({"experiment": "toy", "quick": False, "rows": rows}))
+    with pytest.raises(InputError, match="row 'toy-net' of an earlier report is damaged"):
+        report_searches("toy", "A search", "a source", "A note.", (network,), plan)
 
 
 def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def _run(given: Settings) -> int:
     plan = _plan(experiment, given)
     runs = _chosen(experiment, given.get("only"))
     failed: dict[str, str] = {}
-    earlier_rows(experiment, plan)  # a damaged file is found before hours of training, not after them
+    earlier_rows(experiment.name, plan)  # a damaged file is found before hours of training, not after them
     try:
         if not given.get("report"):
             failed = train_all(plan, runs, sys.stdout)

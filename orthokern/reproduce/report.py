@@ -100,19 +100,19 @@ def _drawn_again(experiment: Experiment, row: dict[str, Any], plan: Plan) -> Run
     return RunRecord(plan.folder / row["name"], config, row["settings"], row["task"], records)
 
 
-def earlier_rows(experiment: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
+def earlier_rows(name: str, plan: Plan) -> dict[str, dict[str, Any]]:
     """The rows of trained runs in the JSON file of an earlier report, by name: a run folder may be on another machine.
 
-    {} if there is no such file of this experiment at this scale.
+    {} if there is no such file of the experiment `name` at this scale.
 
     Raises:
         InputError: the file is damaged.
     """
-    path = plan.folder / f"{experiment.name}.json"
+    path = plan.folder / f"{name}.json"
     if not path.exists():
         return {}
     summary = read_object(path)
-    if summary.get("experiment") != experiment.name or summary.get("quick") != plan.quick:
+    if summary.get("experiment") != name or summary.get("quick") != plan.quick:
         return {}
     try:
         return {row["name"]: row for row in summary["rows"] if row["state"] not in ("not run", "damaged")}
@@ -287,7 +287,7 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
         InputError: the JSON file of an earlier report is damaged.
         OSError: a file cannot be written.
     """
-    earlier = earlier_rows(experiment, plan)
+    earlier = earlier_rows(experiment.name, plan)
     found = [_row(experiment, run, plan, earlier) for run in experiment.runs]
     rows = [row for row, _ in found]
     plan.folder.mkdir(parents=True, exist_ok=True)

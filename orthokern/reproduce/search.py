@@ -15,6 +15,7 @@ from orthokern._version import __version__
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
 from orthokern.reproduce.page import commands, drawn, table, written
+from orthokern.reproduce.report import earlier_rows
 from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, each_once, planned, trained_for
 
@@ -139,6 +140,17 @@ def look(search: Search, plan: Plan) -> Found:
     return found
 
 
+def _of_row(row: dict[str, Any]) -> Found:
+    """The state of a search as a report of it has stored it."""
+    try:
+        solved = {int(T): int(count) for T, count in row["iterations"].items()}
+        state = (solved, row["failed"], row["outcome"], row["complete"], row["seconds"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InputError(f"row {row['name']!r} of an earlier report is damaged: move the report away") from None
+    length = row.get("length")
+    return Found(*state, row.get("machine"), None if length is None else tuple(length))
+
+
 def _config(folder: Path) -> dict[str, Any]:
     """The content of the config.json in a run folder.
 
@@ -168,7 +180,11 @@ def report_searches(
     Raises:
         OSError: a file cannot be written.
     """
+    earlier = earlier_rows(name, plan)
     found = {search.name: look(search, plan) for search in searches}
+    for key in earlier.keys() & found.keys():
+        if found[key].machine is None:  # no run folder
+            found[key] = _of_row(earlier[key])
     headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]
     headings += ["the next T", "hours", "state"]
     lines, rows = [], []
@@ -192,6 +208,7 @@ def report_searches(
             "published": search.published, "longest": longest if known else None,
             "iterations": {str(T): count for T, count in state.solved.items()}, "failed": state.failed,
             "outcome": state.outcome, "complete": state.complete, "seconds": state.seconds,
+            "machine": state.machine, "length": state.length, "state": cells[-1],
         })  # fmt: skip
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
     text = [f"# {name}: {title}", "", f"{source}.{scale}", "", "Longer sequences are better.", ""]
