@@ -217,7 +217,7 @@ def deferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     monkeypatch.setattr(dispatch, "choose", lambda op, *_, **__: "cuda" if op.startswith("modal") else "cpu")
     monkeypatch.setattr(_scan_loss, "_is_asynchronous", lambda device: True)
-    monkeypatch.setattr(ops_modal_scan, "check_pairs", lambda *_: None)
+    monkeypatch.setattr(ops_modal_scan, "check_range", lambda *_: None)
     true_call, true_get, true_solved = _call.call, Pending.get, _modal_basis._solved
 
     def call(name: str, *rest: Any) -> None:

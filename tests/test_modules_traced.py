@@ -3,6 +3,7 @@ autocast."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,22 @@ def test_export_with_any_number_of_steps(kind: str) -> None:
     for steps in (4, 6, 9):
         x = torch.randn(steps, 2, D)
         torch.testing.assert_close(program(x)[0], module(x)[0])
+
+
+def test_compile_does_not_depend_on_other_modules() -> None:
+    """A call that is repeated makes its module known; the compiled code of another module must not look at it."""
+    other, module, x = made("rnn"), made("rnn"), torch.randn(1, 1, D)
+    with torch.no_grad():
+        for known in (other, module):
+            for _ in range(3):
+                known(x)
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        expected = compiled(x)[0]
+        del known, other
+        gc.collect()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(compiled(x)[0], expected)
 
 
 @pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])

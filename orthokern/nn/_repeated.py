@@ -111,6 +111,8 @@ def _as_then(module: Recurrent, known: Known) -> bool:
 def known_call(module: Recurrent, input: Any, hx: Any, one_step: bool) -> Known | None:
     """What is ready for a call that is like the one before but for bytes, else None. one_step: input has no dimension
     of time, nor has output."""
+    if torch.compiler.is_compiling():  # a guard on a key of _known would depend on the modules that exist
+        return None
     known = _known.get(module)
     if known is None or known.run is None or type(input) is not Tensor or SINKS or not quiet():
         return None
