@@ -1,11 +1,11 @@
-"""Calls without gradients that are like the call before: a single native call checks the parameters and runs.
+"""Repeated calls of a module with a few rows: one native call checks the parameters and runs the scan.
 
-For one step of one sequence, everything that Python does around the kernel takes longer than the kernel. A call of a
-few steps of one layer that comes for the second time has its arguments made ready: addresses of parameters, and tensors
-that were made of parameters (a sum of biases, the exponential of a matrix). The next calls check that module, input
-and parameters are those of that call, in kind, place and size; that parameters of which something was made hold the
-same bytes as then, because a change through ``Tensor.data`` counts no version up, is checked in the native call, which
-runs nothing otherwise. Whatever has changed takes the ordinary way, which is the only one that raises errors.
+For one step of one sequence, the Python code around the kernel takes longer than the kernel. If two consecutive calls
+of one layer agree, the kernel's arguments are kept for the next call: addresses of parameters, and tensors computed
+from parameters (a sum of biases, the exponential of a matrix). A later call uses them if module, input and parameters
+have the same types, addresses and sizes. The native call compares the bytes of the parameters from which tensors were
+computed with copies, because a change through ``Tensor.data`` does not increase the version counter; if they differ, it
+computes nothing. In every other case the ordinary path runs, which alone raises errors.
 
 Letters: B batch, T time, N hidden_size, D input_size.
 """
@@ -27,12 +27,12 @@ from orthokern.ops._taps import SINKS
 if TYPE_CHECKING:
     from orthokern.nn._recurrent import Recurrent
 
-MOST_PATIENCE = 64  # where every call finds new parameters, as in training
+MOST_PATIENCE = 64  # the most calls between two attempts if the parameters change at every call, as in training
 _SETTINGS = (bool, int, float, str, type(None))  # types of attributes that are settings
 
 
 class _Part(NamedTuple):
-    """A parameter or buffer as it was."""
+    """A parameter or buffer at the time of the call."""
 
     which: Any  # a weak reference: hooks of a parameter may hold the module
     address: int
@@ -41,26 +41,26 @@ class _Part(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A call as it was; after the second such call, with all that the next one needs."""
+    """A call; after the second such call, also the arguments of the kernel."""
 
     key: tuple[Any, ...]  # of the input and hx
     names: tuple[str, ...]  # settings in vars(module)
-    values: tuple[Any, ...]  # what they were
+    values: tuple[Any, ...]  # their values at the call
     parts: list[_Part]
-    leaf: tuple[Any, ...]  # the arguments of dispatch.cpu_leaf, and what it gave
+    leaf: tuple[Any, ...]  # the arguments of dispatch.cpu_leaf, and its result
     states: tuple[int, ...]  # shape of the states
-    patience: int = 1  # calls to wait for before all is made ready
-    wait: int = 1  # of them, what is left
-    # of x, h0 and the states; what else a backward reads, or None if it has not run
+    patience: int = 1  # agreeing calls before the arguments are prepared
+    wait: int = 1  # how many of them are left
+    # of (x, h0, states): what else a backward reads, or None if the parameters have changed
     run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, ...] | None] | None = None
     backward: Backward | None = None  # None: not for gradients
-    zeros: Tensor | None = None  # h0 for no hx
+    zeros: Tensor | None = None  # h0 if there is no hx
 
     def call(
         self, module: Recurrent, x: Tensor, hx: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]] | None:
-        """The states, h0 and what else a backward reads; or None if the parameters hold other bytes: then the next
-        calls are not made ready so soon."""
+        """The states, h0 and what else a backward reads; or None if the parameters' bytes have changed; the next
+        attempt to prepare a call is then made later."""
         hs = torch.empty(self.states, dtype=x.dtype)
         h0 = self.zeros if hx is None else hx
         if self.run is not None and h0 is not None and (more := self.run(x, h0, hs)) is not None:
@@ -95,7 +95,7 @@ def _parts(module: Recurrent) -> list[Tensor]:
 
 
 def _as_then(module: Recurrent, known: Known) -> bool:
-    """Whether settings and parameters are those of the call before, but for the bytes."""
+    """Whether settings and parameters, except for their bytes, are those of the recorded call."""
     parts = _parts(module)
     if tuple(map(vars(module).get, known.names)) != known.values or len(parts) != len(known.parts):
         return False
@@ -109,8 +109,8 @@ def _as_then(module: Recurrent, known: Known) -> bool:
 
 
 def known_call(module: Recurrent, input: Any, hx: Any, one_step: bool) -> Known | None:
-    """What is ready for a call that is like the one before but for bytes, else None. one_step: input has no dimension
-    of time, nor has output."""
+    """The prepared call if it fits this one, except for the parameters' bytes, which are not compared here; else None.
+    one_step: input and output have no dimension of time."""
     if torch.compiler.is_compiling():  # a guard on a key of _known would depend on the modules that exist
         return None
     known = _known.get(module)
@@ -126,8 +126,8 @@ def known_call(module: Recurrent, input: Any, hx: Any, one_step: bool) -> Known 
 def remember(
     module: Recurrent, input: Tensor, hx: Tensor | None, one_step: bool, data: Tensor, leaf: tuple[Any, ...]
 ) -> None:
-    """Make `repeated` ready for the next such call, if this is the second. data: input as [T,B,D]; the call has been
-    checked, is of one layer and of floats."""
+    """Record a call, or prepare the next one if this is the second that agrees. data: input as [T,B,D]; the call is
+    checked, of one layer and of floats."""
     T, B = data.shape[:2]
     parts = _parts(module)
     if T * B > MOST_ROWS or (hx is None and module.learned_h0) or not all(map(_plain, (input, data, *parts))):
