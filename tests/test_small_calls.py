@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import cpu, functional
+from orthokern._scan_contract import LastGrad
 from orthokern.cpu import _call
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _layouts, _quick, _repeated
-from orthokern.ops import _alone, _last
+from orthokern.ops import _alone, _register
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 
@@ -113,7 +114,7 @@ def test_derivatives_of_a_few_steps(kind: str, options: dict[str, Any], shape: t
 
     arguments = (x, *values.values()) if hx is None else (x, *values.values(), hx)
     node = call(*arguments)[0].grad_fn
-    while node is not None and "Steps" not in node.name():
+    while node is not None and "Steps" not in type(node).__name__:
         node = node.next_functions[0][0]
     assert node is not None
     assert torch.autograd.gradcheck(call, arguments)
@@ -133,12 +134,17 @@ def test_a_hook_sees_each_gradient_once() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_of_last_states_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of the full path in every bit, with its derivative."""
-    monkeypatch.setattr(_last, "POOLED_BYTES", 0)
-    module, x = made(kind, num_layers=2, dtype=torch.float64), torch.randn(5, 3, D, dtype=torch.float64)
-    wanted, cotangent = [x.requires_grad_(), *module.parameters()], torch.randn(2, 3, N, dtype=torch.float64)
-    taken: list[int] = []
-    apply = _last._Last.apply
-    monkeypatch.setattr(_last._Last, "apply", lambda states: taken.append(1) or apply(states))
+    module, x = made(kind, num_layers=2, dtype=torch.float64), torch.randn(5, 4, D, dtype=torch.float64)
+    wanted, cotangent = [x.requires_grad_(), *module.parameters()], torch.randn(2, 4, N, dtype=torch.float64)
+    taken: list[Any] = []
+    joined = _register._with_last_step
+
+    def seen(*given: Any) -> tuple[Any, ...]:
+        found = joined(*given)
+        taken.append(type(found[0]))
+        return found
+
+    monkeypatch.setattr(_register, "_with_last_step", seen)
 
     def derivatives() -> list[Tensor]:
         _, h_n = module(x)
@@ -147,10 +153,11 @@ def test_the_gradient_of_last_states_alone(kind: str, monkeypatch: pytest.Monkey
         return [*first, *torch.autograd.grad(slope.square().sum(), wanted)]
 
     found = derivatives()
-    assert len(taken) == 4
+    assert taken[:2] == [LastGrad, Tensor] and LastGrad not in taken[2:]  # the second layer, the first; create_graph
+    taken.clear()
     the_full_path(monkeypatch)
     expected = derivatives()
-    assert len(taken) == 4 and all(bool((one != 0).any()) for one in found)
+    assert not taken and all(bool((one != 0).any()) for one in found)
     torch.testing.assert_close(found[: len(wanted)], expected[: len(wanted)], rtol=0, atol=0)
     torch.testing.assert_close(found, expected)
 

@@ -143,6 +143,7 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
 template <class T>
 struct GruAdjoints {
   Scratch<T> acc, direct, d_n, d_r[2], d_z[2], d_q[2];
+  Scratch<T> zeros;  // [R][N], the gradients of states without one
 
   bool allocate(size_t size, bool kanai) {
     if (!acc.allocate(size) || !direct.allocate(size) || !d_n.allocate(size)) return false;
@@ -162,6 +163,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   GruRows<T> rows(plan, row0, R);
   GruCuts<T> cuts(plan, row0, R);
   if (!memory.allocate(size, KANAI) || !rows.allocate() || !cuts.allocate()) return false;
+  if (args.grad_steps < args.T && !memory.zeros.allocate(static_cast<size_t>(R) * N)) return false;
   Scratch<T>&acc = memory.acc, &direct = memory.direct, &d_n = memory.d_n;
   Scratch<T>*d_r = memory.d_r, *d_z = memory.d_z, *d_q = memory.d_q;
   const bool stream = plan.stream;
@@ -173,6 +175,10 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   rows.clear_padding(args.ghat, N);
   auto rows_of = [&](const void* from, int64_t t, int width) {
     return static_cast<T*>(const_cast<void*>(from)) + (t * plan.B + row0) * width * N;
+  };
+  auto grad_of_state = [&](int64_t t) {
+    const int64_t step = t - (args.T - args.grad_steps);
+    return step < 0 ? memory.zeros.get() : rows_of(args.grad_hs, step, 1);
   };
   auto state_before = [&](int64_t t) {
     return t ? rows_of(args.saved_hs, t - 1, 1) : static_cast<const T*>(args.h0) + row0 * N;
@@ -195,7 +201,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
 
   // The start of step t for some blocks. ghat_t is g_t and what step t + 1 passes.
   auto begin = [&](int64_t t, int first, int last) {
-    const T *g = rows_of(args.grad_hs, t, 1), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
+    const T *g = grad_of_state(t), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
     const T* pre = KANAI ? nullptr : rows_of(args.saved_pre, t, 1);
     const T* of_gates = args.grad_gates ? rows_of(args.grad_gates, t, 3) : nullptr;
     const T* of_pre = args.grad_pre ? rows_of(args.grad_pre, t, 1) : nullptr;
@@ -245,7 +251,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     Transfers<T> transfers[2];
     const int with_r = KANAI ? 0 : 1;
     if (t > 0) {
-      transfers[with_r].prefetch(rows_of(args.grad_hs, t - 1, 1), N, L, R_next, plan.blocks());
+      transfers[with_r].prefetch(grad_of_state(t - 1), N, L, R_next, plan.blocks());
       transfers[with_r].prefetch(state_before(t - 1), N, L, R_next, plan.blocks());
       transfers[1].prefetch(rows_of(args.saved_gates, t - 1, 3), 3 * N, L, R_next, (3 * plan.N + L - 1) / L);
       if (!KANAI) transfers[1].prefetch(rows_of(args.saved_pre, t - 1, 1), N, L, R_next, plan.blocks());

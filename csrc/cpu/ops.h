@@ -46,7 +46,8 @@ struct ScanArgs {
   void* pre;   // [T, B, N] or null
 
   // backward: inputs
-  const void* grad_hs;    // [T, B, N]
+  int64_t grad_steps;     // T, or 1 if only the last state has a gradient
+  const void* grad_hs;    // [grad_steps, B, N]
   const void* states;     // hs [T, B, N], or ckpt
   const void* saved_pre;  // [T, B, N] or null
   // and the results
@@ -82,8 +83,8 @@ struct ScanArgs {
   template <class Visit>
   void backward(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_reset_state,
-                     grad_weight, grad_bias, grad_act_param, grad_norm);
+    ORTHOKERN_FIELDS(visit, message_clip, grad_steps, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0,
+                     grad_reset_state, grad_weight, grad_bias, grad_act_param, grad_norm);
   }
   // No tokens, lengths, resets, checkpoints or replicas.
   template <class Visit>
@@ -114,7 +115,8 @@ struct GruArgs {
   void* pre;    // [T, B, N]: W_n h_{t-1} + b_n; null for kanai
 
   // backward: inputs
-  const void* grad_hs;      // [T, B, N]
+  int64_t grad_steps;       // T, or 1 if only the last state has a gradient
+  const void* grad_hs;      // [grad_steps, B, N]
   const void* saved_hs;     // [T, B, N]
   const void* saved_gates;  // [T, B, 3N]
   const void* saved_pre;    // [T, B, N] or null
@@ -145,9 +147,9 @@ struct GruArgs {
   }
   template <class Visit>
   void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_hs, saved_hs,
-                     saved_gates, saved_pre, grad_gates, grad_pre, ghat, grad_x, factor, grad_h0, grad_reset_state,
-                     grad_norm);
+    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_steps, grad_hs,
+                     saved_hs, saved_gates, saved_pre, grad_gates, grad_pre, ghat, grad_x, factor, grad_h0,
+                     grad_reset_state, grad_norm);
   }
   // No lengths or resets; grad_h0 and grad_norm may be null, too.
   template <class Visit>

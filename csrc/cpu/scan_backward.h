@@ -69,6 +69,7 @@ struct BackwardRows {
   // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
   // step t.
   Scratch<T> delta, inputs, dx, ending;
+  Scratch<T> zeros;                 // [R][N], the gradients of states without one
   Scratch<T> segment, segment_pre;  // with checkpoints: states (and pre-activations) of one segment, [every][R][N]
 
   // At least two steps fit: a dense map still reads delta_{t+1} while the first columns of delta_t are written.
@@ -103,6 +104,7 @@ struct BackwardRows {
         !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
         !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
       return false;
+    if (args.grad_steps < args.T && !zeros.allocate(static_cast<size_t>(R) * N)) return false;
     if (!every) return true;
     const size_t n = static_cast<size_t>(every < args.T ? every : args.T) * R * N;
     return segment.allocate(n) && (!A::needs_input || segment_pre.allocate(n));
@@ -123,6 +125,11 @@ struct BackwardRows {
     const int64_t start = segment_start(t);
     return k < start ? states + ((k + 1) / every * step_rows + row0) * N
                      : segment + static_cast<ptrdiff_t>(k - start) * R * N;
+  }
+  // g_t as rows N apart.
+  const T* grad_rows(int64_t t) const {
+    const int64_t step = t - (args.T - args.grad_steps);
+    return step < 0 ? zeros : static_cast<const T*>(args.grad_hs) + (step * step_rows + row0) * N;
   }
   // a_t as rows N apart, or null.
   const T* pre_rows(int64_t t) const {
@@ -183,7 +190,7 @@ struct BackwardRows {
     step.t = t;
     step.rows = rows.active[t];
     step.unmasked = unmasked ? rows.active[t + 1] : 0;
-    step.grad_h = static_cast<const T*>(args.grad_hs) + here;
+    step.grad_h = grad_rows(t);
     step.pre = pre_rows(t);
     step.h = inputs + (t < rows.longest - 1 ? place(t + 1) : 0);
     step.delta = delta + place(t);
@@ -202,7 +209,7 @@ struct BackwardRows {
     }
     Transfers<T> during_first, during_last;
     if (delta_out && plan.stream) stream_delta(plan.factored ? &during_first : &during_last, t + 1);
-    rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), step_rows, t, t - 1);
+    if (!zeros) rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), step_rows, t, t - 1);
     if (A::needs_input && !every)
       rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), step_rows, t, t - 1);
     during_last.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);

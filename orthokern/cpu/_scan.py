@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern._scan_contract import LastGrad, Map, ScanGradients, ScanInputs, ScanOptions, ScanStates, stored_steps
 from orthokern.cpu._call import Prepared, call, new
 
 # the fields of ScanGradients by their names in ScanArgs
@@ -62,7 +62,7 @@ def scan_bwd(
     map_: Map,
     inputs: ScanInputs,
     options: ScanOptions,
-    grad_hs: Tensor,
+    grad_hs: Tensor | LastGrad,
     states: Tensor,
     pre: Tensor | None,
     *,
@@ -87,7 +87,8 @@ def scan_bwd(
         norm=new(*replicas, T, dtype=dtype),
     )
     sizes["message_clip"] = options.message_clip
-    tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
+    sizes["grad_steps"], tensors["grad_hs"] = stored_steps(grad_hs)
+    tensors |= {"states": states, "saved_pre": pre}
     tensors |= {f"grad_{name}": grad for name, grad in zip(_NAMES, grads, strict=True)}
     call("dense_scan_bwd" if map_.first is None else "factored_scan_bwd", dtype, sizes, tensors)
     return grads

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern._gru_parameters import parameter_gradients
-from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates, LastGrad, stored_steps
 from orthokern.cpu._call import Prepared, call, new
 
 
@@ -34,7 +34,7 @@ def prepared_gru(inputs: GruInputs, options: GruOptions) -> Prepared:
 
 
 def gru_scan_bwd(
-    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
+    inputs: GruInputs, options: GruOptions, grad_hs: Tensor | LastGrad, states: GruStates, *, need_params: bool = True
 ) -> GruGradients:
     """See :mod:`orthokern.ops.gru_scan`."""
     return _backward(inputs, options, grad_hs, states, need_params)[0]
@@ -43,7 +43,7 @@ def gru_scan_bwd(
 def _backward(
     inputs: GruInputs,
     options: GruOptions,
-    grad_hs: Tensor,
+    grad_hs: Tensor | LastGrad,
     states: GruStates,
     need_params: bool,
     grad_gates: Tensor | None = None,
@@ -53,7 +53,8 @@ def _backward(
     """The gradients, and factor [T,B,N]: r h' in variant "kanai", d_q in variant "torch"."""
     (T, B, N), dtype = grad_hs.shape, inputs.h0.dtype
     sizes, tensors = _arguments(inputs, options, T)
-    saved = {"grad_hs": grad_hs, **{f"saved_{name}": tensor for name, tensor in states._asdict().items()}}
+    saved = {f"saved_{name}": tensor for name, tensor in states._asdict().items()}
+    sizes["grad_steps"], saved["grad_hs"] = stored_steps(grad_hs)
     grad_x, factor = new(T, B, 3 * N, dtype=dtype), new(T, B, N, dtype=dtype)
     grad_h0, grad_norm = torch.empty(B, N, dtype=dtype), torch.empty(T, dtype=dtype)
     state = inputs.reset_state

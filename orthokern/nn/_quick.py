@@ -24,7 +24,6 @@ from orthokern import dispatch
 from orthokern.cpu._steps import MOST_ROWS, Backward
 from orthokern.nn._repeated import Known, known_call, remember
 from orthokern.ops._alone import quiet
-from orthokern.ops._last import last_state
 from orthokern.ops._taps import SINKS, record
 
 if TYPE_CHECKING:
@@ -256,8 +255,10 @@ def forward(
     for layer in range(layers):
         suffix = f"l{layer}"
         h0 = _start(module, suffix, data, hx if hx is None else hx[layer])
-        data = (
-            module._quick_scan(leaf, suffix, data, h0) if recorded else module._quick_states(leaf, suffix, data, h0)[0]
-        )
-        ends.append(last_state(data))
+        if recorded:
+            data, last = module._quick_scan(suffix, data, h0)
+        else:
+            data = module._quick_states(leaf, suffix, data, h0)[0]
+            last = data[-1]
+        ends.append(last)
     return _laid_out(module, data, one_step), torch.stack(ends)

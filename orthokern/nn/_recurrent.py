@@ -227,15 +227,14 @@ class Recurrent(nn.Module):
 
     # The methods for ``_quick``, whose arguments are checked: a batch in the layout [T,B,D] on a CPU.
 
-    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> Tensor:
-        """hs [T,B,N], differentiable."""
+    def _quick_scan(self, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        """hs [T,B,N] and hs[-1], differentiable."""
         matrix, bias = self._factors(suffix)
-        hs: Tensor = SCANS[self._op()[0]].public(
-            x, *matrix, h0, self._gained(self._tensor(f"weight_ih_{suffix}")), bias, self._act_param(suffix),
-            activation=self.nonlinearity, precision=self.precision, checkpoint_every=self.checkpoint_every,
-            backend=self.backend, message_clip=self.message_clip,
+        return SCANS[self._op()[0]].with_last(
+            self.backend, x, *matrix, h0, self._gained(self._tensor(f"weight_ih_{suffix}")), bias,
+            self._act_param(suffix), self.nonlinearity, self.checkpoint_every, self.backend, self.precision, "auto",
+            None, self.message_clip, None, None,
         )  # fmt: skip
-        return hs
 
     def _quick_states(
         self, leaf: Any, suffix: str, x: Tensor, h0: Tensor
@@ -324,7 +323,8 @@ class Recurrent(nn.Module):
             "checkpoint_every": 0 if _is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
-            **({} if cuts is None else cuts._asdict()),
+            "resets": None if cuts is None else cuts.resets,
+            "reset_state": None if cuts is None else cuts.reset_state,
         }
 
     @overload

@@ -22,7 +22,7 @@ from orthokern.nn._layouts import Cuts
 from orthokern.nn._quick import Ready
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
-from orthokern.ops.gru_scan import VARIANTS, gru_scan
+from orthokern.ops.gru_scan import VARIANTS, gru_scan_with_last
 
 __all__ = ["GRU"]
 
@@ -189,12 +189,12 @@ class GRU(TorchRecurrent):
         (w,), bias = factors
         return functional.gru_scan(
             self._input_term(x, suffix), w, h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
-            **({} if cuts is None else cuts._asdict()),
+            resets=None if cuts is None else cuts.resets, reset_state=None if cuts is None else cuts.reset_state,
         )  # fmt: skip
 
-    def _quick_scan(self, leaf: Any, suffix: str, x: Tensor, h0: Tensor) -> Tensor:
+    def _quick_scan(self, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
         (w,), bias = self._factors(suffix)
-        return gru_scan(self._input_term(x, suffix), w, h0, bias, variant=self.variant, backend=self.backend)
+        return gru_scan_with_last(self._input_term(x, suffix), w, h0, bias, self.variant, self.backend)
 
     def _quick_states(
         self, leaf: Any, suffix: str, x: Tensor, h0: Tensor

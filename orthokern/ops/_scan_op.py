@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions, ScanStates
+from orthokern._scan_contract import LastGrad, Map, ScanInputs, ScanOptions, ScanStates
 from orthokern.dispatch import Support
 from orthokern.ops import _replicas, _route, _second, _taps, _vmap
 from orthokern.ops._common import (
@@ -66,9 +66,6 @@ class ScanOp:
         facts: sizes that SUPPORT tables may limit, from the first factor.
     """
 
-    # the function of the op's module without keeps_dtype, for calls outside autocast
-    public: Callable[..., Tensor]
-
     def __init__(
         self,
         name: str,
@@ -119,6 +116,13 @@ class ScanOp:
         hs = getattr(leaf, f"{self.name}_fwd")(map_, inputs, options).hs
         _taps.record_states(self.name, hs)
         return hs
+
+    def with_last(self, backend: str | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """(hs, hs[-1]) of the forward op's arguments, all of them; see ``CustomOp.with_last``."""
+        if _route.route(backend) == "op":
+            return self.fwd.with_last(*arguments)
+        hs = self(backend, *arguments)
+        return hs, hs[-1]
 
     def _plan(self, activation: str, choices: Sequence[Any], clip: float) -> _second.Plan:
         """The description of a call for ``_second``; choices: backend, precision and algorithm."""
@@ -256,18 +260,19 @@ class ScanOp:
         )
 
     def _derivative(
-        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, _: None, grad_pre: Tensor | None
+        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | LastGrad | None, _: None, grad_pre: Tensor | None
     ) -> tuple[Any, ...]:
         if grad_hs is None and grad_pre is None:
             return ()
         *tensors, lengths, resets, reset_state = saved
         needs = ctx.needs_input_grad[: self.count + 5]
         wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
-        if grad_pre is not None or _route.recording(grad_hs, *saved):
+        if not isinstance(grad_hs, LastGrad) and (grad_pre is not None or _route.recording(grad_hs, *saved)):
             *found, last = self._differentiable(ctx, saved, grad_hs, grad_pre, (*needs, wanted))
             return (*found, *(None,) * 8, last)
         h0 = self.count + 1
-        grads = self.bwd(
+        run = self.bwd.kernel if isinstance(grad_hs, LastGrad) else self.bwd
+        grads = run(
             grad_hs, *tensors, *ctx.head, needs[0], any(needs[1:h0]) or any(needs[h0 + 1 :]), *ctx.choices, lengths,
             ctx.message_clip, resets, reset_state,
         )  # fmt: skip

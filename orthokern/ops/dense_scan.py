@@ -62,6 +62,3 @@ def dense_scan(
         backend, x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
         lengths, message_clip, resets, reset_state,
     )  # fmt: skip
-
-
-_OP.public = dense_scan.__wrapped__  # type: ignore[attr-defined]

@@ -96,6 +96,3 @@ def factored_scan(
         backend, x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
         lengths, message_clip, resets, reset_state,
     )  # fmt: skip
-
-
-_OP.public = factored_scan.__wrapped__  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern._scan_contract import GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import GruInputs, GruOptions, GruStates, LastGrad
 from orthokern.dispatch import Support
 from orthokern.ops import _replicas, _route, _second_gru, _taps, _vmap
 from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative
@@ -96,6 +97,16 @@ def gru_scan(
     forward = _fwd if by_op else _second_gru.Gru.apply
     hs, _, _ = forward(x, w, h0, bias, variant, backend, lengths, resets, reset_state)
     return hs
+
+
+def gru_scan_with_last(
+    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """(hs, hs[-1]) of gru_scan, see ``CustomOp.with_last``."""
+    if _route.route(backend) == "op":
+        return _fwd.with_last(x, w, h0, bias, variant, backend)
+    hs = gru_scan.__wrapped__(x, w, h0, bias, variant=variant, backend=backend)  # type: ignore[attr-defined]
+    return hs, hs[-1]
 
 
 def _leaf(
@@ -202,15 +213,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(
-    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None
+    ctx: Any,
+    saved: tuple[Any, ...],
+    grad_hs: Tensor | LastGrad | None,
+    grad_gates: Tensor | None,
+    grad_pre: Tensor | None,
 ) -> tuple[Any, ...]:
+    if isinstance(grad_hs, LastGrad):
+        return _first_backward(_bwd.kernel, ctx, saved, grad_hs)
     of_saved = grad_gates is not None or grad_pre is not None
     if grad_hs is None and not of_saved:
         return ()
     needs, resets = ctx.needs_input_grad, saved[7]  # as in _setup_context
-    wanted = resets is not None and needs[8]
     recording = _route.recording(grad_hs, *saved)
-    if ctx.dimensions is None and (of_saved or recording):
+    if not of_saved and not recording:
+        return _first_backward(_bwd, ctx, saved, grad_hs)
+    if ctx.dimensions is None:
         leaf = _second_gru.cpu_leaf(ctx.backend, saved, grad_hs, grad_gates, grad_pre)
         options = GruOptions(ctx.variant, contiguous(saved[6]))
         if leaf is not None and not of_saved:
@@ -219,14 +237,21 @@ def _backward(
         if leaf is not None and not recording:
             found = _second_gru.of_saved(leaf, options, saved, grad_hs, grad_gates, grad_pre, needs)
             return (*(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 5)
-    if of_saved or recording:
-        found = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), (*needs[:4], wanted))
-    else:
-        need_params = needs[1] or needs[3]
-        *grads, grad_reset_state, _ = _bwd(grad_hs, *saved[:6], ctx.variant, need_params, ctx.backend, *saved[6:])
-        found = [*map(given, grads, needs[:4]), given(grad_reset_state, wanted)]
-        if ctx.dimensions is not None:
-            found = _replicas.summed(found, ctx.dimensions)
+    wanted = (*needs[:4], resets is not None and needs[8])
+    *found, last = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), wanted)
+    return (*found, *(None,) * 4, last)
+
+
+def _first_backward(
+    run: Callable[..., tuple[Tensor, ...]], ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | LastGrad | None
+) -> tuple[Any, ...]:
+    """The gradients by the backward op."""
+    needs, resets = ctx.needs_input_grad, saved[7]
+    need_params = needs[1] or needs[3]
+    *grads, grad_reset_state, _ = run(grad_hs, *saved[:6], ctx.variant, need_params, ctx.backend, *saved[6:])
+    found = [*map(given, grads, needs[:4]), given(grad_reset_state, resets is not None and needs[8])]
+    if ctx.dimensions is not None:
+        found = _replicas.summed(found, ctx.dimensions)
     return (*found[:-1], *(None,) * 4, found[-1])
 
 

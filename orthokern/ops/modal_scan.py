@@ -87,7 +87,8 @@ def modal_scan(
 
 def run_fwd(inputs: ModalInputs, backend: str | None) -> Tensor:
     """The op modal_scan_fwd."""
-    z: Tensor = torch.ops.orthokern.modal_scan_fwd(*inputs[:5], backend, inputs.lengths)
+    x, re, im, z0, table, lengths, _ = inputs  # the Dynamo of torch 2.6 cannot slice it
+    z: Tensor = torch.ops.orthokern.modal_scan_fwd(x, re, im, z0, table, backend, lengths)
     return z
 
 
