@@ -164,8 +164,9 @@ class ScanOp:
         map_, inputs, options = _replicas.given_to_all(self.name, map_, inputs, options)
         check_lengths(options.lengths, T)
         check_tokens(inputs.x, inputs.weight, options.lengths)
-        options.lengths, options.resets = contiguous(options.lengths), contiguous(options.resets)
-        return leaf, Map._make(contiguous(t) for t in map_), ScanInputs._make(contiguous(t) for t in inputs), options
+        options.lengths, options.resets = contiguous(options.lengths), _replicas.for_leaf(options.resets, second)
+        inputs = ScanInputs(_replicas.for_leaf(inputs.x, second), *(contiguous(t) for t in inputs[1:]))  # type: ignore[arg-type]
+        return leaf, Map._make(contiguous(t) for t in map_), inputs, options
 
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         leaf, map_, inputs, options = self._leaf(x.shape[0], x, *rest)
@@ -182,10 +183,9 @@ class ScanOp:
         function = getattr(leaf, f"{self.name}_bwd")
         if self._one_by_one(leaf, map_, inputs, options, grad_hs.shape[0]):
             function = functools.partial(_replicas.backward_one_by_one, function)
-        found = function(
-            map_, inputs, options, grad_hs.contiguous(), states.contiguous(),
-            pre.contiguous() if options.keeps_pre else None, need_x=need_x, need_params=need_params,
-        )  # fmt: skip
+        saved = (grad_hs, states, pre if options.keeps_pre else None)
+        given_ = (_replicas.for_leaf(tensor, map_.second) for tensor in saved)
+        found = function(map_, inputs, options, *given_, need_x=need_x, need_params=need_params)
         if _taps.SINKS:
             _taps.record(self.name, found.norm)
         grad_x, m, *others = found
@@ -209,10 +209,11 @@ class ScanOp:
     def _forward_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         _, map_, inputs, options = self._read(*arguments)
         (B, N), T, every = inputs.h0.shape[-2:], arguments[0].shape[0], options.checkpoint_every
-        rows = (*map_.second.shape[:-2], B, N)  # R in front for replicas
-        new = map_.second.new_empty
-        ckpt = new((T + every - 1) // every, *rows) if every else new(0)
-        return new(T, *rows), ckpt, new(T, *rows) if options.keeps_pre else new(0)
+        second, empty = map_.second, _replicas.empty
+        rows = (*second.shape[:-2], B, N)  # R in front for replicas
+        ckpt = empty(second, (T + every - 1) // every, *rows) if every else second.new_empty(0)
+        pre = empty(second, T, *rows) if options.keeps_pre else second.new_empty(0)
+        return empty(second, T, *rows), ckpt, pre
 
     def _backward_fake(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         (x, *tensors), need_x, need_params = self._without_needs(rest)
@@ -225,7 +226,8 @@ class ScanOp:
             return new(*replicas, *tensor.shape[-ndim:]) if tensor is not None and wanted else new(0)
 
         features = grad_hs if weight is None else x if x is not None and x.is_floating_point() else None
-        grad_x = new(*grad_hs.shape[:-1], features.shape[-1]) if features is not None and need_x else new(0)
+        columns = features.shape[-1] if features is not None and need_x else 0
+        grad_x = _replicas.empty(h0, *grad_hs.shape[:-1], columns) if columns else new(0)
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         norm = new(*replicas, grad_hs.shape[0], dtype=wide)
         return (
