@@ -92,8 +92,8 @@ class ScanOp:
         bwd.register_fake(self._backward_fake)
         fwd.register_autograd(self._derivative, setup_context=self._setup_context)
         bwd.register_autograd(no_second_derivative(name))
-        fwd.register_vmap(_vmap.scan_forward(fwd.overload, self.count, fwd.indices("x", "resets")))
-        bwd.register_vmap(_vmap.scan_backward(bwd.overload, self.count, bwd.indices("x", "resets")))
+        fwd.register_vmap(_vmap.scan_forward(fwd, self.count, fwd.indices("x", "resets")))
+        bwd.register_vmap(_vmap.scan_backward(bwd, self.count, bwd.indices("x", "resets")))
         self.fwd, self.bwd = fwd, bwd
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:

@@ -257,5 +257,5 @@ def _differentiable(
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("gru_scan"))
-_fwd.register_vmap(_vmap.scan_forward(_fwd.overload, 1, _fwd.indices("x", "resets")))
-_bwd.register_vmap(_vmap.scan_backward(_bwd.overload, 1, _bwd.indices("resets"), saved=4))
+_fwd.register_vmap(_vmap.scan_forward(_fwd, 1, _fwd.indices("x", "resets")))
+_bwd.register_vmap(_vmap.scan_backward(_bwd, 1, _bwd.indices("resets"), saved=4))

@@ -9,10 +9,12 @@ import torch
 from helpers import SCANS, call_functional, compiled, scan_problem, served, some_lengths
 from torch import Tensor
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import functional
 from orthokern.diagnostics import tap
 from orthokern.errors import InputError
+from orthokern.ops import _vmap
 
 R, B, T = 5, 3, 7
 
@@ -198,6 +200,42 @@ def test_a_few_steps_of_each_model_are_a_loop(op: str, inputs: str) -> None:
     cotangent = torch.stack([problem.grad_hs for problem in of_all])
     wanted = torch.autograd.grad(alone, floats, cotangent)
     torch.testing.assert_close(torch.autograd.grad(hs, floats, cotangent), wanted)
+
+
+def test_vmap_by_the_dispatcher_and_without_it() -> None:
+    """An op of this package takes the short way under one vmap, torch.ops never does, and a mode sees the call."""
+    x, w, h0, weight, bias, _ = stacked(problems("dense_scan", "features"))
+    assert x is not None and w is not None
+    w.requires_grad_()
+
+    def short(x: Tensor, w: Tensor) -> Tensor:
+        assert _vmap.only_level() is not None
+        return scan(x, w)
+
+    def scan(x: Tensor, w: Tensor) -> Tensor:
+        return functional.dense_scan(x, w, h0[0], weight=weight[0], bias=bias[0])  # type: ignore[index]
+
+    def by_dispatcher(x: Tensor, w: Tensor) -> Tensor:
+        arguments = (x, w, h0[0], weight[0], bias[0], None, "tanh", 0)  # type: ignore[index]
+        hs: Tensor = torch.ops.orthokern.dense_scan_fwd(*arguments)[0]
+        return hs
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **kwargs or {})
+
+    seen: list[str] = []
+    found = vmap(short)(x, w)
+    wanted = vmap(by_dispatcher)(x, w)
+    assert torch.equal(found, wanted)
+    cotangent = torch.randn_like(found)
+    assert torch.equal(*(torch.autograd.grad(hs, w, cotangent)[0] for hs in (found, wanted)))
+    with Names():
+        assert torch.equal(vmap(scan)(x, w), wanted)
+    assert "orthokern::dense_scan_fwd" in seen
+    one = vmap(lambda scale: scale * scan(x[0], w[0]))(torch.ones(R, dtype=x.dtype))  # nothing of the call is mapped
+    assert torch.equal(one, wanted[:1].expand(R, -1, -1, -1))
 
 
 @pytest.mark.parametrize("op", SCANS)
