@@ -52,7 +52,12 @@ def test_replicas(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
             for module, one, g in zip(modules, x, cotangent, strict=True)
         ]
 
-    found, error = together(), 0.0
+    def one_thread() -> None:
+        torch.set_num_threads(1)
+        loop(ours)
+        torch.set_num_threads(threads)
+
+    found, error, threads = together(), 0.0, torch.get_num_threads()
     for r, (module, peer) in enumerate(pairs):
         wanted = expected(module, peer, x[r], cotangent[r])
         actual = dict(zip(parameters, (grad[r] for grad in found), strict=True))
@@ -64,10 +69,13 @@ def test_replicas(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     calls = {
         "torch.nn.RNN": lambda: loop(theirs),
         "one call for each model": lambda: loop(ours),
+        "one thread": one_thread,
         "ours": together,
     }
     seconds = interleave(benchmark, calls, rounds=bench.rounds(21))
     for peer_name, bar in BARS.items():
+        # what the ratio would be if each thread ran its share of the loop's calls alone: those already use all threads
+        shared_out = ratio(seconds[peer_name], [t / threads for t in seconds["one thread"]])
         bench.record(
             "replicas",
             f"{peer_name} over vmap of orthokern.nn.{name}",
@@ -77,6 +85,7 @@ def test_replicas(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
             bar=bar,
             details={
                 "us_per_step_and_model": round(1e6 * median(seconds["ours"]) / T / R, 3),
+                "at_one_thread_rate": round(shared_out, 3),
                 "ms": spread_ms(seconds["ours"]),
                 "peer_ms": spread_ms(seconds[peer_name]),
                 "error": error,

@@ -13,9 +13,9 @@ enum Dtype { kFloat32 = 0, kFloat64 = 1 };
 
 // factored_scan, W = second diag(scale) first^T, and dense_scan, W = second alone and K == 0; forward and backward.
 //
-// Replicas are R models of equal sizes in one call. Every tensor then has R in front of the dimensions below, behind T
-// in those that have T in front: second [R, N, K], lengths [R, B], hs [T, R, B, N]. grad_norm is [R, T]. With shared_x
-// alone x and tokens have no R, and all models read the same ones; grad_x still has it.
+// Replicas are R models of equal sizes in one call. Every tensor then has R in front of the dimensions below: second
+// [R, N, K], lengths [R, B], hs [R, T, B, N]. With shared_x alone x and tokens have no R, and all models read the same
+// ones; grad_x still has it.
 struct ScanArgs {
   int64_t B, T, N, K, D;
   int64_t R;     // 1 or more
@@ -66,9 +66,6 @@ struct ScanArgs {
   void* grad_scale;   // [K], times the slope
   const void* slope;  // [K], or null: ones
   void* grad_second;  // [N, K]
-
-  // Set by the kernel: rows from one step of the states, and of x, to the next. R B, or B.
-  int64_t step_rows, x_step_rows;
 
   template <class Visit>
   void common(Visit& visit) {

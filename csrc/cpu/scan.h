@@ -57,16 +57,16 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   for (int64_t t = 0; t < args.T; t++) {
     if (ckpt && t % every == 0) {
       const int kept = t > 0 ? rows.active[t - 1] : R;
-      rows.write_rows(rows.state, rows.block, kept, N, ckpt + ((t / every) * args.step_rows + row0) * N, N);
+      rows.write_rows(rows.state, rows.block, kept, N, ckpt + ((t / every) * args.B + row0) * N, N);
       rows.clear_rest(t / every, kept, ckpt, N);
     }
-    const int64_t at = (t * args.step_rows + row0) * N;
+    const int64_t at = (t * args.B + row0) * N;
     if (t < rows.longest) rows.template step<A>(t, hs + at, pre ? pre + at : nullptr, plan.stream);
     rows.clear_rest(t, rows.active[t], hs, N);
     if (pre) rows.clear_rest(t, rows.active[t], pre, N);
   }
   if (plan.stream) {
-    rows.write_last(hs + ((rows.longest - 1) * args.step_rows + row0) * N);
+    rows.write_last(hs + ((rows.longest - 1) * args.B + row0) * N);
     stream_fence();
   }
   return true;
@@ -134,24 +134,25 @@ void advance(int64_t bytes, P*&... pointers) {
 template <class T>
 ScanArgs replica(const ScanArgs& all, int64_t r) {
   ScanArgs one = all;
+  one.R = 1;
   const int64_t B = all.B, N = all.N, D = all.D, size = r * static_cast<int64_t>(sizeof(T));
-  const int64_t inputs = all.weight ? D : N, columns = all.K ? all.K : N;
-  one.step_rows = all.R * B;
-  one.x_step_rows = all.shared_x ? B : one.step_rows;
+  const int64_t rows = all.T * B, inputs = all.weight ? D : N, columns = all.K ? all.K : N;
+  const int64_t every = all.checkpoint_every, kept = every ? (all.T + every - 1) / every * B : rows;
   if (!all.shared_x) {
-    advance(size * B * inputs, one.x);
-    advance(r * B * static_cast<int64_t>(sizeof(int64_t)), one.tokens);
+    advance(size * rows * inputs, one.x);
+    advance(r * rows * static_cast<int64_t>(sizeof(int64_t)), one.tokens);
   }
   advance(r * B * static_cast<int64_t>(sizeof(int64_t)), one.lengths);
-  advance(r * B, one.resets);
+  advance(r * rows, one.resets);
   advance(size * columns, one.scale);
   advance(size * N, one.bias, one.grad_bias);
   advance(size * N * columns, one.first, one.second);
   advance(size * N * N, one.grad_map);
   advance(size * N * D, one.weight, one.grad_weight);
-  advance(size * B * N, one.h0, one.reset_state, one.hs, one.ckpt, one.pre, one.grad_hs, one.states, one.saved_pre,
-          one.grad_h0, one.grad_reset_state);
-  advance(size * B * inputs, one.grad_x);
+  advance(size * B * N, one.h0, one.reset_state, one.grad_h0, one.grad_reset_state);
+  advance(size * rows * N, one.hs, one.pre, one.grad_hs, one.saved_pre);
+  advance(size * kept * N, one.ckpt, one.states);
+  advance(size * rows * inputs, one.grad_x);
   advance(size * all.act_param_size, one.act_param, one.grad_act_param);
   advance(size * all.T, one.grad_norm);
   return one;

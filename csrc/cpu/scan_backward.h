@@ -54,7 +54,7 @@ struct BackwardRows {
   ScanSums<T>* sums;
   ScanRows<T> rows;
   const int row0, R;
-  const int64_t N, step_rows;
+  const int64_t N, B;
   const int64_t every;         // steps of a segment between checkpoints, or 0
   const int blocks, x_blocks;  // of N columns, and of X
   const bool params;           // whether gradients of the parameters are wanted
@@ -81,7 +81,7 @@ struct BackwardRows {
         row0(row0_),
         R(R_),
         N(plan_.N),
-        step_rows(args.step_rows),
+        B(plan_.B),
         every(args.checkpoint_every),
         blocks(plan_.blocks()),
         x_blocks(round_up(plan_.X, L) / L),
@@ -121,21 +121,20 @@ struct BackwardRows {
   const T* state_rows(int64_t k, int64_t t) const {
     const T* states = static_cast<const T*>(args.states);
     if (k < 0) return static_cast<const T*>(args.h0) + row0 * N;
-    if (!every) return states + (k * step_rows + row0) * N;
+    if (!every) return states + (k * B + row0) * N;
     const int64_t start = segment_start(t);
-    return k < start ? states + ((k + 1) / every * step_rows + row0) * N
-                     : segment + static_cast<ptrdiff_t>(k - start) * R * N;
+    return k < start ? states + ((k + 1) / every * B + row0) * N : segment + static_cast<ptrdiff_t>(k - start) * R * N;
   }
   // g_t as rows N apart.
   const T* grad_rows(int64_t t) const {
     const int64_t step = t - (args.T - args.grad_steps);
-    return step < 0 ? zeros : static_cast<const T*>(args.grad_hs) + (step * step_rows + row0) * N;
+    return step < 0 ? zeros : static_cast<const T*>(args.grad_hs) + (step * B + row0) * N;
   }
   // a_t as rows N apart, or null.
   const T* pre_rows(int64_t t) const {
     if (!A::needs_input) return nullptr;
     if (every) return segment_pre + static_cast<ptrdiff_t>(t - segment_start(t)) * R * N;
-    return static_cast<const T*>(args.saved_pre) + (t * step_rows + row0) * N;
+    return static_cast<const T*>(args.saved_pre) + (t * B + row0) * N;
   }
 
   void run() {
@@ -168,7 +167,7 @@ struct BackwardRows {
   // The states of the segment that ends with step t, from its checkpoint.
   void recompute_segment(int64_t t) {
     const int64_t start = segment_start(t);
-    const T* checkpoint = static_cast<const T*>(args.states) + ((t / every) * step_rows + row0) * N;
+    const T* checkpoint = static_cast<const T*>(args.states) + ((t / every) * B + row0) * N;
     rows.read_rows(checkpoint, N, R, N, rows.state, rows.block);
     for (int64_t k = start; k <= t; k++) {
       const ptrdiff_t at = static_cast<ptrdiff_t>(k - start) * R * N;
@@ -184,7 +183,7 @@ struct BackwardRows {
   }
 
   BackwardStep<T> step_at(int64_t t) const {
-    const ptrdiff_t here = (t * step_rows + row0) * N;
+    const ptrdiff_t here = (t * B + row0) * N;
     const bool unmasked = !A::needs_input && rows.gapless(t) && rows.gapless(t + 1);
     BackwardStep<T> step;
     step.t = t;
@@ -195,7 +194,7 @@ struct BackwardRows {
     step.h = inputs + (t < rows.longest - 1 ? place(t + 1) : 0);
     step.delta = delta + place(t);
     step.grad_x = delta_out && !plan.stream ? grad_x() + here : nullptr;
-    step.ids = args.tokens && params ? args.tokens + t * args.x_step_rows + row0 : nullptr;
+    step.ids = args.tokens && params ? args.tokens + t * B + row0 : nullptr;
     step.resets = t < rows.longest - 1 ? rows.resets_at(t + 1) : nullptr;
     return step;
   }
@@ -209,9 +208,8 @@ struct BackwardRows {
     }
     Transfers<T> during_first, during_last;
     if (delta_out && plan.stream) stream_delta(plan.factored ? &during_first : &during_last, t + 1);
-    if (!zeros) rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), step_rows, t, t - 1);
-    if (A::needs_input && !every)
-      rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), step_rows, t, t - 1);
+    if (!zeros) rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), t, t - 1);
+    if (A::needs_input && !every) rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), t, t - 1);
     during_last.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);
     if (step.grad_x) during_last.prefetch(step.grad_x, N, L, step.rows, blocks);
     multiply_back(t + 1, &during_first, &during_last,
@@ -235,8 +233,7 @@ struct BackwardRows {
 
   // Writes delta of step t to grad_x with streaming stores.
   void stream_delta(Transfers<T>* transfers, int64_t t) {
-    transfers->stream(delta + place(t), L, ring_block, grad_x() + (t * step_rows + row0) * N, N, L, rows.active[t],
-                      blocks);
+    transfers->stream(delta + place(t), L, ring_block, grad_x() + (t * B + row0) * N, N, L, rows.active[t], blocks);
   }
 
   // The messages of the rows that reset at step t do not go on to step t - 1, but to the gradient of reset_state.
@@ -343,7 +340,7 @@ struct BackwardRows {
     const int R_t = rows.active[t];
     const Segment<T> from = {delta + place(t), ring_block, plan.N};
     multiply<T>(&from, 1, plan.input_t, R_t, dx, rows.block);
-    rows.write_rows(dx, rows.block, R_t, plan.D, grad_x() + (t * step_rows + row0) * plan.D, plan.D);
+    rows.write_rows(dx, rows.block, R_t, plan.D, grad_x() + (t * B + row0) * plan.D, plan.D);
   }
 
   // Completes the inputs of step t in the ring. If step t is the last that the ring takes, adds the ring to the sums.

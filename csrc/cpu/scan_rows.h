@@ -66,7 +66,7 @@ struct ScanRows {
   // The flags of the rows at step t, if any of the first R_t resets there; else null.
   const uint8_t* resets_at(int64_t t) const {
     if (!args.resets) return nullptr;
-    const uint8_t* flags = args.resets + t * args.step_rows + row0;
+    const uint8_t* flags = args.resets + t * args.B + row0;
     return memchr(flags, 1, active[t]) ? flags : nullptr;
   }
   bool resets(const uint8_t* flags, int r, int64_t t) const { return flags[r] && !ended(r, t); }
@@ -94,8 +94,7 @@ struct ScanRows {
   }
   // Rows [from, R) of the batch at one step of a row-major [.., B, columns].
   void clear_rest(int64_t step, int from, T* rows, int columns) const {
-    memset(rows + (step * args.step_rows + row0 + from) * columns, 0,
-           static_cast<size_t>(R - from) * columns * sizeof(T));
+    memset(rows + (step * args.B + row0 + from) * columns, 0, static_cast<size_t>(R - from) * columns * sizeof(T));
   }
 
   int lanes(int b) const { return plan.N - b * L < L ? plan.N - b * L : L; }
@@ -120,7 +119,7 @@ struct ScanRows {
   }
   // x_t and the one for the bias, blocked.
   void read_features(int64_t t, T* to, ptrdiff_t to_block) const {
-    const T* from = static_cast<const T*>(args.x) + (t * args.x_step_rows + row0) * plan.D;
+    const T* from = static_cast<const T*>(args.x) + (t * args.B + row0) * plan.D;
     read_rows(from, plan.D, active[t], plan.D, to, to_block);
     if (plan.bias_column)
       for (int r = 0; r < active[t]; r++) to[(plan.D / L) * to_block + r * L + plan.D % L] = 1;
@@ -128,9 +127,9 @@ struct ScanRows {
 
   // Prefetches rows of a row-major [T, B, N]. A product first needs the columns of its first panel (two blocks): these
   // are prefetched one product earlier, for step `later` (none if it is outside [0, T)). The columns after them are
-  // prefetched for step t. Steps are `step_rows` rows apart.
-  void prefetch_rows(Transfers<T>* transfers, const T* from, int64_t step_rows, int64_t t, int64_t later) const {
-    const ptrdiff_t step = static_cast<ptrdiff_t>(step_rows) * plan.N;
+  // prefetched for step t.
+  void prefetch_rows(Transfers<T>* transfers, const T* from, int64_t t, int64_t later) const {
+    const ptrdiff_t step = static_cast<ptrdiff_t>(args.B) * plan.N;
     const T* rows = from + row0 * static_cast<ptrdiff_t>(plan.N);
     if (plan.blocks() > 2) transfers->prefetch(rows + t * step + 2 * L, plan.N, L, active[t], plan.blocks() - 2);
     if (later >= 0 && later < args.T)
@@ -155,7 +154,7 @@ struct ScanRows {
     Transfers<T> during_first, during_last;  // the factored map's first product, and the last product
     const bool has_e = read_input(t, &during_last);
     if (h_out && stream && t > 0) {
-      T* h_before = h_out - static_cast<ptrdiff_t>(args.step_rows) * N;
+      T* h_before = h_out - static_cast<ptrdiff_t>(args.B) * N;
       (plan.factored ? during_first : during_last)
           .stream(state, L, block, h_before, N, L, active[t - 1], plan.blocks());
     }
@@ -175,7 +174,7 @@ struct ScanRows {
                 [&](int first, int last) { activate_blocks<A>(first, last, R_t, has_e, out, h_out, pre_out, stream); });
     if (behind) {
       stream_fence();  // the streaming stores to the same place come first
-      T* h_before = h_out - static_cast<ptrdiff_t>(args.step_rows) * N;
+      T* h_before = h_out - static_cast<ptrdiff_t>(args.B) * N;
       for (int r = 0; r < R_t; r++)
         if (resets(flags, r, t))
           memcpy(h_before + static_cast<ptrdiff_t>(r) * N, streamed + static_cast<ptrdiff_t>(r) * N, N * sizeof(T));
@@ -191,18 +190,17 @@ struct ScanRows {
   bool read_input(int64_t t, Transfers<T>* transfers) {
     const int R_t = active[t];
     if (args.tokens) {
-      const int64_t* id = args.tokens + t * args.x_step_rows + row0;
+      const int64_t* id = args.tokens + t * args.B + row0;
       for (int r = 0; r < R_t; r++) e_rows[r] = plan.table + (ended(r, t) ? 0 : id[r]) * plan.padded();
       return true;
     }
     if (plan.X == 0) {
-      for (int r = 0; r < R_t; r++)
-        e_rows[r] = static_cast<const T*>(args.x) + (t * args.x_step_rows + row0 + r) * plan.N;
-      prefetch_rows(transfers, static_cast<const T*>(args.x), args.x_step_rows, t, t + 1);
+      for (int r = 0; r < R_t; r++) e_rows[r] = static_cast<const T*>(args.x) + (t * args.B + row0 + r) * plan.N;
+      prefetch_rows(transfers, static_cast<const T*>(args.x), t, t + 1);
       return true;
     }
     read_features(t, x, block);
-    const T* x_next = static_cast<const T*>(args.x) + ((t + 1) * args.x_step_rows + row0) * plan.D;
+    const T* x_next = static_cast<const T*>(args.x) + ((t + 1) * args.B + row0) * plan.D;
     if (t + 1 < args.T) transfers->prefetch(x_next, plan.D, L, active[t + 1], (plan.D + L - 1) / L);
     return false;
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
@@ -13,6 +14,22 @@ from orthokern.cpu._call import Prepared, call, new
 
 # the fields of ScanGradients by their names in ScanArgs
 _NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
+# the tensors that have T in front, first those that models may share
+_TIME_FIRST = ("x", "tokens", "resets", "hs", "ckpt", "pre", "grad_hs", "states", "saved_pre", "grad_x")
+
+
+def _new(T: int, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[T, ...] of rows [B, N], or [T, R, B, N] with R in front in memory."""
+    return new(T, *rows, dtype=dtype) if len(rows) == 2 else new(rows[0], T, *rows[1:], dtype=dtype).transpose(0, 1)
+
+
+def _call(map_: Map, direction: str, sizes: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
+    """The kernel. It takes R in front, where the ops have T."""
+    if map_.second.ndim == 3:
+        for key in _TIME_FIRST[2 * sizes["shared_x"] :]:
+            if (tensor := tensors.get(key)) is not None:
+                tensors[key] = tensor.transpose(0, 1)
+    call(map_.op + direction, map_.second.dtype, sizes, tensors)
 
 
 def _arguments(
@@ -43,10 +60,10 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     assert inputs.x is not None
     T, rows, dtype, every = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype, options.checkpoint_every
     sizes, tensors = _arguments(map_, inputs, options, T)
-    hs = tensors["hs"] = new(T, *rows, dtype=dtype)
-    ckpt = tensors["ckpt"] = new(-(-T // every), *rows, dtype=dtype) if every else None
-    pre = tensors["pre"] = new(T, *rows, dtype=dtype) if options.keeps_pre else None
-    call("dense_scan_fwd" if map_.first is None else "factored_scan_fwd", dtype, sizes, tensors)
+    hs = tensors["hs"] = _new(T, rows, dtype)
+    ckpt = tensors["ckpt"] = _new(-(-T // every), rows, dtype) if every else None
+    pre = tensors["pre"] = _new(T, rows, dtype) if options.keeps_pre else None
+    _call(map_, "_fwd", sizes, tensors)
     return ScanStates(hs, ckpt, pre)
 
 
@@ -77,7 +94,7 @@ def scan_bwd(
         return new(*tensor.shape, dtype=dtype) if tensor is not None and wanted else None
 
     grads = ScanGradients(
-        x=new(T, *replicas, B, sizes["D"] or N, dtype=dtype) if need_x and tensors["tokens"] is None else None,
+        x=_new(T, (*replicas, B, sizes["D"] or N), dtype) if need_x and tensors["tokens"] is None else None,
         m=new(*replicas, N, N, dtype=dtype) if need_params else None,
         h0=new(*replicas, B, N, dtype=dtype),
         weight=like(inputs.weight, need_params),
@@ -90,5 +107,5 @@ def scan_bwd(
     sizes["grad_steps"], tensors["grad_hs"] = stored_steps(grad_hs)
     tensors |= {"states": states, "saved_pre": pre}
     tensors |= {f"grad_{name}": grad for name, grad in zip(_NAMES, grads, strict=True)}
-    call("dense_scan_bwd" if map_.first is None else "factored_scan_bwd", dtype, sizes, tensors)
+    _call(map_, "_bwd", sizes, tensors)
     return grads

@@ -48,7 +48,7 @@ def register_gradients(forward: CustomOp, first: int, differentiable: Callable[.
         return tuple(_scaled(grad, grad_loss) if need else None for grad, need in zip(saved, needs, strict=False))
 
     forward.register_autograd(derivative, setup_context=setup_context)
-    forward.register_vmap(_vmap.one_by_one(forward.overload, wanted=first))
+    forward.register_vmap(_vmap.one_by_one(forward, wanted=first))
 
 
 def _refusing_op(forward: CustomOp, name: str, count: int) -> CustomOp:

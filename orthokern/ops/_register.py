@@ -65,18 +65,15 @@ class CustomOp:
         self.derivative: Any = None  # the autograd.Function, where there is one
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.kernel), "CompositeExplicitAutograd")
-        self._vmap_rule = _vmap.one_by_one(self.overload)
+        self._vmap_rule = _vmap.one_by_one(self)
 
-        def batched(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
-            defaults = self.defaults[len(given) :]
-            return self._vmap_rule(info, (*in_dims, *(None,) * len(defaults)), *given, *defaults)
-
-        torch.library.register_vmap(f"{NAMESPACE}::{name}", batched, lib=_LIBRARY)
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
 
     def __call__(self, *given: Any) -> Any:
         """Call the op, without torch's dispatcher where ``orthokern/ops/_alone.py`` permits that."""
         if not alone(given):
-            return self.packet(*given)
+            level = _vmap.only_level()
+            return self.packet(*given) if level is None else _vmap.apply(level, self, self._batched, given)
         if torch.is_grad_enabled() and self.derivative is not None:
             return self.derivative.apply(*given, *self.defaults[len(given) :], None)
         return self.kernel(*given)
@@ -93,6 +90,11 @@ class CustomOp:
             return found[0], found[-1]
         result = self.kernel(*given)[0]
         return result, result[-1].clone()
+
+    def _batched(self, info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+        """The call under vmap, with the arguments that the dispatcher or the caller left out."""
+        defaults = self.defaults[len(given) :]
+        return self._vmap_rule(info, (*in_dims, *(None,) * len(defaults)), *given, *defaults)
 
     def _guarded(self, function: Function) -> Function:
         """A kernel or fake that raises InputError for tensors that are 0-dimensional or not strided, and for results

@@ -2,7 +2,8 @@
 
 ``second`` [R, N, K] of the map, or w [R, 3N, N] of a GRU, makes it such a call. Every other tensor either has R too, in
 front (x, states and their gradients behind T: [T, R, B, N]), or lacks it and is shared by all models. Results have R in
-the same places, the gradients of what is shared included; grad_norm is [R, T].
+the same places, the gradients of what is shared included; grad_norm is [R, T]. In memory, results [T, R, ...] on a CPU
+have R in front, where vmap has it too: nothing is copied between layers, and each model is contiguous.
 
 A leaf is given every tensor with R but the x of a scan. One whose row in SUPPORT names the feature "replicas" serves
 the call at once; for the others ``one_by_one`` calls the leaf for each model.
@@ -134,7 +135,24 @@ def _map_of(map_: Map, r: int) -> Map:
 
 
 def _stacked(results: list[Tensor | None], dim: int) -> Tensor | None:
-    return None if results[0] is None else torch.stack(results, dim)  # type: ignore[arg-type]
+    if results[0] is None:
+        return None
+    if dim == 1 and results[0].is_cpu:  # as in `empty`
+        return torch.stack(results).transpose(0, 1)  # type: ignore[arg-type]
+    return torch.stack(results, dim)  # type: ignore[arg-type]
+
+
+def empty(like: Tensor, *shape: int) -> Tensor:
+    """An uninitialised result [T, B, ...] or [T, R, B, ...], with the strides that results have."""
+    if len(shape) == 4 and like.device.type == "cpu":
+        return like.new_empty(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+    return like.new_empty(shape)
+
+
+def for_leaf(tensor: Tensor | None, second: Tensor) -> Tensor | None:
+    """A tensor [T, ...] of a call with this ``second``: contiguous, but for models on a CPU, where the leaf copies what
+    it cannot read."""
+    return tensor if tensor is None or (second.ndim == 3 and tensor.is_cpu) else tensor.contiguous()
 
 
 def forward_one_by_one(

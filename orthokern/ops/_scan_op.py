@@ -89,8 +89,8 @@ class ScanOp:
         bwd.register_fake(self._backward_fake)
         fwd.register_autograd(self._derivative, setup_context=self._setup_context)
         bwd.register_autograd(no_second_derivative(name))
-        fwd.register_vmap(_vmap.scan_forward(fwd.overload, self.count, fwd.indices("x", "resets")))
-        bwd.register_vmap(_vmap.scan_backward(bwd.overload, self.count, bwd.indices("x", "resets")))
+        fwd.register_vmap(_vmap.scan_forward(fwd, self.count, fwd.indices("x", "resets")))
+        bwd.register_vmap(_vmap.scan_backward(bwd, self.count, bwd.indices("x", "resets")))
         self.fwd, self.bwd = fwd, bwd
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
@@ -168,8 +168,9 @@ class ScanOp:
         map_, inputs, options = _replicas.given_to_all(self.name, map_, inputs, options)
         check_lengths(options.lengths, T)
         check_tokens(inputs.x, inputs.weight, options.lengths)
-        options.lengths, options.resets = contiguous(options.lengths), contiguous(options.resets)
-        return leaf, Map._make(contiguous(t) for t in map_), ScanInputs._make(contiguous(t) for t in inputs), options
+        options.lengths, options.resets = contiguous(options.lengths), _replicas.for_leaf(options.resets, second)
+        inputs = ScanInputs(_replicas.for_leaf(inputs.x, second), *(contiguous(t) for t in inputs[1:]))  # type: ignore[arg-type]
+        return leaf, Map._make(contiguous(t) for t in map_), inputs, options
 
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         leaf, map_, inputs, options = self._leaf(x.shape[0], x, *rest)
@@ -186,10 +187,9 @@ class ScanOp:
         function = getattr(leaf, f"{self.name}_bwd")
         if self._one_by_one(leaf, map_, inputs, options, grad_hs.shape[0]):
             function = functools.partial(_replicas.backward_one_by_one, function)
-        found = function(
-            map_, inputs, options, grad_hs.contiguous(), states.contiguous(),
-            pre.contiguous() if options.keeps_pre else None, need_x=need_x, need_params=need_params,
-        )  # fmt: skip
+        saved = (grad_hs, states, pre if options.keeps_pre else None)
+        given_ = (_replicas.for_leaf(tensor, map_.second) for tensor in saved)
+        found = function(map_, inputs, options, *given_, need_x=need_x, need_params=need_params)
         if _taps.SINKS:
             _taps.record(self.name, found.norm)
         grad_x, m, *others = found
@@ -213,10 +213,11 @@ class ScanOp:
     def _forward_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         _, map_, inputs, options = self._read(*arguments)
         (B, N), T, every = inputs.h0.shape[-2:], arguments[0].shape[0], options.checkpoint_every
-        rows = (*map_.second.shape[:-2], B, N)  # R in front for replicas
-        new = map_.second.new_empty
-        ckpt = new((T + every - 1) // every, *rows) if every else new(0)
-        return new(T, *rows), ckpt, new(T, *rows) if options.keeps_pre else new(0)
+        second, empty = map_.second, _replicas.empty
+        rows = (*second.shape[:-2], B, N)  # R in front for replicas
+        ckpt = empty(second, (T + every - 1) // every, *rows) if every else second.new_empty(0)
+        pre = empty(second, T, *rows) if options.keeps_pre else second.new_empty(0)
+        return empty(second, T, *rows), ckpt, pre
 
     def _backward_fake(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         (x, *tensors), need_x, need_params = self._without_needs(rest)
@@ -229,7 +230,8 @@ class ScanOp:
             return new(*replicas, *tensor.shape[-ndim:]) if tensor is not None and wanted else new(0)
 
         features = grad_hs if weight is None else x if x is not None and x.is_floating_point() else None
-        grad_x = new(*grad_hs.shape[:-1], features.shape[-1]) if features is not None and need_x else new(0)
+        columns = features.shape[-1] if features is not None and need_x else 0
+        grad_x = _replicas.empty(h0, *grad_hs.shape[:-1], columns) if columns else new(0)
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         norm = new(*replicas, grad_hs.shape[0], dtype=wide)
         return (

@@ -13,8 +13,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 
 Rule = Callable[..., tuple[Any, Any]]
+
+
+def only_level() -> VmapInterpreter | None:
+    """The vmap that is active, if it is the only transform and nothing else has to see the call of an op."""
+    if (
+        torch.compiler.is_compiling()
+        or not torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or len(torch._C._functorch.get_interpreter_stack() or ()) != 1
+    ):
+        return None
+    level = retrieve_current_functorch_interpreter()
+    return level if isinstance(level, VmapInterpreter) else None
+
+
+def apply(level: VmapInterpreter, op: Callable[..., Any], rule: Rule, given: tuple[Any, ...]) -> Any:
+    """Call an op under vmap by its rule. The dispatcher does the same, and converts all arguments several times."""
+    functorch, number = torch._C._functorch, level.level()
+    pairs = [functorch._unwrap_batched(a, number) if isinstance(a, Tensor) else (a, None) for a in given]
+    values, places = zip(*pairs, strict=True)
+    with level.lower():
+        if all(place is None for place in places):
+            return op(*values)
+        info = VmapInfo(batch_size=level.batch_size(), randomness=level.randomness())
+        results, found = rule(info, places, *values)
+    if isinstance(results, Tensor):
+        return functorch._add_batch_dim(results, found, number)
+    return tuple(
+        result if place is None else functorch._add_batch_dim(result, place, number)
+        for result, place in zip(results, found, strict=True)
+    )
 
 
 def _moved(tensor: Any, place: int | None, to: int) -> Any:

@@ -130,4 +130,4 @@ def _refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor) -> Any:
 
 
 _cayley.register_autograd(_refuse)
-_cayley.register_vmap(_vmap.cayley(_cayley.overload))
+_cayley.register_vmap(_vmap.cayley(_cayley))

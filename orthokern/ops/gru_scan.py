@@ -121,8 +121,8 @@ def _leaf(
         GruInputs(x, w, h0, bias, None if resets is None else reset_state), GruOptions(variant, lengths, resets)
     )
     check_lengths(lengths, T)
-    options.lengths, options.resets = contiguous(options.lengths), contiguous(options.resets)
-    return leaf, GruInputs._make(map(contiguous, inputs)), options
+    options.lengths, options.resets = contiguous(options.lengths), _replicas.for_leaf(options.resets, w)
+    return leaf, GruInputs(_replicas.for_leaf(inputs.x, w), *map(contiguous, inputs[1:])), options  # type: ignore[arg-type]
 
 
 def _one_by_one(leaf: Any, inputs: GruInputs) -> bool:
@@ -153,8 +153,8 @@ def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 @_fwd.register_fake
 def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, *__: Any) -> tuple[Tensor, ...]:
     T, rows, N = x.shape[0], (*w.shape[:-2], h0.shape[-2]), h0.shape[-1]  # rows: R in front for replicas
-    pre = w.new_empty(T, *rows, N) if variant == "torch" else w.new_empty(0)
-    return w.new_empty(T, *rows, N), w.new_empty(T, *rows, 3 * N), pre
+    pre = _replicas.empty(w, T, *rows, N) if variant == "torch" else w.new_empty(0)
+    return _replicas.empty(w, T, *rows, N), _replicas.empty(w, T, *rows, 3 * N), pre
 
 
 @custom_op(
@@ -169,11 +169,12 @@ def _bwd(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm [T]); what is not needed is empty."""
     leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *rest)
-    states = GruStates(hs.contiguous(), gates.contiguous(), None if options.kanai else pre.contiguous())
+    saved = (grad_hs, hs, gates, None if options.kanai else pre)
+    given_: list[Any] = [_replicas.for_leaf(tensor, w) for tensor in saved]
     function = leaf.gru_scan_bwd
     if _one_by_one(leaf, inputs):
         function = functools.partial(_replicas.gru_backward_one_by_one, function)
-    grads = function(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
+    grads = function(inputs, options, given_[0], GruStates(*given_[1:]), need_params=need_params)
     if _taps.SINKS:
         _taps.record("gru_scan", grads.norm)
     return filled(grads, h0)
@@ -191,7 +192,7 @@ def _bwd_fake(
 
     norm_dtype = torch.float32 if w.dtype in (torch.float16, torch.bfloat16) else w.dtype
     return (
-        gates.new_empty(gates.shape),
+        _replicas.empty(gates, *gates.shape),
         like(w, 2, need_params),
         like(h0, 2, True),
         like(bias, 1, need_params),
@@ -281,5 +282,5 @@ def _differentiable(
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("gru_scan"))
-_fwd.register_vmap(_vmap.scan_forward(_fwd.overload, 1, _fwd.indices("x", "resets")))
-_bwd.register_vmap(_vmap.scan_backward(_bwd.overload, 1, _bwd.indices("resets"), saved=4))
+_fwd.register_vmap(_vmap.scan_forward(_fwd, 1, _fwd.indices("x", "resets")))
+_bwd.register_vmap(_vmap.scan_backward(_bwd, 1, _bwd.indices("resets"), saved=4))

@@ -125,5 +125,5 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("skew_exp"))
 # powers and terms are [3, ..., N, N]
-_fwd.register_vmap(_vmap.batched(_fwd.overload, (0,), (0, 1, 1, 0, 0, 0)))
-_bwd.register_vmap(_vmap.batched(_bwd.overload, (0, 0, 1, 1, 0, 0, 0), (0,)))
+_fwd.register_vmap(_vmap.batched(_fwd, (0,), (0, 1, 1, 0, 0, 0)))
+_bwd.register_vmap(_vmap.batched(_bwd, (0, 0, 1, 1, 0, 0, 0), (0,)))

@@ -9,10 +9,12 @@ import torch
 from helpers import SCANS, call_functional, compiled, scan_problem, served, some_lengths
 from torch import Tensor
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import functional
 from orthokern.diagnostics import tap
 from orthokern.errors import InputError
+from orthokern.ops import _vmap
 
 R, B, T = 5, 3, 7
 
@@ -154,6 +156,86 @@ def test_every_backend_and_every_pair_of_them(backend: str) -> None:
     for one, wanted in zip(found, bwd(cotangent, hs, pre, x, *rest, 0, True, True, "reference"), strict=True):
         torch.testing.assert_close(one, wanted)
     assert found[-1].shape == (R, T)
+
+
+def strides_with_models_in_front(tensor: Tensor) -> bool:
+    return tensor.transpose(0, 1).is_contiguous()
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(("activation", "every"), [("softsign", 0), ("prelu", 0), ("tanh", 2)])
+def test_results_have_the_models_in_front_in_memory(op: str, backend: str, activation: str, every: int) -> None:
+    """So nothing is copied under vmap. What is given in another order is copied, and changes no bit."""
+    x, *others = stacked(problems(op, "features", activation))
+    assert x is not None
+    fwd, bwd = (getattr(torch.ops.orthokern, f"{op}_{direction}") for direction in ("fwd", "bwd"))
+    rest = (*others, activation, every)
+    cotangent = torch.randn(R, T, B, 11, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
+    found = []
+    for order in (lambda tensor: tensor, Tensor.contiguous):
+        given = order(x.transpose(0, 1))
+        hs, ckpt, pre = fwd(given, *rest, backend)
+        kept = ckpt if every else hs
+        grads = bwd(order(cotangent.transpose(0, 1)), order(kept), order(pre), given, *rest, True, True, backend)
+        large = [tensor for tensor in (hs, ckpt, pre, grads[0]) if tensor.ndim == 4]
+        assert len(large) == (2 if activation == "softsign" else 3)
+        assert all(map(strides_with_models_in_front, large))
+        found.append((hs, ckpt, pre, *grads))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
+def test_a_few_steps_of_each_model_are_a_loop(op: str, inputs: str) -> None:
+    """Calls of a few rows read the weights in place, see csrc/cpu/scan_direct.h."""
+    of_all = [scan_problem(op, B=2, T=2, N=11, K=7, D=4, inputs=inputs, seed=seed) for seed in range(R)]
+    run = states(of_all[0])
+    tensors = [tensor for tensor in stacked(of_all) if tensor is not None]
+    leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+    floats = [tensor for tensor in leaves if tensor.requires_grad]
+    hs = vmap(run)(*leaves)
+    alone = torch.stack([run(*(tensor[r] for tensor in leaves)) for r in range(R)])
+    assert torch.equal(hs, alone)
+    cotangent = torch.stack([problem.grad_hs for problem in of_all])
+    wanted = torch.autograd.grad(alone, floats, cotangent)
+    torch.testing.assert_close(torch.autograd.grad(hs, floats, cotangent), wanted)
+
+
+def test_vmap_by_the_dispatcher_and_without_it() -> None:
+    """An op of this package takes the short way under one vmap, torch.ops never does, and a mode sees the call."""
+    x, w, h0, weight, bias, _ = stacked(problems("dense_scan", "features"))
+    assert x is not None and w is not None
+    w.requires_grad_()
+
+    def short(x: Tensor, w: Tensor) -> Tensor:
+        assert _vmap.only_level() is not None
+        return scan(x, w)
+
+    def scan(x: Tensor, w: Tensor) -> Tensor:
+        return functional.dense_scan(x, w, h0[0], weight=weight[0], bias=bias[0])  # type: ignore[index]
+
+    def by_dispatcher(x: Tensor, w: Tensor) -> Tensor:
+        arguments = (x, w, h0[0], weight[0], bias[0], None, "tanh", 0)  # type: ignore[index]
+        hs: Tensor = torch.ops.orthokern.dense_scan_fwd(*arguments)[0]
+        return hs
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **kwargs or {})
+
+    seen: list[str] = []
+    found = vmap(short)(x, w)
+    wanted = vmap(by_dispatcher)(x, w)
+    assert torch.equal(found, wanted)
+    cotangent = torch.randn_like(found)
+    assert torch.equal(*(torch.autograd.grad(hs, w, cotangent)[0] for hs in (found, wanted)))
+    with Names():
+        assert torch.equal(vmap(scan)(x, w), wanted)
+    assert "orthokern::dense_scan_fwd" in seen
+    one = vmap(lambda scale: scale * scan(x[0], w[0]))(torch.ones(R, dtype=x.dtype))  # nothing of the call is mapped
+    assert torch.equal(one, wanted[:1].expand(R, -1, -1, -1))
 
 
 @pytest.mark.parametrize("op", SCANS)
