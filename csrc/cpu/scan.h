@@ -150,7 +150,7 @@ ScanArgs replica(const ScanArgs& all, int64_t r) {
   advance(size * N * N, one.grad_map);
   advance(size * N * D, one.weight, one.grad_weight);
   advance(size * B * N, one.h0, one.reset_state, one.hs, one.ckpt, one.pre, one.grad_hs, one.states, one.saved_pre,
-          one.grad_h0, one.grad_reset_state);
+          one.grad_h0, one.grad_reset_state, one.grad_delta);
   advance(size * B * inputs, one.grad_x);
   advance(size * all.act_param_size, one.act_param, one.grad_act_param);
   advance(size * all.T, one.grad_norm);
