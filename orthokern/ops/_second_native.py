@@ -21,9 +21,8 @@ Note [Second derivative of a scan]
         of W_in     sum_t delta_t bar(grad_x)_t^T
 
     Those of the states then go through the backward of the scan, as any. J is rounded as 1 is, which makes an error of
-    eps / J in ghat_t; but all that follows takes J_t times that gradient. One kernel computes all of them
-    (``csrc/cpu/scan_second.h``): 8 products of [TB, N] and [N, N] with D = N features and a dense map, where the
-    backward has 4.
+    eps / J in ghat_t; but all that follows takes J_t times that gradient. One kernel computes all of them:
+    ``csrc/cpu/scan_second.h``.
 
     Not served: resets, a message clip, checkpoints, replicas, and a parameter of the activation that is learned.
 """
