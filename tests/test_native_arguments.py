@@ -38,9 +38,9 @@ def every_call() -> dict[str, dict[str, Any]]:
         for op in ("factored_scan", "dense_scan"):
             run_scan(scan_problem(op, B=2, T=3, N=4), "cpu")
         GruProblem.random("torch", 3, 2, 4).run("cpu")
-        rnn = GRU(2, 4, variant="torch")
-        slope = torch.autograd.grad(rnn(torch.randn(3, 2, 2))[0].sum(), list(rnn.parameters()), create_graph=True)
-        slope[0].sum().backward()
+        for rnn in (GRU(2, 4, variant="torch"), RNN(2, 4)):
+            slope = torch.autograd.grad(rnn(torch.randn(3, 2, 2))[0].sum(), list(rnn.parameters()), create_graph=True)
+            slope[0].sum().backward()
         for module in (RNN(2, 4), ExpRNN(2, 4), GRU(2, 4)):  # the backwards of a few steps
             module(torch.randn(1, 1, 2))[0].sum().backward()
         x, w = torch.randn(4, 3), torch.randn(6, 3)
@@ -58,7 +58,7 @@ def every_call() -> dict[str, dict[str, Any]]:
 
 def test_a_missing_or_misspelt_argument_is_an_error() -> None:
     calls = every_call()
-    assert len(calls) == 19
+    assert len(calls) == 20
     for name, arguments in calls.items():
         function = getattr(_call._C, name)
         for key in arguments:

@@ -1,6 +1,7 @@
 // factored_scan on the CPU: see scan.h, whose code is compiled here for dense_scan too.
 #define ORTHOKERN_DEFINE_SCAN
 #include "cpu/scan.h"
+#include "cpu/scan_second.h"
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {
@@ -17,6 +18,9 @@ bool factored_scan_fwd(const ScanArgs& args) {
 }
 bool factored_scan_bwd(const ScanArgs& args) {
   return args.dtype == kFloat64 ? scan_backward<double>(args) : scan_backward<float>(args);
+}
+bool scan_second(const ScanSecondArgs& args) {
+  return args.base.dtype == kFloat64 ? run_scan_second<double>(args) : run_scan_second<float>(args);
 }
 bool scan_steps_bwd(const ScanArgs& args) {
   return args.dtype == kFloat64 ? scan_direct_backward<double>(args) : scan_direct_backward<float>(args);

@@ -60,8 +60,9 @@ struct ScanArgs {
   void* grad_act_param;    // [act_param_size] or null
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
+  // [T, B, N] or null: delta. Of the backward with a weight, since grad_x is that without one, and of scan_steps_bwd.
+  void* grad_delta;
   // scan_steps_bwd, of at most kStepRows rows: further results, or null. Of those above all may be null there.
-  void* grad_delta;   // [T, B, N]
   void* grad_first;   // [N, K]
   void* grad_scale;   // [K], times the slope
   const void* slope;  // [K], or null: ones
@@ -81,7 +82,7 @@ struct ScanArgs {
   void backward(Visit& visit) {
     common(visit);
     ORTHOKERN_FIELDS(visit, message_clip, grad_steps, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0,
-                     grad_reset_state, grad_weight, grad_bias, grad_act_param, grad_norm);
+                     grad_reset_state, grad_weight, grad_bias, grad_act_param, grad_norm, grad_delta);
   }
   // No tokens, lengths, resets, checkpoints or replicas.
   template <class Visit>
@@ -90,6 +91,39 @@ struct ScanArgs {
     ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, x, first, scale, second, h0, weight, act_param,
                      act_param_size, message_clip, grad_hs, states, saved_pre, grad_x, grad_h0, grad_map, grad_weight,
                      grad_bias, grad_act_param, grad_norm, grad_delta, grad_first, grad_scale, slope, grad_second);
+  }
+};
+
+// scan_second: the derivative of the backward, see Note [Second derivative of a scan] in
+// orthokern/ops/_second_native.py. No resets, checkpoints, message clip or replicas. A cotangent that is null is zero.
+struct ScanSecondArgs {
+  ScanArgs base;          // what forward and backward share, and the results grad_map and grad_weight
+  const void* states;     // [T, B, N]
+  const void* saved_pre;  // [T, B, N] or null
+  const void* delta;      // [T, B, N], of the backward
+  const void* of_x;       // [T, B, D]: the cotangent of grad_x, with a weight; null: grad_weight is null, too
+  const void* e;          // [T, B, N]: that of delta, in so far as the others do not make it
+  const void* of_map;     // [N, N]: that of M
+  const void* of_h0;      // [B, N]
+  const void* of_weight;  // [N, D]: that of features, with x
+  const void* of_bias;    // [N]
+  // results, or null
+  void* grad_hs;      // [T, B, N]: of the backward's grad_hs
+  void* grad_before;  // [T + 1, B, N]: of h0 and the states
+  void* grad_x;       // [T, B, D]; null without of_weight
+
+  template <class Visit>
+  void fields(Visit& visit) {
+    int64_t &B = base.B, &T = base.T, &N = base.N, &K = base.K, &D = base.D, &act_param_size = base.act_param_size;
+    int &dtype = base.dtype, &activation = base.activation, &threads = base.threads;
+    const int64_t*& lengths = base.lengths;
+    const void *&first = base.first, *&scale = base.scale, *&second = base.second, *&h0 = base.h0,
+               *&weight = base.weight, *&x = base.x, *&act_param = base.act_param;
+    void *&grad_map = base.grad_map, *&grad_weight = base.grad_weight;
+    base.R = 1;
+    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, lengths, first, scale, second, h0, weight, x,
+                     act_param, act_param_size, states, saved_pre, delta, of_x, e, of_map, of_h0, of_weight, of_bias,
+                     grad_hs, grad_before, grad_x, grad_map, grad_weight);
   }
 };
 

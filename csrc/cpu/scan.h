@@ -150,7 +150,8 @@ ScanArgs replica(const ScanArgs& all, int64_t r) {
   advance(size * N * N, one.grad_map);
   advance(size * N * D, one.weight, one.grad_weight);
   advance(size * B * N, one.h0, one.reset_state, one.grad_h0, one.grad_reset_state);
-  advance(size * rows * N, one.hs, one.pre, one.grad_hs, one.saved_pre);
+  advance(size * rows * N, one.hs, one.pre, one.saved_pre, one.grad_delta);
+  advance(size * all.grad_steps * B * N, one.grad_hs);
   advance(size * kept * N, one.ckpt, one.states);
   advance(size * rows * inputs, one.grad_x);
   advance(size * all.act_param_size, one.act_param, one.grad_act_param);

@@ -41,7 +41,7 @@ struct BackwardStep {
   const T* pre;           // a_t, or null
   const T* h;             // h_t, blocked
   T* delta;               // delta_t, blocked
-  T* grad_x;              // where delta_t goes as rows, or null
+  T* delta_out;           // where delta_t goes as rows, or null
   const int64_t* ids;     // of the tokens whose gradients are wanted, or null
   const uint8_t* resets;  // flags of the rows at step t + 1, or null if none resets
 };
@@ -58,7 +58,7 @@ struct BackwardRows {
   const int64_t every;         // steps of a segment between checkpoints, or 0
   const int blocks, x_blocks;  // of N columns, and of X
   const bool params;           // whether gradients of the parameters are wanted
-  const bool delta_out;        // delta is the result grad_x
+  T* const delta_out;          // delta as a result: grad_delta, or grad_x without a weight; or null
   const bool dx_out;           // grad_x is that of the features
   const int slots;             // steps of R rows that fit into a ring
   const ptrdiff_t ring_block;  // elements from one block of a ring to the next
@@ -86,7 +86,7 @@ struct BackwardRows {
         blocks(plan_.blocks()),
         x_blocks(round_up(plan_.X, L) / L),
         params(args.grad_map != nullptr),
-        delta_out(args.grad_x && plan_.X == 0 && !args.tokens),
+        delta_out(static_cast<T*>(delta_result(args))),
         dx_out(args.grad_x && plan_.X != 0),
         slots(kRingRows / R_ > 2 ? kRingRows / R_ : 2),
         ring_block(static_cast<ptrdiff_t>(slots) * R_ * L),
@@ -159,8 +159,10 @@ struct BackwardRows {
     multiply_back(0, &during_first, &during_last, [](int, int) {});
     if (const uint8_t* flags = rows.resets_at(0)) take_messages(flags, 0, 0, blocks);
     rows.write_rows(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
-    if (delta_out || dx_out)
-      for (int64_t t = 0; t < args.T; t++) rows.clear_rest(t, rows.active[t], grad_x(), delta_out ? plan.N : plan.D);
+    for (int64_t t = 0; t < args.T; t++) {
+      if (delta_out) rows.clear_rest(t, rows.active[t], delta_out, plan.N);
+      if (dx_out) rows.clear_rest(t, rows.active[t], grad_x(), plan.D);
+    }
     if (plan.stream && delta_out) stream_fence();
   }
 
@@ -193,7 +195,7 @@ struct BackwardRows {
     step.pre = pre_rows(t);
     step.h = inputs + (t < rows.longest - 1 ? place(t + 1) : 0);
     step.delta = delta + place(t);
-    step.grad_x = delta_out && !plan.stream ? grad_x() + here : nullptr;
+    step.delta_out = delta_out && !plan.stream ? delta_out + here : nullptr;
     step.ids = args.tokens && params ? args.tokens + t * B + row0 : nullptr;
     step.resets = t < rows.longest - 1 ? rows.resets_at(t + 1) : nullptr;
     return step;
@@ -211,7 +213,7 @@ struct BackwardRows {
     if (!zeros) rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), t, t - 1);
     if (A::needs_input && !every) rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), t, t - 1);
     during_last.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);
-    if (step.grad_x) during_last.prefetch(step.grad_x, N, L, step.rows, blocks);
+    if (step.delta_out) during_last.prefetch(step.delta_out, N, L, step.rows, blocks);
     multiply_back(t + 1, &during_first, &during_last,
                   [&](int first, int last) { finish_blocks(step, first, last, square); });
   }
@@ -231,9 +233,9 @@ struct BackwardRows {
     }
   }
 
-  // Writes delta of step t to grad_x with streaming stores.
+  // Writes delta of step t to its result with streaming stores.
   void stream_delta(Transfers<T>* transfers, int64_t t) {
-    transfers->stream(delta + place(t), L, ring_block, grad_x() + (t * B + row0) * N, N, L, rows.active[t], blocks);
+    transfers->stream(delta + place(t), L, ring_block, delta_out + (t * B + row0) * N, N, L, rows.active[t], blocks);
   }
 
   // The messages of the rows that reset at step t do not go on to step t - 1, but to the gradient of reset_state.
@@ -264,7 +266,7 @@ struct BackwardRows {
       V<T> param_grad = V<T>{};
       const int r = rows.lanes(b) == L ? finish_unmasked_rows(step, b, square, &param_grad) : 0;
       finish_masked_rows(step, r, b, square, &param_grad);
-      if (step.grad_x) write_block(step, b);
+      if (step.delta_out) write_block(step, b);
       if (step.ids) add_to_table(step, b);
       if (A::has_parameter) {
         double* to = sums->param + b * L;
@@ -314,11 +316,11 @@ struct BackwardRows {
       store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, param_grad), bound));
     }
   }
-  // delta_t of one block to grad_x.
+  // delta_t of one block to its result.
   ORTHOKERN_INLINE void write_block(const BackwardStep<T>& step, int b) const {
     const int count = rows.lanes(b);
     const T* from = step.delta + b * ring_block;
-    T* to = step.grad_x + b * L;
+    T* to = step.delta_out + b * L;
     for (int r = 0; r < step.rows; r++) {
       if (count == L) store(to + r * N, load(from + r * L));
       else store_part(to + r * N, load(from + r * L), count);

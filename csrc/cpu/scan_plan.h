@@ -66,6 +66,11 @@ void pack_task(void* context, int task) {
   }
 }
 
+// Where delta_t of all steps goes; null if it is no result.
+inline void* delta_result(const ScanArgs& args) {
+  return args.grad_delta || args.weight ? args.grad_delta : args.grad_x;
+}
+
 // The sizes, and how the results are written.
 template <class T>
 void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
@@ -79,7 +84,7 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
   plan->clip = static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf());
   const bool aligned = args.N % kLanes<T> == 0;
-  const void* result = backward ? args.grad_x : args.hs;
+  const void* result = backward ? delta_result(args) : args.hs;
   plan->stream = aligned && args.T * args.B * args.N * static_cast<int64_t>(sizeof(T)) > kStreamBytes &&
                  reinterpret_cast<uintptr_t>(result) % kVectorBytes == 0;
 }

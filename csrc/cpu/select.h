@@ -17,6 +17,7 @@ namespace orthokern {
   kernel(dense_scan_fwd, ScanArgs, forward)                        \
   kernel(dense_scan_bwd, ScanArgs, backward)                       \
   kernel(scan_steps_bwd, ScanArgs, steps)                          \
+  kernel(scan_second, ScanSecondArgs, fields)                      \
   kernel(gru_scan_fwd, GruArgs, forward)                           \
   kernel(gru_scan_bwd, GruArgs, backward)                          \
   kernel(gru_steps_bwd, GruArgs, steps)                            \

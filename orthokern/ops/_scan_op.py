@@ -16,7 +16,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import LastGrad, Map, ScanInputs, ScanOptions, ScanStates
 from orthokern.dispatch import Support
-from orthokern.ops import _replicas, _route, _second, _taps, _vmap
+from orthokern.ops import _replicas, _route, _second, _second_native, _taps, _vmap
 from orthokern.ops._common import (
     SCAN_FEATURES,
     check_lengths,
@@ -298,7 +298,8 @@ class ScanOp:
         taken = _second.Taken(hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors))
         plan = self._plan(activation, ctx.choices, ctx.message_clip)
         if ctx.dimensions is None:
-            return _second.gradients(plan, taken, grad_hs, grad_pre, needs)
+            by = functools.partial(_second_native.products_by, self.name)
+            return _second.gradients(plan, taken, grad_hs, grad_pre, needs, by)
         R, names = hs.shape[1], ("second",) if self.count == 1 else ("second", "scale", "first")
         models = [
             _second.gradients(

@@ -36,7 +36,7 @@ Note [Derivatives of a scan]
     forward's tangent knows nothing of the clip, which is a part of the backward alone.
 
     All rules are made of ``LinearScan`` and of torch's differentiable functions, so they can be derived again, to any
-    order and in any mixture of the two modes.
+    order and in any mixture of the two modes. ``_second_native`` has a faster way for second derivatives on a CPU.
 """
 
 from __future__ import annotations
@@ -431,44 +431,53 @@ class Taken:
         return self.hs
 
 
-@keeps_dtype
-def gradients(
+def products(
     plan: Plan, taken: Taken, grad_hs: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Of x, the factors, h0, weight, bias, act_param and reset_state, as functions that can be differentiated again.
-
-    needs: which of them are wanted.
-    """
-    hs, x, weight, bias, act_param, lengths = (
-        taken.hs, taken.x, taken.weight, taken.bias, taken.act_param, taken.lengths
-    )  # fmt: skip
-    resets = taken.resets
-    source, map_, count = taken.source(plan), plan.map_of(*taken.factors), len(taken.factors)
-    alive = running(hs.shape[0], lengths)
+    """Gradients of x, W, h0, weight, bias, act_param and reset_state, of those that are needed, as functions that can
+    be differentiated again."""
+    hs, x, weight, bias, act_param = taken.hs, taken.x, taken.weight, taken.bias, taken.act_param
+    lengths, resets = taken.lengths, taken.resets
+    source, map_, alive = taken.source(plan), plan.map_of(*taken.factors), running(len(hs), lengths)
     g = torch.zeros_like(hs) if grad_hs is None else without_padding(grad_hs, alive)
     delta = LinearScan.apply(plan, False, g, grad_pre, source, None, act_param, lengths, resets, *taken.factors)
-    found: list[Tensor | None] = [None] * (count + 6)
+    found: list[Tensor | None] = [None] * 7
     if needs[0] and weight is None:
         found[0] = delta
     elif needs[0] and (x is None or x.is_floating_point()):
         found[0] = delta @ weight
-    if any(needs[1 : count + 1]):
-        found[1 : count + 1] = plan.gradients(delta.flatten(0, 1).mT @ taken.starts().flatten(0, 1), map_)
-    h0_at = count + 1
-    if needs[h0_at]:
-        found[h0_at] = transposed_product(map_, _times_rows(resets, delta)[0])
-    if weight is not None and needs[h0_at + 1]:
+    if needs[1]:
+        found[1] = delta.flatten(0, 1).mT @ taken.starts().flatten(0, 1)
+    if needs[2]:
+        found[2] = transposed_product(map_, _times_rows(resets, delta)[0])
+    if weight is not None and needs[3]:
         assert x is not None
-        found[h0_at + 1] = weight_gradient(delta, without_padding(x, alive), weight)
-    if bias is not None and needs[h0_at + 2]:
-        found[h0_at + 2] = delta.sum((0, 1))
-    if act_param is not None and needs[h0_at + 3]:
+        found[3] = weight_gradient(delta, without_padding(x, alive), weight)
+    if bias is not None and needs[4]:
+        found[4] = delta.sum((0, 1))
+    if act_param is not None and needs[5]:
         ghat = g + transposed_product(map_, _linked(delta, resets, before=False))
         elementwise = without_padding(ghat, alive) * _by_parameter(source, plan.activation)
-        found[h0_at + 3] = sum_to_param(elementwise, act_param)
-    if resets is not None and needs[h0_at + 4]:
-        found[h0_at + 4] = transposed_product(map_, _times_rows(~resets, delta).sum(0))
+        found[5] = sum_to_param(elementwise, act_param)
+    if resets is not None and needs[6]:
+        found[6] = transposed_product(map_, _times_rows(~resets, delta).sum(0))
     return tuple(found)
+
+
+@keeps_dtype
+def gradients(
+    plan: Plan,
+    taken: Taken,
+    grad_hs: Tensor | None,
+    grad_pre: Tensor | None,
+    needs: tuple[bool, ...],
+    by: Callable[..., tuple[Tensor | None, ...]] = products,
+) -> tuple[Tensor | None, ...]:
+    """The same with the factors in place of W; by: what computes those."""
+    count = len(taken.factors)
+    wanted = (needs[0], any(needs[1 : count + 1]), *needs[count + 1 :])
+    of_x, m, *others = by(plan, taken, grad_hs, grad_pre, wanted)
+    return of_x, *((None,) * count if m is None else plan.gradients(m, plan.map_of(*taken.factors))), *others
 
 
 @keeps_dtype

@@ -67,6 +67,7 @@ from orthokern.ops import _route, _taps
 from orthokern.ops._alone import alone
 from orthokern.ops._common import contiguous
 from orthokern.ops._second import joined, looped, total
+from orthokern.ops._second_native import again
 from orthokern.reference._scan import running, started, without_padding
 
 
@@ -507,22 +508,13 @@ class First(torch.autograd.Function):
     @staticmethod
     def _again(ctx: Any, tensors: list[Any], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """The gradients as functions that can be derived again, by those of `gradients`."""
-        again, needs = torch.is_grad_enabled(), ctx.needs_input_grad[3:]
-        with torch.enable_grad():
-            # views: a hook of a tensor must see its gradient once, not in here too
-            tensors = [t if t is None or not need else t.view_as(t) for t, need in zip(tensors, needs, strict=True)]
-            grad_hs, hs, gates, pre, w, h0, bias = tensors
+
+        def function(given: list[Any]) -> tuple[Tensor | None, ...]:
+            grad_hs, hs, gates, pre, w, h0, bias = given
             taken = Taken(ctx.options.variant, hs, gates, pre, w, h0, bias, ctx.options.lengths)
-            results = gradients(taken, grad_hs, None, None, (*ctx.needs, False))
-            pairs = [(r, c) for r, c in zip(results, cotangents, strict=False) if r is not None and c is not None]
-            wanted = [t for t, need in zip(tensors, needs, strict=True) if need and t is not None]
-            grads = iter(
-                torch.autograd.grad(
-                    [result for result, _ in pairs], wanted, [cotangent for _, cotangent in pairs],
-                    create_graph=again, allow_unused=True,
-                )
-            )  # fmt: skip
-        return tuple(next(grads) if need and t is not None else None for t, need in zip(tensors, needs, strict=True))
+            return gradients(taken, grad_hs, None, None, (*ctx.needs, False))[:4]
+
+        return again(function, tensors, ctx.needs_input_grad[3:], cotangents)
 
 
 class Gru(torch.autograd.Function):
