@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from orthokern import cpu, functional
 from orthokern.cpu import _call
@@ -128,6 +129,23 @@ def test_a_hook_sees_each_gradient_once() -> None:
     assert len(seen) == 1
     sum(grad.square().sum() for grad in grads).backward()
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_are_run_again_in_a_backward(kind: str, start: bool) -> None:
+    """torch's checkpoint requires that they save tensors of the same number and shapes, also in a repeated call."""
+    module = made(kind)
+    for count in range(6):
+        x, h = torch.randn(2, 1, D), torch.randn(1, 1, N, requires_grad=True) if start else None
+        if count == 4:
+            module.weight_ih_l0.data += 0.25
+        wanted = [*module.parameters(), *([h] if h is not None else [])]
+        output, last = checkpoint(module, x, h, use_reentrant=False)
+        found = torch.autograd.grad(output.square().sum() + last.sum(), wanted)
+        output, last = module._full_forward(x, h, None, None)
+        expected = torch.autograd.grad(output.square().sum() + last.sum(), wanted)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -94,15 +94,16 @@ class _Steps(torch.autograd.Function):
         ctx: Any, module: Recurrent, leaf: Any, known: Known | None, x: Tensor, hx: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         found = None if known is None else known.call(module, x, hx)
-        made: tuple[Tensor | None, ...] = ()
+        ctx.made = ()
         if found is None or known is None:
             hs, h0, more, made = _states(module, leaf, x, hx)
-            made, ctx.backward_ready = (*made, *module._backward_kept("l0")), None
+            ctx.made, ctx.backward_ready = (*made, *module._backward_kept("l0")), None
         else:
             (hs, h0, more), ctx.backward_ready = found, known.backward
-        ctx.module, ctx.count, ctx.more = module, len(parameters), len(more)
+        ctx.module, ctx.count = module, len(parameters)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, hx, *parameters, h0, hs, *more, *made)
+        # the same number and shapes in both cases, which torch.utils.checkpoint requires
+        ctx.save_for_backward(x, hx, *parameters, h0 if hx is None else None, hs, *more)
         return hs, _last(hs)
 
     @staticmethod
@@ -133,13 +134,13 @@ def _gradients(
 ) -> list[Tensor | None]:
     module, end = ctx.module, ctx.count + 2
     x, hx, *values = saved[:end]
-    (h0, hs), made = saved[end : end + 2], end + 2 + ctx.more
-    backward = ctx.backward_ready
+    start, hs, *more = saved[end:]
+    h0, backward = start if hx is None else hx, ctx.backward_ready
     if backward is None:
         x, h0 = x.contiguous(), h0.contiguous()
-        plan = module._backward_plan(x, dict(zip(module._shapes, values, strict=True)), saved[made:])
+        plan = module._backward_plan(x, dict(zip(module._shapes, values, strict=True)), ctx.made)
         backward = Backward(plan, len(hs))
-    varying = (x, h0, _whole(hs, grad_hs, grad_last), hs, *saved[end + 2 : made])
+    varying = (x, h0, _whole(hs, grad_hs, grad_last), hs, *more)
     needs = ctx.needs_input_grad[3:]
     if hx is not None and module.learned_h0:  # the learned states are not used
         needs = (*needs[:2], *(need and name != "h0_l0" for name, need in zip(module._shapes, needs[2:], strict=True)))
