@@ -5,8 +5,10 @@ Gradients of a few rows are sums in another order: close."""
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -146,6 +148,28 @@ def test_calls_that_are_run_again_in_a_backward(kind: str, start: bool) -> None:
         output, last = module._full_forward(x, h, None, None)
         expected = torch.autograd.grad(output.square().sum() + last.sum(), wanted)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_in_threads(kind: str) -> None:
+    """They leave the module alone, which other threads use."""
+    module, x, switch = made(kind), torch.randn(1, 1, D), sys.getswitchinterval()
+    parameters = list(module.parameters())
+
+    def derivatives() -> list[Tensor]:
+        grads = torch.autograd.grad(module(x)[0].sin().sum(), parameters, create_graph=True)
+        return list(torch.autograd.grad(torch.cat([g.flatten() for g in grads]).square().sum(), parameters))
+
+    expected = derivatives()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [future.result() for future in [pool.submit(derivatives) for _ in range(40)]]
+    finally:
+        sys.setswitchinterval(switch)
+    assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+    for one in found:
+        torch.testing.assert_close(one, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

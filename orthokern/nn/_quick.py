@@ -155,13 +155,12 @@ def _gradients(
     return found
 
 
-class _FullPath(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, input: Tensor, hx: Tensor | None) -> Any:
-        return self.module._full_forward(input, hx, None, None)  # type: ignore[operator]
+def _holding(module: Recurrent, values: dict[str, Any]) -> Recurrent:
+    """A module like this one with other parameters. torch.func.functional_call exchanges those of the module itself,
+    which other threads may be using."""
+    found = object.__new__(type(module))
+    vars(found).update(vars(module), _parameters={**module._parameters, **values})
+    return found
 
 
 def _derived(
@@ -173,11 +172,10 @@ def _derived(
         # views, so that the hooks of a tensor do not run for the gradients in here
         tensors = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
         x, hx, *values = tensors
-        names = (f"module.{name}" for name in module._shapes)
         turned = x.transpose(0, 1) if module.batch_first else x
-        output, last = torch.func.functional_call(
-            _FullPath(module), dict(zip(names, values, strict=True)), (turned, hx)
-        )
+        holding = _holding(module, dict(zip(module._shapes, values, strict=True)))
+        output, last = holding._full_forward(turned, hx, None, None)
+        assert isinstance(output, Tensor)
         results = (output.transpose(0, 1) if module.batch_first else output, last)
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
         wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
