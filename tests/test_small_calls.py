@@ -150,6 +150,22 @@ def test_calls_that_are_run_again_in_a_backward(kind: str, start: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("steps", [2, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_cotangents_at_once(kind: str, steps: int) -> None:
+    """By torch.autograd, whose vmap is not that of torch.func."""
+    module, x = made(kind, dtype=torch.float64), torch.randn(steps, 1, D, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    for _ in range(3):
+        output = module(x)[0]
+        cotangents = torch.randn(3, *output.shape, dtype=output.dtype)
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(output, wanted, cotangents, is_grads_batched=True, **options)
+        single = [torch.autograd.grad(output, wanted, cotangent, **options) for cotangent in cotangents]
+        for one, others in zip(found, zip(*single, strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(others))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_in_threads(kind: str) -> None:
     """They leave the module alone, which other threads use."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern.cpu._steps import MOST_ROWS, Backward
 from orthokern.nn._repeated import Known, known_call, remember
-from orthokern.ops._alone import quiet
+from orthokern.ops._alone import quiet, vmapped
 from orthokern.ops._last import last_state
 from orthokern.ops._taps import SINKS, record
 
@@ -111,7 +111,7 @@ class _Steps(torch.autograd.Function):
         saved = ctx.saved_tensors
         if grad_hs is None and grad_last is None:
             return (None,) * (ctx.count + 5)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling():
             return None, None, None, *_derived(ctx, saved[: ctx.count + 2], (grad_hs, grad_last))
         return None, None, None, *_gradients(ctx, saved, grad_hs, grad_last)
 
