@@ -420,6 +420,25 @@ def test_a_repeated_call_keeps_no_module_alive(kind: str) -> None:
     assert gone() is None
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_a_repeated_call_can_be_exchanged(kind: str, grad: bool) -> None:
+    """As Module.to and load_state_dict do after torch.__future__.set_swap_module_params_on_conversion(True)."""
+    module, other, x = made(kind), made(kind), torch.randn(1, 1, D)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            module(x)
+    for name, parameter in other.named_parameters():
+        parameter.data += 0.125
+        torch.utils.swap_tensors(module.get_parameter(name), nn.Parameter(parameter.detach().clone()))
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            torch.testing.assert_close(module(x), other(x), rtol=0, atol=0)
+    module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.data.to_sparse())
+    with torch.set_grad_enabled(grad), pytest.raises(InputError, match="weight_ih_l0 is a sparse"):
+        module(x)
+
+
 def isas() -> list[str]:
     return list(_call._C.isas()) if cpu.AVAILABLE else []
 
