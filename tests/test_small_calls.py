@@ -150,6 +150,34 @@ def test_calls_that_are_run_again_in_a_backward(kind: str, start: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in KINDS), ("rnn", {"nonlinearity": "modrelu"}), ("factorized", {"margin": None})],
+)
+def test_saved_tensors_that_hooks_copy(kind: str, options: dict[str, Any]) -> None:
+    """In another layout; the parameters change before the backward, which has the copies."""
+    module, h = made(kind, **options), torch.randn(1, 2, N, requires_grad=True)
+    parameters = list(module.parameters())
+    for _ in range(4):
+        x = torch.randn(2, 2, D, requires_grad=True)
+        wanted = [x, h, *parameters]
+        expected = torch.autograd.grad(module._full_forward(x, h, None, None)[0].sin().sum(), wanted)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.clone() if t.ndim > 1 else t.clone(), unturned):
+            loss = module(x, h)[0].sin().sum()
+        values = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1.5)
+        torch.testing.assert_close(torch.autograd.grad(loss, wanted), expected, rtol=3e-5, atol=3e-5)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+
+
+def unturned(tensor: Tensor) -> Tensor:
+    return tensor.mT if tensor.ndim > 1 else tensor
+
+
 @pytest.mark.parametrize("steps", [2, 20])
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_cotangents_at_once(kind: str, steps: int) -> None:

@@ -7,7 +7,8 @@ Calls that repeat the previous one are faster still: ``orthokern/nn/_repeated.py
 
 With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward is one
 native call that gives every gradient (``orthokern/cpu/_steps.py``). Where the backward itself is recorded
-(create_graph), or run for many cotangents at once, the node runs the full path again and derives that.
+(create_graph), or run for many cotangents at once, the node runs the full path again and derives that; also where hooks
+of saved tensors have changed what a repeated call would read.
 
 Letters: B batch, T time, N hidden_size, D input_size.
 """
@@ -111,8 +112,10 @@ class _Steps(torch.autograd.Function):
         saved = ctx.saved_tensors
         if grad_hs is None and grad_last is None:
             return (None,) * (ctx.count + 5)
-        if torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling():
-            return None, None, None, *_derived(ctx, saved[: ctx.count + 2], (grad_hs, grad_last))
+        end, ready = ctx.count + 2, ctx.backward_ready
+        again = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
+        if again or (ready is not None and not ready.takes(saved[2:end], (*saved[:2], *saved[end:]))):
+            return None, None, None, *_derived(ctx, saved[:end], (grad_hs, grad_last))
         return None, None, None, *_gradients(ctx, saved, grad_hs, grad_last)
 
 
