@@ -33,12 +33,10 @@ class Plan(NamedTuple):
 
 
 class Backward:
-    """A plan that runs. With `ready`, its tensors are read and checked once, for many calls; `parameters` are what they
-    are or were made of."""
+    """A plan that runs. With `ready`, its tensors are read and checked once, for many calls."""
 
-    def __init__(self, plan: Plan, steps: int, parameters: Sequence[Tensor] = (), *, ready: bool = False) -> None:
+    def __init__(self, plan: Plan, steps: int, *, ready: bool = False) -> None:
         self._plan, self._steps = plan, steps
-        self._addresses = [parameter.data_ptr() for parameter in parameters]
         self._shapes = [shape for _, shape in plan.results]
         self._pooled = [math.prod(shape) * plan.dtype.itemsize >= POOLED_BYTES for shape in self._shapes]
         self._prepared: Prepared | None = None
@@ -47,15 +45,6 @@ class Backward:
             tensors = {**plan.tensors, **dict.fromkeys(names)}
             self._prepared = Prepared(plan.kernel, plan.dtype, plan.sizes, tensors, names, [])
             self._plan = plan._replace(tensors={})  # hooks of a parameter may hold what has this object
-
-    def takes(self, parameters: Sequence[Tensor], others: Sequence[Tensor | None]) -> bool:
-        """Whether a call that is ready may be given `others` in place of a call with these parameters: hooks of saved
-        tensors may return copies, in any layout."""
-        for tensor, address in zip(parameters, self._addresses, strict=True):
-            if tensor.data_ptr() != address:
-                return False
-        dtype = self._plan.dtype
-        return all(tensor is None or (tensor.dtype is dtype and tensor.is_contiguous()) for tensor in others)
 
     def __call__(
         self, varying: Sequence[Tensor | None], needs: Sequence[bool], norm: bool

@@ -15,6 +15,7 @@ Letters: B batch, T time, N hidden_size, D input_size.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,7 @@ class _Steps(torch.autograd.Function):
             ctx.made, ctx.backward_ready = (*made, *module._backward_kept("l0")), None
         else:
             (hs, h0, more), ctx.backward_ready = found, known.backward
+            ctx.given = x, hx, *parameters
         ctx.module, ctx.count = module, len(parameters)
         ctx.set_materialize_grads(False)
         # the same number and shapes in both cases, which torch.utils.checkpoint requires
@@ -112,11 +114,22 @@ class _Steps(torch.autograd.Function):
         saved = ctx.saved_tensors
         if grad_hs is None and grad_last is None:
             return (None,) * (ctx.count + 5)
-        end, ready = ctx.count + 2, ctx.backward_ready
+        end = ctx.count + 2
         again = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
-        if again or (ready is not None and not ready.takes(saved[2:end], (*saved[:2], *saved[end:]))):
+        if again or (ctx.backward_ready is not None and not _as_saved(ctx, saved)):
             return None, None, None, *_derived(ctx, saved[:end], (grad_hs, grad_last))
         return None, None, None, *_gradients(ctx, saved, grad_hs, grad_last)
+
+
+def _as_saved(ctx: Any, saved: tuple[Any, ...]) -> bool:
+    """Whether a backward that is ready may read these tensors, and the parameters in place: hooks of saved tensors may
+    return copies, in any layout."""
+    if not all(map(operator.is_, saved, ctx.given)):
+        return False
+    for tensor in saved[ctx.count + 2 :]:
+        if tensor is not None and (tensor.dtype is not saved[0].dtype or not tensor.is_contiguous()):
+            return False
+    return True
 
 
 def _whole(hs: Tensor, grad_hs: Tensor | None, grad_last: Tensor | None) -> Tensor:

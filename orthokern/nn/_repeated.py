@@ -157,6 +157,6 @@ def remember(
         backward = None
         if made is not None:
             made = (*made, *module._backward_kept("l0"))
-            values = {name: module._tensor(name) for name in module._shapes}
-            backward = Backward(module._backward_plan(data, values, made), T, [*values.values()], ready=True)
+            plan = module._backward_plan(data, {name: module._tensor(name) for name in module._shapes}, made)
+            backward = Backward(plan, T, ready=True)
     _known[module] = seen._replace(run=run, backward=backward, zeros=zeros)
