@@ -13,6 +13,9 @@ from collections.abc import Iterable
 class InputError(ValueError):
     """Bad input. The message is one line with the argument, the given value, and what is accepted."""
 
+    def __init__(self, *args: object) -> None:  # the repr of a value may have several lines
+        super().__init__(*(" ".join(arg.split()) if isinstance(arg, str) and "\n" in arg else arg for arg in args))
+
 
 class OutOfRange(InputError):
     """A parameter is outside of the range for which its function can be computed. In training this is a divergence."""

@@ -533,8 +533,10 @@ def scan_cross_entropy(
         _check_factors(*factors)
         name, like = "u", factors[0]
     else:
+        if len(factors) != 1:
+            raise InputError(f"matrix has {len(factors)} factors: accepted is w [N, N], or (u, s, v)")
         name, like = "matrix", check.is_tensor("matrix", factors[0])
-        if len(factors) != 1 or like.ndim != 2 or like.shape[0] != like.shape[1] or like.shape[0] < 1:
+        if like.ndim != 2 or like.shape[0] != like.shape[1] or like.shape[0] < 1:
             raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
         check.is_float("matrix", like)
     N = like.shape[0]

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,22 @@ def test_the_parts_of_the_angle_histogram_are_half_open_and_pi_is_minus_pi() -> 
     assert diagnostics.angle_histogram(angles, bins=4) == [2, 0, 2, 0]
     assert diagnostics.angle_histogram(diagnostics.eigenvalue_angles(-torch.eye(5)))[0] == 5
     assert all(math.isnan(count) for count in diagnostics.angle_histogram(torch.tensor([0.0, math.nan])))
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "message"),
+    [
+        (diagnostics.spectral_radius, [[1.0]], "w is list; accepted: a tensor of real numbers"),
+        (diagnostics.eigenvalue_angles, torch.eye(2) * 1j, "w has dtype torch.complex64; accepted: real numbers"),
+        (diagnostics.angle_histogram, torch.zeros(2, 3), r"angles has shape \[2, 3\]; accepted: \[N\], N at least 1"),
+        (diagnostics.angle_histogram, None, "angles is NoneType; accepted: a tensor of real numbers"),
+        (lambda value: diagnostics.angle_histogram(value, 0), torch.zeros(3), "bins is 0; accepted: an integer"),
+        (diagnostics.summarize_spectrum, torch.zeros(0), r"singular_values has shape \[0\]; accepted: \[N\]"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused(function: Callable[[Any], Any], value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        function(value)
 
 
 @pytest.mark.parametrize("function", [diagnostics.spectral_radius, diagnostics.eigenvalue_angles])

@@ -75,6 +75,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     # activation
     ({"activation": "tahn"}, "unknown activation 'tahn': did you mean 'tanh'? accepted: identity, tanh, relu, "),
     ({"activation": None}, "unknown activation None: "),
+    ({"activation": torch.zeros(2, 2)}, "unknown activation tensor([[0., 0.], [0., 0.]]): accepted: identity"),
     ({"activation": "prelu"}, "act_param is None: activation 'prelu' needs its slope, a tensor [1] or [N] = [6]"),
     ({"activation": "modrelu"}, "act_param is None: activation 'modrelu' needs its bias, a tensor [1] or [N] = [6]"),
     ({"activation": "leaky_relu", "act_param": 0.01}, "act_param must be a torch.Tensor, got 0.01"),
@@ -86,6 +87,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
     ({"checkpoint_every": 2.0}, "checkpoint_every is 2.0: accepted is an integer, 0 or more"),
     ({"checkpoint_every": True}, "checkpoint_every is True: accepted is an integer, 0 or more"),
+    ({"checkpoint_every": 1 << 63}, "checkpoint_every is 9223372036854775808: accepted is a number of steps below 2^63"),
     # lengths and clip
     ({"lengths": [4, 2, 1]}, "lengths must be a torch.Tensor, got list"),
     ({"lengths": torch.tensor([4, 2, 1]).int()}, "lengths has dtype int32: accepted is int64"),
@@ -285,6 +287,13 @@ def test_ops_refuse_values_without_the_public_function() -> None:
         torch.ops.orthokern.dense_scan_fwd(x, *zeros, None, None, "tanh", lengths=torch.tensor([1, 5, 2]))
     with pytest.raises(InputError, match="target holds 9"):
         torch.ops.orthokern.linear_cross_entropy_fwd(torch.zeros(2, N), torch.zeros(9, N), None, torch.tensor([0, 9]))
+
+
+def test_matrices_of_a_loss() -> None:
+    tokens = torch.zeros(T, B).long()
+    for factors in ((), (torch.eye(N), torch.ones(N))):
+        with pytest.raises(InputError, match=rf"matrix has {len(factors)} factors: accepted is w \[N, N\], or"):
+            f.scan_cross_entropy(tokens, factors, torch.zeros(9, N), tokens)
 
 
 def test_kinds_of_errors() -> None:

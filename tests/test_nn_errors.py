@@ -59,6 +59,8 @@ BOTH = [
     ({"negative_slope": "steep"}, ["negative_slope", "'steep'"]),
     ({"checkpoint_every": -1}, ["checkpoint_every", "-1"]),
     ({"checkpoint_every": 0.5}, ["checkpoint_every", "0.5"]),
+    ({"checkpoint_every": 1 << 63}, ["checkpoint_every", "9223372036854775808", "below 2^63"]),
+    ({"checkpoint_every": torch.zeros(2, 2)}, ["checkpoint_every", "tensor([[0., 0.], [0., 0.]])"]),
     ({"backend": "tritn"}, ["backend", "'tritn'", "did you mean 'triton'"]),
     ({"init": "orthogonl"}, ["init", "'orthogonl'", "did you mean 'orthogonal'"]),
     ({"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),

@@ -5,14 +5,17 @@ Gradients of a few rows are sums in another order: close."""
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from orthokern import cpu, functional
 from orthokern._scan_contract import LastGrad
@@ -129,6 +132,90 @@ def test_a_hook_sees_each_gradient_once() -> None:
     assert len(seen) == 1
     sum(grad.square().sum() for grad in grads).backward()
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_are_run_again_in_a_backward(kind: str, start: bool) -> None:
+    """torch's checkpoint requires that they save tensors of the same number and shapes, also in a repeated call."""
+    module = made(kind)
+    for count in range(6):
+        x, h = torch.randn(2, 1, D), torch.randn(1, 1, N, requires_grad=True) if start else None
+        if count == 4:
+            module.weight_ih_l0.data += 0.25
+        wanted = [*module.parameters(), *([h] if h is not None else [])]
+        output, last = checkpoint(module, x, h, use_reentrant=False)
+        found = torch.autograd.grad(output.square().sum() + last.sum(), wanted)
+        output, last = module._full_forward(x, h, None, None)
+        expected = torch.autograd.grad(output.square().sum() + last.sum(), wanted)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in KINDS), ("rnn", {"nonlinearity": "modrelu"}), ("factorized", {"margin": None})],
+)
+def test_saved_tensors_that_hooks_copy(kind: str, options: dict[str, Any]) -> None:
+    """In another layout; the parameters change before the backward, which has the copies."""
+    module, h = made(kind, **options), torch.randn(1, 2, N, requires_grad=True)
+    parameters = list(module.parameters())
+    for _ in range(4):
+        x = torch.randn(2, 2, D, requires_grad=True)
+        wanted = [x, h, *parameters]
+        expected = torch.autograd.grad(module._full_forward(x, h, None, None)[0].sin().sum(), wanted)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.clone() if t.ndim > 1 else t.clone(), unturned):
+            loss = module(x, h)[0].sin().sum()
+        values = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1.5)
+        torch.testing.assert_close(torch.autograd.grad(loss, wanted), expected, rtol=3e-5, atol=3e-5)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+
+
+def unturned(tensor: Tensor) -> Tensor:
+    return tensor.mT if tensor.ndim > 1 else tensor
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["output", "h_n"])
+@pytest.mark.parametrize("steps", [2, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_cotangents_at_once(kind: str, steps: int, result: int) -> None:
+    """By torch.autograd, whose vmap is not that of torch.func."""
+    module, x = made(kind, dtype=torch.float64), torch.randn(steps, 1, D, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    for _ in range(3):
+        output = module(x)[result]
+        cotangents = torch.randn(3, *output.shape, dtype=output.dtype)
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(output, wanted, cotangents, is_grads_batched=True, **options)
+        single = [torch.autograd.grad(output, wanted, cotangent, **options) for cotangent in cotangents]
+        for one, others in zip(found, zip(*single, strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(others))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_in_threads(kind: str) -> None:
+    """They leave the module alone, which other threads use."""
+    module, x, switch = made(kind), torch.randn(1, 1, D), sys.getswitchinterval()
+    parameters = list(module.parameters())
+
+    def derivatives() -> list[Tensor]:
+        grads = torch.autograd.grad(module(x)[0].sin().sum(), parameters, create_graph=True)
+        return list(torch.autograd.grad(torch.cat([g.flatten() for g in grads]).square().sum(), parameters))
+
+    expected = derivatives()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [future.result() for future in [pool.submit(derivatives) for _ in range(40)]]
+    finally:
+        sys.setswitchinterval(switch)
+    assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+    for one in found:
+        torch.testing.assert_close(one, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -367,6 +454,25 @@ def test_a_repeated_call_keeps_no_module_alive(kind: str) -> None:
     del module
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_a_repeated_call_can_be_exchanged(kind: str, grad: bool) -> None:
+    """As Module.to and load_state_dict do after torch.__future__.set_swap_module_params_on_conversion(True)."""
+    module, other, x = made(kind), made(kind), torch.randn(1, 1, D)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            module(x)
+    for name, parameter in other.named_parameters():
+        parameter.data += 0.125
+        torch.utils.swap_tensors(module.get_parameter(name), nn.Parameter(parameter.detach().clone()))
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            torch.testing.assert_close(module(x), other(x), rtol=0, atol=0)
+    module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.data.to_sparse())
+    with torch.set_grad_enabled(grad), pytest.raises(InputError, match="weight_ih_l0 is a sparse"):
+        module(x)
 
 
 def isas() -> list[str]:

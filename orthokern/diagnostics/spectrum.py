@@ -32,6 +32,20 @@ class Recurrence(Protocol):
         ...
 
 
+def _real(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} is {type(value).__name__}; accepted: a tensor of real numbers")
+    if value.is_complex():
+        raise InputError(f"{name} has dtype {value.dtype}; accepted: real numbers")
+    return value
+
+
+def _vector(name: str, value: Any) -> Tensor:
+    if _real(name, value).dim() != 1 or not len(value):
+        raise InputError(f"{name} has shape {list(value.shape)}; accepted: [N], N at least 1")
+    return cast(Tensor, value)
+
+
 def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
     """Mean, standard deviation and extremes of singular values, as in Figure 3 of Vorontsov et al. 2017.
 
@@ -42,12 +56,15 @@ def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
     Returns:
         "mean", "std" (population standard deviation, divided by K), "min", "max".
 
+    Raises:
+        InputError: singular_values is no such tensor.
+
     Example::
 
         >>> summarize_spectrum(torch.tensor([0.5, 1.0, 1.5]))["max"]
         1.5
     """
-    s = singular_values.detach().abs().double().cpu()
+    s = _vector("singular_values", singular_values).detach().abs().double().cpu()
     return {"mean": s.mean().item(), "std": s.std(correction=0).item(), "min": s.min().item(), "max": s.max().item()}
 
 
@@ -61,7 +78,7 @@ def spectral_radius(w: Tensor) -> float:
         A number without unit; NaN if w holds NaN or infinity.
 
     Raises:
-        InputError: w is not a square matrix.
+        InputError: w is not a square matrix of real numbers.
 
     Example::
 
@@ -82,7 +99,7 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
         holds NaN or infinity.
 
     Raises:
-        InputError: w is not a square matrix.
+        InputError: w is not a square matrix of real numbers.
 
     Example::
 
@@ -104,12 +121,17 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
     Returns:
         `bins` counts; `bins` NaN if an angle is not finite.
 
+    Raises:
+        InputError: angles is no such tensor, or bins is below 1.
+
     Example::
 
         >>> angle_histogram(torch.tensor([-3.0, 0.5, 0.6, 3.1]), bins=4)
         [1, 0, 2, 1]
     """
-    if not bool(angles.isfinite().all()):
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise InputError(f"bins is {bins!r}; accepted: an integer of at least 1")
+    if not bool(_vector("angles", angles).isfinite().all()):
         return [math.nan] * bins
     part = ((angles.detach().double().cpu() + math.pi) * (bins / (2 * math.pi))).floor().long() % bins
     return torch.bincount(part, minlength=bins).tolist()
@@ -203,7 +225,7 @@ def _singular_values(w: Tensor) -> Tensor:
 
 def _eigenvalues(w: Tensor) -> Tensor:
     """[N] complex128 on the CPU, or NaN if w is not finite, which LAPACK rejects."""
-    if w.dim() != 2 or w.shape[0] != w.shape[1] or not len(w):
+    if _real("w", w).dim() != 2 or w.shape[0] != w.shape[1] or not len(w):
         raise InputError(f"w has shape {list(w.shape)}; accepted: a square matrix [N, N]")
     exact = w.detach().double().cpu()
     if not bool(exact.isfinite().all()):

@@ -41,6 +41,8 @@ def positive_int(name: str, value: Any, minimum: int = 1) -> int:
         raise InputError(f"{name} must be an integer, got {value!r}") from None
     if count < minimum:
         raise InputError(f"{name} must be at least {minimum}, got {count}")
+    if count >= 1 << 63:
+        raise InputError(f"{name} must be below 2^63, got {count}")
     return count
 
 

@@ -7,13 +7,15 @@ Calls that repeat the previous one are faster still: ``orthokern/nn/_repeated.py
 
 With gradients, a call of a few steps of one layer is a single node of the autograd graph, `_Steps`. Its backward is one
 native call that gives every gradient (``orthokern/cpu/_steps.py``). Where the backward itself is recorded
-(create_graph), or run for many cotangents at once, the node runs the full path again and derives that.
+(create_graph), or run for many cotangents at once, the node runs the full path again and derives that; also where hooks
+of saved tensors have changed what a repeated call would read.
 
 Letters: B batch, T time, N hidden_size, D input_size.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern.cpu._steps import MOST_ROWS, Backward
 from orthokern.nn._repeated import Known, known_call, remember
-from orthokern.ops._alone import quiet
+from orthokern.ops._alone import quiet, vmapped
 from orthokern.ops._taps import SINKS, record
 
 if TYPE_CHECKING:
@@ -93,15 +95,17 @@ class _Steps(torch.autograd.Function):
         ctx: Any, module: Recurrent, leaf: Any, known: Known | None, x: Tensor, hx: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         found = None if known is None else known.call(module, x, hx)
-        made: tuple[Tensor | None, ...] = ()
+        ctx.made = ()
         if found is None or known is None:
             hs, h0, more, made = _states(module, leaf, x, hx)
-            made, ctx.backward_ready = (*made, *module._backward_kept("l0")), None
+            ctx.made, ctx.backward_ready = (*made, *module._backward_kept("l0")), None
         else:
             (hs, h0, more), ctx.backward_ready = found, known.backward
-        ctx.module, ctx.count, ctx.more = module, len(parameters), len(more)
+            ctx.given = x, hx, *parameters
+        ctx.module, ctx.count = module, len(parameters)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, hx, *parameters, h0, hs, *more, *made)
+        # the same number and shapes in both cases, which torch.utils.checkpoint requires
+        ctx.save_for_backward(x, hx, *parameters, h0 if hx is None else None, hs, *more)
         return hs, _last(hs)
 
     @staticmethod
@@ -109,9 +113,22 @@ class _Steps(torch.autograd.Function):
         saved = ctx.saved_tensors
         if grad_hs is None and grad_last is None:
             return (None,) * (ctx.count + 5)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-            return None, None, None, *_derived(ctx, saved[: ctx.count + 2], (grad_hs, grad_last))
+        end = ctx.count + 2
+        again = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
+        if again or (ctx.backward_ready is not None and not _as_saved(ctx, saved)):
+            return None, None, None, *_derived(ctx, saved[:end], (grad_hs, grad_last))
         return None, None, None, *_gradients(ctx, saved, grad_hs, grad_last)
+
+
+def _as_saved(ctx: Any, saved: tuple[Any, ...]) -> bool:
+    """Whether a backward that is ready may read these tensors, and the parameters in place: hooks of saved tensors may
+    return copies, in any layout."""
+    if not all(map(operator.is_, saved, ctx.given)):
+        return False
+    for tensor in saved[ctx.count + 2 :]:
+        if tensor is not None and (tensor.dtype is not saved[0].dtype or not tensor.is_contiguous()):
+            return False
+    return True
 
 
 def _whole(hs: Tensor, grad_hs: Tensor | None, grad_last: Tensor | None) -> Tensor:
@@ -132,13 +149,13 @@ def _gradients(
 ) -> list[Tensor | None]:
     module, end = ctx.module, ctx.count + 2
     x, hx, *values = saved[:end]
-    (h0, hs), made = saved[end : end + 2], end + 2 + ctx.more
-    backward = ctx.backward_ready
+    start, hs, *more = saved[end:]
+    h0, backward = start if hx is None else hx, ctx.backward_ready
     if backward is None:
         x, h0 = x.contiguous(), h0.contiguous()
-        plan = module._backward_plan(x, dict(zip(module._shapes, values, strict=True)), saved[made:])
+        plan = module._backward_plan(x, dict(zip(module._shapes, values, strict=True)), ctx.made)
         backward = Backward(plan, len(hs))
-    varying = (x, h0, _whole(hs, grad_hs, grad_last), hs, *saved[end + 2 : made])
+    varying = (x, h0, _whole(hs, grad_hs, grad_last), hs, *more)
     needs = ctx.needs_input_grad[3:]
     if hx is not None and module.learned_h0:  # the learned states are not used
         needs = (*needs[:2], *(need and name != "h0_l0" for name, need in zip(module._shapes, needs[2:], strict=True)))
@@ -153,13 +170,12 @@ def _gradients(
     return found
 
 
-class _FullPath(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, input: Tensor, hx: Tensor | None) -> Any:
-        return self.module._full_forward(input, hx, None, None)  # type: ignore[operator]
+def _holding(module: Recurrent, values: dict[str, Any]) -> Recurrent:
+    """A module like this one with other parameters. torch.func.functional_call exchanges those of the module itself,
+    which other threads may be using."""
+    found = object.__new__(type(module))
+    vars(found).update(vars(module), _parameters={**module._parameters, **values})
+    return found
 
 
 def _derived(
@@ -171,11 +187,10 @@ def _derived(
         # views, so that the hooks of a tensor do not run for the gradients in here
         tensors = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
         x, hx, *values = tensors
-        names = (f"module.{name}" for name in module._shapes)
         turned = x.transpose(0, 1) if module.batch_first else x
-        output, last = torch.func.functional_call(
-            _FullPath(module), dict(zip(names, values, strict=True)), (turned, hx)
-        )
+        holding = _holding(module, dict(zip(module._shapes, values, strict=True)))
+        output, last = holding._full_forward(turned, hx, None, None)
+        assert isinstance(output, Tensor)
         results = (output.transpose(0, 1) if module.batch_first else output, last)
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
         wanted = [t for t, need in zip(tensors, needs, strict=True) if need]

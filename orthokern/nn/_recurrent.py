@@ -266,11 +266,14 @@ class Recurrent(nn.Module):
         return ()
 
     def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
-        """The backward of l0, of a module without a gain; made: what `_quick_states` and `_backward_kept` give."""
+        """The backward of l0, of a module without a gain; made: what `_quick_states` and `_backward_kept` give. What is
+        a parameter there is read from `parameters`."""
         learned = ACTIVATIONS[self.nonlinearity].learned
+        name = None if learned is None else f"{learned.stem}_l0"
         return scan_plan(
-            self._backward_parts(parameters, made[1:]), x, parameters["weight_ih_l0"], made[0], self.nonlinearity,
-            self.message_clip, tuple(self._shapes), None if learned is None else f"{learned.stem}_l0",
+            self._backward_parts(parameters, made[1:]), x, parameters["weight_ih_l0"],
+            made[0] if name is None else parameters[name], self.nonlinearity, self.message_clip, tuple(self._shapes),
+            name,
         )  # fmt: skip
 
     def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:

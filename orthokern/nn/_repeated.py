@@ -32,10 +32,13 @@ _SETTINGS = (bool, int, float, str, type(None))  # types of attributes that are 
 
 
 class _Part(NamedTuple):
-    """A parameter or buffer at the time of the call."""
+    """A parameter or buffer at the time of the call.
 
-    which: Any  # a weak reference: hooks of a parameter may hold the module
-    address: int
+    There is no reference to it: hooks of a parameter may hold the module, and torch.utils.swap_tensors refuses what has
+    a weak one."""
+
+    kind: type
+    address: int  # of memory that the prepared call holds
     shape: torch.Size
     dtype: torch.dtype
 
@@ -99,11 +102,14 @@ def _as_then(module: Recurrent, known: Known) -> bool:
     parts = _parts(module)
     if tuple(map(vars(module).get, known.names)) != known.values or len(parts) != len(known.parts):
         return False
-    for tensor, (which, address, shape, dtype) in zip(parts, known.parts, strict=True):
-        if which() is not tensor or tensor.data_ptr() != address or tensor.dtype is not dtype:
-            return False
-        if tensor.shape != shape or not tensor.is_contiguous():
-            return False
+    try:
+        for tensor, (kind, address, shape, dtype) in zip(parts, known.parts, strict=True):
+            if type(tensor) is not kind or tensor.data_ptr() != address or tensor.dtype is not dtype:
+                return False
+            if tensor.shape != shape or not tensor.is_contiguous():
+                return False
+    except RuntimeError:  # a layout without an address
+        return False
     op, backend, dtype, sizes, leaf = known.leaf
     return dispatch.cpu_leaf(op, backend, dtype, **sizes) is leaf
 
@@ -138,7 +144,7 @@ def remember(
     if seen is None or seen.key != key or seen.run is not None or not _as_then(module, seen):
         names = tuple(name for name, value in vars(module).items() if type(value) in _SETTINGS)
         shape = (B, module.hidden_size) if one_step else (T, B, module.hidden_size)
-        kept = [_Part(weakref.ref(part), part.data_ptr(), part.shape, part.dtype) for part in parts]
+        kept = [_Part(type(part), part.data_ptr(), part.shape, part.dtype) for part in parts]
         _known[module] = Known(key, names, tuple(map(vars(module).get, names)), kept, leaf, shape)
         return
     if seen.wait > 1:

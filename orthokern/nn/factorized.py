@@ -217,7 +217,8 @@ class FactorizedRNN(Recurrent):
         return kept(self, f"slope_{suffix}", [p], (margin, half), make)
 
     def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        return factored_parts(parameters["u_l0"], made[-2], parameters["v_l0"], made[-1])
+        s = parameters["spectrum_l0"] if self.margin is None else made[-2]
+        return factored_parts(parameters["u_l0"], s, parameters["v_l0"], made[-1])
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         if self.apply_mode == "composed":

@@ -137,7 +137,7 @@ class RNN(TorchRecurrent):
         return self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
 
     def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        return dense_parts(made[0], "weight_hh_l0")
+        return dense_parts(parameters["weight_hh_l0"], "weight_hh_l0")
 
     def extra_repr(self) -> str:
         return self._repr_common() + ("" if self.init is None else f", init={self.init!r}")

@@ -19,10 +19,19 @@ _NAMES = (
     "_len_torch_function_stack",
     "_are_functorch_transforms_active",
     "_get_tracing_state",
+    "_dispatch_key_parse",
+    "_dispatch_tls_is_dispatch_key_included",
 )
 # private functions of torch; in a version that lacks one, all calls go through the dispatcher
 _KNOWN = all(hasattr(torch._C, name) for name in _NAMES) and hasattr(torch.autograd, "_profiler_enabled")
 _KNOWN = _KNOWN and hasattr(forward_ad, "_current_level")
+_VMAP_MODE: Any = torch._C._dispatch_key_parse("VmapMode") if _KNOWN else None
+_INCLUDED: Any = torch._C._dispatch_tls_is_dispatch_key_included if _KNOWN else None
+
+
+def vmapped() -> bool:
+    """Whether a vmap is active: that of torch.func, or the older one of torch.autograd.grad(is_grads_batched=True)."""
+    return torch._C._are_functorch_transforms_active() or (_KNOWN and _INCLUDED(_VMAP_MODE))
 
 
 def quiet() -> bool:
@@ -33,6 +42,7 @@ def quiet() -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()
+        and not _INCLUDED(_VMAP_MODE)
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]

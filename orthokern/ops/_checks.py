@@ -255,4 +255,6 @@ def scan_inputs(
         raise InputError(f"checkpoint_every is {describe(checkpoint_every)}: accepted is an integer, 0 or more")
     if checkpoint_every < 0:
         raise InputError(f"checkpoint_every is {checkpoint_every}: accepted is 0 (keep all states) or more")
+    if isinstance(checkpoint_every, int) and checkpoint_every >= 1 << 63:
+        raise InputError(f"checkpoint_every is {checkpoint_every}: accepted is a number of steps below 2^63")
     return x, h0

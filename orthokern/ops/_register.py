@@ -23,7 +23,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import LastGrad
 from orthokern.errors import InputError
 from orthokern.ops import _vmap
-from orthokern.ops._alone import alone
+from orthokern.ops._alone import alone, vmapped
 
 NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -164,8 +164,7 @@ class CustomOp:
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             saved = ctx.saved_tensors  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
-            transforms = torch._C._are_functorch_transforms_active()
-            recorded = torch.is_grad_enabled() or transforms or torch.compiler.is_compiling()
+            recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
             if ctx.steps is not None:
                 grads = _with_last_step(grads, ctx.steps, recorded)
             if recorded:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from orthokern import dispatch
+from orthokern.ops._alone import vmapped
 from orthokern.ops._common import values
 
 
@@ -58,4 +59,4 @@ def recording(*tensors: Tensor | None) -> bool:
 
 def last() -> bool:
     """Whether a backward is neither differentiated again nor vmapped, so that it may work in place."""
-    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    return not torch.is_grad_enabled() and not vmapped()
