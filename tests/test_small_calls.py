@@ -124,6 +124,19 @@ def test_derivatives_of_a_few_steps(kind: str, options: dict[str, Any], shape: t
     assert torch.autograd.gradgradcheck(lambda *a: call(*a)[0].sin() * call(*a)[1].sum(), arguments)
 
 
+def test_second_derivatives_of_a_clipped_message() -> None:
+    """Those of the reference: the messages of the states' gradients are summed before they are clipped."""
+    found = []
+    for backend in (None, "reference"):
+        module = made("rnn", dtype=torch.float64, message_clip=0.3, backend=backend)
+        x = torch.linspace(-1, 1, 3 * D, dtype=torch.float64).view(3, 1, D).requires_grad_()
+        for _ in range(3):  # the later ones are repeated calls
+            slope = torch.autograd.grad(module(x)[0].square().sum(), x, create_graph=True)[0]
+            second = torch.autograd.grad(slope.square().sum() + module(x)[0].sum(), [x, *module.parameters()])
+        found.append([slope.detach(), *second])
+    torch.testing.assert_close(*found)
+
+
 def test_a_hook_sees_each_gradient_once() -> None:
     module, x = made("exponential"), torch.randn(1, 1, D)
     seen: list[Tensor] = []

@@ -22,7 +22,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "rnn": RNN,
     "rnn of a learned activation": lambda *args, **options: RNN(*args, nonlinearity="modrelu", **options),
     "rnn that keeps its input": lambda *args, **options: RNN(*args, nonlinearity="prelu", bias=False, **options),
-    "clipped": lambda *args, **options: RNN(*args, message_clip=0.25, **options),
     "factorized": FactorizedRNN,
     "free spectrum": lambda *args, **options: FactorizedRNN(*args, margin=None, init="glorot", **options),
     "low rank": lambda D, N, **options: FactorizedRNN(D, N, rank=(N + 1) // 2, **options),

@@ -30,8 +30,7 @@ struct ExponentialArgs : ScanArgs {
   void fields(Visit& visit) {
     R = 1;
     ORTHOKERN_FIELDS(visit, B, T, N, D, dtype, activation, threads, x, second, h0, weight, act_param, act_param_size,
-                     message_clip, grad_hs, states, saved_pre, grad_x, grad_h0, grad_weight, grad_bias, grad_act_param,
-                     grad_norm);
+                     grad_hs, states, saved_pre, grad_x, grad_h0, grad_weight, grad_bias, grad_act_param, grad_norm);
     ORTHOKERN_FIELDS(visit, terms, mask_block, turn, s, weights, basis, gamma, theta, grad_skew, grad_gamma, grad_theta,
                      grad_triangle);
   }

@@ -84,13 +84,13 @@ struct ScanArgs {
     ORTHOKERN_FIELDS(visit, message_clip, grad_steps, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0,
                      grad_reset_state, grad_weight, grad_bias, grad_act_param, grad_norm, grad_delta);
   }
-  // No tokens, lengths, resets, checkpoints or replicas.
+  // No tokens, lengths, resets, checkpoints, message clip or replicas.
   template <class Visit>
   void steps(Visit& visit) {
     R = 1;
     ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, x, first, scale, second, h0, weight, act_param,
-                     act_param_size, message_clip, grad_hs, states, saved_pre, grad_x, grad_h0, grad_map, grad_weight,
-                     grad_bias, grad_act_param, grad_norm, grad_delta, grad_first, grad_scale, slope, grad_second);
+                     act_param_size, grad_hs, states, saved_pre, grad_x, grad_h0, grad_map, grad_weight, grad_bias,
+                     grad_act_param, grad_norm, grad_delta, grad_first, grad_scale, slope, grad_second);
   }
 };
 

@@ -50,7 +50,6 @@ struct DirectBackward {
 
   // delta_t, |dL/dh_t| and the part of the activation's parameter; the order of the sums is that of scan_backward.h.
   void finish(bool last, const T* param, double* param_grad) {
-    const V<T> bound = splat<T>(static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf()));
     V<T> square = V<T>{};
     for (int n = 0; n < N; n += L) {
       const int count = N - n < L ? N - n : L;
@@ -61,9 +60,7 @@ struct DirectBackward {
         if (!last) g += load(message + b * wide + n);
         square += g * g;
         const V<T> saved = load_part(at(A::needs_input ? args.saved_pre : args.states) + row * N + n, count);
-        V<T> d = activate_grad<T, A>(saved, g, load(param + n), &of_param);
-        d = d > bound ? bound : d;  // a NaN stays a NaN
-        store(delta + row * wide + n, d < -bound ? -bound : d);
+        store(delta + row * wide + n, activate_grad<T, A>(saved, g, load(param + n), &of_param));
       }
       if (A::has_parameter)
         for (int i = 0; i < L; i++) param_grad[n + i] += of_param[i];
@@ -195,7 +192,9 @@ struct DirectBackward {
 };
 
 // Whether a call of scan_bwd is one of a few steps that may read the weights in place.
-inline bool direct_backward_serves(const ScanArgs& args) { return direct_serves(args) && !args.tokens; }
+inline bool direct_backward_serves(const ScanArgs& args) {
+  return direct_serves(args) && !args.tokens && args.message_clip == 0 && args.grad_steps == args.T;
+}
 
 template <class T>
 bool scan_direct_backward(const ScanArgs& args) {

@@ -141,7 +141,7 @@ def _plan(
 
 
 def scan_plan(
-    parts: Parts, x: Tensor, weight: Tensor, act_param: Tensor | None, activation: str, message_clip: float,
+    parts: Parts, x: Tensor, weight: Tensor, act_param: Tensor | None, activation: str,
     parameters: Sequence[str], learned: str | None,
 ) -> Plan:  # fmt: skip
     """Of a scan.
@@ -149,14 +149,14 @@ def scan_plan(
     Args:
         parts: of the matrix.
         x: [T,B,D]; weight: [N,D]; act_param: [1] or [N].
-        activation, message_clip: as of ScanOptions.
+        activation: its name.
         parameters: names, in the order in which gradients are given; biases are what is not known by name.
         learned: that of the activation.
     """
     (T, B, D), N, size = x.shape, len(weight), 0 if act_param is None else len(act_param)
     sizes = {
         **parts.sizes, "B": B, "T": T, "N": N, "D": D, "activation": ACTIVATIONS[activation].number,
-        "act_param_size": size, "message_clip": message_clip,
+        "act_param_size": size,
     }  # fmt: skip
     shapes = {
         "grad_x": (T, B, D), "grad_h0": (1, B, N), "grad_weight": (N, D), "grad_bias": (N,),

@@ -259,7 +259,7 @@ def forward(
             found = hs, _last(hs)
             if T * B <= MOST_ROWS and not ids:
                 remember(module, given, hx, one_step, data, (op, module.backend, dtype, sizes, leaf))
-        elif T * B <= MOST_ROWS and not ids and module.gain == 1.0 and not module.checkpoint_every:
+        elif T * B <= MOST_ROWS and not ids and module._one_node():
             found = _Steps.apply(module, leaf, None, data, hx, *[parameters[name] for name in module._shapes])
             if known is None:
                 remember(module, given, hx, one_step, data, (op, module.backend, dtype, sizes, leaf))

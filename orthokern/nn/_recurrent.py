@@ -258,22 +258,26 @@ class Recurrent(nn.Module):
             return (None,) if prepared(x, h0, hs) else None
 
         # the kernel keeps no pre-activations here
-        recorded = self.gain == 1.0 and not self.checkpoint_every and not ACTIVATIONS[self.nonlinearity].needs_input
+        recorded = self._one_node() and not ACTIVATIONS[self.nonlinearity].needs_input
         return run, (inputs.act_param, *matrix) if recorded else None
+
+    def _one_node(self) -> bool:
+        """Whether a call of a few steps may be one node of the graph. With a message clip it may not: create_graph runs
+        the full path again, and would clip the messages of each of the two graphs."""
+        return self.gain == 1.0 and not self.checkpoint_every and not self.message_clip
 
     def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
         """What else `_backward_plan` is given."""
         return ()
 
     def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
-        """The backward of l0, of a module without a gain; made: what `_quick_states` and `_backward_kept` give. What is
+        """The backward of l0, if `_one_node`; made: what `_quick_states` and `_backward_kept` give. What is
         a parameter there is read from `parameters`."""
         learned = ACTIVATIONS[self.nonlinearity].learned
         name = None if learned is None else f"{learned.stem}_l0"
         return scan_plan(
             self._backward_parts(parameters, made[1:]), x, parameters["weight_ih_l0"],
-            made[0] if name is None else parameters[name], self.nonlinearity, self.message_clip, tuple(self._shapes),
-            name,
+            made[0] if name is None else parameters[name], self.nonlinearity, tuple(self._shapes), name,
         )  # fmt: skip
 
     def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:

@@ -82,7 +82,7 @@ class CustomOp:
         """The first result [T, ...], and a copy of its last step. A backward of the last step alone gets a `LastGrad`,
         and allocates no zeros for the other steps. The op has a derivative, and its leaf is that of the CPU."""
         if not alone(given):
-            result: Tensor = self.packet(*given)[0]
+            result: Tensor = self(*given)[0]
             return result, result[-1]
         given = (*given, *self.defaults[len(given) :])
         if torch.is_grad_enabled():

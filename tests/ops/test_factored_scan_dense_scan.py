@@ -89,10 +89,11 @@ def test_scan_parity_large(op: str, case: dict[str, Any], dtype: torch.dtype, ba
 @pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 @pytest.mark.parametrize("every", [0, 3])
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize(("B", "T", "N"), [(3, 7, 34), (130, 4, 6), (2, 1, 16)])
+@pytest.mark.parametrize(("B", "T", "N"), [(3, 7, 34), (130, 4, 6), (2, 1, 16), (2, 2, 20)])
 @pytest.mark.parametrize("op", SCANS)
 def test_gradient_of_the_last_state_alone(op: str, B: int, T: int, N: int, activation: str, every: int) -> None:
-    """The bits of a gradient that holds zeros for the other states."""
+    """The bits of a gradient that holds zeros for the other states; close for a few rows, which have a kernel of their
+    own for that."""
     options: dict[str, Any] = {"activation": activation, "inputs": "features", "gap": -1.0}
     problem = scan_problem(op, B=B, T=T, N=N, D=3, **options).to(torch.float32)
     problem.grad_hs[:-1] = 0
@@ -104,7 +105,9 @@ def test_gradient_of_the_last_state_alone(op: str, B: int, T: int, N: int, activ
         for grad in (problem.grad_hs, LastGrad(problem.grad_hs[-1], T))
     )
     for one, other in zip(whole, last, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
+        torch.testing.assert_close(
+            one, other, **({"rtol": 1e-5, "atol": 1e-5} if B * T == 4 else {"rtol": 0, "atol": 0})
+        )
 
 
 @each(*SCANS)
