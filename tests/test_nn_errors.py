@@ -72,6 +72,7 @@ BOTH = [
     ({"gain": 0.0}, ["gain", "0.0", "above 0"]),
     ({"gain": NAN}, ["gain", "nan"]),
     ({"gain": "1"}, ["gain", "'1'"]),
+    ({"gain": 10**400}, ["gain", "1329 bits"]),
 ]
 FACTORIZED = [
     ({"margin": -0.1}, ["margin", "-0.1", ">= 0", "None"]),

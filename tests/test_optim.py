@@ -389,6 +389,7 @@ REFUSED = [
     (lambda: GeodesicSGD([basis(4, 4)], -0.1), "lr must be .* -0.1"),
     (lambda: GeodesicSGD([basis(4, 4)], float("nan")), "lr .* nan"),
     (lambda: GeodesicSGD([basis(4, 4)], "fast"), "lr must be a number, got 'fast'"),
+    (lambda: GeodesicSGD([basis(4, 4)], 10**400), "lr must be finite, got an integer of 1329 bits"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, max_grad_norm=0.0), "max_grad_norm .* above 0, got 0"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, drift_tolerance=-1), "drift_tolerance"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, correct_every=1.5), "correct_every .* 1.5"),

@@ -59,6 +59,8 @@ def number(name: str, value: Any, accepted: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise InputError(f"{name} must be {accepted}, got {value!r}") from None
+    except OverflowError:
+        raise InputError(f"{name} must be {accepted}, got an integer of {value.bit_length()} bits") from None
 
 
 def finite(name: str, value: Any, bound: Literal["", " above 0", ", 0 or more"] = "") -> float:

@@ -414,6 +414,8 @@ def _check_options(group: dict[str, Any]) -> None:
             number = float(value)
         except (TypeError, ValueError):
             raise InputError(f"{name} must be a number, got {value!r}") from None
+        except OverflowError:
+            raise InputError(f"{name} must be finite, got an integer of {value.bit_length()} bits") from None
         if not math.isfinite(number) or number < low or (strict and number == low):
             raise InputError(f"{name} must be finite and {'above' if strict else 'at least'} {low:g}, got {number:g}")
 
