@@ -271,8 +271,8 @@ class Recurrent(nn.Module):
         return ()
 
     def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
-        """The backward of l0, if `_one_node`; made: what `_quick_states` and `_backward_kept` give. What is
-        a parameter there is read from `parameters`."""
+        """The backward of l0, if `_one_node`; made: what `_quick_states` and `_backward_kept` give. What is a
+        parameter there is read from `parameters`."""
         learned = ACTIVATIONS[self.nonlinearity].learned
         name = None if learned is None else f"{learned.stem}_l0"
         return scan_plan(

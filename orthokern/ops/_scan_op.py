@@ -118,7 +118,7 @@ class ScanOp:
         return hs
 
     def with_last(self, backend: str | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """(hs, hs[-1]) of the forward op's arguments, all of them; see ``CustomOp.with_last``."""
+        """(hs, hs[-1]) of the arguments of a call; see ``CustomOp.with_last``."""
         if _route.route(backend) == "op":
             return self.fwd.with_last(*arguments)
         hs = self(backend, *arguments)
