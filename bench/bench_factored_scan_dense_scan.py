@@ -30,6 +30,7 @@ from harness import (
 from torch import Tensor
 
 from orthokern import functional
+from orthokern.cpu._call import has_bf16
 
 SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
 QUICK = [{"N": 33, "T": 20}]
@@ -37,6 +38,7 @@ OPS = ("factored_scan", "dense_scan")
 
 # Relative RMS of float32 results against float64; measured: at most 3e-6. See bench_accuracy.py for what it is by T.
 TOLERANCE = 2e-5
+BF16_TOLERANCE = 3e-2  # of gradients with bfloat16 factors against exact ones; measured: at most 1.5e-2
 
 # Share of SGEMM: bar and goal by op and N. Time of the eager loop over ours: bar by N, for the factored loop.
 SHARES = {"factored_scan": {128: (0.8, 0.9), 500: (0.8, 0.9), 1000: (0.8, 0.9)}}
@@ -62,8 +64,12 @@ class Problem:
 
     def forward(self) -> Tensor:
         """Ours, through the public function."""
+        return self.loop(self.x, *self.matrices, self.h0)
+
+    def loop(self, *inputs: Tensor, precision: str = "ieee") -> Tensor:
+        """The same of (x, *matrices, h0)."""
         scan: Callable[..., Tensor] = getattr(functional, self.op)
-        return scan(self.x, *self.matrices, self.h0, activation="tanh")
+        return scan(*inputs, activation="tanh", precision=precision)
 
     def step(self, loop: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         """Forward and backward of a function (x, *matrices, h0) -> states: the gradients of x and the matrices."""
@@ -223,6 +229,32 @@ def test_compiled_step(benchmark: Any, bench: Bench, size: Size) -> None:
     except Exception as failure:  # any error of the compiler
         pytest.skip(f"torch.compile does not work here: {type(failure).__name__}")
     _compare(benchmark, bench, p, {"torch.compile of a step": compiled_loop}, error, {})
+
+
+@pytest.mark.skipif(not has_bf16(), reason="no products of bfloat16 on this CPU")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.sizes([SIZES[0], *SIZES[2:]], quick=QUICK)
+def test_bfloat16_factors(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+    """Forward and backward with exact products over those with bfloat16 factors."""
+    p = problem(op, **size)
+    exact, rounded = (functools.partial(p.step, functools.partial(p.loop, precision=each)) for each in ("ieee", "bf16"))
+    error = check(f"{op} with bfloat16 factors", rounded(), exact(), BF16_TOLERANCE)
+    benchmark.group = f"{op} with bfloat16 factors, forward and backward"
+    seconds = interleave(benchmark, {"ieee": exact, "bf16": rounded}, rounds=bench.rounds(15))
+    bench.record(
+        "precision",
+        op,
+        p.size,
+        "time of exact products over that of bfloat16 factors",
+        ratio(seconds["ieee"], seconds["bf16"]),
+        bar=1.4,
+        details={
+            "ms": spread_ms(seconds["bf16"]),
+            "peer_ms": spread_ms(seconds["ieee"]),
+            "error": error,
+            "tolerance": BF16_TOLERANCE,
+        },
+    )
 
 
 def _compare(

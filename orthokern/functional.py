@@ -82,8 +82,11 @@ def factored_scan(
         act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); None for the others.
         checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 keeps all.
         backend: see the module's docstring.
-        precision: the lowest precision of float32 products that a GPU kernel may use, one of PRECISIONS; "ieee" (exact
-            products) is the default. The cpu and reference backends always compute exact products.
+        precision: the lowest precision of float32 products that a kernel may use, one of PRECISIONS; "ieee" (exact
+            products) is the default. States and sums stay float32. The cpu backend has exact products and, on a CPU
+            with AVX512_BF16 and in calls of more than 16 rows (steps times sequences), "bf16": both factors of the
+            products with W, W^T and, for features, weight are rounded to bfloat16, and so are those of the gradients of
+            W and, for features, of weight and bias. The reference backend computes exact products.
         algorithm: "sequential"; "chunked" (parallel over chunks of time; for activation identity without
             message_clip); "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the same
             calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision); or "auto".

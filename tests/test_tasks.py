@@ -230,6 +230,22 @@ def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]])
         assert torch.equal(final["model"][name], value), name
 
 
+@pytest.mark.parametrize("model", ["factorized", "rnn", "exprnn", "nnrnn"])
+def test_precision_is_a_setting_of_the_run(
+    model: str, tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*small["pixel_mnist"], "--model", model, "--precision", "bf16"]
+    assert pixel_mnist.PixelMnist(settings_of("pixel_mnist", options)).rnn.precision == "bf16"
+    assert settings_of("pixel_mnist", options[:-2]).precision == "ieee"
+    assert run("pixel_mnist", *options, "--iterations", 2, "--out", tmp_path) == 0
+    assert json.loads((tmp_path / "config.json").read_text())["settings"]["precision"] == "bf16"
+    assert run("pixel_mnist", "--resume", tmp_path, "--iterations", 3, "--precision", "ieee") == 2
+    assert "--precision ieee: the run to resume has --precision bf16" in capsys.readouterr().err
+    assert run("pixel_mnist", "--resume", tmp_path, "--iterations", 3) == 0
+    assert run("pixel_mnist", *small["pixel_mnist"], "--model", "lstm", "--precision", "bf16") == 2
+    assert "--precision" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("task", ["pixel_mnist", "char_lm", "char_lm --bptt 9"])
 def test_a_run_goes_on_with_its_data_only(
     task: str, tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
@@ -308,6 +324,7 @@ def test_every_model_trains(task: str, model: str, tmp_path: Path, small: dict[s
         "--optimizer sgd --momentum 0 --message-clip 100",
         "--optimizer adam --schedule cosine --lr-decay 0.1 --warmup 2",
         "--nonlinearity oplu --margin 10 --learned-h0",
+        "--apply composed --precision bf16",
         "--nonlinearity prelu --slope 0.7",
         "--preset paper",
     ],

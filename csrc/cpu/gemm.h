@@ -27,7 +27,7 @@
 // continued and no bit changes.
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/pairs.h"
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {
@@ -118,8 +118,8 @@ using TileKernel = void (*)(const Segment<T>* segments, int segment_count, const
                             T* out, ptrdiff_t out_block, bool add, const T* ahead, Transfers<T>* transfers);
 
 // PANELS panels of two vectors, or (PANELS == 0) one panel of one vector: out = a . panels, or (add) out += a . panels.
-// With PREFETCH a vector of every panel row at `ahead` is prefetched into L2.
-template <class T, int MR, int PANELS, bool PREFETCH>
+// With PREFETCH a vector of every panel row at `ahead` is prefetched into L2. With PAIRS a and panels are of pairs.
+template <class T, bool PAIRS, int MR, int PANELS, bool PREFETCH>
 void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, ptrdiff_t panel_stride, T* out,
                  ptrdiff_t out_block, bool add, const T* ahead, Transfers<T>* transfers) {
   constexpr int L = kLanes<T>;
@@ -147,8 +147,13 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
           ahead += W * L;
         }
         ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) {
-          const T x = a[r * L + j];
-          ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) acc[r][n] += w[n] * x;
+          if constexpr (PAIRS) {
+            const V<T> x = splat_pair(a + r * L + j);
+            ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) add_pairs(&acc[r][n], w[n], x);
+          } else {
+            const T x = a[r * L + j];
+            ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) acc[r][n] += w[n] * x;
+          }
         }
         b += W * L;
       }
@@ -161,12 +166,12 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
       store(out + n * out_block + r * L, acc[r][n]);
 }
 
-template <class T, int PANELS, bool PREFETCH>
+template <class T, bool PAIRS, int PANELS, bool PREFETCH>
 inline TileKernel<T> tile_kernel_for_rows(int rows) {
   constexpr int limit = PANELS <= 1 ? kMaxRows : PANELS == 2 ? kMaxRows / 2 : kMaxRows / 4;
 #define ORTHOKERN_ROWS(m) \
   case m:                 \
-    return tile_kernel<T, (m <= limit ? m : 1), PANELS, PREFETCH>;
+    return tile_kernel<T, PAIRS, (m <= limit ? m : 1), PANELS, PREFETCH>;
   switch (rows) {
     ORTHOKERN_ROWS(1)
     ORTHOKERN_ROWS(2)
@@ -186,14 +191,25 @@ inline TileKernel<T> tile_kernel_for_rows(int rows) {
   return nullptr;
 }
 
+// A tile of `rows` rows and `panels` panels (1, 2 or 4), or of one narrow panel.
+template <class T, bool PAIRS>
+inline TileKernel<T> tile_kernel_for(int rows, int panels, bool narrow, bool fetch) {
+  if (narrow) return tile_kernel_for_rows<T, PAIRS, 0, false>(rows);
+  if (panels == 4) return tile_kernel_for_rows<T, PAIRS, 4, false>(rows);
+  if (panels == 2)
+    return fetch ? tile_kernel_for_rows<T, PAIRS, 2, true>(rows) : tile_kernel_for_rows<T, PAIRS, 2, false>(rows);
+  return fetch ? tile_kernel_for_rows<T, PAIRS, 1, true>(rows) : tile_kernel_for_rows<T, PAIRS, 1, false>(rows);
+}
+
 inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
 
-// A weight matrix [depth, cols] in panels.
+// A weight matrix [depth, cols] in panels; or [2 depth, cols], whose rows are taken in pairs.
 template <class T>
 struct Packed {
   Scratch<T> panels;
   int depth = 0;
   int cols = 0;
+  bool pairs = false;
 
   static constexpr int kWidth = 2 * kLanes<T>;
   int panel_count() const { return (cols + kWidth - 1) / kWidth; }
@@ -201,10 +217,11 @@ struct Packed {
   const T* panel(int p) const { return panels + static_cast<ptrdiff_t>(p) * kWidth * depth; }
   const T* row(int p, int k) const { return panel(p) + static_cast<ptrdiff_t>(k) * (narrow(p) ? kLanes<T> : kWidth); }
 
-  bool allocate(int depth_, int cols_) {
-    depth = depth_;
+  bool allocate(int rows, int cols_, bool pairs_ = false) {
+    pairs = pairs_;
+    depth = pairs ? pair_count(rows) : rows;
     cols = cols_;
-    return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth, false);
+    return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth, pairs);
   }
   // Fills rows [row0, row0 + rows) of panels [first, last) with
   //     w(row, col) = source[row * row_stride + col * col_stride] * scale[col], where scale may be null.
@@ -213,8 +230,14 @@ struct Packed {
     for (int p = first; p < last; p++) {
       const int width = narrow(p) ? kLanes<T> : kWidth;
       const int count = cols - p * kWidth < width ? cols - p * kWidth : width;
-      T* to = panels + static_cast<ptrdiff_t>(p) * kWidth * depth + static_cast<ptrdiff_t>(row0) * width;
+      T* panel = panels + static_cast<ptrdiff_t>(p) * kWidth * depth;
       const T* from = source + p * kWidth * col_stride;
+      if (pairs) {
+        fill_pairs(reinterpret_cast<uint16_t*>(panel), width, count, row0, rows, from, row_stride, col_stride,
+                   scale ? scale + p * kWidth : nullptr);
+        continue;
+      }
+      T* to = panel + static_cast<ptrdiff_t>(row0) * width;
       for (int r = 0; r < rows; r++) {
         for (int c = 0; c < count; c++)
           to[static_cast<ptrdiff_t>(r) * width + c] =
@@ -223,11 +246,23 @@ struct Packed {
       }
     }
   }
+
+ private:
+  // Of a panel; what it does not write is zero.
+  static void fill_pairs(uint16_t* panel, int width, int count, int row0, int rows, const T* from, ptrdiff_t row_stride,
+                         ptrdiff_t col_stride, const T* scale) {
+    for (int k = row0; k < row0 + rows; k++, from += row_stride) {
+      uint16_t* to = panel + 2 * static_cast<ptrdiff_t>(k / 2) * width + k % 2;
+      for (int c = 0; c < count; c++)
+        to[2 * c] = to_bfloat16(static_cast<float>(from[c * col_stride] * (scale ? scale[c] : T(1))));
+    }
+  }
 };
 
-// out = a . w for blocked a (given by its segments) and blocked out, R rows. In the last chunk, panels are computed one
-// after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in the nearest cache.
-// out overlaps neither a nor what the transfers read. Panels [begin, end) of w alone; all without them.
+// out = a . w for blocked a (given by its segments, of pairs if w is) and blocked out, R rows. In the last chunk, panels
+// are computed one after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in
+// the nearest cache. out overlaps neither a nor what the transfers read. Panels [begin, end) of w alone; all without
+// them.
 template <class T, class After>
 ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
                                ptrdiff_t out_block, Transfers<T>* transfers, const After& after, int begin = 0,
@@ -275,12 +310,9 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
         for (int j = 0; j < parts; j++) at[j] = {part[j].a + row * L, part[j].block, part[j].depth};
         // Each tile prefetches one vector of every row of the next panels.
         const bool fetch = far && tiles > 1 && i < 2 * take;
-        TileKernel<T> kernel;
-        if (narrow) kernel = tile_kernel_for_rows<T, 0, false>(count);
-        else if (take == 4) kernel = tile_kernel_for_rows<T, 4, false>(count);
-        else if (take == 2)
-          kernel = fetch ? tile_kernel_for_rows<T, 2, true>(count) : tile_kernel_for_rows<T, 2, false>(count);
-        else kernel = fetch ? tile_kernel_for_rows<T, 1, true>(count) : tile_kernel_for_rows<T, 1, false>(count);
+        TileKernel<T> kernel = tile_kernel_for<T, false>(count, take, narrow, fetch);
+        if constexpr (kPairs<T>)
+          if (w.pairs) kernel = tile_kernel_for<T, true>(count, take, narrow, fetch);
         kernel(at, parts, panel, stride, out + 2 * p * out_block + row * L, out_block, k > 0,
                next + i / 2 * stride + i % 2 * L, transfers);
         row += count;

@@ -7,6 +7,13 @@
 #include "common/activations.h"
 #include "common/fields.h"
 
+// Whether the compiler knows the bfloat16 products of AVX-512.
+#if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)
+#define ORTHOKERN_HAVE_BF16 1
+#else
+#define ORTHOKERN_HAVE_BF16 0
+#endif
+
 namespace orthokern {
 
 enum Dtype { kFloat32 = 0, kFloat64 = 1 };
@@ -23,6 +30,7 @@ struct ScanArgs {
   int dtype;
   int activation;  // a number of common/activations.h
   int threads;
+  int bf16;                  // 1: float32 products may round their factors to bfloat16; only where cpu_has_bf16()
   int64_t checkpoint_every;  // 0: every state is kept
   double message_clip;       // backward: bound of |delta_t|, 0: none
   const int64_t* lengths;    // [B] in [1, T], steps of each sequence; null: T for all
@@ -70,8 +78,8 @@ struct ScanArgs {
 
   template <class Visit>
   void common(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, K, D, R, shared_x, dtype, activation, threads, checkpoint_every, lengths, resets,
-                     x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
+    ORTHOKERN_FIELDS(visit, B, T, N, K, D, R, shared_x, dtype, activation, threads, bf16, checkpoint_every, lengths,
+                     resets, x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
   }
   template <class Visit>
   void forward(Visit& visit) {

@@ -8,7 +8,7 @@
 //   d  MR columns [ MR x NV accumulators ]   per row: NV loads, MR broadcasts, MR x NV multiply-adds
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/pairs.h"
 
 namespace orthokern {
 namespace ORTHOKERN_ISA {
@@ -17,7 +17,7 @@ namespace ORTHOKERN_ISA {
 template <class T>
 constexpr int kOuterRows = kLanes<T> < (kVectorBytes == 64 ? 8 : 4) ? kLanes<T> : (kVectorBytes == 64 ? 8 : 4);
 
-template <class T, int NV>
+template <class T, bool PAIRS, int NV>
 void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdiff_t ldc) {
   constexpr int L = kLanes<T>;
   constexpr int MR = kOuterRows<T>;
@@ -30,8 +30,13 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
     V<T> x[NV];
     ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) x[n] = load(h + n * h_block);
     ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) {
-      const T y = d[i];
-      ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) acc[i][n] += x[n] * y;
+      if constexpr (PAIRS) {
+        const V<T> y = splat_pair(d + i);
+        ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) add_pairs(&acc[i][n], x[n], y);
+      } else {
+        const T y = d[i];
+        ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) acc[i][n] += x[n] * y;
+      }
     }
     d += L;
     h += L;
@@ -41,8 +46,8 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
 }
 
 // d has d_blocks blocks and h has h_blocks blocks; blocks are `block` elements apart, and `rows` rows of each are used.
-// C [d_blocks * L][ldc].
-template <class T>
+// With PAIRS they are pairs of rows. C [d_blocks * L][ldc].
+template <class T, bool PAIRS = false>
 inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdiff_t block, int rows, T* c,
                       ptrdiff_t ldc) {
   constexpr int L = kLanes<T>;
@@ -54,9 +59,9 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
       for (int k = 0; k < L; k += MR) {
         const T* from = d + i * block + k;
         T* to = c + (static_cast<ptrdiff_t>(i) * L + k) * ldc + j * L;
-        if (take == 3) outer_tile<T, 3>(from, h + j * block, block, rows, to, ldc);
-        else if (take == 2) outer_tile<T, 2>(from, h + j * block, block, rows, to, ldc);
-        else outer_tile<T, 1>(from, h + j * block, block, rows, to, ldc);
+        if (take == 3) outer_tile<T, PAIRS, 3>(from, h + j * block, block, rows, to, ldc);
+        else if (take == 2) outer_tile<T, PAIRS, 2>(from, h + j * block, block, rows, to, ldc);
+        else outer_tile<T, PAIRS, 1>(from, h + j * block, block, rows, to, ldc);
       }
     }
     j += take;

@@ -69,7 +69,8 @@ struct BackwardRows {
   // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
   // step t.
   Scratch<T> delta, inputs, dx, ending;
-  Scratch<T> zeros;                 // [R][N], the gradients of states without one
+  Scratch<T> paired_delta, paired_inputs;  // with plan.pairs: pairs of rows of the rings
+  Scratch<T> zeros;                        // [R][N], the gradients of states without one
   Scratch<T> segment, segment_pre;  // with checkpoints: states (and pre-activations) of one segment, [every][R][N]
 
   // At least two steps fit: a dense map still reads delta_{t+1} while the first columns of delta_t are written.
@@ -104,6 +105,10 @@ struct BackwardRows {
         !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
         !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
       return false;
+    if (plan.pairs && params &&
+        (!paired_delta.allocate(static_cast<size_t>(blocks) * paired_block()) ||
+         !paired_inputs.allocate(static_cast<size_t>(blocks + x_blocks) * paired_block())))
+      return false;
     if (args.grad_steps < args.T && !zeros.allocate(static_cast<size_t>(R) * N)) return false;
     if (!every) return true;
     const size_t n = static_cast<size_t>(every < args.T ? every : args.T) * R * N;
@@ -112,6 +117,7 @@ struct BackwardRows {
 
   T* grad_x() const { return static_cast<T*>(args.grad_x); }
   T* grad_reset_state() const { return static_cast<T*>(args.grad_reset_state) + row0 * N; }
+  ptrdiff_t paired_block() const { return static_cast<ptrdiff_t>(pair_count(slots * R)) * L; }
   ptrdiff_t place(int64_t t) const { return static_cast<ptrdiff_t>(rows.place[t]) * L; }
   // map^T(delta_{t+1}), blocked.
   T* message() const { return rows.next; }
@@ -222,11 +228,11 @@ struct BackwardRows {
   template <class After>
   ORTHOKERN_INLINE void multiply_back(int64_t t, Transfers<T>* during_first, Transfers<T>* during_last,
                                       const After& after) {
-    const Segment<T> from = {delta + place(t), ring_block, plan.N};
     const int R_t = rows.active[t];
+    const Segment<T> from = rows.factor(delta + place(t), ring_block, R_t, plan.N, rows.paired);
     if (plan.factored) {
       multiply<T>(&from, 1, plan.first_t, R_t, rows.z, rows.block, during_first, [](int, int) {});
-      const Segment<T> middle = {rows.z, rows.block, plan.K};
+      const Segment<T> middle = rows.factor(rows.z, rows.block, R_t, plan.K, rows.paired);
       multiply<T>(&middle, 1, plan.second_t, R_t, message(), rows.block, during_last, after);
     } else {
       multiply<T>(&from, 1, plan.second_t, R_t, message(), rows.block, during_last, after);
@@ -340,7 +346,7 @@ struct BackwardRows {
   // grad_x_t = delta_t W_in.
   void write_feature_gradient(int64_t t) {
     const int R_t = rows.active[t];
-    const Segment<T> from = {delta + place(t), ring_block, plan.N};
+    const Segment<T> from = rows.factor(delta + place(t), ring_block, R_t, plan.N, rows.paired);
     multiply<T>(&from, 1, plan.input_t, R_t, dx, rows.block);
     rows.write_rows(dx, rows.block, R_t, plan.D, grad_x() + (t * B + row0) * plan.D, plan.D);
   }
@@ -353,13 +359,26 @@ struct BackwardRows {
     if (rows.place[t] == 0) {
       const uint8_t* flags = rows.resets_at(t);
       if (flags) rows.put_reset_state(flags, t, here, ring_block);
-      outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
+      add_ring();
       if (flags)  // the step before reads h_{t-1} there
         for (int r = 0; r < rows.active[t]; r++)
           if (rows.resets(flags, r, t))
             rows.read_rows(state_rows(t - 1, t) + r * N, N, 1, plan.N, here + r * L, ring_block);
     }
     if (token_steps && t % token_steps == 0) add_table_part();
+  }
+  // sums += sum over the rows of the ring of delta [h, x, 1]^T.
+  void add_ring() {
+    if constexpr (kPairs<T>) {
+      if (plan.pairs) {
+        pair_rows(delta, ring_block, used, blocks, paired_delta, paired_block());
+        pair_rows(inputs, ring_block, used, blocks + x_blocks, paired_inputs, paired_block());
+        outer_add<T, true>(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), pair_count(used),
+                           sums->gradients, ldc);
+        return;
+      }
+    }
+    outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
   }
   // Token gradients are summed over token_steps steps before they are added to the total: a sum of sums has a smaller
   // rounding error, see outer.h.

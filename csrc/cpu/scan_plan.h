@@ -18,6 +18,7 @@ struct ScanPlan {
   int X;  // extra columns of the product: D and the one for the bias, 0 without features
   bool bias_column;
   bool factored;
+  bool pairs;   // products have bfloat16 factors, see pairs.h
   bool stream;  // write results with streaming stores
   int threads;
   T clip;              // of delta, infinite without one
@@ -32,6 +33,8 @@ struct ScanPlan {
 
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
+  // Rows of a packed matrix that `n` rows take, such that others can follow.
+  int depth(int n) const { return pairs ? round_up(n, 2) : n; }
   int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
 };
 
@@ -77,6 +80,7 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->args = &args;
   plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N), plan->K = static_cast<int>(args.K);
   plan->factored = args.scale != nullptr;
+  plan->pairs = kPairs<T> && args.bf16;
   plan->D = static_cast<int>(args.D);
   const bool features = args.weight && !args.tokens;
   plan->bias_column = features && args.bias;
@@ -108,15 +112,15 @@ template <class T>
 bool plan_forward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
   const ScanArgs& args = *plan->args;
   const int N = plan->N, K = plan->K, D = plan->D;
-  const int depth = plan->factored ? K : N;
-  if (!plan->second.allocate(depth + plan->X, N)) return false;
+  const int depth = plan->factored ? K : N, below = plan->depth(depth);
+  if (!plan->second.allocate(below + plan->X, N, plan->pairs)) return false;
   if (plan->factored) {
-    if (!plan->first.allocate(N, K)) return false;
+    if (!plan->first.allocate(N, K, plan->pairs)) return false;
     jobs->add(&plan->first, 0, N, static_cast<const T*>(args.first), K, 1, static_cast<const T*>(args.scale));
   }
   jobs->add(&plan->second, 0, depth, static_cast<const T*>(args.second), 1, depth);
-  if (plan->X) jobs->add(&plan->second, depth, D, static_cast<const T*>(args.weight), 1, D);
-  if (plan->bias_column) jobs->add(&plan->second, depth + D, 1, static_cast<const T*>(args.bias), 0, 1);
+  if (plan->X) jobs->add(&plan->second, below, D, static_cast<const T*>(args.weight), 1, D);
+  if (plan->bias_column) jobs->add(&plan->second, below + D, 1, static_cast<const T*>(args.bias), 0, 1);
   return !args.tokens || make_token_table(plan);
 }
 
@@ -127,15 +131,15 @@ bool plan_backward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
   const int N = plan->N, K = plan->K, D = plan->D;
   const T* second = static_cast<const T*>(args.second);
   if (plan->factored) {
-    if (!plan->first_t.allocate(N, K) || !plan->second_t.allocate(K, N)) return false;
+    if (!plan->first_t.allocate(N, K, plan->pairs) || !plan->second_t.allocate(K, N, plan->pairs)) return false;
     jobs->add(&plan->first_t, 0, N, second, K, 1, static_cast<const T*>(args.scale));
     jobs->add(&plan->second_t, 0, K, static_cast<const T*>(args.first), 1, K);
   } else {
-    if (!plan->second_t.allocate(N, N)) return false;
+    if (!plan->second_t.allocate(N, N, plan->pairs)) return false;
     jobs->add(&plan->second_t, 0, N, second, N, 1);
   }
   if (plan->X && args.grad_x) {
-    if (!plan->input_t.allocate(N, D)) return false;
+    if (!plan->input_t.allocate(N, D, plan->pairs)) return false;
     jobs->add(&plan->input_t, 0, N, static_cast<const T*>(args.weight), D, 1);
   }
   return true;

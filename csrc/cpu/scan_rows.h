@@ -14,6 +14,7 @@ struct ScanRows {
   int row0, R;                   // rows [row0, row0 + R) of the batch
   ptrdiff_t block;               // elements from one block of a blocked matrix of R rows to the next
   Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
+  Scratch<T> paired, paired_x;   // with plan.pairs: those of the state or of z, [max(N, K)/2L][R][L]; [X/2L][R][L]
   Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
   int longest;                   // steps of the longest row
   Scratch<T> streamed;           // [R][N]: h_{t-1} of the rows that reset at step t, where states are streamed
@@ -30,7 +31,18 @@ struct ScanRows {
     const size_t n = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
     return state.allocate(n) && next.allocate(n) && z.allocate(static_cast<size_t>(round_up(plan.K, 2 * L)) * R) &&
            x.allocate(static_cast<size_t>(round_up(plan.X, L)) * R) && e_rows.allocate(R) && count_steps() &&
-           (!args.resets || !plan.stream || streamed.allocate(static_cast<size_t>(R) * plan.N));
+           (!args.resets || !plan.stream || streamed.allocate(static_cast<size_t>(R) * plan.N)) &&
+           (!plan.pairs || (paired.allocate(n) && paired_x.allocate(static_cast<size_t>(round_up(plan.X, 2 * L)) * R)));
+  }
+  // A factor of a product: `columns` columns of a blocked matrix, or with plan.pairs their pairs, which go to `pairs`.
+  Segment<T> factor(const T* a, ptrdiff_t a_block, int rows, int columns, T* pairs) const {
+    if constexpr (kPairs<T>) {
+      if (plan.pairs) {
+        pair_columns(a, a_block, rows, columns, pairs, block);
+        return {pairs, block, pair_count(columns)};
+      }
+    }
+    return {a, a_block, columns};
   }
   bool count_steps() {
     if (!length.allocate(R) || !active.allocate(args.T + 1) || !running.allocate(args.T + 1)) return false;
@@ -162,14 +174,14 @@ struct ScanRows {
     Segment<T> segments[2];
     T* out = next;
     if (plan.factored) {
-      const Segment<T> from = {state, block, N};
+      const Segment<T> from = factor(state, block, R_t, N, paired);
       multiply<T>(&from, 1, plan.first, R_t, z, block, &during_first, [](int, int) {});
-      segments[0] = {z, block, plan.K};
+      segments[0] = factor(z, block, R_t, plan.K, paired);
       out = state;  // the first product was the last to read the old state
     } else {
-      segments[0] = {state, block, N};
+      segments[0] = factor(state, block, R_t, N, paired);
     }
-    segments[1] = {x, block, plan.X};
+    segments[1] = factor(x, block, R_t, plan.X, paired_x);
     multiply<T>(segments, plan.X ? 2 : 1, plan.second, R_t, out, block, &during_last,
                 [&](int first, int last) { activate_blocks<A>(first, last, R_t, has_e, out, h_out, pre_out, stream); });
     if (behind) {

@@ -92,15 +92,16 @@ void team_part(Team<T>& team, ScanRows<T>& rows, int64_t phase, int part) {
   if (from == to) return;
   Transfers<T> none;
   if (&weights == &plan.first) {
-    const Segment<T> all = {state, rows.block, plan.N};
+    const Segment<T> all = rows.factor(state, rows.block, rows.R, plan.N, rows.paired);
     multiply<T>(&all, 1, weights, rows.R, team.z, rows.block, &none, [](int, int) {}, from, to);
     return;
   }
   const bool has_e = rows.read_input(t, &none);
   const int64_t at = t * plan.B * N;
   T* pre = args.pre ? static_cast<T*>(args.pre) + at : nullptr;
-  Segment<T> segments[2] = {{state, rows.block, plan.N}, {rows.x, rows.block, plan.X}};
-  if (plan.factored) segments[0] = {team.z, rows.block, plan.K};
+  const Segment<T> segments[2] = {
+      rows.factor(plan.factored ? team.z : state, rows.block, rows.R, plan.factored ? plan.K : plan.N, rows.paired),
+      rows.factor(rows.x, rows.block, rows.R, plan.X, rows.paired_x)};
   multiply<T>(
       segments, plan.X ? 2 : 1, weights, rows.R, out, rows.block, &none,
       [&](int first, int last) {

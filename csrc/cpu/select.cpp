@@ -84,6 +84,14 @@ std::vector<const char*> cpu_isas() {
   return names;
 }
 
+bool cpu_has_bf16() {
+#if ORTHOKERN_HAVE_BF16
+  return strcmp(cpu_kernels().isa, "avx512") == 0 && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 namespace {
 
 struct Run {

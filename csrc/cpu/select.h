@@ -51,6 +51,8 @@ const CpuKernels& cpu_kernels();
 bool cpu_select(const char* isa);
 // Those that this machine can run, best first.
 std::vector<const char*> cpu_isas();
+// Whether the kernels in use have products with bfloat16 factors, and this machine can run them.
+bool cpu_has_bf16();
 // Where the threads come from.
 const char* parallel_pool();
 

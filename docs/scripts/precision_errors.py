@@ -1,9 +1,10 @@
-"""Errors of the CUDA scan's precisions by T, on the host harness: the table of docs/cuda-scans.md.
+"""Errors of the scans' precisions by T.
 
-    python docs/scripts/precision_errors.py
+    python docs/scripts/precision_errors.py        of the CUDA scan, on the host harness: the table of cuda-scans.md
+    python docs/scripts/precision_errors.py cpu    of the CPU scan: the table of cpu-scans.md
 
-Takes two or three minutes, and a C++ compiler. The harness rounds factors as tensor cores are specified to and adds in
-float32 one after the other; a device may add in another order.
+The first takes two or three minutes, and a C++ compiler. The harness rounds factors as tensor cores are specified to
+and adds in float32 one after the other; a device may add in another order.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from helpers import run_scan, scan_problem  # noqa: E402
 from orthokern.cuda import _call  # noqa: E402
 from orthokern.functional import PRECISIONS  # noqa: E402
 
-N, B, LENGTHS = 64, 4, (10, 100, 1000)
+B, LENGTHS = 4, (10, 100, 1000)
 SINGLE_STEPS = 2  # the path that has other products than IEEE
 
 
-def main() -> None:
+def main(backend: str, N: int, precisions: tuple[str, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def orthogonal() -> torch.Tensor:
@@ -36,15 +37,15 @@ def main() -> None:
 
     u, v = orthogonal(), orthogonal()
     s = 1 + 0.001 * (2 * torch.rand(N, dtype=torch.float64, generator=generator) - 1)
-    print("| | T | " + " | ".join(PRECISIONS) + " |")
+    print("| | T | " + " | ".join(precisions) + " |")
     for activation in ("identity", "tanh"):
         for T in LENGTHS:
             problem = scan_problem("factored_scan", B=B, T=T, N=N, activation=activation, inputs="tokens")
             problem.matrices = (u, s, v)
             exact = run_scan(problem, "reference")
             cells = []
-            for precision in PRECISIONS:
-                found = run_scan(problem.to(torch.float32), "cuda", precision=precision, algorithm="sequential")
+            for precision in precisions:
+                found = run_scan(problem.to(torch.float32), backend, precision=precision, algorithm="sequential")
                 errors = (float((found[k].double() - exact[k]).norm() / exact[k].norm()) for k in ("hs", "grad_u"))
                 cells.append(" / ".join(f"{error:.1e}" for error in errors))
             print(f"| {activation} | {T} | " + " | ".join(cells) + " |", flush=True)
@@ -52,7 +53,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["cpu"]:
+        main("cpu", 128, ("ieee", "bf16"))
+        sys.exit()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         build.use(build.load(Path(folder)), patch)
         patch.setattr(_call, "overrides", {"path": SINGLE_STEPS})
-        main()
+        main("cuda", 64, PRECISIONS)

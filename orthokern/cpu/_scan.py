@@ -10,7 +10,8 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import LastGrad, Map, ScanGradients, ScanInputs, ScanOptions, ScanStates, stored_steps
-from orthokern.cpu._call import Prepared, call, new
+from orthokern.cpu._call import Prepared, call, has_bf16, new
+from orthokern.cpu._steps import MOST_ROWS
 
 # the fields of ScanGradients by their names in ScanArgs
 _NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
@@ -46,6 +47,7 @@ def _arguments(
         "shared_x": int(bool(replicas) and x is not None and x.ndim == (2 if tokens else 3)),
         "activation": ACTIVATIONS[options.activation].number, "act_param_size": size,
         "checkpoint_every": options.checkpoint_every,
+        "bf16": int(options.precision == "bf16" and steps * B > MOST_ROWS and has_bf16()),
     }  # fmt: skip
     tensors = {
         "first": first, "scale": scale, "second": second, "x": None if tokens else x, "tokens": x if tokens else None,

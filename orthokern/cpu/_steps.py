@@ -15,7 +15,8 @@ from torch import Tensor
 from orthokern._activations import ACTIVATIONS
 from orthokern.cpu._call import POOLED_BYTES, Prepared, call, new
 
-MOST_ROWS = 16  # T B up to which the kernels take a call, kStepRows of csrc/cpu/direct.h
+# T B up to which the kernels take a call, kStepRows of csrc/cpu/direct.h; the scans compute exact products up to there
+MOST_ROWS = 16
 _SCAN = ("x", "h0", "grad_hs", "states", "saved_pre")
 _GRU = ("features", "h0", "grad_hs", "saved_hs", "saved_gates", "saved_pre")
 

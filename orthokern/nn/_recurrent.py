@@ -243,7 +243,8 @@ class Recurrent(nn.Module):
         parameters, for `_backward_plan`."""
         matrix, bias = self._factors(suffix)
         weight, act_param = self._gained(self._tensor(f"weight_ih_{suffix}")), self._act_param(suffix)
-        found = SCANS[self._op()[0]].states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity)
+        scan = SCANS[self._op()[0]]
+        found = scan.states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity, self.precision)
         return found.hs, (found.pre,), (act_param, *matrix)
 
     def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> _quick.Ready:

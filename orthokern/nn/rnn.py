@@ -50,8 +50,9 @@ class RNN(TorchRecurrent):
         checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the others. The results
             are bitwise the same.
         backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
-        precision: of float32 products on a GPU: "ieee" (exact), "3xtf32", "tf32" or "bf16"; states and sums stay
-            float32. The CPU ignores it and computes exact products.
+        precision: the lowest one of float32 products that a kernel may use: "ieee" (exact), "3xtf32", "tf32" or "bf16";
+            states and sums stay float32. Of these the CPU has "ieee" and, with AVX512_BF16, "bf16". See
+            orthokern.functional.factored_scan.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward; 0 does not clip. See orthokern.functional.factored_scan.
         gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). The parameters,

@@ -138,12 +138,13 @@ class ScanOp:
         bias: Tensor | None,
         act_param: Tensor | None,
         activation: str,
+        precision: str,
     ) -> ScanStates:
         """The forward on checked CPU tensors by the leaf of the cpu backend, where no gradient is recorded and no tap
         is open. The arguments are those of the op."""
         if x.dtype is torch.int64:
             check_tokens(x, weight, None)
-        inputs, options = ScanInputs(x, h0, weight, bias, act_param), ScanOptions(activation)
+        inputs, options = ScanInputs(x, h0, weight, bias, act_param), ScanOptions(activation, precision=precision)
         found: ScanStates = getattr(leaf, self.name + "_fwd")(self.map_of(*factors), inputs, options)
         return found
 

@@ -12,7 +12,7 @@ from orthokern import dispatch, init
 from orthokern._activations import ACTIVATIONS
 from orthokern.commandline import Needs, integer, real
 from orthokern.errors import InputError
-from orthokern.functional import SPECTRUM_MAPS
+from orthokern.functional import PRECISIONS, SPECTRUM_MAPS
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 from orthokern.nn.exprnn import INITS, OPTIMIZER_STATES
 from orthokern.nn.factorized import APPLY
@@ -90,6 +90,13 @@ class NetworkOptions(RunOptions):
         None,
         real(0.0, exclusive=True, none=True),
         "clip every element of the adjoint at every time step; none (without gates)",
+        needs=OF_OTHERS,
+    )
+    precision: str = named(
+        "ieee",
+        PRECISIONS,
+        f"lowest precision of float32 products in the recurrence: {', '.join(PRECISIONS)}; a CPU has ieee and, with "
+        "AVX512_BF16, bf16 (without gates)",
         needs=OF_OTHERS,
     )
     forget_bias: float = option(1.0, real(), "both lstms: initial bias of the forget gate", needs=OF_LSTMS)
@@ -186,9 +193,8 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         rnn = GRU(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
         _initialize_gates(rnn, settings)
     else:
-        options: dict[str, Any] = {
-            name: getattr(settings, name) for name in ("nonlinearity", "init", "learned_h0", "gain", "backend")
-        }
+        names = ("nonlinearity", "init", "learned_h0", "gain", "backend", "precision")
+        options: dict[str, Any] = {name: getattr(settings, name) for name in names}
         options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
         kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
         if settings.model in EXPONENTIALS:

@@ -1,0 +1,324 @@
+"""precision="bf16" of factored_scan and dense_scan on the CPU.
+
+Each step of the kernels is compared with float64 operations of torch whose products round both factors to bfloat16,
+from the states and adjoints that the kernels found. A product of two such factors is exact in float32, so the two
+differ by the rounding of float32 sums: CLOSE. In the factored map a sum is a factor of the next product. Where it lies
+within its rounding error of the middle between two bfloat16 numbers, which is one sum of some 2^14, the two round it to
+different ones, 2^-8 apart: BETWEEN. Both are relative and of the RMS. bfloat16 factors make a difference of about 2e-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import SCANS, ScanProblem, assert_same_bits, run_scan, scan_problem, some_lengths, with_resets
+from torch import Tensor
+
+import orthokern
+from orthokern import cpu, functional, nn
+from orthokern.cpu import _call, _scan
+from orthokern.cpu._call import has_bf16
+from orthokern.ops.activations import NAMES
+from orthokern.reference import _scan as reference
+from orthokern.reference.activations import activation_fwd, chain, sum_to_param
+
+needs_bf16 = pytest.mark.skipif(not has_bf16(), reason="no AVX512_BF16 on this CPU, or in the kernels in use")
+CLOSE, BETWEEN = 1e-6, 1e-4
+
+# odd N, K, T and B; less than a vector of units; one sequence; several panels, row tiles and rings of rows
+SIZES = [
+    {"B": 3, "T": 7, "N": 63, "K": 7},
+    {"B": 1, "T": 19, "N": 5, "K": 3},
+    {"B": 7, "T": 5, "N": 16, "K": 15},
+    {"B": 5, "T": 7, "N": 17, "K": 17},
+    {"B": 26, "T": 9, "N": 98, "K": 81},
+]
+
+
+def rounded(t: Tensor) -> Tensor:
+    return t.float().bfloat16().double()
+
+
+def emulated(problem: ScanProblem, found: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """What each step gives with rounded factors, in float64, from the states and adjoints that the kernels found."""
+    map_, _, choices = problem.leaf_arguments(**options)
+    (u, s, v), activation = ((map_.second, map_.scale, map_.first), problem.activation)
+    wide = problem.to(torch.float64)
+    hs, delta, bias, x, weight = found["hs"].double(), found["delta"].double(), wide.bias, wide.x, wide.weight
+    T, features = hs.shape[0], weight is not None and x.is_floating_point()
+    alive = reference.running(T, choices.lengths)
+    if s is None or v is None:
+        w = rounded(u)
+        forward, backward = (lambda rows: rounded(rows) @ w.mT), (lambda rows: rounded(rows) @ w)
+    else:  # the kernels multiply one of the two maps by s, in float32
+        forward = lambda rows: rounded(rounded(rows) @ rounded(v * s)) @ rounded(u).mT  # noqa: E731
+        backward = lambda rows: rounded(rounded(rows) @ rounded(u * s)) @ rounded(v).mT  # noqa: E731
+    x = reference.without_padding(x, alive)
+    if features:
+        assert weight is not None
+        e = rounded(x) @ rounded(weight).mT + (0 if bias is None else rounded(bias))
+    else:
+        e = reference.input_term(x, weight, bias)
+    before = reference.started(torch.cat([wide.h0.unsqueeze(0), hs[:-1]]), problem.resets, wide.reset_state)
+    before = reference.without_padding(before, alive)
+    a = reference.without_padding(forward(before) + e, alive)
+
+    message = backward(delta)
+    kept = reference.started(message, problem.resets, None)
+    ghat = reference.without_padding(wide.grad_hs, alive) + torch.cat([kept[1:], torch.zeros_like(kept[:1])])
+    pre = found["pre"].double() if found["pre"].numel() else None
+    deltas, to_param = chain(ghat, hs, pre, wide.act_param, activation=activation)
+    if choices.message_clip:
+        deltas = deltas.clamp(-choices.message_clip, choices.message_clip)
+    factor = rounded(delta) if features else delta
+    results = {
+        "hs": activation_fwd(a, wide.act_param, activation=activation),
+        "delta": deltas,
+        "grad_m": rounded(delta).flatten(0, 1).mT @ rounded(before).flatten(0, 1),
+        "grad_h0": kept[0],
+        "grad_norm": reference.norm_over_batch(ghat),
+    }
+    if to_param is not None:
+        assert wide.act_param is not None
+        results["grad_act_param"] = sum_to_param(to_param, wide.act_param)
+    if weight is not None:
+        results["grad_weight"] = reference.weight_gradient(factor, rounded(x) if features else x, weight)
+    if bias is not None:
+        results["grad_bias"] = factor.sum((0, 1))
+    if features:
+        assert weight is not None
+        results["grad_x"] = rounded(delta) @ rounded(weight)
+    if weight is None:
+        results["grad_x"] = deltas
+    if problem.resets is not None and problem.reset_state is not None:
+        results["grad_reset_state"] = (message - kept).sum(0)
+    return results
+
+
+def leaf_results(problem: ScanProblem, precision: str = "bf16", **options: Any) -> dict[str, Tensor]:
+    """States, pre-activations, their gradients and the others by the CPU kernels; grad_m is that of the map."""
+    map_, inputs, choices = problem.leaf_arguments(precision=precision, **options)
+    hs, ckpt, pre = _scan.scan_fwd(map_, inputs, choices)
+    states = hs if ckpt is None else ckpt
+    grads, delta = _scan.scan_bwd_kept(
+        map_, inputs, choices, problem.grad_hs, states, pre, need_x=True, need_params=True
+    )
+    kept = {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
+    return {"hs": hs, "delta": delta, "pre": hs.new_empty(0) if pre is None else pre, **kept}
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm()) if expected.any() else float(actual.any())
+
+
+def check(problem: ScanProblem, **options: Any) -> None:
+    """Every result is that of the emulation; states, adjoints and M are not those of exact factors."""
+    found, exact = leaf_results(problem, **options), leaf_results(problem, "ieee", **options)
+    expected = emulated(problem, found, **options)
+    assert expected.keys() == found.keys() - {"pre"}
+    for name, t in expected.items():
+        bound = BETWEEN if problem.op == "factored_scan" else CLOSE
+        assert found[name].isfinite().all(), name
+        assert error(found[name], t) < bound, f"{name}: {error(found[name], t):.1e}"
+        if name in ("hs", "delta", "grad_m"):
+            assert error(exact[name], t) > 5 * bound, name
+
+
+def problem_of(op: str, sizes: dict[str, int], activation: str, inputs: str, **more: Any) -> ScanProblem:
+    size: dict[str, Any] = dict(sizes)
+    if activation == "oplu" and size["N"] % 2:
+        size["N"] += 1
+    if op == "dense_scan":
+        size.pop("K")
+    return scan_problem(op, D=11, activation=activation, inputs=inputs, gap=1e-5, **size, **more).to(torch.float32)
+
+
+@needs_bf16
+@pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "B{B}T{T}N{N}K{K}".format(**size))
+@pytest.mark.parametrize("op", SCANS)
+def test_factors_are_rounded_and_nothing_else(op: str, size: dict[str, int], activation: str, inputs: str) -> None:
+    check(problem_of(op, size, activation, inputs))
+
+
+@needs_bf16
+@pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
+@pytest.mark.parametrize("op", SCANS)
+def test_lengths_resets_and_clip(op: str, inputs: str) -> None:
+    for size in SIZES:
+        problem = problem_of(op, size, "tanh", inputs)
+        if size["B"] > 1:
+            for order in ("falling", "any"):
+                check(problem, lengths=some_lengths(size["B"], size["T"], order))
+        check(with_resets(problem))
+        check(problem, message_clip=0.5)
+
+
+@needs_bf16
+@pytest.mark.parametrize("op", SCANS)
+def test_deep_products(op: str) -> None:
+    """Several chunks of depth, four panels at a time, and features whose number is odd."""
+    for B, N in ((3, 530), (30, 297)):
+        check(problem_of(op, {"B": B, "T": 7, "N": N, "K": N - 4}, "tanh", "features"))
+
+
+@needs_bf16
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("op", SCANS)
+def test_checkpoints_give_the_same_bits(op: str, activation: str) -> None:
+    for inputs in ("dense", "features", "tokens"):
+        problem = problem_of(op, SIZES[0], activation, inputs)
+        whole, parts = (run_scan(problem, "cpu", precision="bf16", checkpoint_every=every) for every in (0, 3))
+        assert_same_bits(whole, parts, skip=("ckpt", "pre"))
+
+
+@needs_bf16
+@pytest.mark.parametrize("op", SCANS)
+def test_threads(op: str) -> None:
+    """States and adjoints have the same bits on any number of threads, also where these share one sequence. The other
+    gradients are sums whose order depends on it, as those of exact factors."""
+    before = torch.get_num_threads()
+    for B, T, N in ((1, 19, 297), (7, 9, 33), (3, 9, 297)):
+        problem = problem_of(op, {"B": B, "T": T, "N": N, "K": N - 2}, "tanh", "dense")
+        try:
+            results = []
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                results.append(leaf_results(problem))
+        finally:
+            torch.set_num_threads(before)
+        for other in results[1:]:
+            for name, t in results[0].items():
+                if name in ("hs", "grad_x", "grad_h0"):
+                    assert torch.equal(t, other[name]), name
+                else:
+                    assert t.numel() == 0 or error(other[name], t.double()) < 1e-6, name
+
+
+@needs_bf16
+@pytest.mark.parametrize("op", SCANS)
+def test_every_gradient_of_the_public_function(op: str) -> None:
+    """Against float64: more than float32 makes of it, and no more than factors with 8 bits and the units that they take
+    across the kink of prelu."""
+    problem = problem_of(op, SIZES[4], "prelu", "features")
+    exact = run_scan(problem.to(torch.float64), "reference")
+    tensors = [t.clone().requires_grad_() for t in problem.inputs() if t is not None]
+    x, *matrices, h0, weight, bias, act_param = tensors
+    options: dict[str, Any] = {"act_param": act_param, "activation": "prelu", "precision": "bf16", "backend": "cpu"}
+    hs = getattr(functional, op)(x, *matrices, h0=h0, weight=weight, bias=bias, **options)
+    grads = torch.autograd.grad(hs, tensors, problem.grad_hs)
+    for name, found in zip(("hs", *(f"grad_{name}" for name in problem.input_names())), (hs, *grads), strict=True):
+        assert 1e-4 < error(found.detach(), exact[name]) < 0.1, f"{name}: {error(found.detach(), exact[name]):.1e}"
+
+
+@needs_bf16
+def test_modules() -> None:
+    modules: list[Callable[..., Any]] = [nn.RNN, nn.FactorizedRNN, nn.ExpRNN, nn.NonNormalRNN]
+    for module in modules:
+        found = []
+        for precision in ("ieee", "bf16"):
+            torch.manual_seed(0)
+            rnn = module(3, 32, precision=precision)
+            states, _ = rnn(torch.linspace(-1, 1, 7 * 5 * 3).view(7, 5, 3))
+            states.square().mean().backward()
+            found.append([states.detach(), *(p.grad for p in rnn.parameters())])
+        for exact, less in zip(*found, strict=True):
+            assert 0 < error(less, exact.double()) < 5e-2, module.__name__
+
+
+@needs_bf16
+@pytest.mark.parametrize("rows", [16, 21])
+def test_modules_without_gradients(rows: int) -> None:
+    """The same bits as with them, whichever way a call takes; exact factors up to 16 rows."""
+    exact, less = (nn.RNN(3, 32, precision=precision) for precision in ("ieee", "bf16"))
+    less.load_state_dict(exact.state_dict())
+    x = torch.linspace(-1, 1, rows * 3).view(rows, 1, 3)
+    states = less(x)[0].detach()
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(less(x)[0], states)
+        assert torch.equal(exact(x)[0], states) == (rows == 16)
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+@pytest.mark.parametrize("op", SCANS)
+def test_exact_products_are_the_default(op: str) -> None:
+    """Integers of more than 8 bits, whose products and sums float32 holds: ieee gives all of their digits."""
+    T, B, N = 3, 7, 33
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*shape: int, most: int) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=generator).double()
+
+    signs = integers(N, N, most=1)
+    problem = ScanProblem(
+        op=op, activation="identity", x=integers(T, B, N, most=999),
+        matrices=(signs, torch.ones(N).double(), torch.eye(N).double()) if op == "factored_scan" else (signs,),
+        h0=integers(B, N, most=999), weight=None, bias=None, act_param=None, grad_hs=integers(T, B, N, most=9),
+    )  # fmt: skip
+    exact, found = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "cpu")
+    for name in ("hs", "grad_x", f"grad_{problem.input_names()[1]}", "grad_h0"):
+        assert torch.equal(found[name].double(), exact[name]), name
+    x, *matrices, h0 = (t for t in problem.to(torch.float32).inputs() if t is not None)
+    assert torch.equal(getattr(functional, op)(x, *matrices, h0=h0, activation="identity").double(), exact["hs"])
+    if has_bf16():
+        assert not torch.equal(run_scan(problem.to(torch.float32), "cpu", precision="bf16")["hs"].double(), exact["hs"])
+
+
+@needs_bf16
+def test_second_derivatives_are_those_of_exact_factors() -> None:
+    """At the states of bfloat16 factors: close to those of float64."""
+    for op in SCANS:
+        problem = problem_of(op, SIZES[0], "tanh", "dense")
+        found = []
+        for dtype, precision in ((torch.float64, "ieee"), (torch.float32, "bf16")):
+            x, *matrices = (t.to(dtype).requires_grad_() for t in (problem.x, *problem.matrices))
+            hs = getattr(functional, op)(x, *matrices, precision=precision)
+            (first,) = torch.autograd.grad(hs.square().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), [x, *matrices]))
+        for exact, less in zip(*found, strict=True):
+            assert error(less, exact) < 5e-2
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+@pytest.mark.parametrize("op", SCANS)
+def test_what_stays_exact(op: str) -> None:
+    """float64, every other precision, 16 rows, and kernels of other instruction sets."""
+    problem = problem_of(op, SIZES[0], "tanh", "features")
+    few = problem_of(op, {"B": 4, "T": 4, "N": 33, "K": 33}, "tanh", "dense")
+    for precision in ("3xtf32", "tf32"):
+        assert_same_bits(leaf_results(problem, precision), leaf_results(problem, "ieee"))
+    wide = problem.to(torch.float64)
+    assert_same_bits(leaf_results(wide), leaf_results(wide, "ieee"))
+    assert_same_bits(leaf_results(few), leaf_results(few, "ieee"))
+    native: Any = _call._C
+    isa = native.isa()
+    try:
+        for other in set(native.isas()) - {"avx512"}:
+            assert native.select_isa(other) and not has_bf16()
+            assert_same_bits(leaf_results(problem), leaf_results(problem, "ieee"))
+    finally:
+        assert native.select_isa(isa)
+
+
+@needs_bf16
+def test_not_a_number_stays_one() -> None:
+    """In a state, in the map and in an adjoint; odd N, where a lane beside the last unit has no weights."""
+    x, w, h0 = torch.randn(7, 3, 17), torch.randn(17, 17), torch.zeros(3, 17)
+    for tensor, at in ((x, (1, 2, 16)), (w, (16, 3))):
+        changed = tensor.clone()
+        changed[at] = float("nan")
+        of_x, of_w = (changed, w) if tensor is x else (x, changed)
+        hs = functional.dense_scan(of_x, of_w, h0=h0, precision="bf16")
+        assert hs[2, 2].isnan().all() if tensor is x else hs[1, :, 16].isnan().all()
+        assert tensor is w or not hs[:, :2].isnan().any()
+    x[1, 2, 16] = float("inf")  # tanh of it is 1
+    assert functional.dense_scan(x, w, h0=h0, precision="bf16").isfinite().all()
+
+
+def test_explain_says_it() -> None:
+    assert not cpu.AVAILABLE or f"bf16: {has_bf16()}" in orthokern.explain()
