@@ -45,6 +45,23 @@ def check_rate(index: int, group: dict[str, Any]) -> None:
         )
 
 
+def label(group: dict[str, Any], index: int) -> str:
+    """A parameter in the text of an error: its place in the group, and its name if the group has names."""
+    names = group.get("param_names")
+    return f"parameter {index}" + (f" ({names[index]})" if names else "")
+
+
+def check_dense(name: str, parameter: Tensor, accepted: str = "") -> None:
+    """InputError if the gradient of a parameter is sparse. accepted: optimizers that take such a gradient."""
+    grad = parameter.grad
+    if grad is not None and grad.layout is not torch.strided:
+        kind = str(grad.layout).removeprefix("torch.")
+        raise InputError(
+            f"gradient of {name} is {kind}; accepted: a dense one, as of torch.nn.Embedding(sparse=False){accepted}; "
+            "no parameter was changed"
+        )
+
+
 def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
     """Raises InputError unless a value is a finite, dense floating tensor of a shape."""
     fine = isinstance(value, Tensor) and value.layout == torch.strided and value.is_floating_point()

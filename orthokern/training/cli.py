@@ -32,8 +32,8 @@ from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
 from orthokern.training.options import Options, add_options, defaults, named, option, switch
-from orthokern.training.replicas import PreparedRun, folder_of_seed, train_together
-from orthokern.training.rundir import RunFolder, usual_folder
+from orthokern.training.replicas import PreparedRun, train_together
+from orthokern.training.rundir import RunFolder, folder_of_seed, usual_folder
 from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
