@@ -11,6 +11,7 @@ from torch import Tensor
 
 from orthokern._state import check_integer, check_real, misfit
 from orthokern.errors import InputError
+from orthokern.ops._checks import whole
 
 
 def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +93,7 @@ def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:
     parameter, rows = item if pair else (item, slice(None))
     if not isinstance(parameter, Tensor):
         raise InputError(f"constrained[{index}] is a {type(parameter).__name__}: accepted is a matrix (a torch.Tensor)")
+    whole(f"constrained[{index}]", parameter)
     if parameter.ndim not in (2, 3) or 0 in parameter.detach()[..., rows, :].shape:
         raise InputError(
             f"constrained[{index}] has shape {list(parameter.shape)}: accepted is a matrix with elements, or [R, M, K]"

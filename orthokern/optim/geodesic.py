@@ -16,7 +16,7 @@ from orthokern._products import ieee_products
 from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
-from orthokern.ops._checks import strided
+from orthokern.ops._checks import strided, whole
 from orthokern.optim._checks import check_dense, check_new, check_rate
 from orthokern.optim._checks import label as _label
 
@@ -441,6 +441,7 @@ def _check_bases(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):
         label = _label(group, index)
         strided(label, p)
+        whole(label, p)
         if p.dtype not in (torch.float32, torch.float64):
             raise InputError(
                 f"{label} has dtype {p.dtype}, in which orthogonality is lost; accepted: torch.float32, torch.float64"
