@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
 
 from orthokern.errors import InputError
