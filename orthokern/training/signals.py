@@ -1,12 +1,17 @@
 """SIGINT and SIGTERM as a request to stop after the current iteration."""
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
+SAME = 2.0  # seconds in which further signals belong to the first one
+
 
 class StopRequest:
-    """Context manager that converts the first SIGINT or SIGTERM to a flag. A second one has its usual effect.
+    """Context manager that converts the first SIGINT or SIGTERM to a flag. Another one after SAME seconds has its usual
+    effect. Before that it is ignored: a terminal signals all processes of a command, and a process that has started
+    this one passes its signal on, so that one Ctrl-C may arrive twice.
 
     Attributes:
         signal: number of the signal received, or None.
@@ -20,6 +25,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._received = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -31,8 +37,11 @@ class StopRequest:
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
+        if self.signal is None:
+            self.signal, self._received = number, time.monotonic()
+        elif time.monotonic() - self._received > SAME:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
