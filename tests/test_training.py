@@ -160,7 +160,7 @@ def test_the_goal_ends_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 13, 20])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
     whole: Path, tmp_path: Path, stop: int, number: signal.Signals
 ) -> None:
@@ -180,6 +180,15 @@ def test_a_signal_that_arrives_twice_saves(numbers: tuple[int, int], tmp_path: P
     """As a Ctrl-C does that the terminal sends to all processes, and the process that started this one passes on."""
     outcome = go(tmp_path / "run", Regression(at={3: lambda _: [signal.raise_signal(number) for number in numbers]}))
     assert outcome.exit_code == 128 + numbers[0] and "after iteration 3, saved" in outcome.message
+
+
+def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome = go(tmp_path / "run", Regression(at={3: lambda _: signal.raise_signal(signal.SIGHUP)}))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert outcome.exit_code == 0
 
 
 def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

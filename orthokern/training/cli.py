@@ -118,7 +118,7 @@ class RunOptions(Options):
 
 
 EXIT_CODES = """\
-Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted
+Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 129, 130 or 143 interrupted
 (saved; --resume continues).
 """
 
@@ -292,7 +292,7 @@ class TaskCommand(Generic[Chosen]):
             arguments: the command line; by default that of the process.
 
         Returns:
-            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143
+            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 129, 130 or 143
             interrupted.
         """
         started = time.perf_counter()
