@@ -21,22 +21,26 @@ from orthokern.ops._alone import vmapped
 def save_tensors(ctx: Any, *tensors: Tensor | None) -> None:
     """``ctx.save_for_backward``, and the dtypes that `saved_tensors` returns the tensors in."""
     ctx.save_for_backward(*tensors)
-    note_dtypes(ctx)
+    ctx.dtypes = _dtypes(tensors)
 
 
 def note_dtypes(ctx: Any) -> None:
     """Note the dtypes of what is saved for the backward."""
-    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in ctx.to_save or ()]
+    ctx.dtypes = _dtypes(ctx.to_save or ())
 
 
 def saved_tensors(ctx: Any) -> Any:
     """``ctx.saved_tensors`` in the dtypes in which they were saved."""
     saved: tuple[Any, ...] = ctx.saved_tensors
-    for tensor, dtype in zip(saved, ctx.dtypes, strict=True):
-        if tensor is not None and tensor.dtype is not dtype:
-            with torch.enable_grad():  # a tensor that requires a gradient still does
-                return tuple(None if t is None else t.to(kind) for t, kind in zip(saved, ctx.dtypes, strict=True))
+    if _dtypes(saved) != ctx.dtypes:
+        with torch.enable_grad():  # a tensor that requires a gradient still does
+            return tuple(None if t is None else t.to(kind) for t, kind in zip(saved, ctx.dtypes, strict=True))
     return saved
+
+
+def _dtypes(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    """The dtype of each tensor; True for None. This runs in every call, and is as short as it can be."""
+    return [tensor is None or tensor.dtype for tensor in tensors]
 
 
 def one_cotangent_at_a_time(rule: Callable[..., Any]) -> Callable[..., Any]:
