@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from orthokern import functional
+from orthokern import InputError, functional
 from orthokern.compare import compare, measure
 from orthokern.compare.__main__ import main
 from orthokern.compare.result import Errors
@@ -265,3 +265,12 @@ def test_mistakes_in_code() -> None:
     for call in (lambda: compare(nn.GRU(2, 3), torch.randn(2, 2, 2), rounds=0), lambda: compare(3)):  # type: ignore
         with pytest.raises(ValueError, match="must be"):
             call()
+
+
+def test_a_model_without_finite_outputs() -> None:
+    """It would agree with anything that is NaN as well."""
+    model = nn.GRU(3, 4)
+    with torch.no_grad():
+        model.weight_hh_l0.fill_(torch.nan)
+    with pytest.raises(InputError, match="no output of the model is a finite number, also in float64"):
+        compare(model, torch.randn(5, 2, 3))

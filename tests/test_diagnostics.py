@@ -510,6 +510,18 @@ def test_curves_of_several_runs_by_panel(drawing: Any) -> None:
     assert figure is not None and len(figure.axes) == 1 and len(shown(figure.axes[0])) == 6
 
 
+def test_axis_of_percentages(drawing: Any, tmp_path: Path) -> None:
+    """It shows the values from end to end, and no ticks beyond 100."""
+    records = [{"iteration": i, "loss": 1.0, "accuracy": 0.82 + 0.001 * i} for i in range(1, 101)]
+    figure = plots.compare_curves([made("a", records=records)], "accuracy")
+    assert figure is not None and figure.axes[0].get_ylim() == pytest.approx((81.1, 93.0), abs=0.2)
+    for first, low in ((0.1, -3.0), (0.9, 89.0), (1.0, 97.5)):
+        last = [{"iteration": 1, "accuracy": first}, {"iteration": 2, "accuracy": 1.0}]
+        figure = plots.compare_curves([made(f"from {first}", records=last)], "accuracy")
+        assert figure is not None
+        assert figure.axes[0].get_ylim()[0] == pytest.approx(low) and 100 < figure.axes[0].get_ylim()[1] <= 103
+
+
 def test_curves_by_epoch_with_their_baseline(drawing: Any) -> None:
     records = [{"iteration": i, "loss": 0.2 - 1e-4 * i} for i in range(1, 1001)]
     told = [

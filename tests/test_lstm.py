@@ -10,6 +10,7 @@ from helpers import batch_in
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from orthokern import dispatch
 from orthokern.errors import InputError
 from orthokern.nn import PeepholeLSTM
 
@@ -188,3 +189,13 @@ def test_refused_calls(x: Any, hx: Any, message: str) -> None:
 def test_refused_arguments(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         PeepholeLSTM(**{"input_size": 3, "hidden_size": 4, **kwargs})
+
+
+@pytest.mark.parametrize("how", ["forward mode", "reference"])
+def test_tangents_and_second_derivatives(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward mode, and on the reference backend in both modes, the recurrence is plain torch code."""
+    module, x = lstm(3, 5), torch.randn(4, 2, 3, dtype=F64, requires_grad=True)
+    if how == "reference":
+        monkeypatch.setattr(dispatch, "_process_default", "reference")
+        assert torch.autograd.gradgradcheck(lambda x: module(x)[0], x)
+    assert torch.autograd.gradcheck(lambda x: module(x)[0], x, check_forward_ad=True)

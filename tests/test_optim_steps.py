@@ -168,3 +168,35 @@ def test_flags_are_bool(name: str, value: Any) -> None:
         GeodesicSGD([basis(4, 4)], lr=0.1, **{name: value})
     with pytest.raises(InputError, match=rf"^{name} must be True or False, got"):
         GeodesicSGD([{"params": [basis(4, 4)], name: value}], lr=0.1)
+
+
+def sparse_gradient(p: nn.Parameter) -> None:
+    """Of an embedding with the first row of p."""
+    nn.functional.embedding(torch.tensor([0]), p, sparse=True).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
+def test_sparse_gradient_of_a_basis(kind: Callable[..., Optimizer]) -> None:
+    one, other = basis(4, 4), basis(4, 4)
+    one.grad = torch.ones_like(one)
+    sparse_gradient(other)
+    before = one.detach().clone()
+    with pytest.raises(InputError, match=r"gradient of parameter 1 is sparse_coo; accepted: a dense one"):
+        kind([one, other], lr=0.1).step()
+    assert torch.equal(one, before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradient_of_another_parameter(kind: Callable[..., Optimizer]) -> None:
+    """It is refused before the first part steps, where torch's optimizer would refuse it after that."""
+    model = nn.ModuleDict({"table": nn.Embedding(5, 3, sparse=True), "rnn": FactorizedRNN(3, 4)})
+    optimizer = optimizer_for(model, lr=0.1, geodesic_lr=0.1, euclidean=kind)
+    model["rnn"](model["table"](torch.tensor([[1], [2]])))[0].sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    if kind in (torch.optim.SGD, torch.optim.Adagrad):
+        optimizer.step()
+        assert not torch.equal(before[0], model["table"].weight)
+        return
+    with pytest.raises(InputError, match=r"gradient of parameter 0 \(table.weight\) is sparse_coo; .*SGD or Adagrad"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

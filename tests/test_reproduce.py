@@ -10,9 +10,11 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -465,6 +467,66 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> None:
     easy = toy_search("easy", "--goal", "0", "--iterations", "10", longest=20)
     hard = toy_search("hard", "--iterations", "10", "--lr", "0")
     monkeypatch.setattr(oinit, "SEARCHES", (easy, hard))
+
+
+# Stands in for a run: it says that it has started, and how it ended; it ignores the signal of a Ctrl-C.
+STAND_IN = """
+import signal, sys, time
+def end(number, frame):
+    print("saved", flush=True)
+    sys.exit(128 + number)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+def stand_ins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, act: Callable[[], None]
+) -> tuple[runner.Plan, list[Run]]:
+    """The plan of two runs that are stand-ins; once both have started, `act` is called in place of a pause."""
+    runs, started = [toy("0.1"), toy("0.2")], [tmp_path / "started-0", tmp_path / "started-1"]
+    files = iter(started)
+    command = [sys.executable, "-c", STAND_IN]
+    monkeypatch.setattr(runner.Plan, "command", lambda self, run: [*command, str(next(files))])
+    sleep = time.sleep
+
+    def pause(seconds: float) -> None:
+        sleep(seconds)
+        if all(file.exists() for file in started):
+            act()
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+    return runner.Plan(tmp_path / "runs", None, False, 2, 1), runs
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_runs_too(number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They save themselves, and no process goes on; also if they ignore SIGINT, as in the background of a shell."""
+    before = signal.getsignal(number)
+    plan, runs = stand_ins(monkeypatch, tmp_path, lambda: signal.raise_signal(number))
+    with pytest.raises(KeyboardInterrupt):
+        runner.train_all(plan, runs, io.StringIO())
+    assert [(plan.folder / f"{run.name}.log").read_text() for run in runs] == ["saved\n", "saved\n"]
+    assert signal.getsignal(number) == before
+
+
+def test_a_run_that_the_system_kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its line tells the signal, and nothing from the log of an earlier process."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            children.append(self)
+
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=Noted, STDOUT=subprocess.STDOUT))
+    plan, runs = stand_ins(monkeypatch, tmp_path, lambda: [child.kill() for child in children])
+    plan.folder.mkdir()
+    (plan.folder / f"{runs[0].name}.log").write_text("solved: accuracy 100 %\n")
+    line = "ended by SIGKILL, perhaps by the system for lack of memory; the last line was: no output"
+    assert runner.train_all(plan, runs, io.StringIO()) == {run.name: line for run in runs}
 
 
 @pytest.mark.usefixtures("searches")

@@ -19,7 +19,7 @@ from runs import records, same
 from torch import Tensor, nn
 
 from orthokern.errors import CheckpointError, InputError
-from orthokern.training import LoopSettings, Outcome, RunFolder, Task, load_checkpoint, read_metrics, train
+from orthokern.training import LoopSettings, Outcome, RunFolder, Task, load_checkpoint, read_metrics, signals, train
 from orthokern.training import checkpoint as checkpoint_module
 from orthokern.training.checkpoint import rng_state, save_checkpoint, set_rng_state
 from orthokern.training.metrics import TIMING_FIELDS, MetricsLog
@@ -160,7 +160,7 @@ def test_the_goal_ends_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 13, 20])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
     whole: Path, tmp_path: Path, stop: int, number: signal.Signals
 ) -> None:
@@ -173,6 +173,28 @@ def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
     assert signal.getsignal(number) == before
     assert go(folder, Regression(), resume=True).exit_code == 0
     assert_same_run(whole, folder)
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)])
+def test_a_signal_that_arrives_twice_saves(numbers: tuple[int, int], tmp_path: Path) -> None:
+    """As a Ctrl-C does that the terminal sends to all processes, and the process that started this one passes on."""
+    outcome = go(tmp_path / "run", Regression(at={3: lambda _: [signal.raise_signal(number) for number in numbers]}))
+    assert outcome.exit_code == 128 + numbers[0] and "after iteration 3, saved" in outcome.message
+
+
+def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome = go(tmp_path / "run", Regression(at={3: lambda _: signal.raise_signal(signal.SIGHUP)}))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert outcome.exit_code == 0
+
+
+def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(signals, "SAME", -1.0)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "run", Regression(at={3: lambda _: [signal.raise_signal(signal.SIGINT) for _ in range(2)]}))
 
 
 def test_a_checkpoint_from_before_there_were_plateaus(whole: Path, tmp_path: Path) -> None:

@@ -158,3 +158,27 @@ def test_other_tasks_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     """Dropout draws from the generator of the process, which the models would share."""
     assert char_lm.main(["--replicas", "2"]) == 2
     assert capsys.readouterr().err == "error: --replicas 2: for tasks that generate their sequences, not char_lm\n"
+
+
+def test_the_runs_that_a_wrong_folder_may_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / f"c-20-seed-{seed}" for seed in (1, 2)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    base = tmp_path / "c-20"
+    both = f"--replicas 2 --seed 1 --resume {base}"
+    inside = f"; {tmp_path} holds 2 run folder(s): give one, as --resume {folders[0]}, or {both}"
+    expected = {
+        tmp_path: inside,
+        base: f"; the runs of several seeds are resumed by {both}",
+        tmp_path / "d": "",
+        tmp_path / "c-20-seed-3": "",
+    }
+    for path, hint in expected.items():
+        assert copy.main(["--resume", str(path)]) == 2
+        assert capsys.readouterr().err == f"error: nothing to resume in {path}: no config.json there{hint}\n"
+    assert copy.main(["--resume", str(tmp_path), "--replicas", "2"]) == 2
+    assert capsys.readouterr().err.endswith(f"no config.json there{inside}\n")
+    (folders[0] / "config.json").unlink()
+    assert copy.main(["--resume", str(base)]) == 2
+    assert capsys.readouterr().err.endswith(f"; give the run of one seed, as --resume {folders[1]}\n")

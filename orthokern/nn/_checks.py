@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -261,6 +262,21 @@ def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
     off = float((b.mT @ b - torch.eye(len(b), dtype=b.dtype, device=b.device)).abs().max())
     if not off <= LOADED_TOLERANCE:
         raise InputError(f"{name} is not orthogonal: |B^T B - I| is {off:.3g}; accepted: up to {LOADED_TOLERANCE:g}")
+
+
+def warn_unless_orthonormal(name: str, loaded: Any) -> None:
+    """Warns of a basis [N,K] from a state_dict that is not orthonormal, as after averaging or with another optimizer.
+    load_state_dict itself rejects other shapes."""
+    if not isinstance(loaded, Tensor) or not readable(loaded) or loaded.ndim != 2 or not loaded.is_floating_point():
+        return
+    m = loaded.detach().double()
+    off = float((m.mT @ m - torch.eye(m.shape[1], dtype=m.dtype, device=m.device)).abs().max())
+    if not off <= LOADED_TOLERANCE:
+        warnings.warn(
+            f"{name} is not orthonormal: |M^T M - I| is {off:.3g}; orthonormalize() of the module replaces it by the "
+            "nearest basis",
+            stacklevel=2,
+        )
 
 
 def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:

@@ -46,6 +46,7 @@ from orthokern.nn import _few_rows
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
 from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
+from orthokern.ops._checks import whole
 from orthokern.ops._register import untraced
 
 INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
@@ -228,6 +229,8 @@ class _Exponential(Recurrent):
         optimizers of A is changed according to `optimizer_state`. Runs automatically after every `rebase_every`-th step
         of an optimizer of A. Call it between a step and the next forward, since gradients are only valid in one chart.
         """
+        for suffix in self._suffixes():
+            whole(f"skew_{suffix}", self._tensor(f"skew_{suffix}"))
         self._rebases += 1
         self._uses = 0
         for parameter, base in self._skews():

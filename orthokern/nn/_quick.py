@@ -26,6 +26,7 @@ from orthokern import dispatch
 from orthokern.cpu._steps import MOST_ROWS, Backward
 from orthokern.nn._repeated import Known, known_call, remember
 from orthokern.ops._alone import quiet, vmapped
+from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._taps import SINKS, record
 
 if TYPE_CHECKING:
@@ -105,12 +106,12 @@ class _Steps(torch.autograd.Function):
         ctx.module, ctx.count = module, len(parameters)
         ctx.set_materialize_grads(False)
         # the same number and shapes in both cases, which torch.utils.checkpoint requires
-        ctx.save_for_backward(x, hx, *parameters, h0 if hx is None else None, hs, *more)
+        save_tensors(ctx, x, hx, *parameters, h0 if hx is None else None, hs, *more)
         return hs, _last(hs)
 
     @staticmethod
     def backward(ctx: Any, grad_hs: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx)
         if grad_hs is None and grad_last is None:
             return (None,) * (ctx.count + 5)
         end = ctx.count + 2

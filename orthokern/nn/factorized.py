@@ -15,7 +15,7 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.cpu._steps import Parts, factored_parts
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_device, number, parameter_dtype, positive_int
+from orthokern.nn._checks import check_device, number, parameter_dtype, positive_int, warn_unless_orthonormal
 from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 
@@ -177,6 +177,55 @@ class FactorizedRNN(Recurrent):
                 m = self._tensor(name)
                 worst = max(worst, float((m.mT @ m - torch.eye(self.rank, dtype=m.dtype, device=m.device)).abs().max()))
         return worst
+
+    @torch.no_grad()
+    def orthonormalize(self) -> None:
+        """Replace U and V of every recurrence by the nearest matrices with orthonormal columns (their polar factors).
+
+        For bases that something else than an optimizer of this package has changed, as an average of several states of
+        a training (torch.optim.swa_utils.AveragedModel): the mean of orthonormal matrices is not orthonormal.
+
+        Raises InputError for NaN or infinite entries.
+
+        Example::
+
+            >>> rnn = FactorizedRNN(3, 8)
+            >>> _ = rnn.u_l0.data.mul_(0.9)
+            >>> rnn.orthonormalize()
+            >>> rnn.orthogonality_error() < 1e-5
+            True
+        """
+        bases = [(name, self._tensor(name)) for name, role in self.parameter_roles().items() if role == "geodesic"]
+        for name, m in bases:
+            if not bool(m.isfinite().all()):
+                raise InputError(f"{name} has NaN or infinite entries; accepted: finite numbers")
+        for _, m in bases:
+            u, _, vh = torch.linalg.svd(m.double(), full_matrices=False)
+            m.copy_(u @ vh)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Notes what a spectrum parameter means in the metadata of the state_dict, where torch has the version."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if isinstance(metadata, dict):
+            metadata["spectrum"] = self._meaning()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        local_metadata, *_, errors = args
+        saved = local_metadata.get("spectrum")
+        if saved is not None and saved != self._meaning():
+            errors.append(
+                f"{prefix}spectrum_l0 belongs to {saved}, and would give other singular values with {self._meaning()}; "
+                "accepted: a module of the same margin and map, or dict(state_dict) to load the numbers as they are"
+            )
+        for name, role in self.parameter_roles().items():
+            if role == "geodesic" and prefix + name in state_dict:
+                warn_unless_orthonormal(prefix + name, state_dict[prefix + name])
+
+    def _meaning(self) -> str:
+        """How singular values follow from the spectrum parameter."""
+        return f"margin={self.margin}" + ("" if not self.margin else f", spectrum_map={self.spectrum_map!r}")
 
     def parameter_roles(self) -> dict[str, str]:
         """Parameter name -> "geodesic" (U and V), "spectrum" (p, or s for margin=None) or "other"."""

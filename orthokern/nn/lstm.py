@@ -30,6 +30,7 @@ from orthokern.nn._checks import (
     share,
 )
 from orthokern.nn._recurrent import widened
+from orthokern.ops import _route
 from orthokern.ops._checks import strided
 from orthokern.ops._common import given, no_second_derivative
 from orthokern.ops._register import custom_op
@@ -146,12 +147,12 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs:
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("peephole_scan"))
+_bwd.register_autograd(no_second_derivative("peephole_scan", "ORTHOKERN_BACKEND=reference"))
 
 
 def _scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
     """h and c of every step [T, B, N]; arguments as those of the op."""
-    if torch._C._are_functorch_transforms_active():
+    if _route.plain(None):
         return _plain_scan(e, w, p, h0, c0)
     hs, cs, _ = torch.ops.orthokern.peephole_scan_fwd(e, w, p, h0, c0)
     return hs, cs
@@ -159,7 +160,7 @@ def _scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tens
 
 @_autocast.keeps_dtype
 def _plain_scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of Note [Peephole LSTM] in plain torch code, for torch.func."""
+    """The forward of Note [Peephole LSTM] in plain torch code, for tangents, torch.func and the reference backend."""
     h, c, steps = h0, c0, []
     p_i, p_f, p_o = p.unbind(0)
     for x in e.unbind(0):

@@ -44,6 +44,15 @@ def strided(argument: str, tensor: Tensor) -> None:
         raise InputError(f"{argument} is a {kind} tensor; accepted: a strided (dense) one")
 
 
+def whole(argument: str, tensor: Tensor) -> None:
+    """tensor must not be distributed over processes, as fully_shard leaves parameters."""
+    if hasattr(tensor, "placements"):
+        raise InputError(
+            f"{argument} is a DTensor, of which this process has a part; accepted: a whole tensor, as under "
+            "DistributedDataParallel"
+        )
+
+
 def is_float(argument: str, tensor: Tensor) -> None:
     """tensor must have a floating dtype."""
     if not tensor.is_floating_point():

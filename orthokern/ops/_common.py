@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from orthokern.errors import InputError
+from orthokern.ops._engine import one_cotangent_at_a_time
 
 # Optional arguments of the scans that a backend may lack, see Support.features.
 SCAN_FEATURES = ("lengths", "message_clip", "resets")
@@ -91,11 +92,11 @@ def refusal(op: str, way_out: str) -> RuntimeError:
     return RuntimeError(f"{op} has no second derivative through its kernels: pass {way_out}, which supports it")
 
 
-def no_second_derivative(op: str) -> Callable[..., Any]:
+def no_second_derivative(op: str, way_out: str = "backend='reference'") -> Callable[..., Any]:
     """A derivative for a backward op that raises."""
 
     def refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> Any:
-        raise refusal(op, "backend='reference'")
+        raise refusal(op, way_out)
 
     return refuse
 
@@ -108,6 +109,7 @@ def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callab
     """
 
     def decorate(backward: Callable[..., Any]) -> Any:
+        @one_cotangent_at_a_time
         @functools.wraps(backward)
         def call(ctx: Any, *grads: Tensor | None) -> Any:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -21,6 +21,7 @@ from orthokern._scan_contract import ModalInputs, Readout, ScanInputs
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import differentiable_once
+from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._modal_basis import Basis, NoBasis, Pending, diagonalise
 from orthokern.ops._modal_gradient import close_pairs, first_close_pairs, gradient_of_w
 from orthokern.ops._modal_norms import last_step_norms, norms_through_time
@@ -295,7 +296,7 @@ class _ModalLoss(torch.autograd.Function):
             state_norms, ctx.norms = norms_through_time(inputs._replace(pairs=None), readout, basis, backend)
             _taps.record_state_norms("modal_cross_entropy", state_norms)
         if need_grad:
-            ctx.save_for_backward(x if table is None else None, table, z0, weight, *grads)
+            save_tensors(ctx, x if table is None else None, table, z0, weight, *grads)
         return loss, hits
 
     @staticmethod
@@ -303,7 +304,7 @@ class _ModalLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return (None,) * 11
-        x, table, z0, weight, *grads = ctx.saved_tensors
+        x, table, z0, weight, *grads = saved_tensors(ctx)
         grad_x, grad_re, grad_im, grad_z0, grad_table, grad_weight, grad_bias, grad_pairs = grads
         if ctx.norms is not None:
             _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
@@ -351,7 +352,7 @@ class _ModalStates(torch.autograd.Function):
             hs.masked_fill_(call.padding[..., None], 0)
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.save_for_backward(x, table, h0, hs, *starts[:-1])
+        save_tensors(ctx, x, table, h0, hs, *starts[:-1])
         return hs
 
     @staticmethod
@@ -359,7 +360,7 @@ class _ModalStates(torch.autograd.Function):
     def backward(ctx: Any, grad_hs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_hs is None:
             return (None,) * 8
-        x, table, h0, hs, *starts = ctx.saved_tensors
+        x, table, h0, hs, *starts = saved_tensors(ctx)
         call: _Spans = ctx.call
         grads = call.backward_of_features if x.is_floating_point() else call.backward_of_ids
         return (*(None,) * 3, *grads(x, h0, table, hs, grad_hs, starts, ctx.needs_input_grad[3]))

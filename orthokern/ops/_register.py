@@ -24,6 +24,7 @@ from orthokern._scan_contract import LastGrad
 from orthokern.errors import InputError
 from orthokern.ops import _vmap
 from orthokern.ops._alone import alone, vmapped
+from orthokern.ops._engine import note_dtypes, one_cotangent_at_a_time, saved_tensors
 
 NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -159,11 +160,13 @@ class CustomOp:
                 output = op.redispatch(keys, *inputs) if dispatched else self.kernel(*inputs)
                 if setup_context is not None:
                     setup_context(ctx, inputs, output)
+                note_dtypes(ctx)
             ctx.steps = len(output[0]) if keys is _LAST else None
             return output if ctx.steps is None else (*output, output[0][-1].clone())
 
+        @one_cotangent_at_a_time
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            saved = ctx.saved_tensors  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
+            saved = saved_tensors(ctx)  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
             if ctx.steps is not None:
                 grads = _with_last_step(grads, ctx.steps, recorded)

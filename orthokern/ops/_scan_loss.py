@@ -22,6 +22,7 @@ from orthokern._memory import kept_states
 from orthokern._scan_contract import Readout, ScanInputs
 from orthokern.ops import _modal, _route, _taps, dense_scan, factored_scan
 from orthokern.ops._common import differentiable_once, needs_grad
+from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._modal import Call, Matrix
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -115,7 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
         ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors]
-        ctx.save_for_backward(*run.grads)
+        save_tensors(ctx, *run.grads)
         if run.op:
             _taps.record_state_norms(run.op, run.state_norms)
         ctx.op, ctx.norms = run.op, run.grad_norms
@@ -124,7 +125,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @differentiable_once("the loss in chunks of states")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        grads = [None if grad is None or grad_loss is None else grad * grad_loss for grad in ctx.saved_tensors]
+        grads = [None if grad is None or grad_loss is None else grad * grad_loss for grad in saved_tensors(ctx)]
         if ctx.op and grad_loss is not None:
             _taps.record(ctx.op, ctx.norms * grad_loss.abs())
         return (None,) * 4 + tuple(g if wanted else None for g, wanted in zip(grads, ctx.wanted, strict=True))

@@ -53,6 +53,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Map
 from orthokern.ops import _route, _taps
+from orthokern.ops._engine import one_cotangent_at_a_time, save_tensors, saved_tensors
 from orthokern.reference._scan import product, running, started, transposed_product, weight_gradient, without_padding
 from orthokern.reference.activations import chain, sum_to_param
 
@@ -277,7 +278,7 @@ class LinearScan(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.plan, ctx.forwards, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, output)
+        save_tensors(ctx, *tensors, output)
         ctx.save_for_forward(*tensors, output)
 
     @staticmethod
@@ -300,9 +301,10 @@ class LinearScan(torch.autograd.Function):
         return running(g.shape[0], lengths), mask, _linked(out, resets, before=ctx.forwards)
 
     @staticmethod
+    @one_cotangent_at_a_time
     @keeps_dtype
     def backward(ctx: Any, mu: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx)
         if mu is None:
             return (None,) * (len(saved) + 1)
         g, r, source, _, act_param, _, resets, *factors, out = saved
@@ -340,9 +342,10 @@ class LinearScan(torch.autograd.Function):
         return None, None, gam, grad_r, grad_source, None, grad_param, None, None, *grads
 
     @staticmethod
+    @one_cotangent_at_a_time
     @keeps_dtype
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx)
         g, _, source, _, _, _, _, *factors, _ = saved
         _, _, dg, dr, d_source, _, d_param, _, _, *d_factors = tangents
         activation, forwards = ctx.plan.activation, ctx.forwards
@@ -553,7 +556,7 @@ class Scan(torch.autograd.Function):
         if not ACTIVATIONS[ctx.plan.activation].needs_input:
             ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hs, pre, *tensors)
+        save_tensors(ctx, hs, pre, *tensors)
         ctx.save_for_forward(hs, pre, *tensors)
 
     @staticmethod
@@ -564,8 +567,9 @@ class Scan(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
+    @one_cotangent_at_a_time
     def backward(ctx: Any, grad_hs: Tensor | None, grad_pre: Tensor | None) -> tuple[Tensor | None, ...]:
-        taken = Scan._taken(ctx.saved_tensors)
+        taken = Scan._taken(saved_tensors(ctx))
         count = len(taken.factors)
         if grad_hs is None and grad_pre is None:
             return (None,) * (count + 10)
@@ -576,8 +580,9 @@ class Scan(torch.autograd.Function):
         return None, None, of_x, *of_tensors, None, None, of_reset_state, *of_factors
 
     @staticmethod
+    @one_cotangent_at_a_time
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        taken = Scan._taken(ctx.saved_tensors)
+        taken = Scan._taken(saved_tensors(ctx))
         change = Scan._taken((None, None, *tangents[2:]))
         return tangent(ctx.plan, taken, change)
 

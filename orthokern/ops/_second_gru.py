@@ -66,6 +66,7 @@ from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.ops import _route, _taps
 from orthokern.ops._alone import alone
 from orthokern.ops._common import contiguous
+from orthokern.ops._engine import one_cotangent_at_a_time, save_tensors, saved_tensors
 from orthokern.ops._second import joined, looped, total
 from orthokern.ops._second_native import again
 from orthokern.reference._scan import running, started, without_padding
@@ -159,15 +160,16 @@ class LinearGru(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.variant, ctx.forwards, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, output)
+        save_tensors(ctx, *tensors, output)
         ctx.save_for_forward(*tensors, output)
 
     @staticmethod
+    @one_cotangent_at_a_time
     @keeps_dtype
     def backward(ctx: Any, mu: Tensor | None) -> tuple[Tensor | None, ...]:
         if mu is None:
             return (None,) * 9
-        _, w, *coefficients, out = ctx.saved_tensors
+        _, w, *coefficients, out = saved_tensors(ctx)
         arguments, pairing, products = (w, tuple(coefficients)), any(ctx.needs_input_grad[3:]), None
         if (
             pairing and not ctx.forwards and not torch.is_grad_enabled()
@@ -184,9 +186,10 @@ class LinearGru(torch.autograd.Function):
         return None, None, gam, *_pairing_gradients(ctx.variant, v, ghat, *arguments, products)
 
     @staticmethod
+    @one_cotangent_at_a_time
     @keeps_dtype
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        g, w, *coefficients, out = ctx.saved_tensors
+        g, w, *coefficients, out = saved_tensors(ctx)
         _, _, dg, *changes = tangents
         if ctx.forwards:
             v = neighbours(out, None, before=True)
@@ -487,15 +490,16 @@ class First(torch.autograd.Function):
             _taps.record("gru_scan", found.norm)
         ctx.leaf, ctx.options, ctx.needs = leaf, options, needs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *kept)
+        save_tensors(ctx, *tensors, *kept)
         return found.x, found.w, found.h0, found.bias
 
     @staticmethod
+    @one_cotangent_at_a_time
     @keeps_dtype
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(cotangent is None for cotangent in cotangents):
             return (None,) * 10
-        *tensors, grad_x, factor, ghat = ctx.saved_tensors
+        *tensors, grad_x, factor, ghat = saved_tensors(ctx)
         if not _route.last() or forward_ad._current_level >= 0:
             return None, None, None, *First._again(ctx, tensors, cotangents)
         inputs, states = _contract(ctx.options, *tensors[1:])
@@ -533,22 +537,24 @@ class Gru(torch.autograd.Function):
         if ctx.variant != "torch":
             ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, w, h0, bias, *cuts)
+        save_tensors(ctx, *output, w, h0, bias, *cuts)
         ctx.save_for_forward(*output, w, h0, bias, *cuts)
 
     @staticmethod
+    @one_cotangent_at_a_time
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_hs, grad_gates, grad_pre = grads
         if all(grad is None for grad in grads):
             return (None,) * 9
-        taken, needs = Taken(ctx.variant, *ctx.saved_tensors), ctx.needs_input_grad
+        taken, needs = Taken(ctx.variant, *saved_tensors(ctx)), ctx.needs_input_grad
         *found, of_state = gradients(taken, grad_hs, grad_gates, grad_pre, (*needs[:4], needs[8]))
         return *found, *(None,) * 4, of_state
 
     @staticmethod
+    @one_cotangent_at_a_time
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         dx, dw, dh0, dbias, *_, dstate = tangents
-        return tangent(Taken(ctx.variant, *ctx.saved_tensors), dx, dw, dh0, dbias, dstate)
+        return tangent(Taken(ctx.variant, *saved_tensors(ctx)), dx, dw, dh0, dbias, dstate)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:

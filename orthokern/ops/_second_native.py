@@ -42,6 +42,7 @@ from orthokern._scan_contract import ScanInputs, ScanOptions
 from orthokern.ops import _route, _taps
 from orthokern.ops._alone import alone
 from orthokern.ops._common import contiguous
+from orthokern.ops._engine import one_cotangent_at_a_time, save_tensors, saved_tensors
 from orthokern.ops._second import Plan, Taken, products
 from orthokern.reference._scan import running, without_padding
 
@@ -108,7 +109,7 @@ class First(torch.autograd.Function):
             _taps.record(map_.op, found.norm)
         ctx.leaf, ctx.plan, ctx.needs = leaf, plan, needs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(lengths, delta, *tensors)
+        save_tensors(ctx, lengths, delta, *tensors)
         return found.x, found.m, found.h0, found.weight, found.bias
 
     @staticmethod
@@ -121,9 +122,10 @@ class First(torch.autograd.Function):
         return inputs, options, plan.map_of(*factors), grad_hs, hs, pre if options.keeps_pre else None
 
     @staticmethod
+    @one_cotangent_at_a_time
     @keeps_dtype
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        lengths, delta, *tensors = ctx.saved_tensors
+        lengths, delta, *tensors = saved_tensors(ctx)
         needs = ctx.needs_input_grad[4:]
         if all(cotangent is None for cotangent in cotangents):
             return (None,) * (len(needs) + 4)

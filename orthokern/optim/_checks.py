@@ -11,6 +11,7 @@ from torch import Tensor
 
 from orthokern._state import check_integer, check_real, misfit
 from orthokern.errors import InputError
+from orthokern.ops._checks import whole
 
 
 def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +46,23 @@ def check_rate(index: int, group: dict[str, Any]) -> None:
         )
 
 
+def label(group: dict[str, Any], index: int) -> str:
+    """A parameter in the text of an error: its place in the group, and its name if the group has names."""
+    names = group.get("param_names")
+    return f"parameter {index}" + (f" ({names[index]})" if names else "")
+
+
+def check_dense(name: str, parameter: Tensor, accepted: str = "") -> None:
+    """InputError if the gradient of a parameter is sparse. accepted: optimizers that take such a gradient."""
+    grad = parameter.grad
+    if grad is not None and grad.layout is not torch.strided:
+        kind = str(grad.layout).removeprefix("torch.")
+        raise InputError(
+            f"gradient of {name} is {kind}; accepted: a dense one, as of torch.nn.Embedding(sparse=False){accepted}; "
+            "no parameter was changed"
+        )
+
+
 def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
     """Raises InputError unless a value is a finite, dense floating tensor of a shape."""
     fine = isinstance(value, Tensor) and value.layout == torch.strided and value.is_floating_point()
@@ -75,6 +93,7 @@ def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:
     parameter, rows = item if pair else (item, slice(None))
     if not isinstance(parameter, Tensor):
         raise InputError(f"constrained[{index}] is a {type(parameter).__name__}: accepted is a matrix (a torch.Tensor)")
+    whole(f"constrained[{index}]", parameter)
     if parameter.ndim not in (2, 3) or 0 in parameter.detach()[..., rows, :].shape:
         raise InputError(
             f"constrained[{index}] has shape {list(parameter.shape)}: accepted is a matrix with elements, or [R, M, K]"

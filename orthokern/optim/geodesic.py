@@ -16,8 +16,9 @@ from orthokern._products import ieee_products
 from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
-from orthokern.ops._checks import strided
-from orthokern.optim._checks import check_new, check_rate
+from orthokern.ops._checks import strided, whole
+from orthokern.optim._checks import check_dense, check_new, check_rate
+from orthokern.optim._checks import label as _label
 
 # A matrix with a larger error was not orthonormal from the start.
 _NOT_A_BASIS = 1e-2
@@ -79,8 +80,8 @@ class GeodesicSGD(Optimizer):
 
     Raises:
         InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for
-            options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf (on a
-            GPU in the steps that measure the drift).
+            options out of range; from `step`, before any parameter has changed, for a sparse gradient, and for one with
+            NaN or inf (on a GPU in the steps that measure the drift).
 
     Example::
 
@@ -292,14 +293,15 @@ class _Work:
     batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step measures
     the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] where a number would make the host wait.
     growth: a bound of the growth of the error since the last measurement, see Note [Drift].
-    Raises InputError for a gradient that is not finite, see Note [No wait for the GPU].
+    Raises InputError for a sparse gradient, and for one that is not finite, see Note [No wait for the GPU].
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.growth: float = group.get("growth", 0.0)  # states of an earlier version lack it
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        for p in group["params"]:
+        for index, p in enumerate(group["params"]):
             if p.grad is not None:
+                check_dense(_label(group, index), p)
                 alike[(p.shape[-2:], p.dtype, p.device)].append(p)
         self.batches = [(bases, _stack([p.grad for p in bases if p.grad is not None])) for bases in alike.values()]
         self.measure = group["correct_every"] > 0 and (group["steps"] + 1) % group["correct_every"] == 0
@@ -371,11 +373,6 @@ def _unstack(stacked: Tensor, matrices: list[Tensor]) -> None:
         start = stop
 
 
-def _label(group: dict[str, Any], index: int) -> str:
-    names = group.get("param_names")
-    return f"parameter {index}" + (f" ({names[index]})" if names else "")
-
-
 def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
     """Note [Drift]: bases [P,N,K] -> (the bases, corrected where the error is above tolerance; the largest error before
     the correction)."""
@@ -444,6 +441,7 @@ def _check_bases(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):
         label = _label(group, index)
         strided(label, p)
+        whole(label, p)
         if p.dtype not in (torch.float32, torch.float64):
             raise InputError(
                 f"{label} has dtype {p.dtype}, in which orthogonality is lost; accepted: torch.float32, torch.float64"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orthokern.errors import InputError, unknown_name
-from orthokern.optim._checks import check_new, check_rate
+from orthokern.optim._checks import check_dense, check_new, check_rate, label
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
 # geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
@@ -175,7 +175,8 @@ class CombinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of every part, in order; the closure, if any, is called once, and its value returned.
 
-        Raises InputError, before any part steps, for a learning rate that is not finite or below 0.
+        Raises InputError, before any part steps, for a learning rate that is not finite or below 0, and for a sparse
+        gradient in a part that takes dense ones.
         """
         loss = None
         if closure is not None:
@@ -183,6 +184,8 @@ class CombinedOptimizer(Optimizer):
                 loss = closure()
         for index, group in enumerate(self.param_groups):  # before the first part changes anything
             check_rate(index, group)
+        for part in self.parts.values():
+            _check_gradients(part)
         for part in self.parts.values():
             part.step()
         return loss
@@ -214,6 +217,22 @@ class CombinedOptimizer(Optimizer):
             part_state: defaultdict[Tensor, Any] = defaultdict(dict)
             part_state.update({p: value for p, value in loaded.items() if p in held})
             part.__setstate__({"state": part_state, "param_groups": own})
+
+
+# those of torch.optim that take sparse gradients
+_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+
+
+def _check_gradients(part: Optimizer) -> None:
+    """InputError for a sparse gradient in an optimizer that is known to need dense ones. It would raise only after the
+    parts before it have stepped."""
+    dense = isinstance(part, GeodesicSGD) or type(part).__module__.startswith("torch.optim.")
+    if not dense or isinstance(part, _SPARSE):
+        return
+    way_out = "" if isinstance(part, GeodesicSGD) else ", or an optimizer as torch.optim.SGD or Adagrad"
+    for group in part.param_groups:
+        for index, p in enumerate(group["params"]):
+            check_dense(label(group, index), p, way_out)
 
 
 def optimizer_for(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -168,6 +170,7 @@ class _Child:
         self.log = plan.folder / f"{run.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
+            self.begin = log.tell()  # earlier processes have written before this
             self.process = subprocess.Popen(plan.command(run), stdout=log, stderr=subprocess.STDOUT)
 
     def progress(self) -> str:
@@ -178,11 +181,37 @@ class _Child:
         at = f"epoch {epoch:.2f}" if epoch is not None else f"iteration {count(record.get('iteration'))}"
         return at + (f", loss {loss:.4g}" if loss is not None else "")
 
-    def last_line(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return lines[-1] if lines else "no output"
+    def last_line(self, code: int) -> str:
+        """The last line of this process in the log; behind the signal that ended it, if one did."""
+        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
+        line = lines[-1] if lines else "no output"
+        if code >= 0:
+            return line
+        names = {number.value: number.name for number in signal.Signals}
+        why = ", perhaps by the system for lack of memory" if -code == signal.SIGKILL else ""
+        return f"ended by {names.get(-code, f'signal {-code}')}{why}; the last line was: {line}"
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does: else this process would end, and the runs would go
+    on without it. A signal that is ignored, as under nohup, stays ignored."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        ended_by = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL)
+        previous = {number: signal.signal(number, interrupt) for number in ended_by}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@_interruptible()
 def train_all(
     plan: Plan, runs: Sequence[Run], stream: TextIO, successor: Callable[[Run], Run | None] | None = None
 ) -> dict[str, str]:
@@ -200,7 +229,7 @@ def train_all(
 
     Raises:
         InputError: the command line or the data of a run was rejected. The other runs would be rejected as well.
-        KeyboardInterrupt: raised again after the child processes have saved their runs.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP has arrived, and the child processes have saved their runs.
     """
     board = _Board(len(runs), stream, "runs" if successor is None else "searches")
     waiting = [open_run for run in runs if (open_run := _open(run, plan, successor)) is not None]
@@ -226,7 +255,7 @@ def train_all(
                 if code is None:
                     continue
                 del children[name]
-                line = child.last_line()
+                line = child.last_line(code)
                 board.say(f"{name}: {line}")
                 if code == EXIT_BAD_INPUT:
                     raise InputError(f"{name}: {line.removeprefix('error: ')}")
@@ -243,7 +272,7 @@ def train_all(
                 board.status(done, children)
     except BaseException:
         board.clear()
-        _stop(children)  # an interrupt from the terminal has reached them already; a second one is harmless
+        _stop(children)  # a second signal to them, after that of the terminal, is ignored: StopRequest
         raise
     board.clear()
     return failed
@@ -252,7 +281,7 @@ def train_all(
 def _stop(children: dict[str, _Child]) -> None:
     """Interrupts the runs under way, which save themselves, and waits for them."""
     for child in children.values():
-        child.process.send_signal(signal.SIGINT)
+        child.process.send_signal(signal.SIGTERM)  # a shell lets background processes ignore SIGINT
     for child in children.values():
         child.process.wait()
 

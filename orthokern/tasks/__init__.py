@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import pkgutil
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from orthokern.errors import InputError, unknown_name
 
 __all__ = ["Result", "names", "run"]
+
+_ALONE = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Result:
         task: name of the task.
         folder: the run folder, with all records, the checkpoints and the plots.
         settings: all settings of the run, by name, defaults included.
-        exit_code: 0 goal reached or all iterations done, 3 diverged, 130 or 143 interrupted.
+        exit_code: 0 goal reached or all iterations done, 3 diverged, 129, 130 or 143 interrupted.
         message: the last line that the run prints.
         values: the numbers in result.json: "reached", "iteration", "seconds", the last evaluation, ...
         records: one dictionary for each iteration, as in metrics.jsonl.
@@ -57,7 +60,8 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     """Train one run of a task in this process, like its command line.
 
     The number of threads and the flushing of denormals are set for the whole process. Nothing is printed. The global
-    random generators are seeded with the setting `seed`.
+    random generators are seeded with the setting `seed`. Since all of these belong to the process, runs in several
+    Python threads wait for each other: for runs in parallel, start processes.
 
     Args:
         task: a name, e.g. "copy", "adding" or "pixel_mnist"; see `names`.
@@ -85,7 +89,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         raise unknown_name("task", task, names())
     arguments = [f"--out={Path(out)}", *_words(task, module.COMMAND.parser(), settings)]
     said, complained = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+    with _ALONE, contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
         code = module.main(arguments)
     lines = [*said.getvalue().strip().splitlines(), *complained.getvalue().strip().splitlines()]
     message = lines[-1] if lines else ""

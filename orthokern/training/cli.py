@@ -32,8 +32,8 @@ from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
 from orthokern.training.options import Options, add_options, defaults, named, option, switch
-from orthokern.training.replicas import PreparedRun, folder_of_seed, train_together
-from orthokern.training.rundir import RunFolder, usual_folder
+from orthokern.training.replicas import PreparedRun, train_together
+from orthokern.training.rundir import RunFolder, folder_of_seed, usual_folder
 from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -118,7 +118,7 @@ class RunOptions(Options):
 
 
 EXIT_CODES = """\
-Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143 interrupted
+Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 129, 130 or 143 interrupted
 (saved; --resume continues).
 """
 
@@ -292,7 +292,7 @@ class TaskCommand(Generic[Chosen]):
             arguments: the command line; by default that of the process.
 
         Returns:
-            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 130 or 143
+            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 129, 130 or 143
             interrupted.
         """
         started = time.perf_counter()

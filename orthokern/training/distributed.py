@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +33,12 @@ from torch import Tensor, nn
 from orthokern.commandline import one_line, write
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.training.progress import Progress
+from orthokern.training.signals import STOP_SIGNALS
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 EXIT_LOST = 2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # in ascending order of precedence
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ def agree(values: Sequence[float], stop: int | None) -> tuple[list[float], int |
 
     Args:
         values: numbers; the same count on every rank.
-        stop: SIGINT, SIGTERM, or None.
+        stop: one of STOP_SIGNALS, or None.
 
     Returns:
         The means, and the signal if any rank has one; bitwise equal on all ranks.

@@ -34,7 +34,7 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        exit_code: 0 goal reached or all iterations done, 3 diverged, 130 or 143 interrupted.
+        exit_code: 0 goal reached or all iterations done, 3 diverged, 129, 130 or 143 interrupted.
         reached: whether the goal was reached.
         iteration: number of iterations done, over all resumed parts.
         seconds: wall time, over all resumed parts.
@@ -65,7 +65,7 @@ def train(
     announce: Callable[[], None] | None = None,
 ) -> Outcome:
     """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss is not finite, or
-    SIGINT or SIGTERM arrives.
+    SIGINT, SIGTERM or SIGHUP arrives.
 
     Longer than 100 lines: most of them are this documentation and its example.
 

@@ -13,7 +13,6 @@ import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -31,7 +30,7 @@ from orthokern.training.rundir import RunFolder
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
-__all__ = ["PreparedRun", "folder_of_seed", "train_together"]
+__all__ = ["PreparedRun", "train_together"]
 
 
 # On a CPU: bytes of the states of all models in one call, and the fewest models that such a call has to have room for.
@@ -58,17 +57,6 @@ class PreparedRun:
     def headline(self) -> str:
         """The first line of output."""
         return f"{'resuming in' if self.resume else 'run folder'} {self.folder.path}{self.task.headline()}"
-
-
-def folder_of_seed(base: Path, seed: int) -> Path:
-    """The run folder of a seed, with the name that `orthokern.reproduce` gives it.
-
-    Example::
-
-        >>> folder_of_seed(Path("runs/copy-200"), 3).name
-        'copy-200-seed-3'
-    """
-    return Path(f"{base}-seed-{seed}")
 
 
 class _Labelled(Progress):

@@ -1,12 +1,19 @@
-"""SIGINT and SIGTERM as a request to stop after the current iteration."""
+"""SIGINT, SIGTERM and SIGHUP as a request to stop after the current iteration."""
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
+# In ascending order of precedence. SIGHUP comes when a terminal or an SSH session ends.
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+SAME = 2.0  # seconds in which further signals belong to the first one
+
 
 class StopRequest:
-    """Context manager that converts the first SIGINT or SIGTERM to a flag. A second one has its usual effect.
+    """Context manager that converts the first of STOP_SIGNALS to a flag. Another one after SAME seconds has its usual
+    effect. Before that it is ignored: a terminal signals all processes of a command, and a process that has started
+    this one passes its signal on, so that one Ctrl-C may arrive twice.
 
     Attributes:
         signal: number of the signal received, or None.
@@ -20,10 +27,13 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._received = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # nohup
+                continue
             try:
                 self._previous[number] = signal.signal(number, self._handle)
             except ValueError:  # not in the main thread: the handlers of the caller are kept
@@ -31,8 +41,11 @@ class StopRequest:
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
+        if self.signal is None:
+            self.signal, self._received = number, time.monotonic()
+        elif time.monotonic() - self._received > SAME:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -46,5 +59,5 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """The exit code in the convention of shells: 130 for SIGINT, 143 for SIGTERM, 0 without a signal."""
+        """The exit code in the convention of shells, as 130 for SIGINT; 0 without a signal."""
         return 128 + self.signal if self.signal is not None else 0

@@ -80,6 +80,23 @@ def save(figure: "Figure", path: Path) -> Path:
     return path
 
 
+def percent_limits(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of an axis for percentages: all of 0 to 100 where the values take up half of it or more, else the values
+    with a margin, and no more than a little below 0 or above 100.
+
+    Example::
+
+        >>> percent_limits([82.0, 92.0]), percent_limits([10.0, 98.0]), percent_limits([100.0])
+        ((81.0, 93.0), (-3.0, 103.0), (97.5, 100.15))
+    """
+    low, high = min(values), max(values)
+    if high - low >= 50.0:
+        return -3.0, 103.0
+    pad = max(0.1 * (high - low), 2.5 - 0.5 * (high - low))  # at least 5 percent points in all
+    beyond = 0.03 * (high - low + 2.0 * pad)
+    return max(low - pad, -beyond), min(high + pad, 100.0 + beyond)
+
+
 def _stretches(count: int, points: int) -> np.ndarray:
     """The first index of each interval when `count` points are divided into min(`points`, `count`) intervals."""
     return np.unique(np.linspace(0, count, min(points, count), endpoint=False).astype(int))

@@ -19,6 +19,7 @@ from orthokern.diagnostics.plots._figures import (
     _common_abscissa,
     _figure,
     _panels,
+    percent_limits,
     save,
     thin_curve,
 )
@@ -75,7 +76,8 @@ def plot_learning(
             bottom.plot(at, 100 * values, "o", color=_ORANGE, markersize=4, label="held-out sequences")
         if goal is not None:
             bottom.axhline(100 * goal, color=_GREY, linestyle="--", linewidth=1.0, label=f"goal, {100 * goal:g} %")
-        bottom.set_ylim(-3, 103)
+        shown = [100 * float(value) for _, values in (accuracy, held_out) for value in values]
+        bottom.set_ylim(percent_limits(shown if goal is None else [*shown, 100 * goal]))
         bottom.set_ylabel("accuracy (%)")
         bottom.legend(loc="best", fontsize=8)
     axes[-1, 0].set_xlabel("iteration")
@@ -210,12 +212,11 @@ def compare_curves(
             axis.axhline(level, color=_GREY, linestyle="--", linewidth=1.0, label=f"baseline {level:.4g}")
         axis.set_xlabel(x)
         axis.legend(loc="best", fontsize=7)
+    ends = [float(end(found[id(run)][1])) for run in drawn for end in (min, max)]
     if percent:
-        axes[0].set_ylim(-3, 103)
-    else:
-        smallest, largest = (f(f(found[id(run)][1]) for run in drawn) for f in (min, max))
-        if smallest > 0 and largest > 10 * smallest:
-            axes[0].set_yscale("log")
+        axes[0].set_ylim(percent_limits([100 * end for end in ends]))
+    elif min(ends) > 0 and max(ends) > 10 * min(ends):
+        axes[0].set_yscale("log")
     axes[0].set_ylabel(quantity.replace("_", " ") + (" (%)" if percent else ""))
     return figure
 

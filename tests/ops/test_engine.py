@@ -1,0 +1,122 @@
+"""What torch's autograd engine may hand to a backward: orthokern/ops/_engine.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import GruProblem, call_functional, leaf_tensors, scan_problem
+from torch import Tensor
+from torch.autograd.functional import hessian, jacobian
+
+from orthokern import functional
+from orthokern.nn import GRU, FactorizedRNN, NonNormalRNN
+
+T, B, D, N = 5, 2, 3, 7
+LENGTHS, RESETS = torch.tensor([5, 3]), torch.rand(T, B) < 0.3
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "factorized": lambda: FactorizedRNN(D, N, learned_h0=True),
+    "identity": lambda: FactorizedRNN(D, N, nonlinearity="identity"),
+    "modrelu": lambda: FactorizedRNN(D, N, num_layers=2, nonlinearity="modrelu"),
+    "nonnormal": lambda: NonNormalRNN(D, N, nonlinearity="prelu"),
+    "kanai": lambda: GRU(D, N),
+    "torch": lambda: GRU(D, N, variant="torch"),
+}
+
+
+@pytest.mark.parametrize("steps", [1, T])
+@pytest.mark.parametrize("kind", MODULES)
+def test_vectorized_hessian(kind: str, steps: int) -> None:
+    torch.manual_seed(1)
+    module, x = MODULES[kind]().double(), torch.randn(steps, B, D, dtype=torch.float64)
+    names, values = zip(*module.named_parameters(), strict=True)
+
+    def loss(x: Tensor, *given: Tensor) -> Tensor:
+        states: Tensor = torch.func.functional_call(module, dict(zip(names, given, strict=True)), (x,))[0]
+        return states.sin().sum()
+
+    chosen = [value for value in values if value.numel() <= N * N][:2]  # fewer cotangents
+    rest = values[len(chosen) :]
+    if not all(a is b for a, b in zip(chosen, values, strict=False)):
+        chosen, rest = [], values
+    given = (x, *(value.detach() for value in chosen))
+
+    def of_some(*some: Tensor) -> Tensor:
+        return loss(*some, *rest)
+
+    expected = hessian(of_some, given)
+    for strategy in ("reverse-mode", "forward-mode"):
+        found = hessian(of_some, given, vectorize=True, outer_jacobian_strategy=strategy)
+        torch.testing.assert_close(found, expected)
+
+
+def cases() -> dict[str, tuple[list[Tensor | None], Callable[..., Tensor]]]:
+    """Functions of tensors, all of them of one dtype but for lengths, resets and token ids."""
+    scan, ids = (scan_problem("dense_scan", B=B, T=T, N=N, inputs=kind) for kind in ("features", "tokens"))
+    gru, target = GruProblem.random("kanai", T, B, N), torch.tensor([0, 2, 1])
+    return {
+        "scan": (leaf_tensors(scan), lambda *given: call_functional(scan, list(given))),
+        "lengths": (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), lengths=LENGTHS)),
+        "resets": (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), resets=RESETS)),
+        "clip": (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), message_clip=0.1)),
+        "checkpoints": (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), checkpoint_every=2)),
+        "ids": (leaf_tensors(ids), lambda *given: call_functional(ids, list(given))),
+        "gru": ([gru.x, gru.w], lambda x, w: functional.gru_scan(x, w, lengths=LENGTHS)),
+        "activation": ([torch.randn(3, 4)], lambda x: functional.activation(x, "softsign")),
+        "exponential": ([torch.randn(4, 4)], functional.skew_exp),
+        "loss": ([torch.randn(3, 4)], lambda x: functional.linear_cross_entropy(x, x, None, target)[None]),
+    }
+
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectorized_jacobian_that_is_differentiated(name: str) -> None:
+    given, function = cases()[name]
+    tensors = [t if t is None or not t.is_floating_point() else t.detach().double().requires_grad_() for t in given]
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+
+    def sums(*some: Tensor) -> Tensor:
+        left = iter(some)
+        out = function(*(next(left) if t is not None and t.requires_grad else t for t in tensors))
+        return torch.stack([out.sin().sum(), out.square().sum(), out.flatten()[0]])
+
+    rows = [jacobian(sums, tuple(wanted), create_graph=True, vectorize=v) for v in (False, True)]
+    torch.testing.assert_close(rows[1], rows[0])
+    directions = [torch.randn_like(row) for row in rows[0]]
+    seconds = [torch.autograd.grad(row, wanted, directions, allow_unused=True) for row in rows]
+    torch.testing.assert_close(seconds[1], seconds[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_saved_tensors_that_hooks_round(name: str, dtype: torch.dtype) -> None:
+    """The gradients are those of the rounded tensors, in the dtype of the original ones."""
+    given, function = cases()[name]
+    tensors = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in given]
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+
+    def found(pack: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = function(*tensors)
+        return torch.autograd.grad(out, wanted, torch.ones_like(out))
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(dtype).to(t.dtype) if t.is_floating_point() else t
+
+    expected, actual = found(rounded), found(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["factorized", "identity", "modrelu", "kanai"])
+def test_few_steps_of_a_module_with_such_hooks(kind: str) -> None:
+    module, x = MODULES[kind](), torch.randn(1, B, D, requires_grad=True)
+    for _ in range(3):  # the second call keeps its arguments
+        states = module(x)[0]
+        (expected,) = torch.autograd.grad(states, x, torch.ones_like(states))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
+            states = module(x)[0]
+        (actual,) = torch.autograd.grad(states, x, torch.ones_like(states))
+        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)

@@ -1,0 +1,107 @@
+"""The bases of a FactorizedRNN outside of training: averages, state_dicts, and parameters that are sharded."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel
+
+from orthokern.errors import InputError
+from orthokern.nn import ExpRNN, FactorizedRNN
+from orthokern.optim import GeodesicRMSprop, GeodesicSGD, SpectralNormProjection, optimizer_for
+
+
+def saved(module: nn.Module) -> Any:
+    """The state_dict from a file."""
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("rank", [7, 3])
+def test_average_is_made_orthonormal(rank: int) -> None:
+    """The mean of bases is not one: it is noticed where it is loaded, and replaced by the nearest one."""
+    torch.manual_seed(0)
+    rnn = FactorizedRNN(3, 7, num_layers=2, rank=rank, bidirectional=True)
+    average, optimizer = AveragedModel(rnn), optimizer_for(rnn, lr=0.1, geodesic_lr=0.3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        rnn(torch.randn(6, 2, 3))[0].sum().backward()
+        optimizer.step()
+        average.update_parameters(rnn)
+    found = average.module
+    assert found.orthogonality_error() > 1e-3
+    with pytest.warns(UserWarning, match=r"[uv]_l\d(_reverse)? is not orthonormal: .* orthonormalize\(\)"):
+        FactorizedRNN(3, 7, num_layers=2, rank=rank, bidirectional=True).load_state_dict(saved(found))
+    mean = found.u_l1_reverse.detach().clone()
+    found.orthonormalize()
+    assert found.orthogonality_error() < 1e-6
+    left, _, right = torch.linalg.svd(mean, full_matrices=False)
+    torch.testing.assert_close(found.u_l1_reverse.detach(), left @ right)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rnn.load_state_dict(saved(found))
+    with torch.no_grad():
+        found.v_l0[0, 0] = torch.nan
+    before = found.u_l0.detach().clone()
+    with pytest.raises(InputError, match="v_l0 has NaN or infinite entries"):
+        found.orthonormalize()
+    assert torch.equal(found.u_l0, before)
+
+
+MEANINGS = [
+    {"margin": 0.1},
+    {"margin": 0.2},
+    {"margin": 0.1, "spectrum_map": "tanh"},
+    {"margin": 0.0},
+    {"margin": None},
+]
+
+
+@pytest.mark.parametrize("options", MEANINGS, ids=str)
+def test_spectrum_of_another_margin_is_refused(options: dict[str, Any]) -> None:
+    """The same numbers would be other singular values: without a margin, p = 0 would be W = 0."""
+    state = saved(nn.Sequential(FactorizedRNN(3, 5, **options)))
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    for others in MEANINGS:
+        model = nn.Sequential(FactorizedRNN(3, 5, **others))
+        if others == options:
+            assert not any(model.load_state_dict(state))
+            continue
+        line = rf"0\.spectrum_l0 belongs to margin={options['margin']}.*; accepted: a module of the same margin"
+        with pytest.raises(RuntimeError, match=line):
+            model.load_state_dict(state)
+        model.load_state_dict(dict(state))
+        assert torch.equal(model[0].spectrum_l0, state["0.spectrum_l0"])
+
+
+@pytest.fixture
+def one_process() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_sharded_parameters_are_refused(one_process: Any) -> None:
+    """Whoever needs a whole matrix says so, in place of torch's message about mixed tensors."""
+    basis = nn.Parameter(distribute_tensor(torch.eye(4), one_process, [Shard(0)]))
+    line = "is a DTensor, of which this process has a part; accepted: a whole tensor"
+    for kind in (GeodesicSGD, GeodesicRMSprop):
+        with pytest.raises(InputError, match=f"parameter 0 {line}"):
+            kind([basis], lr=0.1)
+    with pytest.raises(InputError, match=rf"constrained\[0\] {line}"):
+        SpectralNormProjection([basis])
+    rnn = ExpRNN(3, 4, rebase_every=1)
+    rnn.skew_l0 = basis
+    with pytest.raises(InputError, match=f"skew_l0 {line}"):
+        rnn.rebase()
