@@ -143,16 +143,18 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
     int left = segments[i].depth;
     while (left > 0) {
       const int count = left < L ? left : L;
-      const int by_lane = kLaneProducts && count == L ? L : 0;  // steps
-      if (by_lane) {
-        add_lane_products<T>(acc, a, L, b, W * L, panel_stride);
-        b += L * W * L;
-        if (PREFETCH) {
-          ORTHOKERN_UNROLL for (int j = 0; j < L; j++) __builtin_prefetch(ahead + j * W * L, 0, 2);
-          ahead += L * W * L;
+      int j = 0;
+      if constexpr (kLaneProducts) {
+        if (count == L) {
+          add_lane_products<T>(acc, a, L, b, W * L, panel_stride);
+          j = L, b += L * W * L;
+          if (PREFETCH) {
+            ORTHOKERN_UNROLL for (int i = 0; i < L; i++) __builtin_prefetch(ahead + i * W * L, 0, 2);
+            ahead += L * W * L;
+          }
         }
       }
-      for (int j = by_lane; j < count; j++) {
+      for (; j < count; j++) {
         V<T> w[NP * W];
         ORTHOKERN_UNROLL for (int n = 0; n < NP * W; n++) w[n] = load(b + (n / W) * panel_stride + (n % W) * L);
         if (PREFETCH) {

@@ -114,7 +114,7 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
       }
     }
     int j = 0;
-    if (kLaneProducts && !TRANSPOSED)
+    if constexpr (kLaneProducts && !TRANSPOSED)
       for (; j + L <= count; j += L, b += L * W) add_lane_products<T>(acc, a + j, W, b, W, 0);
     for (; j < count; j++) {
       V<T> w[NV];
