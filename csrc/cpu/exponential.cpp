@@ -70,7 +70,7 @@ struct ExponentialBackward {
     return lane < count ? value : V<T>{};
   }
   // kRows rows from n0 on and NV vectors of columns from m0 on of Gamma - Gamma^T, where it is below the diagonal.
-  static constexpr int kRows = L < 4 ? L : 4, kColumns = kVectorBytes == 64 ? 4 : 2;
+  static constexpr int kRows = L < 4 ? L : 4, kColumns = k32Registers ? 4 : 2;
   template <int NV>
   void lower_tile(int n0, int m0) const {
     V<T> acc[kRows][NV] = {};

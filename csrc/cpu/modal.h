@@ -76,7 +76,7 @@ ORTHOKERN_INLINE void pin(X& v) {
 
 // Vectors of double with modes in one pass of the recurrence: real and imaginary parts of states and coefficients fit
 // into the registers.
-constexpr int kModeVectors = kVectorBytes == 64 ? 4 : 2;
+constexpr int kModeVectors = k32Registers ? 4 : 2;
 
 // ModalTables::held is computed for at most kHeldIds token ids, with at least kHeldSteps steps for each.
 constexpr int64_t kHeldIds = 256, kHeldSteps = 16 * kSteps;
@@ -255,7 +255,7 @@ void diagonal_block(const Modes& modes, int at, int steps, const T* delta, const
 }
 template <class T>
 void diagonal_sums(const Modes& modes, int steps, const T* delta, const T* z, double* re, double* im) {
-  constexpr int L = kLanes<T>, K = kVectorBytes == 64 ? 4 : 2;
+  constexpr int L = kLanes<T>, K = k32Registers ? 4 : 2;
   int at = 0;
   for (; at + K * L <= modes.Mp; at += K * L) diagonal_block<T, K>(modes, at, steps, delta, z, re, im);
   for (; at < modes.Mp; at += L) diagonal_block<T, 1>(modes, at, steps, delta, z, re, im);

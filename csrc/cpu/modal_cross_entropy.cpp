@@ -141,7 +141,7 @@ void readout_tile(const T* d, const T* z, int steps, int Np, T* gradient) {
 }
 template <class T, int CT>
 void readout_rows(const T* d, const T* z, int steps, int Np, T* gradient) {
-  constexpr int L = kLanes<T>, NV = kVectorBytes == 64 ? 8 : 4;
+  constexpr int L = kLanes<T>, NV = k32Registers ? 8 : 4;
   int n = 0;
   for (; n + NV * L <= Np; n += NV * L) readout_tile<T, CT, NV>(d, z + n, steps, Np, gradient + n);
   for (; n < Np; n += L) readout_tile<T, CT, 1>(d, z + n, steps, Np, gradient + n);
@@ -173,7 +173,7 @@ void back_tile(const T* d, int C, const T* readout, int Np, T* g) {
 // g [steps][Np] = d^T readout, and up to 3 rows more
 template <class T>
 void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) {
-  constexpr int L = kLanes<T>, R = 4, NV = kVectorBytes == 64 ? 4 : 2;
+  constexpr int L = kLanes<T>, R = 4, NV = k32Registers ? 4 : 2;
   for (int r = 0; r < steps; r += R) {
     T* to = g + static_cast<ptrdiff_t>(r) * Np;
     int n = 0;

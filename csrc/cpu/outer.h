@@ -13,7 +13,8 @@
 namespace orthokern {
 namespace ORTHOKERN_ISA {
 
-// Columns of d in a tile: a divisor of the block size such that NV <= 3 vectors of h fit into the registers.
+constexpr int kOuterVectors = kLaneProducts ? 6 : 3;  // the largest NV
+// Columns of d in a tile: a divisor of the block size such that NV vectors of h fit into the registers.
 template <class T>
 constexpr int kOuterRows = kLanes<T> < (kVectorBytes == 64 ? 8 : 4) ? kLanes<T> : (kVectorBytes == 64 ? 8 : 4);
 
@@ -29,11 +30,18 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
   for (int r = 0; r < rows; r++) {
     V<T> x[NV];
     ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) x[n] = load(h + n * h_block);
-    ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) {
-      if constexpr (PAIRS) {
+    if constexpr (kLaneProducts) {
+      static_assert(MR == L, "a tile has the columns of one vector of d");
+      const V<T> y = load(d);
+      ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) ORTHOKERN_UNROLL for (int n = 0; n < NV; n++)
+          add_product<T>(acc[i][n], x[n], y, i);
+    } else if constexpr (PAIRS) {
+      ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) {
         const V<T> y = splat_pair(d + i);
         ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) add_pairs(&acc[i][n], x[n], y);
-      } else {
+      }
+    } else {
+      ORTHOKERN_UNROLL for (int i = 0; i < MR; i++) {
         const T y = d[i];
         ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) acc[i][n] += x[n] * y;
       }
@@ -53,12 +61,22 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
   constexpr int L = kLanes<T>;
   constexpr int MR = kOuterRows<T>;
   for (int j = 0; j < h_blocks;) {
-    const int left = h_blocks - j;
-    const int take = left == 4 ? 2 : left < 3 ? left : 3;  // 4 as 2 + 2: a single vector does not hide the latency
+    const int left = h_blocks - j, most = kOuterVectors;
+    // 4 as 2 + 2: a single vector does not hide the latency
+    const int take = left == most + 1 ? (most + 1) / 2 : left < most ? left : most;
     for (int i = 0; i < d_blocks; i++) {
       for (int k = 0; k < L; k += MR) {
         const T* from = d + i * block + k;
         T* to = c + (static_cast<ptrdiff_t>(i) * L + k) * ldc + j * L;
+        if constexpr (kOuterVectors > 3) {
+          if (take > 3) {
+            const auto tile = take == 6   ? outer_tile<T, PAIRS, 6>
+                              : take == 5 ? outer_tile<T, PAIRS, 5>
+                                          : outer_tile<T, PAIRS, 4>;
+            tile(from, h + j * block, block, rows, to, ldc);
+            continue;
+          }
+        }
         if (take == 3) outer_tile<T, PAIRS, 3>(from, h + j * block, block, rows, to, ldc);
         else if (take == 2) outer_tile<T, PAIRS, 2>(from, h + j * block, block, rows, to, ldc);
         else outer_tile<T, PAIRS, 1>(from, h + j * block, block, rows, to, ldc);

@@ -13,6 +13,8 @@
 //                                                +-----+   result: MR x 2 vectors in registers,
 //                                                          out = add + alpha * (a . b)
 //
+// On aarch64 the elements of `a` are lanes of vectors instead, see add_lane_products.
+//
 // Each element of a result is one chain of multiply-adds in ascending depth, in every tile and on every thread: results
 // do not depend on how rows and panels are divided.
 #pragma once
@@ -111,7 +113,10 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
         __builtin_prefetch(a + a_stride + r * W + L, 0, 3);
       }
     }
-    for (int j = 0; j < count; j++) {
+    int j = 0;
+    if constexpr (kLaneProducts && !TRANSPOSED)
+      for (; j + L <= count; j += L, b += L * W) add_lane_products<T>(acc, a + j, W, b, W, 0);
+    for (; j < count; j++) {
       V<T> w[NV];
       ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) w[n] = load(b + n * L);
       ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) {

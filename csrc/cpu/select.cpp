@@ -122,13 +122,23 @@ void free_large_scratch(void* memory, size_t bytes) { BufferPool::scratch().give
 // torch has a pool of OpenMP threads that spin for a while after each of its operators. Other threads would compete
 // with them for the cores. GOMP_parallel is the entry point of the same pool: the runtimes of GNU, LLVM and Intel all
 // export it. It is looked up in the libraries that torch has loaded. Without it, plain threads are started.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+static Parallel find_parallel() {
+  void* found = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+#if defined(__linux__)
+  // torch's wheels for aarch64 do not make their runtime visible to other libraries.
+  if (void* torch = found ? nullptr : dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD))
+    found = dlsym(torch, "GOMP_parallel");
+#endif
+  return reinterpret_cast<Parallel>(found);
+}
+
 void parallel_run(int tasks, void (*fn)(void* context, int task), void* context) {
   if (tasks <= 1) {
     if (tasks == 1) fn(context, 0);
     return;
   }
-  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-  static const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  static const Parallel parallel = find_parallel();
   Run run{fn, context, tasks};
   if (parallel) {
     parallel(work, &run, static_cast<unsigned>(tasks), 0);
@@ -140,8 +150,6 @@ void parallel_run(int tasks, void (*fn)(void* context, int task), void* context)
   for (std::thread& t : threads) t.join();
 }
 
-const char* parallel_pool() {
-  return dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "openmp (shared with torch)" : "own threads";
-}
+const char* parallel_pool() { return find_parallel() ? "openmp (shared with torch)" : "own threads"; }
 
 }  // namespace orthokern

@@ -24,6 +24,11 @@
 #error "compile the CPU kernels with -DORTHOKERN_ISA=<name>"
 #endif
 
+// A multiply-add can take a factor from a lane, so that products need no broadcasts. A test defines it on other machines.
+#if defined(__aarch64__)
+#define ORTHOKERN_LANE_PRODUCTS 1
+#endif
+
 #define ORTHOKERN_INLINE inline __attribute__((always_inline))
 // In front of a loop of at most 16 rounds, a number that is known when the file is compiled.
 #define ORTHOKERN_UNROLL _Pragma("GCC unroll 16")
@@ -37,13 +42,19 @@ constexpr int kMaxRows = 13;  // rows of a register tile: 13 x 2 accumulators + 
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kMaxRows = 6;  // 6 x 2 + 2 + 1 of 16
-#elif defined(__aarch64__)
+#elif defined(ORTHOKERN_LANE_PRODUCTS)
 constexpr int kVectorBytes = 16;
-constexpr int kMaxRows = 12;  // 12 x 2 + 2 + 1 of 32
+constexpr int kMaxRows = 10;  // 10 x 2 + 2 of 32, and 10 vectors of the left factor
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kMaxRows = 6;
 #endif
+#if defined(ORTHOKERN_LANE_PRODUCTS)
+constexpr bool kLaneProducts = true;
+#else
+constexpr bool kLaneProducts = false;
+#endif
+constexpr bool k32Registers = kMaxRows >= 10;  // 16 otherwise
 
 template <class T>
 struct Vec;
@@ -120,6 +131,36 @@ template <class T>
 ORTHOKERN_INLINE V<T> splat(T x) {
   return V<T>{} + x;
 }
+// sum += w * x[lane], for a lane that is known when the loop around it is unrolled.
+template <class T>
+ORTHOKERN_INLINE void add_product(V<T>& sum, V<T> w, V<T> x, int lane) {
+#if defined(__aarch64__) && !defined(__clang__)
+  // GCC 12 would copy the lane to a register of its own first, and run out of registers.
+  if (sizeof(T) == 4) __asm__("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(lane));
+  else __asm__("fmla %0.2d, %1.2d, %2.d[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(lane));
+#else
+  sum += w * x[lane];
+#endif
+}
+// L steps of the depth of a register tile, acc[r][n] += b[j][n] * a[r][j]. Rows of `a` are a_row elements apart. Vector n
+// of step j is at b + j * b_row + n / 2 * b_panel + n % 2 * L.
+template <class T, int MR, int NV>
+ORTHOKERN_INLINE void add_lane_products(V<T> (&acc)[MR][NV], const T* a, ptrdiff_t a_row, const T* b, ptrdiff_t b_row,
+                                        ptrdiff_t b_panel) {
+  constexpr int L = kLanes<T>;
+  const T* panels[(NV + 1) / 2];
+  ORTHOKERN_UNROLL for (int n = 0; n < NV; n += 2) panels[n / 2] = b + n / 2 * b_panel;
+  // Without this GCC keeps an address for each vector that is loaded, and stores some of them on the stack.
+  if (NV > 2) ORTHOKERN_UNROLL for (int n = 0; n < NV; n += 2) __asm__("" : "+r"(panels[n / 2]));
+  V<T> x[MR];
+  ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) x[r] = load(a + r * a_row);
+  ORTHOKERN_UNROLL for (int j = 0; j < L; j++) {
+    V<T> w[NV];
+    ORTHOKERN_UNROLL for (int n = 0; n < NV; n++) w[n] = load(panels[n / 2] + j * b_row + n % 2 * L);
+    ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int n = 0; n < NV; n++)
+        add_product<T>(acc[r][n], w[n], x[r], j);
+  }
+}
 // Lanes (a0, a1, a2, a3, ...) -> (a1, a0, a3, a2, ...).
 template <class T>
 ORTHOKERN_INLINE V<T> swap_pairs(V<T> v) {
@@ -173,9 +214,9 @@ class FlushDenormals {
 #elif defined(__aarch64__)
   FlushDenormals() {
     __asm__ __volatile__("mrs %0, fpcr" : "=r"(saved_));
-    __asm__ __volatile__("msr fpcr, %0" ::"r"(saved_ | (1ull << 24)));
+    __asm__ __volatile__("msr fpcr, %0" ::"r"(saved_ | (1ull << 24)) : "memory");  // FZ
   }
-  ~FlushDenormals() { __asm__ __volatile__("msr fpcr, %0" ::"r"(saved_)); }
+  ~FlushDenormals() { __asm__ __volatile__("msr fpcr, %0" ::"r"(saved_) : "memory"); }
 
  private:
   uint64_t saved_;

@@ -8,6 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from orthokern import cpu
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A machine without the native module and without Triton.
@@ -102,3 +106,25 @@ def test_import_costs_nothing_beside_torch() -> None:
     print(time.process_time() - start < 0.1)
     """
     assert run(code) == ["True"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the dynamic linker of Linux")
+def test_threads_are_those_of_torch_where_its_openmp_is_hidden() -> None:
+    """As in torch's wheels for aarch64, of which no library that others can see needs the runtime."""
+    code = """
+    import ctypes
+
+    class Hidden(ctypes.CDLL):
+        def __init__(self, name, mode=0, *rest, **named):
+            super().__init__(name, ctypes.RTLD_LOCAL, *rest, **named)
+
+    visible, ctypes.CDLL = ctypes.CDLL, Hidden
+    import torch
+    ctypes.CDLL = visible
+    from orthokern import cpu
+    print(hasattr(ctypes.CDLL(None), "GOMP_parallel"), cpu.build_info().get("thread_pool"))
+    """
+    seen = run(code)
+    if not cpu.AVAILABLE:
+        pytest.skip(cpu.REASON)
+    assert seen == ["False openmp (shared with torch)"]
