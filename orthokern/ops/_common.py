@@ -88,6 +88,15 @@ def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]
     return tuple(torch.empty(0, dtype=dtype, device=device) if result is None else result for result in results)
 
 
+def total(*terms: Tensor | None) -> Tensor | None:
+    """The sum of those that are not None."""
+    found = None
+    for term in terms:
+        if term is not None:
+            found = term if found is None else found + term
+    return found
+
+
 def refusal(op: str, way_out: str) -> RuntimeError:
     return RuntimeError(f"{op} has no second derivative through its kernels: pass {way_out}, which supports it")
 

@@ -53,6 +53,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Map
 from orthokern.ops import _route, _taps
+from orthokern.ops._common import total
 from orthokern.ops._engine import one_cotangent_at_a_time, save_tensors, saved_tensors
 from orthokern.reference._scan import product, running, started, transposed_product, weight_gradient, without_padding
 from orthokern.reference.activations import chain, sum_to_param
@@ -107,15 +108,6 @@ def _changed(map_: Map, change: Map, rows: Tensor) -> Tensor | None:
         None if middle is None else middle @ map_.second.mT,
         None if change.second is None else (inner * map_.scale) @ change.second.mT,
     )
-
-
-def total(*terms: Tensor | None) -> Tensor | None:
-    """The sum of those that are not None."""
-    found = None
-    for term in terms:
-        if term is not None:
-            found = term if found is None else found + term
-    return found
 
 
 def _times(mask: Tensor | None, values: Tensor) -> Tensor:
