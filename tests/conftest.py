@@ -17,9 +17,6 @@ from fork_server import ForkServer
 from poison import poisoned
 from torch._dynamo import trace_rules
 
-# Dynamo lists torch's functions by identity, once: before any of them is exchanged below.
-trace_rules.get_torch_obj_rule_map()
-
 # The same examples on every run and machine; a failure prints how to repeat it.
 hypothesis.settings.register_profile("orthokern", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("orthokern")
@@ -56,6 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """An output that a kernel leaves unwritten is NaN here, where it would often be a harmless-looking zero."""
+    # Dynamo lists torch's functions by identity: before any of them is exchanged. The list is kept until a process
+    # group is made.
+    trace_rules.get_torch_obj_rule_map()
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     # Dynamo does not trace a method of the C base class that it finds in a closure.

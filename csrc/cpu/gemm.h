@@ -216,6 +216,14 @@ inline TileKernel<T> tile_kernel_for(int rows, int panels, bool narrow, bool fet
   return fetch ? tile_kernel_for_rows<T, PAIRS, 1, true>(rows) : tile_kernel_for_rows<T, PAIRS, 1, false>(rows);
 }
 
+// Not inlined: `multiply` is in many places, and takes long to compile with all tiles in each.
+template <class T>
+__attribute__((noinline)) TileKernel<T> find_tile(bool pairs, int rows, int panels, bool narrow, bool fetch) {
+  if constexpr (kPairs<T>)
+    if (pairs) return tile_kernel_for<T, true>(rows, panels, narrow, fetch);
+  return tile_kernel_for<T, false>(rows, panels, narrow, fetch);
+}
+
 inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
 
 // A weight matrix [depth, cols] in panels; or [2 depth, cols], whose rows are taken in pairs.
@@ -325,11 +333,9 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
         for (int j = 0; j < parts; j++) at[j] = {part[j].a + row * L, part[j].block, part[j].depth};
         // Each tile prefetches one vector of every row of the next panels.
         const bool fetch = far && tiles > 1 && i < 2 * take;
-        TileKernel<T> kernel = tile_kernel_for<T, false>(count, take, narrow, fetch);
-        if constexpr (kPairs<T>)
-          if (w.pairs) kernel = tile_kernel_for<T, true>(count, take, narrow, fetch);
-        kernel(at, parts, panel, stride, out + 2 * p * out_block + row * L, out_block, k > 0,
-               next + i / 2 * stride + i % 2 * L, transfers);
+        find_tile<T>(w.pairs, count, take, narrow, fetch)(at, parts, panel, stride, out + 2 * p * out_block + row * L,
+                                                          out_block, k > 0, next + i / 2 * stride + i % 2 * L,
+                                                          transfers);
         row += count;
       }
       if (last) after(2 * p, narrow ? 2 * p + 1 : 2 * (p + take));

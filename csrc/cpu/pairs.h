@@ -61,7 +61,8 @@ ORTHOKERN_INLINE V<float> pair_vectors(V<float> first, V<float> second) {
 
 // Pairs of consecutive columns of blocked rows [ceil(columns / L)][..][L], blocked: [ceil(columns / 2 L)][..][L]. The
 // blocks are `block` and `to_block` elements apart.
-inline void pair_columns(const float* from, ptrdiff_t block, int rows, int columns, float* to, ptrdiff_t to_block) {
+__attribute__((noinline)) inline void pair_columns(const float* from, ptrdiff_t block, int rows, int columns, float* to,
+                                                   ptrdiff_t to_block) {
   constexpr int L = kLanes<float>;
   for (; columns >= 2 * L; columns -= 2 * L, from += 2 * block, to += to_block)
     for (int r = 0; r < rows; r++) store(to + r * L, pair_lanes(load(from + r * L), load(from + block + r * L)));
@@ -74,7 +75,8 @@ inline void pair_columns(const float* from, ptrdiff_t block, int rows, int colum
 }
 
 // Pairs of consecutive rows: [blocks][rows][L] to [blocks][ceil(rows / 2)][L].
-inline void pair_rows(const float* from, ptrdiff_t block, int rows, int blocks, float* to, ptrdiff_t to_block) {
+__attribute__((noinline)) inline void pair_rows(const float* from, ptrdiff_t block, int rows, int blocks, float* to,
+                                                ptrdiff_t to_block) {
   constexpr int L = kLanes<float>;
   for (int b = 0; b < blocks; b++) {
     const float* at = from + b * block;
