@@ -46,7 +46,7 @@ def check_rate(index: int, group: dict[str, Any]) -> None:
         )
 
 
-def label(group: dict[str, Any], index: int) -> str:
+def parameter_label(group: dict[str, Any], index: int) -> str:
     """A parameter in the text of an error: its place in the group, and its name if the group has names."""
     names = group.get("param_names")
     return f"parameter {index}" + (f" ({names[index]})" if names else "")

@@ -17,8 +17,7 @@ from orthokern.dispatch import requested
 from orthokern.errors import InputError
 from orthokern.ops import cayley
 from orthokern.ops._checks import strided, whole
-from orthokern.optim._checks import check_dense, check_new, check_rate
-from orthokern.optim._checks import label as _label
+from orthokern.optim._checks import check_dense, check_new, check_rate, parameter_label
 
 # A matrix with a larger error was not orthonormal from the start.
 _NOT_A_BASIS = 1e-2
@@ -301,7 +300,7 @@ class _Work:
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for index, p in enumerate(group["params"]):
             if p.grad is not None:
-                check_dense(_label(group, index), p)
+                check_dense(parameter_label(group, index), p)
                 alike[(p.shape[-2:], p.dtype, p.device)].append(p)
         self.batches = [(bases, _stack([p.grad for p in bases if p.grad is not None])) for bases in alike.values()]
         self.measure = group["correct_every"] > 0 and (group["steps"] + 1) % group["correct_every"] == 0
@@ -354,7 +353,7 @@ def _refuse(group: dict[str, Any]) -> None:
     """Raise InputError for the first gradient that is not finite, if there is one."""
     for index, p in enumerate(group["params"]):
         if p.grad is not None and not bool(p.grad.isfinite().all()):
-            label = _label(group, index)
+            label = parameter_label(group, index)
             raise InputError(f"gradient of {label} has NaN or infinite entries; no parameter was changed")
 
 
@@ -439,7 +438,7 @@ def _check_rms(group: dict[str, Any]) -> None:
 @ieee_products()
 def _check_bases(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):
-        label = _label(group, index)
+        label = parameter_label(group, index)
         strided(label, p)
         whole(label, p)
         if p.dtype not in (torch.float32, torch.float64):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orthokern.errors import InputError, unknown_name
-from orthokern.optim._checks import check_dense, check_new, check_rate, label
+from orthokern.optim._checks import check_dense, check_new, check_rate, parameter_label
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
 # geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
@@ -232,7 +232,7 @@ def _check_gradients(part: Optimizer) -> None:
     way_out = "" if isinstance(part, GeodesicSGD) else ", or an optimizer as torch.optim.SGD or Adagrad"
     for group in part.param_groups:
         for index, p in enumerate(group["params"]):
-            check_dense(label(group, index), p, way_out)
+            check_dense(parameter_label(group, index), p, way_out)
 
 
 def optimizer_for(
