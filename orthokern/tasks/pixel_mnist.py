@@ -135,7 +135,7 @@ class PixelMnist(DigitsTask, RecurrentTask):
         self.test_set = self._on_device(data.test.images, data.test.labels)
         self._scaling: tuple[Tensor, Tensor] | None = None  # mean and deviation [T, 1] of the training pixels
         if settings.standardize:
-            mean, deviation = pixel_statistics(self.train_set[0].T.cpu())
+            mean, deviation = pixel_statistics(self.train_set[0].cpu())
             self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
         self.begin_epochs()
         evaluated = min(self.EVALUATION_BATCH, len(self.validation_set[1]))
@@ -143,20 +143,22 @@ class PixelMnist(DigitsTask, RecurrentTask):
         self.build(PixelModel(1, 10, settings))
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """images [n, 784] uint8, labels [n] -> pixels [T, n] uint8, in the order in which they are read; labels."""
+        """images [n, 784] uint8, labels [n] -> pixels [n, T] uint8, in the order in which they are read; labels.
+
+        An image is contiguous: a batch of columns would read a cache line per pixel.
+        """
         pool = self.settings.pool
         if pool > 1:
             means = nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), pool)
             images = means.round().to(torch.uint8).flatten(1)
-        pixels = images.T
         if self.settings.permuted:
-            pixels = pixels[pixel_permutation(self.settings.permutation_seed, self.time_steps)]
-        return pixels.contiguous().to(self.device), labels.to(self.device)
+            images = images[:, pixel_permutation(self.settings.permutation_seed, self.time_steps)]
+        return images.contiguous().to(self.device), labels.to(self.device)
 
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
         pixels, labels = data
         mean, deviation = self._scaling or (0.0, 255.0)
-        return ((pixels[:, chosen].float() - mean) / deviation).unsqueeze(-1), labels[chosen]
+        return ((pixels[chosen].T.contiguous().float() - mean) / deviation).unsqueeze(-1), labels[chosen]
 
     def title(self) -> str:
         return ("permuted, " if self.settings.permuted else "") + super().title()
