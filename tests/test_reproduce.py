@@ -28,7 +28,7 @@ from orthokern.reproduce import constraint, kanai, nnrnn, oinit, runner, voronts
 from orthokern.reproduce.report import markdown
 from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search, report_searches
-from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds, planned
+from orthokern.reproduce.spec import Experiment, Measure, Run, is_planned, over_seeds, planned
 from orthokern.tasks import (
     adding,
     char_lm,
@@ -266,6 +266,42 @@ def test_rows_without_run_folders(toys: Experiment, tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert reproduce("toy", "--out", tmp_path, "--report") == 2
     assert "toy.json is not a report of this program" in capsys.readouterr().err
+
+
+def test_a_row_shows_the_command_of_its_numbers(
+    toys: Experiment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not numbers of a run that was trained before the options of the experiment were changed."""
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1) == 0
+    folder = tmp_path / "full"
+    first, second = toys.runs
+    changed = dataclasses.replace(
+        toys, runs=(first, dataclasses.replace(second, options=(*second.options, "--lr", "0.5")))
+    )
+    monkeypatch.setitem(command.EXPERIMENTS, "toy", changed)
+
+    def states() -> list[str]:
+        assert reproduce("toy", "--out", tmp_path, "--report") == 0
+        rows = json.loads((folder / "toy.json").read_text())["rows"]
+        assert "--lr 0.5" in rows[1]["command"]
+        return [row["state"] for row in rows]
+
+    before = (folder / "toy.json").read_text()
+    assert states() == ["done", "other settings"]
+    shutil.rmtree(folder / "toy-0.1")
+    (folder / "toy.json").write_text(before)
+    assert states() == ["done", "not run"]
+
+
+@pytest.mark.parametrize(
+    "experiment", [each for each in ALL if (PAGES / f"{each.name}.json").exists()], ids=lambda each: each.name
+)
+def test_a_page_has_the_settings_of_its_commands(experiment: Experiment) -> None:
+    """Defaults included: a default that changes asks for the runs again, or for an option that keeps the old one."""
+    runs = {run.name: run for run in experiment.runs}
+    summary = json.loads((PAGES / f"{experiment.name}.json").read_text())
+    for row in summary["rows"]:
+        assert is_planned(row.get("settings", {}), planned(runs[row["name"]], summary["quick"])), row["name"]
 
 
 def test_searches_without_run_folders(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
 from orthokern.reproduce.page import commands, directions, drawn, paragraph, table, written
 from orthokern.reproduce.runner import Plan, result_of
-from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, planned, trained_for
+from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, is_planned, planned, trained_for
 
 # ---- numbers of a run ------------------------------------------------------------------------------------------------
 
@@ -58,6 +58,7 @@ QUANTITIES: dict[str, Callable[[RunRecord], float | None]] = {
     "success": _success,
 }
 CURVE_POINTS = 100  # of a run's curve in the JSON file, at most
+_WITHOUT_NUMBERS = ("not run", "damaged", "other settings")
 _LESS_IS_BETTER = ("loss", "bpc", "perplexity")
 
 
@@ -115,7 +116,7 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, dict[str, Any]]:
     if summary.get("experiment") != name or summary.get("quick") != plan.quick:
         return {}
     try:
-        return {row["name"]: row for row in summary["rows"] if row["state"] not in ("not run", "damaged")}
+        return {row["name"]: row for row in summary["rows"] if row["state"] not in _WITHOUT_NUMBERS}
     except (KeyError, TypeError):
         raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
 
@@ -126,15 +127,21 @@ def _row(
     """One row: labels, published and measured numbers, progress of the run, and its command; and the records."""
     folder = plan.run_folder(run)
     intended = planned(run, plan.quick)
-    row: dict[str, Any] = {"name": run.name, "group": run.group, "published": dict(run.published), "ours": {}}
+    row: dict[str, Any] = {
+        "name": run.name, "group": run.group, "published": dict(run.published), "ours": {},
+        "labels": _labels(run, intended), "command": _command(run, plan, plan.longer),
+    }  # fmt: skip
     try:
         record = load_run(folder)
     except InputError:
-        damaged = (folder / "config.json").exists()
-        if run.name in earlier and not damaged:
-            return earlier[run.name], _drawn_again(experiment, earlier[run.name], plan)
-        row |= {"labels": _labels(run, intended), "command": _command(run, plan, plan.longer)}
-        return {**row, "state": "damaged" if damaged else "not run"}, None
+        if (folder / "config.json").exists():
+            return {**row, "state": "damaged"}, None
+        known = earlier.get(run.name)
+        if known is None or not is_planned(known.get("settings", {}), intended):
+            return {**row, "state": "not run"}, None
+        return known, _drawn_again(experiment, known, plan)
+    if not is_planned(record.settings, intended):
+        return {**row, "state": "other settings"}, None
     row["labels"] = _labels(run, {**intended, **record.settings})
     done = record.records[-1]["iteration"] if record.records else 0
     row["command"] = _command(run, plan, trained_for(record.settings, done, intended))

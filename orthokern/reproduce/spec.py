@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from orthokern._files import count
 from orthokern.commandline import Settings
+from orthokern.training.state import FREE_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,17 @@ def planned(run: Run, quick: bool) -> Settings:
     task = importlib.import_module(f"orthokern.tasks.{run.task}")
     given = task.COMMAND.parser().parse([*run.options, *(run.quick if quick else ())])
     return {**task.DEFAULTS, **task.COMMAND.presets.get(given.get("preset"), {}), **given}
+
+
+def is_planned(settings: Settings, plan: Settings) -> bool:
+    """Whether a run with these settings was trained by the command line of a plan (`planned`), but for its length. The
+    command lines of an experiment may have changed since, and a row must not show one beside the numbers of another.
+    """
+    derived = {name for name, value in plan.items() if value in (None, "auto")}
+    if plan.get("schedule") == "auto":
+        derived.add("lr_decay")
+    compared = plan.keys() & settings.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
+    return all(settings[name] == plan[name] for name in compared)
 
 
 def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...]:
