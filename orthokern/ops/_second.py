@@ -44,7 +44,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,23 +61,15 @@ from orthokern.reference.activations import chain, sum_to_param
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the scans of one call have in common.
+    """What the scans of one call have in common."""
 
-    Attributes:
-        bwd, map_of, gradients: of the ScanOp; bwd is its backward op.
-        activation: its name.
-        choices: backend, precision and algorithm.
-        clip: the message clip of an adjoint that has no mask; 0 for none.
-        records: whether an adjoint is the one whose norms a tap wants.
-    """
-
-    bwd: Callable[..., Any]
-    map_of: Callable[..., Map]
+    bwd: Callable[..., Any]  # the backward op of the ScanOp
+    map_of: Callable[..., Map]  # of the ScanOp, as gradients
     gradients: Callable[[Tensor, Map], tuple[Tensor, ...]]
     activation: str
-    choices: tuple[str | None, str, str]
-    clip: float = 0.0
-    records: bool = False
+    choices: tuple[str | None, str, str]  # backend, precision and algorithm
+    clip: float = 0.0  # the message clip of an adjoint that has no mask; 0 for none
+    records: bool = False  # whether an adjoint is the one whose norms a tap wants
 
 
 # ------------------------------------------------------------------------------------------------ parts of the formulas
@@ -163,18 +155,20 @@ def _slope_has_parameter(activation: str) -> bool:
 # ------------------------------------------------------------------------------------------------ the linear recurrence
 
 
-def _with_kernel(
-    plan: Plan,
-    forwards: bool,
-    g: Tensor,
-    source: Tensor,
-    mask: Tensor | None,
-    act_param: Tensor | None,
-    lengths: Tensor | None,
-    resets: Tensor | None,
-    map_: Map,
-) -> Tensor:
+class _Linear(NamedTuple):
+    """A recurrence of LinearScan but for g and r, in the order of its arguments."""
+
+    source: Tensor
+    mask: Tensor | None
+    act_param: Tensor | None
+    lengths: Tensor | None
+    resets: Tensor | None
+    map_: Map
+
+
+def _with_kernel(plan: Plan, forwards: bool, g: Tensor, linear: _Linear) -> Tensor:
     """out of LinearScan without r, by the scan's backward op."""
+    source, mask, act_param, lengths, resets, map_ = linear
     activation, (backend, precision, algorithm) = plan.activation, plan.choices
     if mask is not None:  # put into what J is computed from: J = 0 at these values
         if activation == "identity":
@@ -198,19 +192,9 @@ def _with_kernel(
     return without_padding(out.flip(0), alive) if forwards else out
 
 
-def _step_by_step(
-    plan: Plan,
-    forwards: bool,
-    g: Tensor,
-    r: Tensor | None,
-    source: Tensor,
-    mask: Tensor | None,
-    act_param: Tensor | None,
-    lengths: Tensor | None,
-    resets: Tensor | None,
-    map_: Map,
-) -> Tensor:
+def _step_by_step(plan: Plan, forwards: bool, g: Tensor, r: Tensor | None, linear: _Linear) -> Tensor:
     """out of LinearScan in plain torch code, for what the kernels have no argument for."""
+    source, mask, act_param, lengths, resets, map_ = linear
     T = g.shape[0]
     alive = running(T, lengths)
     g, r = without_padding(g, alive), None if r is None else without_padding(r, alive)
@@ -243,28 +227,18 @@ class LinearScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        plan: Plan,
-        forwards: bool,
-        g: Tensor,
-        r: Tensor | None,
-        source: Tensor,
-        mask: Tensor | None,
-        act_param: Tensor | None,
-        lengths: Tensor | None,
-        resets: Tensor | None,
-        *factors: Tensor,
-    ) -> Tensor:
-        map_, clipped = plan.map_of(*factors), plan.clip > 0 and mask is None
+    def forward(plan: Plan, forwards: bool, g: Tensor, r: Tensor | None, *rest: Any) -> Tensor:
+        linear = _Linear._make((*rest[:5], plan.map_of(*rest[5:])))
+        mask, clipped = linear.mask, plan.clip > 0 and linear.mask is None
         pairs_or_slope = ACTIVATIONS[plan.activation].needs_input
         if (mask is not None and pairs_or_slope) or (clipped and r is not None):
-            return _step_by_step(plan, forwards, g, r, source, mask, act_param, lengths, resets, map_)
+            return _step_by_step(plan, forwards, g, r, linear)
         if r is None:
-            return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, resets, map_)
-        r = without_padding(_times(mask, r), running(g.shape[0], lengths))
+            return _with_kernel(plan, forwards, g, linear)
+        r = without_padding(_times(mask, r), running(g.shape[0], linear.lengths))
         through = product if forwards else transposed_product
-        g = g + through(map_, _linked(r, resets, before=forwards))
-        return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, resets, map_) + r
+        g = g + through(linear.map_, _linked(r, linear.resets, before=forwards))
+        return _with_kernel(plan, forwards, g, linear) + r
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -399,8 +373,7 @@ def looped(function: Callable[..., Any], size: int, in_dims: tuple[int | None, .
 # ---------------------------------------------------------------------------------------------- derivatives of the scan
 
 
-@dataclasses.dataclass
-class Taken:
+class Taken(NamedTuple):
     """The tensors of a scan that its derivatives are computed from. x may be None where nothing asks for it."""
 
     hs: Tensor
@@ -522,19 +495,8 @@ class Scan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        fwd: Callable[..., Any],
-        plan: Plan,
-        x: Tensor,
-        h0: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        act_param: Tensor | None,
-        lengths: Tensor | None,
-        resets: Tensor | None,
-        reset_state: Tensor | None,
-        *factors: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(fwd: Callable[..., Any], plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        h0, weight, bias, act_param, lengths, resets, reset_state, *factors = tensors
         hs, _, pre = fwd(
             x, *factors, h0, weight, bias, act_param, plan.activation, 0, *plan.choices, lengths, plan.clip, resets,
             reset_state,
@@ -553,10 +515,7 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def _taken(saved: tuple[Any, ...]) -> Taken:
-        hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors = saved
-        return Taken(
-            hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors)
-        )  # fmt: skip
+        return Taken._make((*saved[:10], tuple(saved[10:])))
 
     @staticmethod
     @one_cotangent_at_a_time
