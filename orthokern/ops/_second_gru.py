@@ -66,9 +66,8 @@ from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.ops import _route, _taps
 from orthokern.ops._alone import alone
 from orthokern.ops._common import contiguous, total
-from orthokern.ops._engine import one_cotangent_at_a_time, save_tensors, saved_tensors
+from orthokern.ops._engine import again, one_cotangent_at_a_time, save_tensors, saved_tensors
 from orthokern.ops._second import joined, looped
-from orthokern.ops._second_native import again
 from orthokern.reference._scan import running, started, without_padding
 
 
