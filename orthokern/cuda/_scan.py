@@ -33,17 +33,11 @@ _LONGEST_CHUNK = 128
 
 
 class Scan:
-    """Launches of one scan kernel, forward or backward, over rows of the batch or over chunks of them.
+    """Launches of one scan kernel, forward or backward, over B rows of the batch or over chunks of them.
 
-    Args:
-        map_, act_param: float32 and contiguous.
-        options: of the op, with ``lengths`` in the form that kernels need.
-        backward: whether it is the adjoint recurrence.
-        B: rows of the batch.
-        tokens: whether the inputs are token ids.
-        chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
-        models: number of models in the B rows; with several, the map has a leading dimension of this size.
-        restart: [B, N], the state that a reset sets; None: zeros.
+    map_ and act_param are float32 and contiguous; with several models in the B rows they have these in front.
+    options.lengths is in the form that kernels need. tokens: whether the inputs are token ids. chunk, sequences: see
+    csrc/cuda/scan.h; None for no chunks. restart: [B, N], the state that a reset sets; None: zeros.
     """
 
     def __init__(
@@ -83,10 +77,8 @@ class Scan:
             self.tensors[name] = map_.second.new_empty(self.plan[name]) if self.plan[name] else None
 
     def leaves_room(self, window: int) -> bool:
-        """Whether the kernel may leave multiprocessors idle, on which products of a window of steps can run.
-
-        Single steps, and batches with so short a window, occupy the GPU, or alternate with other kernels anyway.
-        """
+        """Whether the kernel may leave multiprocessors idle for products of a window of steps. Single steps, and
+        batches with so short a window, occupy the GPU, or alternate with other kernels anyway."""
         return self.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
 
     def sums(self) -> Tensor:
@@ -113,10 +105,8 @@ class Scan:
         norms: Tensor | None = None,
         time: int = 0,
     ) -> None:
-        """Launch the scan of ``steps`` steps, from step ``time`` of the op on, on the current stream.
-
-        Tensors of these steps, by the names in csrc/cuda/scan.h.
-        """
+        """Launch the scan of ``steps`` steps, from step ``time`` of the op on, on the current stream; tensors of these
+        steps by the names in csrc/cuda/scan.h."""
         if not steps or not self.sizes["sequences"]:
             return
         sizes = {
@@ -338,16 +328,9 @@ def _side_stream(device: int) -> Any:
 
 
 class _Products:
-    """The products with the adjoints of whole windows, the last window first.
-
-    Args:
-        sums: the gradients that are sums over time, or None.
-        weight: [N, D], for the gradient of features, or None.
-        grad_x: [T, B, D], written if there is a weight.
-        window: steps of a window.
-        steps: T. Attribute ``high``: the first step that has been processed.
-        resets, cut_sum: bool [T, B], and [B, N], to which delta_t of the resets is added; or None.
-    """
+    """The products with the adjoints of whole windows, the last window first: those of ``sums``; grad_x [T, B, D] of
+    features with weight [N, D]; and cut_sum [B, N], to which delta_t of the resets, bool [T, B], is added. None for
+    what is not wanted. steps: T; ``high``: the first step that has been processed."""
 
     def __init__(
         self,
@@ -363,12 +346,10 @@ class _Products:
         self.sums, self.weight, self.grad_x, self.window, self.high = sums, weight, grad_x, window, steps
 
     def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
-        """Process the windows that begin at ``start`` or later, and are not processed yet.
+        """Process the windows that begin at ``start``, the first step whose adjoint is known, or later.
 
-        Args:
-            start: the first step whose adjoint is known.
-            low: the step of delta's first row.
-            before: h_{t-1} from step ``start`` on, or None if ``states`` has all states.
+        low: the step of delta's first row. before: h_{t-1} from step ``start`` on, or None if ``states`` has all
+        states.
         """
         for begin in reversed(range(start - start % self.window, self.high, self.window)):
             if begin < start:
@@ -391,13 +372,7 @@ class _Products:
 
 
 class _ProductsOfModels:
-    """`_Products` of each model, from tensors with the rows of all.
-
-    Args:
-        inputs, options: with the rows of all models.
-        steps, window: as in `_Products`.
-        need_x, need_params: which gradients are computed.
-    """
+    """`_Products` of each model, from inputs and options with the rows of all."""
 
     def __init__(
         self, models: Models, inputs: ScanInputs, options: ScanOptions, steps: int, window: int, need_x: bool,

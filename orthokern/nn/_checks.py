@@ -122,16 +122,11 @@ def check_device(value: Any) -> Any:
 def check_input(
     input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool, small_ids: bool = False
 ) -> bool:
-    """Checks the input of a recurrence, except its T and B.
+    """Checks the input of a recurrence, except its T and B; True for token ids.
 
-    Args:
-        input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed.
-        weight: the input weight; the input must have its device and, if it is floating, its dtype.
-        input_size: D, or the number of token ids.
-        small_ids: token ids may also be uint8 or int16.
-
-    Returns:
-        Whether it is token ids.
+    input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed. It
+    must have the device of the input weight and, if it is floating, its dtype. small_ids: ids may also be uint8 or
+    int16.
     """
     if not isinstance(input, Tensor):
         raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")

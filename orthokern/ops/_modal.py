@@ -174,17 +174,12 @@ def check_accuracy(condition: float, neglected: float, call: Call, asked: bool) 
 
 
 def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, defer: bool = False) -> Modes:
-    """The modes of a matrix.
+    """The modes of a matrix; NoBasis if they cannot be used.
 
     Args:
-        matrix: see ``Matrix``.
-        call: what is to be computed.
         start: R [N, 2M] of an earlier call, or None.
         asked: the algorithm is "modal", not "auto": then the number of close pairs has no limit.
         defer: with a start, do not wait for the device; ``Modes.hold`` returns later whether the modes are valid.
-
-    Raises:
-        NoBasis: the modes cannot be used; the text is the reason.
     """
     if len(matrix) == 1:
         w, thin = matrix[0].double(), None

@@ -129,21 +129,15 @@ def diagonalise(
     dtype: torch.dtype = torch.float64,
     defer: bool = False,
 ) -> Basis:
-    """The eigenbasis of w, by refinement of ``start`` where that converges, else by an eigensolver.
+    """The eigenbasis of w [N, N], float64, by refinement of ``start`` where that converges, else by an eigensolver. It
+    depends on the arguments only. NoBasis if w is not finite, or has no basis in which it is diagonal to rounding.
 
     Args:
-        w: [N, N], float64.
         start: R [N, 2M] of an earlier call, or None.
         v: [N, K], float64, of w = U diag(s) V^T with K < N; None: w may have any rank.
         dtype: of the call that uses the basis; a basis for float32 is less accurate. (The error of the eigenvalues is
             of second order, 1e-16 for float32 too.)
         defer: with a start, refine without reading the result: Note [A deferred refinement]. Nothing is raised.
-
-    Returns:
-        The basis. It depends on the arguments only.
-
-    Raises:
-        NoBasis: w is not finite, or has no basis in which it is diagonal to rounding.
     """
     nulls = 0 if v is None else v.shape[0] - v.shape[1]
     if defer and start is not None:

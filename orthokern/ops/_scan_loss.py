@@ -327,11 +327,7 @@ def choose_for(
 
 @keeps_dtype
 def modal_states(inputs: ScanInputs, matrix: Matrix, scan: Scan) -> Tensor:
-    """hs [T, B, N] of a scan with algorithm="modal"; arguments as those of ``factored_scan``.
-
-    Raises:
-        InputError: the modal form is not possible.
-    """
+    """hs [T, B, N] of a scan with algorithm="modal"; InputError where the modal form is not possible."""
     call = _call("states", inputs, matrix, 0, scan, needs_grad(*inputs, *matrix), False)
     modes, _ = _modal.choose(matrix, call, None, "modal")
     assert modes is not None

@@ -59,10 +59,8 @@ class ScanOp:
     apply or is not needed is an empty tensor. Both take R models at once, see ``_replicas``.
 
     Args:
-        name: the stem of the ops and of the leaves' modules.
         factors: names of the tensors that make up the recurrent map, in the order of the schema.
-        map_of: the map that they make up.
-        gradients: their gradients, from M = dL/dW and the map.
+        gradients: of the factors, from M = dL/dW and the map.
         facts: sizes that SUPPORT tables may limit, from the first factor.
     """
 

@@ -476,8 +476,8 @@ class First(torch.autograd.Function):
     """The first gradients of x, w, h0 and bias by the kernels of the cpu backend, with a derivative by them: Note
     [Second derivative of the GRU]. What asks for more derivatives, or for many at once, gets them from `gradients`.
 
-    Arguments of apply: the leaf; options, without resets; needs, which gradients are wanted; grad_hs, hs, gates, pre,
-    w, h0, bias.
+    Arguments of apply: the leaf; options, without resets; which gradients are wanted; grad_hs, hs, gates, pre, w, h0,
+    bias.
     """
 
     @staticmethod

@@ -52,11 +52,8 @@ def apply(level: VmapInterpreter, op: Callable[..., Any], rule: Rule, given: tup
 
 
 def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
-    """The rule that calls the op for each model.
-
-    wanted: the number of results to return, None for all. The others are empty: they are saved by the derivative of
-    each call.
-    """
+    """The rule that calls the op for each model, and returns the first ``wanted`` results, or all; the others, which
+    the derivative of each call saves, are empty."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         # The derivative of unbind writes the gradient of all models once; that of R selects would write it R times.
@@ -75,11 +72,8 @@ def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
 
 
 def batched(op: Callable[..., Any], places: tuple[int, ...], results: tuple[int, ...]) -> Rule:
-    """The rule of an op on batches of matrices.
-
-    places, results: the positions of R in the first arguments, which are tensors, and in the results. An argument
-    without R is expanded.
-    """
+    """The rule of an op on batches of matrices. places, results: the positions of R in the first arguments, which are
+    tensors, and in the results. An argument without R is expanded."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         tensors = [
