@@ -30,6 +30,8 @@ _OVERLAPPED_STEPS, _RESIDENT, _SINGLE_STEPS = 256, 0, 2
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
 # The longest chunk of time. With longer ones, there would be too few to occupy a GPU.
 _LONGEST_CHUNK = 128
+# The tensors of a launch, all of which the native function is given.
+_NONE = dict.fromkeys(("x", "tokens", "table", "gate", "start", "out", "pre", "end", "sums", "norms"))
 
 
 class Scan:
@@ -89,36 +91,18 @@ class Scan:
         """[T, columns]: partial sums of squares of every step."""
         return self.map.second.new_zeros(steps, self.plan["norm_columns"])
 
-    def run(
-        self,
-        steps: int,
-        *,
-        x: Tensor | None = None,
-        tokens: Tensor | None = None,
-        table: Tensor | None = None,
-        gate: Tensor | None = None,
-        start: Tensor | None = None,
-        out: Tensor | None = None,
-        pre: Tensor | None = None,
-        end: Tensor | None = None,
-        sums: Tensor | None = None,
-        norms: Tensor | None = None,
-        time: int = 0,
-    ) -> None:
+    def run(self, steps: int, *, time: int = 0, **tensors: Tensor | None) -> None:
         """Launch the scan of ``steps`` steps, from step ``time`` of the op on, on the current stream; tensors of these
         steps by the names in csrc/cuda/scan.h."""
         if not steps or not self.sizes["sequences"]:
             return
+        table = tensors.get("table")
         sizes = {
             **self.sizes, "T": steps, "D": 0 if table is None else table.shape[0], "chunk": self.chunk or steps,
             "time": time, "clip": self.clip, "plan": self.plan,
         }  # fmt: skip
-        tensors = {
-            **self.tensors, "x": x, "tokens": tokens, "table": table, "gate": gate, "start": start, "out": out,
-            "pre": pre, "end": end, "sums": sums, "norms": norms,
-            "cut": None if self.cut is None else self.cut[time : time + steps],
-        }  # fmt: skip
-        native.call(self.map.op, self.device, sizes, tensors)
+        cut = None if self.cut is None else self.cut[time : time + steps]
+        native.call(self.map.op, self.device, sizes, {**_NONE, **self.tensors, **tensors, "cut": cut})
 
 
 def _cuts(resets: Tensor, backward: bool) -> Tensor:

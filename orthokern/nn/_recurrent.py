@@ -451,12 +451,9 @@ class Recurrent(nn.Module):
             if reset_state is not None:
                 raise InputError("reset_state is given without resets; accepted: with resets only")
             return None
-        if not batched:
-            check_resets(resets, (T,), "T", device, ways)
-        elif self.batch_first:
-            check_resets(resets, (B, T), "B, T", device, ways)
-        else:
-            check_resets(resets, (T, B), "T, B", device, ways)
+        order = ((B, T), "B, T") if self.batch_first else ((T, B), "T, B")
+        wanted, letters = order if batched else ((T,), "T")
+        check_resets(resets, wanted, letters, device, ways)
         if reset_state is not None:
             self._check_hx(reset_state, B if batched else None, device, "reset_state")
             reset_state = reset_state if batched else reset_state.unsqueeze(1)
