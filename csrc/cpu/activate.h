@@ -4,8 +4,7 @@
 #include "common/activations.h"
 #include "cpu/vmath.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 // The vector functions that the formulas of common/activations.h call.
 template <class T>
@@ -43,5 +42,4 @@ inline bool expand_param(Scratch<T>* to, const T* param, int64_t size, int64_t N
   return true;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

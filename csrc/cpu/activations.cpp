@@ -4,8 +4,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 // Rows summed in working precision before a parameter's gradient goes to its double total.
@@ -116,5 +115,4 @@ bool activation_bwd(const ActivationArgs& args) {
   return args.dtype == kFloat64 ? run<double, true>(args) : run<float, true>(args);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -7,8 +7,7 @@
 
 #include "cpu/simd.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
 constexpr int64_t kStepRows = 16;                 // largest T B of a backward that writes its gradients at once
@@ -206,5 +205,4 @@ inline void direct_sum(int rows, const Left& left, void* to, int size) {
   }
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

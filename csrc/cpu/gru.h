@@ -5,8 +5,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kGruGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
@@ -128,5 +127,4 @@ struct GruRows {
 };
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

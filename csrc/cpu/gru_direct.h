@@ -5,8 +5,7 @@
 #include "cpu/gru.h"
 #include "cpu/vmath.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 // 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
@@ -196,5 +195,4 @@ struct DirectGruBackward {
 };
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

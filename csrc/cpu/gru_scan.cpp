@@ -25,8 +25,7 @@
 #include "cpu/gru_direct.h"
 #include "cpu/gru_second.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 template <class T>
@@ -387,5 +386,4 @@ bool gru_scan_bwd(const GruArgs& args) {
   return args.dtype == kFloat64 ? run_gru<double>(args, true) : run_gru<float>(args, true);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -9,8 +9,7 @@
 
 #include "cpu/gru.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 template <class T>
@@ -161,5 +160,4 @@ bool run_gru_second(const GruSecondArgs& args) {
 }
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

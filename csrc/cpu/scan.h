@@ -31,8 +31,7 @@
 #include "cpu/scan_direct_backward.h"
 #include "cpu/scan_team.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
 
@@ -207,5 +206,4 @@ extern template bool scan_direct_backward<float>(const ScanArgs&);
 extern template bool scan_direct_backward<double>(const ScanArgs&);
 #endif
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

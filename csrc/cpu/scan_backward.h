@@ -9,8 +9,7 @@
 #include "cpu/outer.h"
 #include "cpu/scan_rows.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kRingRows = 128;
 
@@ -473,5 +472,4 @@ void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   if (plan.args->tokens) collect_table(plan, sums);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

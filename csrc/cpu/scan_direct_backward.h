@@ -11,8 +11,7 @@
 
 #include "cpu/scan_direct.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template <class T, class A>
 struct DirectBackward {
@@ -206,5 +205,4 @@ bool scan_direct_backward(const ScanArgs& args) {
   return ok;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

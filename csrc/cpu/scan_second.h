@@ -12,8 +12,7 @@
 
 #include "cpu/scan_backward.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kSecondRows = 128;
@@ -261,5 +260,4 @@ bool run_scan_second(const ScanSecondArgs& args) {
 }
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -66,8 +66,7 @@
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 enum Way { kAlone, kSquareTiles, kThinTiles };
@@ -211,5 +210,4 @@ int64_t cayley_workspace(const CayleyArgs& args) {
   return args.dtype == kFloat64 ? workspace<double>(args) : workspace<float>(args);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda
