@@ -329,18 +329,9 @@ class LinearScan(torch.autograd.Function):
         return LinearScan._again(ctx, forwards, torch.zeros_like(g) if dg is None else dg, dr, saved, mask)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        """Into the batch of the sequences where W and the parameter are shared, else one after the other."""
-        plan, forwards, g, r, source, mask, act_param, lengths, resets, *factors = arguments
-        if any(dim is not None for dim in (in_dims[6], *in_dims[9:])):
-            return looped(LinearScan.apply, info.batch_size, in_dims, arguments), 0
-        time = [
-            None if t is None else joined(t, dim, info.batch_size, 1)
-            for t, dim in zip((g, r, source, mask, resets), (*in_dims[2:6], in_dims[8]), strict=True)
-        ]
-        lengths = None if lengths is None else joined(lengths, in_dims[7], info.batch_size, 0)
-        out = LinearScan.apply(plan, forwards, *time[:4], act_param, lengths, time[4], *factors)
-        return out.unflatten(1, (info.batch_size, -1)), 1
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = {2: 1, 3: 1, 4: 1, 5: 1, 7: 0, 8: 1}  # of g, r, source, mask, lengths, resets
+        return in_the_batch(LinearScan.apply, info.batch_size, in_dims, arguments, places)
 
 
 def _transposed_pair(map_: Map, change: Map) -> tuple[Map, Map]:
@@ -350,7 +341,26 @@ def _transposed_pair(map_: Map, change: Map) -> tuple[Map, Map]:
     return _transposed(map_), Map(change.second, change.scale, change.first)  # type: ignore[arg-type]
 
 
-def joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+def in_the_batch(
+    function: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...],
+    places: dict[int, int],
+) -> tuple[Any, Any]:  # fmt: skip
+    """A function of sequences under vmap: all models in one batch, or one after the other where they do not share what
+    has no sequences. places: the dimension of the batch in the arguments that have one."""
+    if any(dim is not None and i not in places for i, dim in enumerate(in_dims)):
+        found = _looped(function, size, in_dims, arguments)
+        return found, (0,) * len(found) if isinstance(found, tuple) else 0
+    given = [
+        _joined(a, in_dims[i], size, places[i]) if i in places and a is not None else a for i, a in enumerate(arguments)
+    ]
+    found = function(*given)
+    if isinstance(found, Tensor):
+        return found.unflatten(1, (size, -1)), 1
+    apart = tuple(t.unflatten(1, (size, -1)) if t.ndim > 1 else t for t in found)  # an empty pre has no sequences
+    return apart, tuple(1 if t.ndim > 1 else None for t in found)
+
+
+def _joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     """A tensor with its vmapped dimension joined to the dimension `batch`; repeated where it has none."""
     if dim is None:
         wide = tensor.unsqueeze(batch).expand(*tensor.shape[:batch], size, *tensor.shape[batch:])
@@ -359,7 +369,9 @@ def joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     return wide.flatten(batch, batch + 1)
 
 
-def looped(function: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
+def _looped(
+    function: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+) -> Any:
     """The results of a function of each slice of the vmapped arguments, stacked in front."""
     results = [
         function(*(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
@@ -538,18 +550,6 @@ class Scan(torch.autograd.Function):
         return tangent(ctx.plan, taken, change)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], Any]:
-        """Into the batch of the sequences where the parameters are shared, else one after the other."""
-        fwd, plan, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors = arguments
-        size = info.batch_size
-        if any(dim is not None for dim in (*in_dims[4:7], *in_dims[10:])):
-            return looped(Scan.apply, size, in_dims, arguments), (0, 0)
-        x, h0, lengths, resets, reset_state = (
-            None if t is None else joined(t, in_dims[i], size, batch)
-            for t, i, batch in ((x, 2, 1), (h0, 3, 0), (lengths, 7, 0), (resets, 8, 1), (reset_state, 9, 0))
-        )
-        hs, pre = Scan.apply(fwd, plan, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors)
-        hs = hs.unflatten(1, (size, -1))
-        if not ACTIVATIONS[plan.activation].needs_input:
-            return (hs, pre), (1, None)
-        return (hs, pre.unflatten(1, (size, -1))), (1, 1)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = {2: 1, 3: 0, 7: 0, 8: 1, 9: 0}  # of x, h0, lengths, resets, reset_state
+        return in_the_batch(Scan.apply, info.batch_size, in_dims, arguments, places)

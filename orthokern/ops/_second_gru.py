@@ -67,7 +67,7 @@ from orthokern.ops import _route, _taps
 from orthokern.ops._alone import alone
 from orthokern.ops._common import contiguous, total
 from orthokern.ops._engine import again, one_cotangent_at_a_time, save_tensors, saved_tensors
-from orthokern.ops._second import joined, looped
+from orthokern.ops._second import in_the_batch
 from orthokern.reference._scan import running, started, without_padding
 
 
@@ -202,14 +202,9 @@ class LinearGru(torch.autograd.Function):
         return found
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        """Into the batch of the sequences where w is shared, else one after the other."""
-        variant, forwards, g, w, *coefficients = arguments
-        size = info.batch_size
-        if in_dims[3] is not None:
-            return looped(LinearGru.apply, size, in_dims, arguments), 0
-        wide = [joined(t, dim, size, 1) for t, dim in zip((g, *coefficients), (in_dims[2], *in_dims[4:]), strict=True)]
-        return LinearGru.apply(variant, forwards, wide[0], w, *wide[1:]).unflatten(1, (size, -1)), 1
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = dict.fromkeys((2, *range(4, len(arguments))), 1)  # of g and the coefficients
+        return in_the_batch(LinearGru.apply, info.batch_size, in_dims, arguments, places)
 
 
 def _pairing_gradients(
@@ -556,19 +551,6 @@ class Gru(torch.autograd.Function):
         return tangent(Taken(ctx.variant, *saved_tensors(ctx)), dx, dw, dh0, dbias, dstate)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Into the batch of the sequences where the parameters are shared, else one after the other."""
-        x, w, h0, bias, variant, backend, *cuts = arguments
-        size = info.batch_size
-        if in_dims[1] is not None or in_dims[3] is not None:
-            return looped(Gru.apply, size, in_dims, arguments), (0, 0, 0)
-        cuts = [
-            None if cut is None else joined(cut, dim, size, batch)
-            for cut, dim, batch in zip(cuts, in_dims[6:], (0, 1, 0), strict=True)  # lengths, resets, reset_state
-        ]
-        x, h0 = joined(x, in_dims[0], size, 1), joined(h0, in_dims[2], size, 0)
-        hs, gates, pre = Gru.apply(x, w, h0, bias, variant, backend, *cuts)
-        hs, gates = hs.unflatten(1, (size, -1)), gates.unflatten(1, (size, -1))
-        if variant != "torch":
-            return (hs, gates, pre), (1, 1, None)
-        return (hs, gates, pre.unflatten(1, (size, -1))), (1, 1, 1)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = {0: 1, 2: 0, 6: 0, 7: 1, 8: 0}  # of x, h0, lengths, resets, reset_state
+        return in_the_batch(Gru.apply, info.batch_size, in_dims, arguments, places)
