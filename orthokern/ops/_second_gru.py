@@ -321,11 +321,7 @@ class Taken:
 
 @keeps_dtype
 def gradients(
-    taken: Taken,
-    grad_hs: Tensor | None,
-    grad_gates: Tensor | None,
-    grad_pre: Tensor | None,
-    needs: tuple[bool, ...],
+    taken: Taken, grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Of x, w, h0, bias and reset_state, as functions that can be differentiated again. needs: which are wanted."""
     w, coefficients = taken.w, taken.coefficients()
@@ -450,20 +446,16 @@ def _contract(options: GruOptions, *tensors: Tensor | None) -> tuple[GruInputs, 
 
 
 def of_saved(
-    leaf: Any,
-    options: GruOptions,
-    saved: tuple[Any, ...],
-    grad_hs: Tensor | None,
-    grad_gates: Tensor | None,
-    grad_pre: Tensor | None,
+    leaf: Any, options: GruOptions, saved: tuple[Any, ...], cotangents: tuple[Tensor | None, ...],
     needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, w, h0 and bias by the kernel, where gates and pre have gradients; nothing is recorded."""
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, w, h0 and bias by the kernel, from those of hs, gates and pre; nothing is recorded."""
     inputs, states = _contract(options, *saved[:6])
-    grad_hs = torch.zeros_like(states.hs) if grad_hs is None else grad_hs.contiguous()
-    found = leaf.gru_scan_bwd_of_saved(
-        inputs, options, grad_hs, states, contiguous(grad_gates), contiguous(grad_pre), need_params=needs[1] or needs[3]
-    )
+    grad_hs, grad_gates, grad_pre = map(contiguous, cotangents)
+    found, _ = leaf.gru_scan_bwd_more(
+        inputs, options, torch.zeros_like(states.hs) if grad_hs is None else grad_hs, states, grad_gates=grad_gates,
+        grad_pre=grad_pre, need_params=needs[1] or needs[3],
+    )  # fmt: skip
     return found.x, found.w, found.h0, found.bias
 
 

@@ -227,7 +227,7 @@ def _backward(
             found = _second_gru.First.apply(leaf, options, tuple(needs[:4]), grad_hs, *saved[:6])
             return (*map(given, found, needs[:4]), *(None,) * 5)
         if leaf is not None and not recording:
-            found = _second_gru.of_saved(leaf, options, saved, grad_hs, grad_gates, grad_pre, needs)
+            found = _second_gru.of_saved(leaf, options, saved, (grad_hs, grad_gates, grad_pre), needs)
             return (*(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 5)
     wanted = (*needs[:4], resets is not None and needs[8])
     *found, last = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), wanted)
