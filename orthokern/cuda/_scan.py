@@ -78,11 +78,6 @@ class Scan:
         for name in ("packed1", "packed2", "work"):
             self.tensors[name] = map_.second.new_empty(self.plan[name]) if self.plan[name] else None
 
-    def leaves_room(self, window: int) -> bool:
-        """Whether the kernel may leave multiprocessors idle for products of a window of steps. Single steps, and
-        batches with so short a window, occupy the GPU, or alternate with other kernels anyway."""
-        return self.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
-
     def sums(self) -> Tensor:
         """[2, rows, N]: the running sums of act_param's gradient over all launches."""
         return self.map.second.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
@@ -311,23 +306,17 @@ def _side_stream(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
+@dataclasses.dataclass(eq=False)
 class _Products:
-    """The products with the adjoints of whole windows, the last window first: those of ``sums``; grad_x [T, B, D] of
-    features with weight [N, D]; and cut_sum [B, N], to which delta_t of the resets, bool [T, B], is added. None for
-    what is not wanted. steps: T; ``high``: the first step that has been processed."""
+    """The products with the adjoints of whole windows, the last window first; None for what is not wanted."""
 
-    def __init__(
-        self,
-        sums: Sums | None,
-        weight: Tensor | None,
-        grad_x: Tensor | None,
-        window: int,
-        steps: int,
-        resets: Tensor | None = None,
-        cut_sum: Tensor | None = None,
-    ) -> None:
-        self.resets, self.cut_sum = resets, cut_sum
-        self.sums, self.weight, self.grad_x, self.window, self.high = sums, weight, grad_x, window, steps
+    sums: Sums | None
+    weight: Tensor | None  # [N, D]
+    grad_x: Tensor | None  # [T, B, D], of features
+    window: int  # steps of a window
+    high: int  # the first step that has been processed, T at first
+    resets: Tensor | None  # bool [T, B]
+    cut_sum: Tensor | None  # [B, N], to which delta_t of the resets is added
 
     def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
         """Process the windows that begin at ``start``, the first step whose adjoint is known, or later.
@@ -362,13 +351,14 @@ class _ProductsOfModels:
         self, models: Models, inputs: ScanInputs, options: ScanOptions, steps: int, window: int, need_x: bool,
         need_params: bool,
     ) -> None:  # fmt: skip
-        N, lengths, resets = inputs.h0.shape[-1], options.lengths, options.resets
+        lengths, resets = options.lengths, options.resets
         alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
         self.models, self.h0, self.each = models, inputs.h0, []
         for r in range(models.count):
-            x, h0, weight, bias, _, reset_state = models.inputs_of(inputs, r)
+            own_inputs = models.inputs_of(inputs, r)
+            x, _, weight, _, _, reset_state = own_inputs
             here, own = (None if t is None else models.of(t, r) for t in (alive, resets))
-            sums = Sums(N, h0, x, weight, bias, here, own, reset_state) if need_params else None
+            sums = Sums(own_inputs, here, own) if need_params else None
             cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
             features = need_x and weight is not None and x is not None and x.is_floating_point()
             grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if features and x is not None else None
@@ -435,7 +425,9 @@ def scan_bwd(
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
     products, beside = _ProductsOfModels(models, inputs, options, steps, window, need_x, need_params), None
-    if again is None and not chunk and products.wanted and scan.leaves_room(window):
+    # single steps, and batches with so short a window, occupy the GPU, or alternate with other kernels anyway
+    room = scan.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
+    if again is None and not chunk and products.wanted and room:
         every, beside = window, _Beside(h0.device)  # products of a window run during the scan of the next one
 
     # Row t - low of delta is delta_t. low is 0 if all are kept, else the start of the segment; then the rows of waiting
