@@ -412,16 +412,12 @@ void collect_norm(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 
 template <class T>
 void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  T* to = static_cast<T*>(plan.args->grad_act_param);
-  const bool shared = plan.args->act_param_size == 1;
-  double whole = 0;
-  for (int n = 0; n < plan.N; n++) {
+  const ScanArgs& args = *plan.args;
+  write_param_grad(static_cast<T*>(args.grad_act_param), args.act_param_size, args.N, [&](int64_t n) {
     double total = 0;
     for (int i = 0; i < plan.threads; i++) total += sums[i].param[n];
-    if (shared) whole += total;
-    else to[n] = static_cast<T>(total);
-  }
-  if (shared) to[0] = static_cast<T>(whole);
+    return total;
+  });
 }
 
 // M = sum_t delta_t h_{t-1}^T, and the gradients of W_in and b for features.
