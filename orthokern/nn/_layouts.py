@@ -1,7 +1,4 @@
-"""Layouts of a batch of sequences for one scan: all of one length, or packed.
-
-Letters: B sequences, T time steps, N hidden_size, D input features, P rows of a packed batch.
-"""
+"""Layouts of a batch of sequences for one scan: all of one length, or packed."""
 
 from __future__ import annotations
 

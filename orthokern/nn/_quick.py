@@ -9,8 +9,6 @@ With gradients, a call of a few steps of one layer is a single node of the autog
 native call that gives every gradient (``orthokern/cpu/_steps.py``). Where the backward itself is recorded
 (create_graph), or run for many cotangents at once, the node runs the full path again and derives that; also where hooks
 of saved tensors have changed what a repeated call would read.
-
-Letters: B batch, T time, N hidden_size, D input_size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The base class of the modules that replace torch.nn.RNN: layers, directions, layouts, initial states, the loss.
 
 Longer than 600 lines: one class, whose methods share its parameters and its checks.
-
-Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
 """
 
 from __future__ import annotations
@@ -578,7 +576,8 @@ class Recurrent(nn.Module):
         Raises:
             InputError: algorithm="modal" is not possible.
         """
-        return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, resets=resets, algorithm=algorithm)
+        matrix, options = _loss.described(self, ids, lengths, algorithm)
+        return functional.explain_scan_cross_entropy(matrix, T, B, classes, resets=resets, **options)
 
     def _begin(self) -> None:
         """Called before the layers run."""

@@ -1,7 +1,4 @@
-"""A recurrence with the matrix W = U diag(s) V^T, U and V orthonormal.
-
-Letters: N hidden_size, K rank of U and V, D input_size.
-"""
+"""A recurrence with the matrix W = U diag(s) V^T, U and V orthonormal."""
 
 from __future__ import annotations
 

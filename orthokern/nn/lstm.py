@@ -1,7 +1,4 @@
-"""An LSTM with peepholes: the baseline that orthogonal recurrences are compared with.
-
-Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
-"""
+"""An LSTM with peepholes: the baseline that orthogonal recurrences are compared with."""
 
 from __future__ import annotations
 
