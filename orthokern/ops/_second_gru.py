@@ -89,17 +89,6 @@ def _applied(variant: str, v: Tensor, w: Tensor, coefficients: tuple[Tensor, ...
     return z * v + cz * (v @ w_z.mT) + cn * y
 
 
-def _applied_back(variant: str, ghat: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]) -> Tensor:
-    """A^T ghat, of one step or of all."""
-    z, cz, cn, k, r = coefficients
-    w_r, w_z, w_n = w.chunk(3)
-    d = cn * ghat
-    if variant == "torch":
-        return z * ghat + (cz * ghat) @ w_z + (k * d) @ w_r + (r * d) @ w_n
-    d_m = d @ w_n
-    return z * ghat + (cz * ghat) @ w_z + (k * d_m) @ w_r + r * d_m
-
-
 def _steps(
     variant: str,
     forwards: bool,
@@ -108,7 +97,7 @@ def _steps(
     coefficients: tuple[Tensor, ...],
     products: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
-    """out of LinearGru: ``_applied`` and ``_applied_back`` in few calls for each step.
+    """out of LinearGru, in few calls for each step.
 
     products, of a tangent: zeros [T, B, 3N] (2N, and [T, B, N], in "kanai") that take P (P_r and P_z, and y).
     """
