@@ -19,8 +19,7 @@
 // Sequences of different lengths: step t computes the first R_t rows of a group, up to the last one that still runs,
 // and the epilogues skip rows between them that have ended. In a batch sorted by falling length no product computes a
 // row that has ended. Padding in the results is zero. Resets: the rows that a step starts anew are overwritten in the
-// blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see
-// the op.
+// blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
 #include "cpu/gru.h"
 #include "cpu/gru_direct.h"
 #include "cpu/gru_second.h"
