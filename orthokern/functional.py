@@ -119,7 +119,7 @@ def factored_scan(
         torch.Size([100, 4, 8])
     """
     _check_factors(u, s, v)
-    scan = Scan(activation, checkpoint_every, backend, precision, algorithm, lengths, message_clip, resets)
+    scan = Scan(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
     return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "u", u), (u, s, v))
 
 
@@ -197,7 +197,7 @@ def dense_scan(
     if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     check.is_float("w", w)
-    scan = Scan(activation, checkpoint_every, backend, precision, algorithm, lengths, message_clip, resets)
+    scan = Scan(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
     return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "w", w), (w,))
 
 
@@ -543,7 +543,7 @@ def scan_cross_entropy(
             raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
         check.is_float("matrix", like)
     N = like.shape[0]
-    scan = Scan(activation, 0, backend, precision, algorithm, lengths, message_clip, resets)
+    scan = Scan(activation, 0, precision, algorithm, lengths, message_clip, resets, backend)
     inputs = _checked(x, h0, weight, bias, act_param, reset_state, scan, name, like, small_ids=True)
     check.is_tensor("readout", readout)
     if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:

@@ -78,13 +78,9 @@ def cuts_of(options: ScanOptions, inputs: ScanInputs) -> tuple[Tensor | None, Te
 
 
 def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
-    """values with padding replaced: by 0, or by -1 for token ids, which belongs to no row of the table.
+    """values with padding replaced by 0, or by -1 for token ids, since 0 (delta there) times an infinity is NaN.
 
-    On padding delta is 0, and 0 times an infinity would be NaN.
-
-    Args:
-        values: of the steps from ``first`` on: [B, N] of one step, [steps, B, ...], or ids [steps, B].
-        alive: bool [T, B], False on padding; None for no padding.
+    values: of the steps from ``first`` on: [B, N] of one step, [steps, B, ...], or ids [steps, B]; alive: bool [T, B].
     """
     if alive is None:
         return values
@@ -97,11 +93,8 @@ def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
 
 
 class States:
-    """States and pre-activations of a range of steps, saved by the forward or recomputed from checkpoints.
-
-    Args:
-        run: run(start, stop, h [B, N], hs, pre) fills hs [stop - start, B, N] and, unless None, pre.
-    """
+    """States and pre-activations of a range of steps, saved by the forward or recomputed from checkpoints by run(start,
+    stop, h [B, N], hs [stop - start, B, N], pre or None)."""
 
     def __init__(
         self, states: Tensor, pre: Tensor | None, h0: Tensor, T: int, checkpoint_every: int, run: Callable[..., None]
@@ -146,14 +139,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class ParameterSums:
-    """The gradients of the map (M), the input weight and the bias, added up a block of steps at a time.
-
-    Args:
-        models: whose rows the B of a step are; all gradients have their number in front where there are several.
-        h0: [B, N], for sizes, dtype and device.
-        weight: [N, D], or None; bias: [N], or None.
-        features: whether x is features [T, B, D] rather than token ids [T, B].
-    """
+    """The gradients of the map (M), the input weight and the bias, added up a block of steps at a time; those of
+    several models have their number in front. features: whether x is features [T, B, D] rather than token ids."""
 
     def __init__(self, models: Models, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool) -> None:
         N, D = h0.shape[1], 0 if weight is None else weight.shape[-1]
@@ -203,10 +190,8 @@ def run_backward(
     need_x: bool = True,
     need_params: bool = True,
 ) -> ScanGradients:
-    """The adjoint scan of Note [Factored scan backward] and the sums over its result.
-
-    Longer than 100 lines: a line for every argument of the kernel.
-    """
+    """The adjoint scan of Note [Factored scan backward] and the sums over its result. (Longer than 100 lines: a line
+    for every argument of the kernel.)"""
     models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     grad_hs, states, pre = models.joined(grad_hs), models.joined(states), models.joined(pre)

@@ -103,11 +103,8 @@ def token_gradient_kernel(
 
 
 def features_term(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
-    """e [T, B, N] from features x [T, B, D], weight [N, D] and bias [N], all contiguous.
-
-    weight, bias: with the number of models in front where there are several; they share B evenly.
-    precision: by Triton's name.
-    """
+    """e [T, B, N] from features x [T, B, D], weight [N, D] and bias [N], all contiguous; those of several models, which
+    share B evenly, have their number in front. precision: by Triton's name."""
     (T, B, D), N, models = x.shape, weight.shape[-2], weight.shape[0] if weight.ndim == 3 else 1
     e = torch.empty(T, B, N, dtype=x.dtype, device=x.device)
     of_model = B // models

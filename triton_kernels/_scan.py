@@ -404,13 +404,8 @@ def look_up(table: tuple[tuple[int, int], ...], size: int) -> int | None:
 
 
 def plan(N: int, K: int, rows: int, *, factored: bool, dtype: torch.dtype, precision: str) -> Plan:
-    """The way to multiply, from shapes alone.
-
-    Args:
-        N, K: of the maps, K = N in the dense scan.
-        rows: of the launch, B or the number of virtual sequences.
-        precision: by Triton's name. A way without a product of that precision uses a more accurate one.
-    """
+    """The way to multiply with maps of N and K (K = N in the dense scan), from shapes alone. rows: B, or the number of
+    virtual sequences. Precisions have Triton's names; a way without a product of one uses a more accurate one."""
     block_n, block_k = (max(32, triton.next_power_of_2(size)) for size in (N, K))
     words = block_n * block_k * (2 if factored else 1)
     if dtype == torch.float32 and precision != "ieee" and rows >= DOT_ROWS:
@@ -456,9 +451,8 @@ def launch_forward(
 ) -> None:
     """Run ``scan_fwd_kernel`` from h0 [P B, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
 
-    map_, act_param: with the number of models in front where there are several; they share B evenly.
-    lengths: int64 [B] or None, of sequences whose step ``first`` is the first one here.
-    cut: bool [T, B] and restart [B, N], or None for both.
+    map_ and act_param have the number of models in front where there are several. ``first``: the step of the sequences
+    that is the first one here. cut: bool [T, B] and restart [B, N], or None for both.
     """
     models, (N, K) = Models(map_.second).count, map_.second.shape[-2:]
     R = h0.shape[0] // models

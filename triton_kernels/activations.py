@@ -112,18 +112,7 @@ def blocks(R: int, N: int) -> tuple[int, int]:
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
-    """Forward of ``orthokern.ops.activations``, which has the equations.
-
-    Args:
-        x: [..., N], float32 or float64, contiguous; act_param: [1] or [N] of the same dtype, or None.
-
-    Returns:
-        [..., N]; for identity, x itself.
-
-    Example::
-
-        y = activation_fwd(torch.randn(8, 64, device="cuda"), None, activation="tanh")
-    """
+    """See ``orthokern.ops.activations``; tensors are contiguous, identity returns x itself."""
     if activation == "identity":
         return x
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -142,18 +131,7 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
 
 
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
-    """Backward of ``orthokern.ops.activations``.
-
-    Args:
-        grad_y, x: [..., N], contiguous; act_param, activation: as in the forward.
-
-    Returns:
-        grad_x [..., N]; grad_act_param of the shape of act_param, or empty without one.
-
-    Example::
-
-        grad_x, grad_param = activation_bwd(torch.ones_like(x), x, x.new_full((64,), 0.25), activation="prelu")
-    """
+    """See ``orthokern.ops.activations``."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return grad_x, x.new_zeros(0 if act_param is None else act_param.shape)

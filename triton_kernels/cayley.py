@@ -122,20 +122,7 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 @ieee_products()
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
-    """The Cayley step; ``orthokern.ops.cayley`` has the equations.
-
-    Args:
-        m, g: [..., N, K], K <= N, float32 or float64, contiguous: matrices and the gradients with respect to them.
-        lr: a number, or a tensor [...] with one for each matrix.
-
-    Returns:
-        [..., N, K], a new tensor.
-
-    Example::
-
-        m = torch.linalg.qr(torch.randn(128, 64, device="cuda"))[0]
-        stepped = cayley(m, torch.randn_like(m), 1e-3)  # orthonormal columns, as m
-    """
+    """See ``orthokern.ops.cayley``; tensors are contiguous."""
     N, K = m.shape[-2:]
     if not m.numel():
         return torch.empty_like(m)

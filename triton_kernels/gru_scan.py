@@ -359,16 +359,7 @@ def plan(N: int, dtype: torch.dtype) -> Plan:
 
 
 def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
-    """Forward of ``orthokern.ops.gru_scan``, which has the equations.
-
-    Tensors are contiguous, on one CUDA device, and float32 or float64 alike. Blocks of 3N are in the order reset gate,
-    update gate, candidate. N is at most 512.
-
-    Example::
-
-        x, w = torch.randn(100, 8, 192, device="cuda"), torch.randn(192, 64, device="cuda") / 8
-        states = gru_scan_fwd(GruInputs(x, w, x.new_zeros(8, 64)), GruOptions("torch"))
-    """
+    """See ``orthokern.ops.gru_scan``; tensors are contiguous, and N is at most 512."""
     models = Models(inputs.w)
     inputs, options = models.gru_rows(inputs, options)
     x, w, h0, bias, state = inputs
@@ -390,13 +381,7 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
 def gru_scan_bwd(
     inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
 ) -> GruGradients:
-    """Backward of ``orthokern.ops.gru_scan``: dL/dhs [T, B, N] and the results of the forward to the gradients, those
-    of w and bias if ``need_params``.
-
-    Example::
-
-        grads = gru_scan_bwd(inputs, options, torch.ones_like(states.hs), states)
-    """
+    """See ``orthokern.ops.gru_scan``."""
     models = Models(inputs.w)
     inputs, options = models.gru_rows(inputs, options)
     grad_hs, states = models.joined(grad_hs), GruStates(*(models.joined(tensor) for tensor in states))

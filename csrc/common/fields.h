@@ -2,3 +2,10 @@
 #pragma once
 
 #define ORTHOKERN_FIELDS(visit, ...) visit(#__VA_ARGS__, __VA_ARGS__)
+
+// A member function that visits these fields.
+#define ORTHOKERN_FIELDS_OF(function, ...) \
+  template <class Visit>                   \
+  void function(Visit& visit) {            \
+    ORTHOKERN_FIELDS(visit, __VA_ARGS__);  \
+  }

@@ -4,8 +4,7 @@
 #include "common/activations.h"
 #include "cpu/vmath.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 // The vector functions that the formulas of common/activations.h call.
 template <class T>
@@ -43,5 +42,16 @@ inline bool expand_param(Scratch<T>* to, const T* param, int64_t size, int64_t N
   return true;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+// The gradient of the parameter, [1] or [N], from of_unit(n), those of the units.
+template <class T, class F>
+inline void write_param_grad(T* to, int64_t size, int64_t N, const F& of_unit) {
+  double whole = 0;
+  for (int64_t n = 0; n < N; n++) {
+    const double total = of_unit(n);
+    if (size == 1) whole += total;
+    else to[n] = static_cast<T>(total);
+  }
+  if (size == 1) to[0] = static_cast<T>(whole);
+}
+
+}  // namespace orthokern::ORTHOKERN_ISA

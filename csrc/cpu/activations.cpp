@@ -4,8 +4,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 // Rows summed in working precision before a parameter's gradient goes to its double total.
@@ -93,17 +92,13 @@ bool run(const ActivationArgs& args) {
     return false;
   if (BACKWARD && !call.sums.allocate(static_cast<size_t>(call.tasks) * padded)) return false;
   parallel_run(call.tasks, activation_task<T, BACKWARD>, &call);
-  if (BACKWARD && args.grad_act_param) {
-    T* to = static_cast<T*>(args.grad_act_param);
-    double all = 0;
-    for (int64_t n = 0; n < padded; n++) {
+  const int64_t size = args.act_param_size;
+  if (BACKWARD && args.grad_act_param)
+    write_param_grad(static_cast<T*>(args.grad_act_param), size, size == 1 ? padded : args.N, [&](int64_t n) {
       double total = 0;
       for (int i = 0; i < call.tasks; i++) total += call.sums[i * padded + n];
-      if (args.act_param_size == 1) all += total;
-      else if (n < args.N) to[n] = static_cast<T>(total);
-    }
-    if (args.act_param_size == 1) to[0] = static_cast<T>(all);
-  }
+      return total;
+    });
   return true;
 }
 
@@ -116,5 +111,4 @@ bool activation_bwd(const ActivationArgs& args) {
   return args.dtype == kFloat64 ? run<double, true>(args) : run<float, true>(args);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -43,8 +43,7 @@
 #include "cpu/cayley_square.h"
 #include "cpu/cayley_thin.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 // Memory for `count` threads, one allocation each. The C library keeps freed blocks of moderate size for the next call.
@@ -126,5 +125,4 @@ bool cayley(const CayleyArgs& args) {
               : batch<double, SquareRoute>(args, threads, cooperate);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

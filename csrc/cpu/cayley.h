@@ -17,10 +17,7 @@ struct CayleyArgs {
   const double* lr;  // [batch]
   void* out;         // [batch, N, K], contiguous; overlaps neither m nor g
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, batch, N, K, dtype, threads, m, g, lr, out);
-  }
+  ORTHOKERN_FIELDS_OF(fields, batch, N, K, dtype, threads, m, g, lr, out);
 };
 
 }  // namespace orthokern

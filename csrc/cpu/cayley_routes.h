@@ -4,8 +4,7 @@
 #include "cpu/cayley.h"
 #include "cpu/lu.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 template <class T>
@@ -46,5 +45,4 @@ struct Slot {
 };
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

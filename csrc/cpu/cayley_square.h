@@ -3,8 +3,7 @@
 
 #include "cpu/cayley_routes.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 // The workspace of one matrix on the square route.
@@ -293,5 +292,4 @@ struct SquareRoute {
 };
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

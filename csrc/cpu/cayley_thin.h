@@ -3,8 +3,7 @@
 
 #include "cpu/cayley_routes.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kThinRows = 256;  // rows of a block that fits into the cache
@@ -229,5 +228,4 @@ struct ThinRoute {
 };
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -1,8 +1,7 @@
 // dense_scan on the CPU: see scan.h.
 #include "cpu/scan.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 bool dense_scan_fwd(const ScanArgs& args) {
   return args.dtype == kFloat64 ? scan_forward<double>(args) : scan_forward<float>(args);
@@ -11,5 +10,4 @@ bool dense_scan_bwd(const ScanArgs& args) {
   return args.dtype == kFloat64 ? scan_backward<double>(args) : scan_backward<float>(args);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

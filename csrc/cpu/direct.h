@@ -7,8 +7,7 @@
 
 #include "cpu/simd.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
 constexpr int64_t kStepRows = 16;                 // largest T B of a backward that writes its gradients at once
@@ -118,6 +117,16 @@ inline void direct_columns(const T* w, ptrdiff_t stride, int first, int last, in
     }
   }
 }
+// The gradient of the features [rows, D]: `rows` rows of `a` times weight [depth, D].
+template <class T>
+inline bool direct_features(const T* weight, int D, int depth, const T* a, ptrdiff_t a_row, int rows, T* to) {
+  const ptrdiff_t padded = (D + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  Scratch<T> dx;  // [rows][padded]
+  if (!dx.allocate(rows * padded, false)) return false;
+  direct_columns<T, false>(weight, D, 0, D, depth, a, a_row, rows, nullptr, dx, padded);
+  for (int r = 0; r < rows; r++) memcpy(to + r * static_cast<ptrdiff_t>(D), dx + r * padded, D * sizeof(T));
+  return true;
+}
 
 // to[n][m] = sum_r left_r[n] right_r[m] for n in [first, last) and m in [0, cols), rows of `to` cols elements apart.
 template <class T>
@@ -206,5 +215,4 @@ inline void direct_sum(int rows, const Left& left, void* to, int size) {
   }
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -12,8 +12,7 @@
 
 #include "cpu/scan.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 template <class T>
@@ -202,5 +201,4 @@ bool exponential_steps_bwd(const ExponentialArgs& args) {
   return ExponentialBackward<float>{args, 0, 0, 0, 0, 0, {}, {}, {}}.run();
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -3,8 +3,7 @@
 #include "cpu/scan.h"
 #include "cpu/scan_second.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template bool scan_forward<float>(const ScanArgs&);
 template bool scan_forward<double>(const ScanArgs&);
@@ -26,5 +25,4 @@ bool scan_steps_bwd(const ScanArgs& args) {
   return args.dtype == kFloat64 ? scan_direct_backward<double>(args) : scan_direct_backward<float>(args);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

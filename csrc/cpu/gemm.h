@@ -33,8 +33,7 @@
 
 #include "cpu/pairs.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kMaxSegments = 3;
 constexpr int kHalfRows = kMaxRows / 2;      // rows of a tile of two panels
@@ -351,5 +350,4 @@ inline void multiply(const Segment<T>* segments, int segment_count, const Packed
   multiply<T>(segments, segment_count, w, rows, out, out_block, &none, [](int, int) {});
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -5,8 +5,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kGruGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
@@ -16,6 +15,7 @@ template <class T>
 struct GruPlan {
   const GruArgs* args;
   int B, N, threads;
+  bool backward;
   bool stream;             // write gates with streaming stores
   Packed<T> gate[3];       // forward [N, N]: W_r^T, W_z^T, W_n^T
   Packed<T> back, back_n;  // backward: [2N or 3N, N] W_r, W_z (, W_n); kanai: [N, N] W_n
@@ -28,15 +28,36 @@ struct GruPlan {
   int lanes(int b) const { return N - b * kLanes<T> < kLanes<T> ? N - b * kLanes<T> : kLanes<T>; }
 };
 
-// fn(row0, R) for each group of the rows of a task.
-template <class T, class F>
-void each_group(const GruPlan<T>& plan, int task, const F& fn) {
-  const int first = plan.begin[task], rows = plan.begin[task + 1] - first;
-  const int groups = (rows + kGruGroupRows - 1) / kGruGroupRows;
-  for (int g = 0; g < groups; g++) {
-    const int row0 = first + rows * g / groups;
-    fn(row0, first + rows * (g + 1) / groups - row0);
+// Task i packs its share of every matrix's panels.
+template <class T>
+void gru_pack_task(void* context, int task) {
+  GruPlan<T>& plan = *static_cast<GruPlan<T>*>(context);
+  const int N = plan.N, parts = plan.threads;
+  const T* w = static_cast<const T*>(plan.args->w);
+  auto fill = [&](Packed<T>* to, int row0, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride) {
+    const int panels = to->panel_count();
+    to->fill(panels * task / parts, panels * (task + 1) / parts, row0, N, source, row_stride, col_stride, nullptr);
+  };
+  for (int g = 0; g < 3; g++) {
+    const T* of_gate = w + static_cast<ptrdiff_t>(g) * N * N;
+    if (!plan.backward) fill(&plan.gate[g], 0, of_gate, 1, N);
+    else if (plan.args->kanai && g == 2) fill(&plan.back_n, 0, of_gate, N, 1);
+    else fill(&plan.back, g * N, of_gate, N, 1);
   }
+}
+
+// A plan with memory for its weights, and without streaming stores.
+template <class T>
+bool prepare_gru(GruPlan<T>* plan, const GruArgs& args, bool backward) {
+  plan->args = &args, plan->backward = backward, plan->stream = false;
+  plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N);
+  plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
+  if (!share_rows(plan)) return false;
+  const int N = plan->N;
+  if (backward) return plan->back.allocate((args.kanai ? 2 : 3) * N, N) && (!args.kanai || plan->back_n.allocate(N, N));
+  for (int g = 0; g < 3; g++)
+    if (!plan->gate[g].allocate(N, N)) return false;
+  return true;
 }
 
 template <class T>
@@ -128,5 +149,4 @@ struct GruRows {
 };
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

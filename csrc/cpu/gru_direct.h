@@ -5,8 +5,7 @@
 #include "cpu/gru.h"
 #include "cpu/vmath.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 // 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
@@ -166,17 +165,6 @@ struct DirectGruBackward {
         args.threads, rows, x, [this](int r) { return at(args.features) + static_cast<ptrdiff_t>(r) * D; },
         args.grad_weight, 3 * N, D);
   }
-  bool feature_gradients() const {
-    if (!args.grad_features) return true;
-    const ptrdiff_t padded = round_up(D, L);
-    Scratch<T> dx;  // [rows][padded]
-    if (!dx.allocate(rows * padded, false)) return false;
-    direct_columns<T, false>(at(args.weight), D, 0, D, 3 * N, d_x, 3 * static_cast<ptrdiff_t>(N), rows, nullptr, dx,
-                             padded);
-    for (int r = 0; r < rows; r++)
-      memcpy(at(args.grad_features) + r * static_cast<ptrdiff_t>(D), dx + r * padded, D * sizeof(T));
-    return true;
-  }
   bool run() {
     const FlushDenormals flush;
     N = static_cast<int>(args.N), B = static_cast<int>(args.B), D = static_cast<int>(args.D);
@@ -191,10 +179,10 @@ struct DirectGruBackward {
         store_part(at(args.grad_h0) + row * N + n, load(passed + b * wide + n) + load(kept + b * wide + n), count);
       });
     parameter_gradients();
-    return feature_gradients();
+    return !args.grad_features || direct_features<T>(at(args.weight), D, 3 * N, d_x, 3 * static_cast<ptrdiff_t>(N),
+                                                     rows, at(args.grad_features));
   }
 };
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -19,21 +19,19 @@
 // Sequences of different lengths: step t computes the first R_t rows of a group, up to the last one that still runs,
 // and the epilogues skip rows between them that have ended. In a batch sorted by falling length no product computes a
 // row that has ended. Padding in the results is zero. Resets: the rows that a step starts anew are overwritten in the
-// blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see
-// the op.
+// blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
 #include "cpu/gru.h"
 #include "cpu/gru_direct.h"
 #include "cpu/gru_second.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 template <class T>
 struct GruCall {
   GruPlan<T> plan;
   Scratch<double> norms;  // [threads][T]: sums of squares of ghat_t
-  bool backward, failed;
+  bool failed;
 };
 
 // Where the rows [row0, row0 + R) of a group start from reset_state.
@@ -298,9 +296,9 @@ void gru_task(void* context, int task) {
   const GruPlan<T>& plan = call.plan;
   const FlushDenormals flush;
   double* norms = call.norms + task * plan.args->T;
-  each_group(plan, task, [&](int row0, int R) {
+  each_group(plan, task, kGruGroupRows, [&](int row0, int R) {
     bool ok;
-    if (call.backward)
+    if (plan.backward)
       ok = plan.args->kanai ? backward_rows<T, true>(plan, norms, row0, R)
                             : backward_rows<T, false>(plan, norms, row0, R);
     else ok = plan.args->kanai ? forward_rows<T, true>(plan, row0, R) : forward_rows<T, false>(plan, row0, R);
@@ -308,51 +306,26 @@ void gru_task(void* context, int task) {
   });
 }
 
-// Task i packs its share of every matrix's panels.
-template <class T>
-void gru_pack_task(void* context, int task) {
-  GruCall<T>& call = *static_cast<GruCall<T>*>(context);
-  GruPlan<T>& plan = call.plan;
-  const int N = plan.N, parts = plan.threads;
-  const T* w = static_cast<const T*>(plan.args->w);
-  auto fill = [&](Packed<T>* to, int row0, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride) {
-    const int panels = to->panel_count();
-    to->fill(panels * task / parts, panels * (task + 1) / parts, row0, N, source, row_stride, col_stride, nullptr);
-  };
-  for (int g = 0; g < 3; g++) {
-    const T* of_gate = w + static_cast<ptrdiff_t>(g) * N * N;
-    if (!call.backward) fill(&plan.gate[g], 0, of_gate, 1, N);
-    else if (plan.args->kanai && g == 2) fill(&plan.back_n, 0, of_gate, N, 1);
-    else fill(&plan.back, g * N, of_gate, N, 1);
-  }
-}
-
 template <class T>
 bool run_gru(const GruArgs& args, bool backward) {
   GruCall<T> call;
   GruPlan<T>& plan = call.plan;
-  plan.args = &args;
-  plan.B = static_cast<int>(args.B), plan.N = static_cast<int>(args.N);
-  plan.threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
-  call.backward = backward, call.failed = false;
-  if (!share_rows(&plan)) return false;
+  call.failed = false;
+  if (!prepare_gru(&plan, args, backward)) return false;
   const void* large = backward ? args.grad_x : args.gates;
   plan.stream = plan.N % kLanes<T> == 0 &&
                 args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGruStreamBytes &&
                 reinterpret_cast<uintptr_t>(large) % kVectorBytes == 0;
   const int N = plan.N;
   if (backward) {
-    if (!plan.back.allocate((args.kanai ? 2 : 3) * N, N) || (args.kanai && !plan.back_n.allocate(N, N))) return false;
     if (!call.norms.allocate(static_cast<size_t>(plan.threads) * args.T)) return false;
   } else {
-    for (int g = 0; g < 3; g++)
-      if (!plan.gate[g].allocate(N, N)) return false;
     if (!plan.bias.allocate(3 * static_cast<size_t>(plan.padded()))) return false;
     if (args.bias)
       for (int g = 0; g < 3; g++)
         memcpy(plan.bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * N, N * sizeof(T));
   }
-  parallel_run(plan.threads, gru_pack_task<T>, &call);
+  parallel_run(plan.threads, gru_pack_task<T>, &plan);
   parallel_run(plan.threads, gru_task<T>, &call);
   if (backward && !call.failed) {
     T* norm = static_cast<T*>(args.grad_norm);
@@ -387,5 +360,4 @@ bool gru_scan_bwd(const GruArgs& args) {
   return args.dtype == kFloat64 ? run_gru<double>(args, true) : run_gru<float>(args, true);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

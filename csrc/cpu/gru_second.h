@@ -9,8 +9,7 @@
 
 #include "cpu/gru.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 template <class T>
@@ -126,7 +125,7 @@ void gru_second_task(void* context, int task) {
   GruSecondCall<T>& call = *static_cast<GruSecondCall<T>*>(context);
   const GruPlan<T>& plan = call.plan;
   const FlushDenormals flush;
-  each_group(plan, task, [&](int row0, int R) {
+  each_group(plan, task, kGruGroupRows, [&](int row0, int R) {
     if (!(plan.args->kanai ? second_rows<T, true>(*call.args, plan, row0, R)
                            : second_rows<T, false>(*call.args, plan, row0, R)))
       call.failed = true;
@@ -134,32 +133,15 @@ void gru_second_task(void* context, int task) {
 }
 
 template <class T>
-void gru_second_pack_task(void* context, int task) {
-  GruPlan<T>& plan = static_cast<GruSecondCall<T>*>(context)->plan;
-  const int N = plan.N;
-  for (int g = 0; g < 3; g++) {
-    const int panels = plan.gate[g].panel_count();
-    plan.gate[g].fill(panels * task / plan.threads, panels * (task + 1) / plan.threads, 0, N,
-                      static_cast<const T*>(plan.args->w) + static_cast<ptrdiff_t>(g) * N * N, 1, N, nullptr);
-  }
-}
-
-template <class T>
 bool run_gru_second(const GruSecondArgs& args) {
   GruSecondCall<T> call;
   GruPlan<T>& plan = call.plan;
   call.args = &args, call.failed = false;
-  plan.args = &args.base, plan.stream = false;
-  plan.B = static_cast<int>(args.base.B), plan.N = static_cast<int>(args.base.N);
-  plan.threads = static_cast<int>(args.base.threads < args.base.B ? args.base.threads : args.base.B);
-  if (!share_rows(&plan)) return false;
-  for (int g = 0; g < 3; g++)
-    if (!plan.gate[g].allocate(plan.N, plan.N)) return false;
-  parallel_run(plan.threads, gru_second_pack_task<T>, &call);
+  if (!prepare_gru(&plan, args.base, false)) return false;
+  parallel_run(plan.threads, gru_pack_task<T>, &plan);
   parallel_run(plan.threads, gru_second_task<T>, &call);
   return !call.failed;
 }
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -14,8 +14,7 @@
 #include "cpu/parallel.h"
 #include "cpu/vmath.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kRows = 13 * 8;              // most rows of a group: whole tiles
@@ -206,5 +205,4 @@ bool linear_cross_entropy_fwd(const LinearCrossEntropyArgs& args) {
   return args.dtype == kFloat64 ? run<double>(args) : run<float>(args);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

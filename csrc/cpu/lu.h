@@ -21,8 +21,7 @@
 
 #include "cpu/panels.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template <class T>
 struct Lu {
@@ -242,5 +241,4 @@ void solve(const Lu<T>& lu, const Panels<T>& b, int panels, int last) {
   }
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -12,8 +12,7 @@
 #include "cpu/ops.h"
 #include "cpu/simd.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kSteps = 64;  // of a chunk; a multiple of every kLanes<T>
 
@@ -491,5 +490,4 @@ struct Pieces {
   }
 };
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -20,8 +20,7 @@
 #include "cpu/parallel.h"
 #include "cpu/vmath.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kClasses = 3;  // of a register tile
@@ -524,5 +523,4 @@ bool modal_cross_entropy_fwd(const ModalArgs& args) {
   return args.dtype == kFloat64 ? run<double>(args) : run<float>(args);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

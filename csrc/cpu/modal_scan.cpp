@@ -5,8 +5,7 @@
 #include "cpu/modal.h"
 #include "cpu/parallel.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 template <class T>
@@ -150,5 +149,4 @@ bool modal_scan_bwd(const ModalArgs& args) {
   return args.dtype == kFloat64 ? run<double>(args, true) : run<float>(args, true);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

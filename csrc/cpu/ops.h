@@ -76,11 +76,9 @@ struct ScanArgs {
   const void* slope;  // [K], or null: ones
   void* grad_second;  // [N, K]
 
-  template <class Visit>
-  void common(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, K, D, R, shared_x, dtype, activation, threads, bf16, checkpoint_every, lengths,
-                     resets, x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
-  }
+  ORTHOKERN_FIELDS_OF(common, B, T, N, K, D, R, shared_x, dtype, activation, threads, bf16, checkpoint_every, lengths,
+                      resets, x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param,
+                      act_param_size);
   template <class Visit>
   void forward(Visit& visit) {
     common(visit);
@@ -179,23 +177,14 @@ struct GruArgs {
   void* grad_w;           // [3N, N] or null
   void* grad_bias;        // [3N] or null
 
-  template <class Visit>
-  void forward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, x, bias, hs, gates,
-                     pre);
-  }
-  template <class Visit>
-  void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_steps, grad_hs,
-                     saved_hs, saved_gates, saved_pre, grad_gates, grad_pre, ghat, grad_x, factor, grad_h0,
-                     grad_reset_state, grad_norm);
-  }
+  ORTHOKERN_FIELDS_OF(forward, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, x, bias, hs, gates,
+                      pre);
+  ORTHOKERN_FIELDS_OF(backward, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_steps,
+                      grad_hs, saved_hs, saved_gates, saved_pre, grad_gates, grad_pre, ghat, grad_x, factor, grad_h0,
+                      grad_reset_state, grad_norm);
   // No lengths or resets; grad_h0 and grad_norm may be null, too.
-  template <class Visit>
-  void steps(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, N, D, dtype, threads, kanai, w, h0, features, weight, grad_hs, saved_hs, saved_gates,
-                     saved_pre, grad_h0, grad_norm, grad_features, grad_weight, grad_input_bias, grad_w, grad_bias);
-  }
+  ORTHOKERN_FIELDS_OF(steps, B, T, N, D, dtype, threads, kanai, w, h0, features, weight, grad_hs, saved_hs, saved_gates,
+                      saved_pre, grad_h0, grad_norm, grad_features, grad_weight, grad_input_bias, grad_w, grad_bias);
 };
 
 // gru_second: the derivative of the backward, see Note [Second derivative of the GRU] in orthokern/ops/_second_gru.py.
@@ -239,15 +228,9 @@ struct ActivationArgs {
   void* grad_x;          // [rows, N]
   void* grad_act_param;  // [act_param_size] or null
 
-  template <class Visit>
-  void forward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, threads, x, act_param, act_param_size, y);
-  }
-  template <class Visit>
-  void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, threads, x, act_param, act_param_size, grad_y, grad_x,
-                     grad_act_param);
-  }
+  ORTHOKERN_FIELDS_OF(forward, rows, N, dtype, activation, threads, x, act_param, act_param_size, y);
+  ORTHOKERN_FIELDS_OF(backward, rows, N, dtype, activation, threads, x, act_param, act_param_size, grad_y, grad_x,
+                      grad_act_param);
 };
 
 struct LinearCrossEntropyArgs {
@@ -263,11 +246,8 @@ struct LinearCrossEntropyArgs {
   void* grad_weight;      // [C, N] or null
   void* grad_bias;        // [C] or null
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, C, dtype, threads, mean, hidden, weight, bias, target, loss, grad_hidden,
-                     grad_weight, grad_bias);
-  }
+  ORTHOKERN_FIELDS_OF(fields, rows, N, C, dtype, threads, mean, hidden, weight, bias, target, loss, grad_hidden,
+                      grad_weight, grad_bias);
 };
 
 // modal_scan, forward and backward, and modal_cross_entropy. M modes; a vector [2M] holds the real parts, then the
@@ -308,14 +288,8 @@ struct ModalArgs {
   double* grad_im;     // [M]
   double* grad_pairs;  // [P, 2, 2] or null
 
-  template <class Visit>
-  void common(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, B, T, M, D, P, dtype, threads, re, im, lengths, x, ids, id_bytes, table, z0, pairs);
-  }
-  template <class Visit>
-  void gradients(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, grad_x, grad_z0, grad_table, grad_re, grad_im, grad_pairs);
-  }
+  ORTHOKERN_FIELDS_OF(common, B, T, M, D, P, dtype, threads, re, im, lengths, x, ids, id_bytes, table, z0, pairs);
+  ORTHOKERN_FIELDS_OF(gradients, grad_x, grad_z0, grad_table, grad_re, grad_im, grad_pairs);
   template <class Visit>
   void scan(Visit& visit) {
     common(visit);
@@ -350,26 +324,11 @@ struct SpectralArgs {
   const double* v_rows;  // [S, K]                                                 (wide_product, subtract_product)
   double* image;         // [M, S]: w v_rows^T; what v_rows is multiplied by       (wide_product, subtract_product)
 
-  template <class Visit>
-  void gram(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, M, K, dtype, threads, w, out);
-  }
-  template <class Visit>
-  void is_definite(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, K, dtype, threads, a, diagonal, definite);
-  }
-  template <class Visit>
-  void norm(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, M, K, dtype, threads, w, other, distance);
-  }
-  template <class Visit>
-  void wide_product(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, M, K, S, dtype, threads, w, v_rows, image);
-  }
-  template <class Visit>
-  void subtract_product(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, M, K, S, dtype, threads, w, v_rows, image, out);
-  }
+  ORTHOKERN_FIELDS_OF(gram, M, K, dtype, threads, w, out);
+  ORTHOKERN_FIELDS_OF(is_definite, K, dtype, threads, a, diagonal, definite);
+  ORTHOKERN_FIELDS_OF(norm, M, K, dtype, threads, w, other, distance);
+  ORTHOKERN_FIELDS_OF(wide_product, M, K, S, dtype, threads, w, v_rows, image);
+  ORTHOKERN_FIELDS_OF(subtract_product, M, K, S, dtype, threads, w, v_rows, image, out);
 };
 
 }  // namespace orthokern

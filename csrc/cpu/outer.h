@@ -10,8 +10,7 @@
 
 #include "cpu/pairs.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kOuterVectors = kLaneProducts ? 6 : 3;  // the largest NV
 // Columns of d in a tile: a divisor of the block size such that NV vectors of h fit into the registers.
@@ -86,5 +85,4 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
   }
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

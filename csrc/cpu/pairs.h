@@ -8,8 +8,7 @@
 #include "cpu/ops.h"
 #include "cpu/simd.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 // Whether kernels of pairs are built. args.bf16 says whether the CPU runs them.
 #if defined(__AVX512BW__)
@@ -89,5 +88,4 @@ __attribute__((noinline)) inline void pair_rows(const float* from, ptrdiff_t blo
 
 #endif
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -26,8 +26,7 @@
 #include <immintrin.h>
 #endif
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template <class T>
 constexpr int kWidth = 2 * kLanes<T>;  // W
@@ -315,5 +314,4 @@ ORTHOKERN_INLINE void store_block(T* to, const V<T> (&v)[kLanes<T>]) {
   ORTHOKERN_UNROLL for (int i = 0; i < kLanes<T>; i++) store(to + i * kWidth<T>, v[i]);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

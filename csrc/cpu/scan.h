@@ -31,8 +31,7 @@
 #include "cpu/scan_direct_backward.h"
 #include "cpu/scan_team.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
 
@@ -78,17 +77,14 @@ void scan_task(void* context, int task) {
   ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
   const ScanPlan<T>& plan = call.plan;
   const FlushDenormals flush;
-  const int begin = plan.begin[task], end = plan.begin[task + 1];
-  const int groups = (end - begin + kGroupRows - 1) / kGroupRows;
-  for (int g = 0; g < groups; g++) {
-    const int row0 = begin + (end - begin) * g / groups, R = begin + (end - begin) * (g + 1) / groups - row0;
+  each_group(plan, task, kGroupRows, [&](int row0, int R) {
     bool ok = true;
     visit_activation(plan.args->activation, [&](auto a) {
       using A = decltype(a);
       ok = call.backward ? backward_rows<T, A>(plan, &call.sums[task], row0, R) : forward_rows<T, A>(plan, row0, R);
     });
     if (!ok) call.failed = true;
-  }
+  });
 }
 
 template <class T>
@@ -207,5 +203,4 @@ extern template bool scan_direct_backward<float>(const ScanArgs&);
 extern template bool scan_direct_backward<double>(const ScanArgs&);
 #endif
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -9,8 +9,7 @@
 #include "cpu/outer.h"
 #include "cpu/scan_rows.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kRingRows = 128;
 
@@ -413,16 +412,12 @@ void collect_norm(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 
 template <class T>
 void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  T* to = static_cast<T*>(plan.args->grad_act_param);
-  const bool shared = plan.args->act_param_size == 1;
-  double whole = 0;
-  for (int n = 0; n < plan.N; n++) {
+  const ScanArgs& args = *plan.args;
+  write_param_grad(static_cast<T*>(args.grad_act_param), args.act_param_size, args.N, [&](int64_t n) {
     double total = 0;
     for (int i = 0; i < plan.threads; i++) total += sums[i].param[n];
-    if (shared) whole += total;
-    else to[n] = static_cast<T>(total);
-  }
-  if (shared) to[0] = static_cast<T>(whole);
+    return total;
+  });
 }
 
 // M = sum_t delta_t h_{t-1}^T, and the gradients of W_in and b for features.
@@ -473,5 +468,4 @@ void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   if (plan.args->tokens) collect_table(plan, sums);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -5,8 +5,7 @@
 #include "cpu/direct.h"
 #include "cpu/ops.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template <class T, class A>
 struct DirectScan {
@@ -84,5 +83,4 @@ bool scan_direct(const ScanArgs& args) {
   return ok;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

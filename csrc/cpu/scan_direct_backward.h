@@ -11,8 +11,7 @@
 
 #include "cpu/scan_direct.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template <class T, class A>
 struct DirectBackward {
@@ -156,13 +155,7 @@ struct DirectBackward {
         memcpy(at(args.grad_x) + r * static_cast<ptrdiff_t>(N), delta_row(r), N * sizeof(T));
       return true;
     }
-    const ptrdiff_t padded = round_up(D, L);
-    Scratch<T> dx;  // [rows][padded]
-    if (!dx.allocate(rows * padded, false)) return false;
-    direct_columns<T, false>(at(args.weight), D, 0, D, N, delta, wide, rows, nullptr, dx, padded);
-    for (int r = 0; r < rows; r++)
-      memcpy(at(args.grad_x) + r * static_cast<ptrdiff_t>(D), dx + r * padded, D * sizeof(T));
-    return true;
+    return direct_features<T>(at(args.weight), D, N, delta, wide, rows, at(args.grad_x));
   }
 
   bool run() {
@@ -177,15 +170,8 @@ struct DirectBackward {
       if (K && (passes || factors())) project();
       if (passes) pass();
     }
-    if (args.grad_act_param) {
-      const bool shared = args.act_param_size == 1;
-      double whole = 0;
-      for (int n = 0; n < N; n++) {
-        if (shared) whole += param_grad[n];
-        else at(args.grad_act_param)[n] = static_cast<T>(param_grad[n]);
-      }
-      if (shared) at(args.grad_act_param)[0] = static_cast<T>(whole);
-    }
+    if (args.grad_act_param)
+      write_param_grad(at(args.grad_act_param), args.act_param_size, N, [&](int64_t n) { return param_grad[n]; });
     parameter_gradients();
     return input_gradients();
   }
@@ -206,5 +192,4 @@ bool scan_direct_backward(const ScanArgs& args) {
   return ok;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

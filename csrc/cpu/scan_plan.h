@@ -6,8 +6,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kStreamBytes = 8 << 20;  // results larger than this are written with streaming stores
 
@@ -160,5 +159,4 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   return expand_param(&plan->param, static_cast<const T*>(args.act_param), args.act_param_size, plan->N);
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

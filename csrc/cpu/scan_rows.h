@@ -3,8 +3,7 @@
 
 #include "cpu/scan_plan.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template <class T>
 struct ScanRows {
@@ -267,5 +266,4 @@ struct ScanRows {
   void swap_states() { state.swap(next); }
 };
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -12,8 +12,7 @@
 
 #include "cpu/scan_backward.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kSecondRows = 128;
@@ -233,14 +232,11 @@ template <class T>
 void scan_second_task(void* context, int task) {
   SecondPlan<T>& call = *static_cast<SecondPlan<T>*>(context);
   const FlushDenormals flush;
-  const int first = call.scan.begin[task], count = call.scan.begin[task + 1] - first;
-  const int groups = (count + kGroupRows - 1) / kGroupRows;
-  for (int g = 0; g < groups; g++) {
-    const int row0 = first + count * g / groups;
-    SecondRows<T> rows(call, &call.sums[task], row0, first + count * (g + 1) / groups - row0);
+  each_group(call.scan, task, kGroupRows, [&](int row0, int R) {
+    SecondRows<T> rows(call, &call.sums[task], row0, R);
     if (rows.allocate()) visit_activation(call.base.activation, [&](auto a) { rows.template run<decltype(a)>(); });
     else call.failed = true;
-  }
+  });
 }
 
 template <class T>
@@ -261,5 +257,4 @@ bool run_scan_second(const ScanSecondArgs& args) {
 }
 
 }  // namespace
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

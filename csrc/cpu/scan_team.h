@@ -17,8 +17,7 @@
 
 #include "cpu/scan_rows.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kTeamBytes = 256 << 10;   // least size of one product's weights
 constexpr int kTeamMost = 64;               // threads
@@ -152,5 +151,4 @@ bool team_forward(ScanPlan<T>* plan, const ScanArgs& args) {
   return !team.failed;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -33,8 +33,7 @@
 // In front of a loop of at most 16 rounds, a number that is known when the file is compiled.
 #define ORTHOKERN_UNROLL _Pragma("GCC unroll 16")
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -273,5 +272,4 @@ class Scratch {
   size_t bytes_;
 };
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -23,8 +23,7 @@
 #include "cpu/ops.h"
 #include "cpu/panels.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kDepth = 256;     // of a chunk
@@ -340,5 +339,4 @@ bool subtract_product(const SpectralArgs& args) {
   return true;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

@@ -7,8 +7,7 @@
 
 #include "cpu/simd.h"
 
-namespace orthokern {
-namespace ORTHOKERN_ISA {
+namespace orthokern::ORTHOKERN_ISA {
 
 template <class T>
 struct Exp2;
@@ -124,5 +123,4 @@ ORTHOKERN_INLINE V<T> vtanh(V<T> x) {
   return result;
 }
 
-}  // namespace ORTHOKERN_ISA
-}  // namespace orthokern
+}  // namespace orthokern::ORTHOKERN_ISA

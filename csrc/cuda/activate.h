@@ -6,8 +6,7 @@
 #include "common/activations.h"
 #include "cuda/launch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 // The scalar operations that the formulas of common/activations.h need.
 struct ScalarMath {
@@ -79,5 +78,4 @@ __device__ __forceinline__ float parameter_grad(int activation, float g, float s
 }
 #undef ORTHOKERN_SWITCH
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

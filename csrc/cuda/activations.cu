@@ -18,8 +18,7 @@
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
@@ -227,5 +226,4 @@ int64_t activation_workspace(const ActivationArgs& args) {
          (args.dtype == kFloat64 ? 8 : 4);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -12,8 +12,7 @@
 #include "cuda/ops.h"
 #include "cuda/scan.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 template <class Args>
 void bind(pybind11::module_& m, const char* name, void (*launcher)(const Args&), void (Args::*fields)(Arguments&)) {
@@ -98,5 +97,4 @@ inline void bind(pybind11::module_& m) {
       "Bytes.");
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

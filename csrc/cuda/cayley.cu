@@ -2,9 +2,8 @@
 //
 //     one block     K up to 64, and all of it in shared memory: one launch, a block for each matrix.
 //     tiles         everything else: tiled products, 64 x 64 results a block, so that even a single matrix is spread
-//                   over many
-//                   multiprocessors; the decisions between kernels are made on the device. The matrices of a launch lie
-//                   along blockIdx.z.
+//                   over many multiprocessors; the decisions between kernels are made on the device. The matrices of a
+//                   launch lie along blockIdx.z.
 //
 // By tiles, square, K = N, with c = lr/2:
 //     skew       X = c (G M^T - M G^T), the upper half of the tiles, mirrored
@@ -27,12 +26,10 @@
 //
 // Note [Elimination]
 //     Gauss-Jordan in blocks of 64 without pivoting on [I + X | Y]: per block, (1) every block of threads inverts the
-//     diagonal block in registers
-//     and multiplies its 64 columns of the row with it, (2) the other rows subtract. Both X and F have a symmetric part
-//     >= 0, so the pivots of
-//     I + X and I + F never vanish. It takes 3 N^3 operations where LU and two triangular solves take 8/3 N^3, all of
-//     them in products, with
-//     2 N/64 launches; an LU panel by panel would leave most of the chip waiting.
+//     diagonal block in registers and multiplies its 64 columns of the row with it, (2) the other rows subtract. Both X
+//     and F have a symmetric part >= 0, so the pivots of I + X and I + F never vanish. It takes 3 N^3 operations where
+//     LU and two triangular solves take 8/3 N^3, all of them in products, with 2 N/64 launches; an LU panel by panel
+//     would leave most of the chip waiting.
 //
 // Note [Series]
 //     D = X M - X^2 M + X^3 M - ... With M orthogonal, the k-th term has the norm |X^k|_F, and X is skew: |X|_2 <=
@@ -47,9 +44,8 @@
 //
 // Note [Pivots of two]
 //     Up to 64 x 64, a block of threads inverts in place, by Gauss-Jordan with pivots of 2 x 2. That has half as many
-//     dependent steps, and it suits
-//     a skew X: where X is large, a single pivot of I + X is 1, and what it multiplies grows to |X|^2, while [1 x; -x
-//     1]^-1 is below 1 / |x|.
+//     dependent steps, and it suits a skew X: where X is large, a single pivot of I + X is 1, and what it multiplies
+//     grows to |X|^2, while [1 x; -x 1]^-1 is below 1 / |x|.
 //     With the pivot block P, Q = P^-1, and D_pj = I and D_ij = 0 in the pivot's own columns, D becomes
 //         Q D_pj in the pivot's rows,  D_ij - D_ip Q D_pj elsewhere.
 //     The one-block step keeps the diagonal without the I where the step is small. Then P = I + D_pp, the second line
@@ -66,8 +62,7 @@
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 enum Way { kAlone, kSquareTiles, kThinTiles };
@@ -211,5 +206,4 @@ int64_t cayley_workspace(const CayleyArgs& args) {
   return args.dtype == kFloat64 ? workspace<double>(args) : workspace<float>(args);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -5,8 +5,7 @@
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 constexpr int kTile = 64, kDepth = 16,
@@ -264,5 +263,4 @@ __device__ __forceinline__ void invert(T (&d)[4][4], int order, bool plain) {
 }
 
 }  // namespace
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -3,8 +3,7 @@
 
 #include "cuda/cayley_batch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 // Rows in shared memory are `pitch` elements apart: an odd multiple of 4, so that adjacent rows are in different banks.
@@ -189,5 +188,4 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
 }
 
 }  // namespace
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

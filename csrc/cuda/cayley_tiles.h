@@ -3,8 +3,7 @@
 
 #include "cuda/cayley_batch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 // ------------------------------------------------------------------------------------------------------------------
@@ -289,5 +288,4 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 1)
 }
 
 }  // namespace
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -3,8 +3,7 @@
 #include "cuda/scan_carry.h"
 #include "cuda/scan_launch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverrides& overrides) {
   return plan_scan<false>(args, backward, overrides);
@@ -29,5 +28,4 @@ void run_scan_carry(const ScanCarryArgs& a) {
          count, B, N);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

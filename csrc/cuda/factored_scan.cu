@@ -2,8 +2,7 @@
 // passes, scan_resident.h, scan_cluster.h and scan_steps.h how a step is carried out.
 #include "cuda/scan_launch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanOverrides& overrides) {
   return plan_scan<true>(args, backward, overrides);
@@ -12,5 +11,4 @@ void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan
   run_scan<true>(args, backward, plan, stream);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -26,8 +26,7 @@
 #include "cuda/gru_units.h"
 #include "cuda/scan_resident.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr int kGruAhead = 4;  // steps of prefetch of the inputs: about 2 us, above the latency of memory
 
@@ -381,5 +380,4 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
       if (gru_has(a, group, g)) a.grad_h0[first_unit(g) + row] = 0;
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

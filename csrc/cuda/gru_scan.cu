@@ -4,8 +4,7 @@
 #include "cuda/gru_steps.h"
 #include "cuda/scan_launch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 // Warps of the resident kernels: 16 units each. Three matrices of more do not fit into the registers.
@@ -145,5 +144,4 @@ void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void
   });
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

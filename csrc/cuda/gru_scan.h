@@ -14,8 +14,7 @@
 
 #include "common/fields.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 enum class GruPath {
   kResident = 0,  // one block owns sequences, w stays in its registers (gru_resident.h)
@@ -32,10 +31,7 @@ struct GruPlan {
   int graph_steps;   // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, path, group, blocks, norm_columns, work, graph_steps, shared_bytes);
-  }
+  ORTHOKERN_FIELDS_OF(fields, path, group, blocks, norm_columns, work, graph_steps, shared_bytes);
 };
 
 struct GruScanArgs {
@@ -64,10 +60,8 @@ struct GruScanArgs {
   float* norms;
   float* work;  // see GruPlan
 
-  template <class Visit>
-  void planned(Visit& visit) {  // the fields that plan_gru_scan reads
-    ORTHOKERN_FIELDS(visit, device, T, B, N, of_model, kanai);
-  }
+  // the fields that plan_gru_scan reads
+  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, of_model, kanai);
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
@@ -80,15 +74,11 @@ struct GruScanArgs {
 struct GruOverrides {
   int path = -1, group = 0, graph_steps = -1;
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, path, group, graph_steps);
-  }
+  ORTHOKERN_FIELDS_OF(fields, path, group, graph_steps);
 };
 
 GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruOverrides& overrides);
 // `stream` is a cudaStream_t of args.device.
 void run_gru_scan(const GruScanArgs& args, bool backward, const GruPlan& plan, void* stream);
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

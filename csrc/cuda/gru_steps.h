@@ -15,8 +15,7 @@
 #include "cuda/gru_units.h"
 #include "cuda/scan_steps.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr int kTilePitch = kTile + 1;  // row pitch of a tile: adjacent rows are one bank apart
 
@@ -178,5 +177,4 @@ __global__ void __launch_bounds__(kStepThreads, kStep == GruStep::kAll ? 3 : 4) 
   a.norms[static_cast<int64_t>(step) * gridDim.x + blockIdx.x] = sum;
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -4,8 +4,7 @@
 #include "cuda/gru_scan.h"
 #include "cuda/scan_units.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 // 1 / (1 + e^{-x}) with a small relative error; propagates NaN. The hardware reciprocal has no branch and no function
 // call. It gives 0 below 2^-126.
@@ -71,5 +70,4 @@ static __global__ void __launch_bounds__(kPaddingThreads)
   }
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

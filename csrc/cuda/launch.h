@@ -20,8 +20,7 @@
 #include <string>
 #include <tuple>
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 // An error for the user, in one line.
 struct Error : std::runtime_error {
@@ -211,5 +210,4 @@ class DeviceGuard {
   bool changed_;
 };
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -10,8 +10,7 @@
 
 #include "common/fields.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 struct ModalArgs {
   int dtype, device;
@@ -39,10 +38,7 @@ struct ModalArgs {
   double* table_sums;  // [chunks, D, 2, R], or null; must be zero on entry
   double* sums;        // [chunks, 2, R], or, of pairs, [chunks, 4, B, P]
 
-  template <class Visit>
-  void sizes(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, dtype, device, stream, T, B, M, chunk, first, re, im, lengths);
-  }
+  ORTHOKERN_FIELDS_OF(sizes, dtype, device, stream, T, B, M, chunk, first, re, im, lengths);
   template <class Visit>
   void forward(Visit& visit) {
     sizes(visit);
@@ -72,10 +68,7 @@ struct ModalJoinArgs {
   const double* end;       // [chunks, 2, lanes]
   double* state;           // [chunks, 2, lanes]
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, device, stream, lanes, M, chunks, squarings, backward, re, im, entering, end, state);
-  }
+  ORTHOKERN_FIELDS_OF(fields, device, stream, lanes, M, chunks, squarings, backward, re, im, entering, end, state);
 };
 
 struct ModalLossArgs {
@@ -92,11 +85,8 @@ struct ModalLossArgs {
   double* loss;            // [T * B], zeros on padding
   int32_t* right;          // [T * B]
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, dtype, device, stream, T, B, C, first, target_bytes, grad, logits, bias, target, scale,
-                     lengths, loss, right);
-  }
+  ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, T, B, C, first, target_bytes, grad, logits, bias, target, scale,
+                      lengths, loss, right);
 };
 
 void modal_forward(const ModalArgs& args);
@@ -105,5 +95,4 @@ void modal_pairs(const ModalArgs& args);
 void modal_join(const ModalJoinArgs& args);
 void modal_loss(const ModalLossArgs& args);
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

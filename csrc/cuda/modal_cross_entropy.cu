@@ -5,8 +5,7 @@
 // exponentials, gradient), the second and third time from a cache, and written once.
 #include "cuda/modal_units.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 constexpr int kThreads = 256;
@@ -64,5 +63,4 @@ void modal_loss(const ModalLossArgs& args) {
          {blocks_for(args.T * args.B, kThreads / 32), dim3(kThreads), static_cast<cudaStream_t>(args.stream)}, args);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

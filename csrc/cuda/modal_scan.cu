@@ -9,8 +9,7 @@
 // come from a cache) and writes z; backward reads g twice and z once, and writes delta where that is asked for.
 #include "cuda/modal_units.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 namespace {
 
 constexpr int kThreads = 128;
@@ -214,5 +213,4 @@ void modal_join(const ModalJoinArgs& args) {
          args);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -5,8 +5,7 @@
 #include "cuda/modal.h"
 #include "cuda/ops.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 __device__ __forceinline__ int64_t load_id(const void* ids, int bytes, int64_t at) {
   switch (bytes) {
@@ -39,5 +38,4 @@ inline dim3 blocks_for(int64_t items, int threads) {
   return dim3(static_cast<unsigned>(blocks));
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

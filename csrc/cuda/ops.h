@@ -12,8 +12,7 @@
 #include "common/activations.h"
 #include "common/fields.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 enum Dtype { kFloat32 = 0, kFloat64 = 1 };
 
@@ -30,15 +29,9 @@ struct ActivationArgs {
   void* grad_act_param;    // [act_param_size] or null
   void* workspace;         // activation_workspace() bytes, or null without grad_act_param
 
-  template <class Visit>
-  void forward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, y);
-  }
-  template <class Visit>
-  void backward(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, grad_y, grad_x,
-                     grad_act_param, workspace);
-  }
+  ORTHOKERN_FIELDS_OF(forward, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, y);
+  ORTHOKERN_FIELDS_OF(backward, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, grad_y,
+                      grad_x, grad_act_param, workspace);
 };
 void activation_fwd(const ActivationArgs& args);
 void activation_bwd(const ActivationArgs& args);
@@ -52,10 +45,7 @@ struct CayleyMatrices {  // of one shape
   double rate;
   void* out;  // [batch, N, K]
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, batch, N, K, m, g, lr, rate, out);
-  }
+  ORTHOKERN_FIELDS_OF(fields, batch, N, K, m, g, lr, rate, out);
 };
 struct CayleyArgs {
   int dtype, device;
@@ -63,13 +53,9 @@ struct CayleyArgs {
   std::vector<CayleyMatrices> matrices;
   void* workspace;  // cayley_workspace() bytes
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, dtype, device, stream, matrices, workspace);
-  }
+  ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, matrices, workspace);
 };
 void cayley(const CayleyArgs& args);
 int64_t cayley_workspace(const CayleyArgs& args);
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

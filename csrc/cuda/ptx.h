@@ -12,8 +12,7 @@
 
 #include "cuda/launch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 using Mbarrier = uint64_t;  // in shared memory, 8-byte aligned
 
@@ -30,15 +29,13 @@ constexpr bool kHasClusters = false;
 constexpr bool kHasClusters = true;
 #endif
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda
 
 #ifdef ORTHOKERN_CUDA_HOST
 #include "ptx_host.h"  // tests/cuda_host
 #else
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 #define ORTHOKERN_DEVICE __device__ __forceinline__
 // Instructions of sm_90 and up. On an older GPU the kernels that use them are not launched; the functions trap.
@@ -229,6 +226,5 @@ ORTHOKERN_DEVICE void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda
 #endif

@@ -31,8 +31,7 @@
 
 #include "common/fields.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 enum class ScanPath {
   kResident = 0,  // one block owns sequences, the factors stay in its registers (scan_resident.h)
@@ -66,11 +65,8 @@ struct ScanPlan {
   int graph_steps;           // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, path, group, blocks, norm_columns, sums_rows, cluster, chunks1, chunks2, shared_chunks,
-                     precision, packed1, packed2, work, graph_steps, shared_bytes);
-  }
+  ORTHOKERN_FIELDS_OF(fields, path, group, blocks, norm_columns, sums_rows, cluster, chunks1, chunks2, shared_chunks,
+                      precision, packed1, packed2, work, graph_steps, shared_bytes);
 };
 
 struct ScanArgs {
@@ -110,11 +106,9 @@ struct ScanArgs {
   float* packed2;
   float* work;
 
-  template <class Visit>
-  void planned(Visit& visit) {  // the fields that plan_scan reads
-    ORTHOKERN_FIELDS(visit, device, T, B, N, K, chunk, sequences, of_model, precision, activation, act_param_stride,
-                     tokens, cut);
-  }
+  // the fields that plan_scan reads
+  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, K, chunk, sequences, of_model, precision, activation, act_param_stride,
+                      tokens, cut);
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
@@ -130,10 +124,7 @@ struct ScanOverrides {
   int tensor = -1;  // clusters: 1 tensor cores wherever a precision below IEEE is allowed, 0 never
   int graph_steps = -1;
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, path, cluster, group, shared_chunks, tensor, graph_steps);
-  }
+  ORTHOKERN_FIELDS_OF(fields, path, cluster, group, shared_chunks, tensor, graph_steps);
 };
 
 // The states at the borders of chunks, see scan_carry.h.
@@ -145,10 +136,7 @@ struct ScanCarryArgs {
   float* starts;        // [count + 1, B, N]
   void* stream;
 
-  template <class Visit>
-  void fields(Visit& visit) {
-    ORTHOKERN_FIELDS(visit, device, count, B, N, power, ends, starts, stream);
-  }
+  ORTHOKERN_FIELDS_OF(fields, device, count, B, N, power, ends, starts, stream);
 };
 
 ScanPlan plan_factored_scan(const ScanArgs& args, bool backward, const ScanOverrides& overrides);
@@ -158,5 +146,4 @@ void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_scan_carry(const ScanCarryArgs& args);
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

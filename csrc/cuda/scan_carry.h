@@ -9,8 +9,7 @@
 
 #include "cuda/scan_units.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr int kCarryUnits = 128, kCarryThreads = 512, kCarryStreamedThreads = 256;
 
@@ -88,5 +87,4 @@ static __global__ void __launch_bounds__(kCarryStreamedThreads)
   }
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

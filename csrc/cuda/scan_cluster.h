@@ -22,8 +22,7 @@
 
 #include "cuda/scan_cluster_maps.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 // Rows of the first product of a factored map of rank K. Where K gives some of the blocks none, rows of zeros are
 // added: a block that sends nothing of y could be overtaken, and count bytes of the next state as bytes of the last
@@ -327,5 +326,4 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   cluster_sync();  // nobody leaves while others may still send to it
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -22,8 +22,7 @@
 
 #include "cuda/scan_units.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr int kClusterThreads = 256, kClusterWarps = 8;
 constexpr int kClusterRows = 64;  // rows of a block
@@ -383,5 +382,4 @@ struct ClusterMaps {
   }
 };
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

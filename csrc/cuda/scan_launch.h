@@ -12,8 +12,7 @@
 #include "cuda/scan_resident.h"
 #include "cuda/scan_steps.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -326,5 +325,4 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
   }
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

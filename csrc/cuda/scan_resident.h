@@ -25,8 +25,7 @@
 
 #include "cuda/scan_units.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr int kNormSteps = 16;  // gru_resident.h: steps whose squares are summed together
 
@@ -513,5 +512,4 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   self.finish(length, from);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

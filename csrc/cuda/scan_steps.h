@@ -21,8 +21,7 @@
 #include "cuda/scan_units.h"
 #include "cuda/step_graph.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr int kTile = 32, kStepThreads = 256;
 constexpr int kMostSplit = 4;     // blocks that share the columns of a tile
@@ -318,5 +317,4 @@ __global__ void __launch_bounds__(kStepThreads)
   a.norms[(a.T - 1 - i) * (gridDim.x / split) + number] = sum;
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -7,8 +7,7 @@
 #include "cuda/ptx.h"
 #include "cuda/scan.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -199,5 +198,4 @@ __device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t first, 
 }
 __device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t n) { return parameter_of(a, 0, n); }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

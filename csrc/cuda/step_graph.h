@@ -24,8 +24,7 @@
 
 #include "cuda/launch.h"
 
-namespace orthokern {
-namespace cuda {
+namespace orthokern::cuda {
 
 constexpr int kGraphSteps = 32;     // steps of one graph; even, because the scans alternate between two states
 constexpr int kFewestGraphs = 4;    // with fewer launches, updating the arguments of a graph takes longer than it saves
@@ -242,5 +241,4 @@ void run_step_loop(const StepLoop& loop, Body body) {
   for (const OntoStream to{loop.stream}; i < loop.end; i++) body(to, i);
 }
 
-}  // namespace cuda
-}  // namespace orthokern
+}  // namespace orthokern::cuda

@@ -89,21 +89,15 @@ def scan_bwd(
     need_params: bool = True,
 ) -> ScanGradients:
     """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
-    return _backward(map_, inputs, options, grad_hs, states, pre, need_x, need_params, None)
+    return _backward(map_, inputs, options, (grad_hs, states, pre), need_x, need_params, None)
 
 
 def _backward(
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
-    grad_hs: Tensor | LastGrad,
-    states: Tensor,
-    pre: Tensor | None,
-    need_x: bool,
-    need_params: bool,
+    map_: Map, inputs: ScanInputs, options: ScanOptions, saved: tuple[Any, ...], need_x: bool, need_params: bool,
     delta: Tensor | None,
-) -> ScanGradients:
-    """The gradients; delta [T,B,N], if given, becomes the gradient of the pre-activations."""
+) -> ScanGradients:  # fmt: skip
+    """The gradients from (grad_hs, states, pre); delta [T,B,N], if given, becomes that of the pre-activations."""
+    grad_hs, states, pre = saved
     T, (*replicas, B, N), dtype = grad_hs.shape[0], inputs.h0.shape, inputs.h0.dtype
     sizes, tensors = _arguments(map_, inputs, options, T)
 
@@ -129,19 +123,11 @@ def _backward(
 
 
 def scan_bwd_kept(
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor | None,
-    *,
-    need_x: bool,
-    need_params: bool,
+    map_: Map, inputs: ScanInputs, options: ScanOptions, *saved: Any, need_x: bool, need_params: bool
 ) -> tuple[ScanGradients, Tensor]:
     """The backward with delta [T,B,N], the gradient of the pre-activations, which its derivative needs."""
-    delta = None if inputs.weight is None else new(*grad_hs.shape, dtype=grad_hs.dtype)
-    found = _backward(map_, inputs, options, grad_hs, states, pre, need_x or delta is None, need_params, delta)
+    delta = None if inputs.weight is None else new(*saved[0].shape, dtype=saved[0].dtype)
+    found = _backward(map_, inputs, options, saved, need_x or delta is None, need_params, delta)
     if delta is None:
         assert found.x is not None
         delta = found.x
@@ -161,23 +147,12 @@ class ScanSecond(NamedTuple):
 
 
 def scan_second(
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
-    states: Tensor,
-    pre: Tensor | None,
-    delta: Tensor,
-    of_x: Tensor | None,
-    of_map: Tensor | None,
-    of_h0: Tensor | None,
-    of_weight: Tensor | None,
-    of_bias: Tensor | None,
-    *,
-    need_grad_hs: bool,
-    need_map: bool,
-) -> ScanSecond:
-    """Note [Second derivative of a scan] in ``orthokern/ops/_second_native.py``; delta: of the backward; of_...: the
-    cotangents, contiguous, None for zeros. Options without resets, clip and checkpoints; ids on padding are valid."""
+    map_: Map, inputs: ScanInputs, options: ScanOptions, states: Tensor, pre: Tensor | None, delta: Tensor,
+    *cotangents: Tensor | None, need_grad_hs: bool, need_map: bool,
+) -> ScanSecond:  # fmt: skip
+    """Note [Second derivative of a scan] in ``orthokern/ops/_second_native.py``; delta: of the backward; cotangents:
+    contiguous, None for zeros. Options without resets, clip and checkpoints; ids on padding are valid."""
+    of_x, of_map, of_h0, of_weight, of_bias = cotangents
     (T, B, N), dtype, x, weight = delta.shape, delta.dtype, inputs.x, inputs.weight
     sizes, tensors = _arguments(map_, inputs, options, T)
     e = of_x if weight is None else None

@@ -145,14 +145,10 @@ def scan_plan(
     parts: Parts, x: Tensor, weight: Tensor, act_param: Tensor | None, activation: str,
     parameters: Sequence[str], learned: str | None,
 ) -> Plan:  # fmt: skip
-    """Of a scan.
+    """Of a scan with the matrix of ``parts``, x [T,B,D], weight [N,D] and act_param [1] or [N].
 
-    Args:
-        parts: of the matrix.
-        x: [T,B,D]; weight: [N,D]; act_param: [1] or [N].
-        activation: its name.
-        parameters: names, in the order in which gradients are given; biases are what is not known by name.
-        learned: that of the activation.
+    parameters: names, in the order in which gradients are given; biases are what is not known by name. learned: the
+    name of that of the activation.
     """
     (T, B, D), N, size = x.shape, len(weight), 0 if act_param is None else len(act_param)
     sizes = {

@@ -37,20 +37,15 @@ def gru_scan_bwd(
     inputs: GruInputs, options: GruOptions, grad_hs: Tensor | LastGrad, states: GruStates, *, need_params: bool = True
 ) -> GruGradients:
     """See :mod:`orthokern.ops.gru_scan`."""
-    return _backward(inputs, options, grad_hs, states, need_params)[0]
+    return gru_scan_bwd_more(inputs, options, grad_hs, states, need_params=need_params)[0]
 
 
-def _backward(
-    inputs: GruInputs,
-    options: GruOptions,
-    grad_hs: Tensor | LastGrad,
-    states: GruStates,
-    need_params: bool,
-    grad_gates: Tensor | None = None,
-    grad_pre: Tensor | None = None,
-    ghat: Tensor | None = None,
-) -> tuple[GruGradients, Tensor]:
-    """The gradients, and factor [T,B,N]: r h' in variant "kanai", d_q in variant "torch"."""
+def gru_scan_bwd_more(
+    inputs: GruInputs, options: GruOptions, grad_hs: Tensor | LastGrad, states: GruStates, *, need_params: bool,
+    grad_gates: Tensor | None = None, grad_pre: Tensor | None = None, ghat: Tensor | None = None,
+) -> tuple[GruGradients, Tensor]:  # fmt: skip
+    """The gradients, and factor [T,B,N]: r h' in variant "kanai", d_q in variant "torch". grad_gates, grad_pre: what a
+    second derivative gives gates and pre; ghat [T,B,N], if given, becomes dL/dh_t."""
     (T, B, N), dtype = grad_hs.shape, inputs.h0.dtype
     sizes, tensors = _arguments(inputs, options, T)
     saved = {f"saved_{name}": tensor for name, tensor in states._asdict().items()}
@@ -68,20 +63,6 @@ def _backward(
     return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm), factor
 
 
-def gru_scan_bwd_of_saved(
-    inputs: GruInputs,
-    options: GruOptions,
-    grad_hs: Tensor,
-    states: GruStates,
-    grad_gates: Tensor | None,
-    grad_pre: Tensor | None,
-    *,
-    need_params: bool,
-) -> GruGradients:
-    """gru_scan_bwd where gates and pre have gradients of their own, which a second derivative gives them."""
-    return _backward(inputs, options, grad_hs, states, need_params, grad_gates, grad_pre)[0]
-
-
 class GruKept(NamedTuple):
     """What `gru_second` needs of the backward."""
 
@@ -95,7 +76,7 @@ def gru_scan_bwd_kept(
 ) -> tuple[GruGradients, GruKept]:
     """gru_scan_bwd with what its derivative needs."""
     ghat = new(*grad_hs.shape, dtype=grad_hs.dtype)
-    found, factor = _backward(inputs, options, grad_hs, states, need_params, ghat=ghat)
+    found, factor = gru_scan_bwd_more(inputs, options, grad_hs, states, need_params=need_params, ghat=ghat)
     return found, GruKept(found.x, factor, ghat)
 
 
@@ -111,19 +92,11 @@ class GruSecond(NamedTuple):
 
 
 def gru_second(
-    inputs: GruInputs,
-    options: GruOptions,
-    states: GruStates,
-    kept: GruKept,
-    of_x: Tensor | None,
-    of_w: Tensor | None,
-    of_h0: Tensor | None,
-    of_bias: Tensor | None,
-    *,
-    need_w: bool,
+    inputs: GruInputs, options: GruOptions, states: GruStates, kept: GruKept, *cotangents: Tensor | None, need_w: bool
 ) -> GruSecond:
-    """Note [Second derivative of the GRU] in ``orthokern/ops/_second_gru.py``; of_...: the cotangents, contiguous,
-    None for zeros. Options without resets."""
+    """Note [Second derivative of the GRU] in ``orthokern/ops/_second_gru.py``; cotangents: contiguous, None for zeros.
+    Options without resets."""
+    of_x, of_w, of_h0, of_bias = cotangents
     (T, B, N), dtype, kanai = kept.ghat.shape, inputs.h0.dtype, options.kanai
     grad_x, rows, factor = kept.grad_x, kept.grad_x.view(T * B, 3 * N), kept.factor.view(T * B, N)
     v0 = torch.zeros_like(inputs.h0) if of_h0 is None else of_h0

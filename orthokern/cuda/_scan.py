@@ -30,20 +30,16 @@ _OVERLAPPED_STEPS, _RESIDENT, _SINGLE_STEPS = 256, 0, 2
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
 # The longest chunk of time. With longer ones, there would be too few to occupy a GPU.
 _LONGEST_CHUNK = 128
+# The tensors of a launch, all of which the native function is given.
+_NONE = dict.fromkeys(("x", "tokens", "table", "gate", "start", "out", "pre", "end", "sums", "norms"))
 
 
 class Scan:
-    """Launches of one scan kernel, forward or backward, over rows of the batch or over chunks of them.
+    """Launches of one scan kernel, forward or backward, over B rows of the batch or over chunks of them.
 
-    Args:
-        map_, act_param: float32 and contiguous.
-        options: of the op, with ``lengths`` in the form that kernels need.
-        backward: whether it is the adjoint recurrence.
-        B: rows of the batch.
-        tokens: whether the inputs are token ids.
-        chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
-        models: number of models in the B rows; with several, the map has a leading dimension of this size.
-        restart: [B, N], the state that a reset sets; None: zeros.
+    map_ and act_param are float32 and contiguous; with several models in the B rows they have these in front.
+    options.lengths is in the form that kernels need. tokens: whether the inputs are token ids. chunk, sequences: see
+    csrc/cuda/scan.h; None for no chunks. restart: [B, N], the state that a reset sets; None: zeros.
     """
 
     def __init__(
@@ -82,13 +78,6 @@ class Scan:
         for name in ("packed1", "packed2", "work"):
             self.tensors[name] = map_.second.new_empty(self.plan[name]) if self.plan[name] else None
 
-    def leaves_room(self, window: int) -> bool:
-        """Whether the kernel may leave multiprocessors idle, on which products of a window of steps can run.
-
-        Single steps, and batches with so short a window, occupy the GPU, or alternate with other kernels anyway.
-        """
-        return self.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
-
     def sums(self) -> Tensor:
         """[2, rows, N]: the running sums of act_param's gradient over all launches."""
         return self.map.second.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
@@ -97,38 +86,18 @@ class Scan:
         """[T, columns]: partial sums of squares of every step."""
         return self.map.second.new_zeros(steps, self.plan["norm_columns"])
 
-    def run(
-        self,
-        steps: int,
-        *,
-        x: Tensor | None = None,
-        tokens: Tensor | None = None,
-        table: Tensor | None = None,
-        gate: Tensor | None = None,
-        start: Tensor | None = None,
-        out: Tensor | None = None,
-        pre: Tensor | None = None,
-        end: Tensor | None = None,
-        sums: Tensor | None = None,
-        norms: Tensor | None = None,
-        time: int = 0,
-    ) -> None:
-        """Launch the scan of ``steps`` steps, from step ``time`` of the op on, on the current stream.
-
-        Tensors of these steps, by the names in csrc/cuda/scan.h.
-        """
+    def run(self, steps: int, *, time: int = 0, **tensors: Tensor | None) -> None:
+        """Launch the scan of ``steps`` steps, from step ``time`` of the op on, on the current stream; tensors of these
+        steps by the names in csrc/cuda/scan.h."""
         if not steps or not self.sizes["sequences"]:
             return
+        table = tensors.get("table")
         sizes = {
             **self.sizes, "T": steps, "D": 0 if table is None else table.shape[0], "chunk": self.chunk or steps,
             "time": time, "clip": self.clip, "plan": self.plan,
         }  # fmt: skip
-        tensors = {
-            **self.tensors, "x": x, "tokens": tokens, "table": table, "gate": gate, "start": start, "out": out,
-            "pre": pre, "end": end, "sums": sums, "norms": norms,
-            "cut": None if self.cut is None else self.cut[time : time + steps],
-        }  # fmt: skip
-        native.call(self.map.op, self.device, sizes, tensors)
+        cut = None if self.cut is None else self.cut[time : time + steps]
+        native.call(self.map.op, self.device, sizes, {**_NONE, **self.tensors, **tensors, "cut": cut})
 
 
 def _cuts(resets: Tensor, backward: bool) -> Tensor:
@@ -337,38 +306,23 @@ def _side_stream(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
+@dataclasses.dataclass(eq=False)
 class _Products:
-    """The products with the adjoints of whole windows, the last window first.
+    """The products with the adjoints of whole windows, the last window first; None for what is not wanted."""
 
-    Args:
-        sums: the gradients that are sums over time, or None.
-        weight: [N, D], for the gradient of features, or None.
-        grad_x: [T, B, D], written if there is a weight.
-        window: steps of a window.
-        steps: T. Attribute ``high``: the first step that has been processed.
-        resets, cut_sum: bool [T, B], and [B, N], to which delta_t of the resets is added; or None.
-    """
-
-    def __init__(
-        self,
-        sums: Sums | None,
-        weight: Tensor | None,
-        grad_x: Tensor | None,
-        window: int,
-        steps: int,
-        resets: Tensor | None = None,
-        cut_sum: Tensor | None = None,
-    ) -> None:
-        self.resets, self.cut_sum = resets, cut_sum
-        self.sums, self.weight, self.grad_x, self.window, self.high = sums, weight, grad_x, window, steps
+    sums: Sums | None
+    weight: Tensor | None  # [N, D]
+    grad_x: Tensor | None  # [T, B, D], of features
+    window: int  # steps of a window
+    high: int  # the first step that has been processed, T at first
+    resets: Tensor | None  # bool [T, B]
+    cut_sum: Tensor | None  # [B, N], to which delta_t of the resets is added
 
     def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
-        """Process the windows that begin at ``start`` or later, and are not processed yet.
+        """Process the windows that begin at ``start``, the first step whose adjoint is known, or later.
 
-        Args:
-            start: the first step whose adjoint is known.
-            low: the step of delta's first row.
-            before: h_{t-1} from step ``start`` on, or None if ``states`` has all states.
+        low: the step of delta's first row. before: h_{t-1} from step ``start`` on, or None if ``states`` has all
+        states.
         """
         for begin in reversed(range(start - start % self.window, self.high, self.window)):
             if begin < start:
@@ -391,25 +345,20 @@ class _Products:
 
 
 class _ProductsOfModels:
-    """`_Products` of each model, from tensors with the rows of all.
-
-    Args:
-        inputs, options: with the rows of all models.
-        steps, window: as in `_Products`.
-        need_x, need_params: which gradients are computed.
-    """
+    """`_Products` of each model, from inputs and options with the rows of all."""
 
     def __init__(
         self, models: Models, inputs: ScanInputs, options: ScanOptions, steps: int, window: int, need_x: bool,
         need_params: bool,
     ) -> None:  # fmt: skip
-        N, lengths, resets = inputs.h0.shape[-1], options.lengths, options.resets
+        lengths, resets = options.lengths, options.resets
         alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
         self.models, self.h0, self.each = models, inputs.h0, []
         for r in range(models.count):
-            x, h0, weight, bias, _, reset_state = models.inputs_of(inputs, r)
+            own_inputs = models.inputs_of(inputs, r)
+            x, _, weight, _, _, reset_state = own_inputs
             here, own = (None if t is None else models.of(t, r) for t in (alive, resets))
-            sums = Sums(N, h0, x, weight, bias, here, own, reset_state) if need_params else None
+            sums = Sums(own_inputs, here, own) if need_params else None
             cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
             features = need_x and weight is not None and x is not None and x.is_floating_point()
             grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if features and x is not None else None
@@ -476,7 +425,9 @@ def scan_bwd(
     running = scan.sums() if act_param is not None and need_params else None
     norms = scan.norms(steps)
     products, beside = _ProductsOfModels(models, inputs, options, steps, window, need_x, need_params), None
-    if again is None and not chunk and products.wanted and scan.leaves_room(window):
+    # single steps, and batches with so short a window, occupy the GPU, or alternate with other kernels anyway
+    room = scan.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
+    if again is None and not chunk and products.wanted and room:
         every, beside = window, _Beside(h0.device)  # products of a window run during the scan of the next one
 
     # Row t - low of delta is delta_t. low is 0 if all are kept, else the start of the segment; then the rows of waiting

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern._scan_contract import ScanInputs
+
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [N, D] += left [R, N]^T right [R, D], in enough partial sums to occupy the GPU.
@@ -30,23 +32,13 @@ class Sums:
 
     alive: bool [T, B], False on padding, or None for no padding. The other factor is set to 0 on padding, since 0 times
     an infinity or a NaN is NaN.
-    resets: bool [T, B], or None: the steps that started from reset_state [B, N], or from zeros for None.
+    resets: bool [T, B], or None: the steps that started from reset_state, or from zeros for None.
     """
 
-    def __init__(
-        self,
-        N: int,
-        like: Tensor,
-        x: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        alive: Tensor | None,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> None:
-        self.m = like.new_zeros(N, N)
-        self.x, self.weight, self.alive = x, weight, alive
-        self.resets, self.reset_state = resets, reset_state
+    def __init__(self, inputs: ScanInputs, alive: Tensor | None, resets: Tensor | None) -> None:
+        x, h0, weight, bias, _, self.reset_state = inputs
+        self.m = h0.new_zeros(h0.shape[-1], h0.shape[-1])
+        self.x, self.weight, self.alive, self.resets = x, weight, alive, resets
         self.features = weight is not None and x is not None and x.is_floating_point()
         self.grad_weight = None if weight is None else torch.zeros_like(weight)
         self.grad_bias = None if bias is None else torch.zeros_like(bias)

@@ -23,16 +23,9 @@ if TYPE_CHECKING:
 def both_directions(
     module: Recurrent, data: Tensor, states: Sequence[Tensor | None], suffixes: Sequence[str]
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Runs one layer for sequences of one length, if the backend supports both directions in one launch.
-
-    Args:
-        data: [T, B, D], or ids [T, B].
-        states: h0 [B, N] of each direction, or None for zeros.
-        suffixes: suffixes of the parameters of each direction.
-
-    Returns:
-        The states [T, B, N] and the last states [B, N] of each direction; None if the directions need separate calls.
-    """
+    """The states [T, B, N] and the last states [B, N] of each direction of one layer, for data [T, B, D] or ids [T, B];
+    None if the directions need separate calls. states: h0 [B, N] of each, or None for zeros; suffixes: of their
+    parameters."""
     name, sizes = module._op()
     if name not in (*SCANS, "gru_scan") or data.is_meta or not data.numel() or not quiet():
         return None

@@ -122,16 +122,11 @@ def check_device(value: Any) -> Any:
 def check_input(
     input: Any, weight: Tensor, input_size: int, *, batch_first: bool, packed: bool, small_ids: bool = False
 ) -> bool:
-    """Checks the input of a recurrence, except its T and B.
+    """Checks the input of a recurrence, except its T and B; True for token ids.
 
-    Args:
-        input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed.
-        weight: the input weight; the input must have its device and, if it is floating, its dtype.
-        input_size: D, or the number of token ids.
-        small_ids: token ids may also be uint8 or int16.
-
-    Returns:
-        Whether it is token ids.
+    input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed. It
+    must have the device of the input weight and, if it is floating, its dtype. small_ids: ids may also be uint8 or
+    int16.
     """
     if not isinstance(input, Tensor):
         raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
@@ -253,13 +248,17 @@ def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
     strided(f"parameter {name}", value)
 
 
+def deviation(m: Tensor) -> float:
+    """The largest |M^T M - I| over the entries of a basis M [N,K]."""
+    return float((m.mT @ m - torch.eye(m.shape[1], dtype=m.dtype, device=m.device)).abs().max())
+
+
 def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
     """Rejects a base B [N,N] from a state_dict, to be loaded into `held`, that is not orthogonal. load_state_dict
     itself rejects other shapes."""
     if not isinstance(loaded, Tensor) or loaded.shape != held.shape or loaded.is_meta:
         return
-    b = loaded.double()
-    off = float((b.mT @ b - torch.eye(len(b), dtype=b.dtype, device=b.device)).abs().max())
+    off = deviation(loaded.double())
     if not off <= LOADED_TOLERANCE:
         raise InputError(f"{name} is not orthogonal: |B^T B - I| is {off:.3g}; accepted: up to {LOADED_TOLERANCE:g}")
 
@@ -269,8 +268,7 @@ def warn_unless_orthonormal(name: str, loaded: Any) -> None:
     load_state_dict itself rejects other shapes."""
     if not isinstance(loaded, Tensor) or not readable(loaded) or loaded.ndim != 2 or not loaded.is_floating_point():
         return
-    m = loaded.detach().double()
-    off = float((m.mT @ m - torch.eye(m.shape[1], dtype=m.dtype, device=m.device)).abs().max())
+    off = deviation(loaded.detach().double())
     if not off <= LOADED_TOLERANCE:
         warnings.warn(
             f"{name} is not orthonormal: |M^T M - I| is {off:.3g}; orthonormalize() of the module replaces it by the "

@@ -43,7 +43,7 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _few_rows
-from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, positive_int
+from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, deviation, positive_int
 from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._checks import whole
@@ -66,15 +66,9 @@ def skew_from(parameter: Tensor) -> Tensor:
 
 
 def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
-    """Transforms a sum of gradients of A to the chart around exp(A); Note [Optimizer state at a move].
-
-    Args:
-        momentum: [N,N], a sum of gradients with respect to `parameter`, strictly lower triangular.
-        parameter: [N,N], the last point in the old chart.
-
-    Returns:
-        [N,N], strictly lower triangular.
-    """
+    """momentum [N,N], a sum of gradients with respect to `parameter` [N,N], the last point in the old chart,
+    transformed to the chart around exp(A): Note [Optimizer state at a move]. Both it and the result are strictly lower
+    triangular."""
     # the gradient with respect to L is twice the lower triangle of the skew gradient with respect to A
     gamma = skew_from(momentum).to(torch.complex128) / 2
     angles, q = torch.linalg.eigh(-1j * skew_from(parameter).to(torch.complex128))
@@ -173,11 +167,7 @@ class _Exponential(Recurrent):
     @torch.no_grad()
     def orthogonality_error(self) -> float:
         """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences."""
-        worst = 0.0
-        for suffix in self._suffixes():
-            p = self._orthogonal(suffix)
-            worst = max(worst, float((p.mT @ p - torch.eye(len(p), dtype=p.dtype, device=p.device)).abs().max()))
-        return worst
+        return max([0.0, *(deviation(self._orthogonal(suffix)) for suffix in self._suffixes())])
 
     # -- moves of the base
 

@@ -1,12 +1,9 @@
-"""Layouts of a batch of sequences for one scan: all of one length, or packed.
-
-Letters: B sequences, T time steps, N hidden_size, D input features, P rows of a packed batch.
-"""
+"""Layouts of a batch of sequences for one scan: all of one length, or packed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,16 +54,6 @@ def _rows(rows: Tensor, place: Tensor) -> Tensor:
     return rows.index_select(0, place)
 
 
-class Layout(Protocol):
-    """A layout: converts a batch for one scan, and its states back."""
-
-    batch: int
-
-    def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-        """One recurrence in one direction: data in the layout's form -> (output in that form, last states [B,N])."""
-        ...
-
-
 class Dense:
     """data [T,B,D] or ids [T,B]: all sequences have T steps."""
 
@@ -74,6 +61,7 @@ class Dense:
         self.batch = batch
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+        """One recurrence in one direction: data in this form -> (output in this form, last states [B,N])."""
         if not reverse:
             hs = scan(data, h0, None)
             return hs, hs[-1]
@@ -144,3 +132,6 @@ class Packed:
             pieces.append(hs.flatten(0, 1))
             start, h = stop, hs[-1]
         return torch.cat(pieces)
+
+
+Layout = Dense | Packed  # each converts a batch for one scan, and its states back

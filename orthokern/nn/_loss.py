@@ -64,20 +64,12 @@ def loss(
     return found
 
 
-def explain(
-    module: Recurrent, T: int, B: int, classes: int, *, ids: bool, lengths: bool, resets: bool, algorithm: str
-) -> tuple[str, str]:
-    """(algorithm, why) of ``module.loss`` for one call; see ``Recurrent.explain_loss``."""
-    matrix, options = _described(module, ids, lengths, algorithm)
-    return functional.explain_scan_cross_entropy(matrix, T, B, classes, resets=resets, **options)
-
-
 def state_bytes(
     module: Recurrent, T: int, B: int, classes: int, *, ids: bool = True, lengths: bool = False, algorithm: str
 ) -> int:
     """Bytes of states and their gradients that a training step with ``module.loss`` holds at one time: for the last
     layer those that its algorithm needs, for the others those of all steps."""
-    matrix, options = _described(module, ids, lengths, algorithm)
+    matrix, options = described(module, ids, lengths, algorithm)
     call, modes, _ = _scan_loss.choose_for(matrix, T, B, classes, start=options.pop("basis"), **options)
     others = 2 * (module.num_layers - 1) * T * B * module.hidden_size * call.dtype.itemsize
     return others + _scan_loss.state_bytes(call, modes is not None)
@@ -87,17 +79,11 @@ def state_bytes(
 def last_step_norms(
     module: Recurrent, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str
 ) -> Tensor | None:
-    """||dL/dh_t|| at the steps ``profile_steps(T)``, NaN at others; L is the mean cross-entropy of the last step alone.
-
-    Args:
-        module: of one layer; data: [T, B] token ids or [T, B, D]; target: [T, B].
-        algorithm: as in ``module.loss``.
-
-    Returns:
-        float [T]; None if ``module.loss`` does not use the modal form.
-    """
+    """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others, of a module of one layer; L is the mean
+    cross-entropy of the last step alone. data: [T, B] ids or [T, B, D]; target: [T, B]. None if ``module.loss`` does
+    not use modes."""
     weight, bias = weights_of(readout, module.hidden_size)
-    matrix, options = _described(module, not data.is_floating_point(), False, algorithm)
+    matrix, options = described(module, not data.is_floating_point(), False, algorithm)
     T, B = data.shape[:2]
     _, modes, _ = _scan_loss.choose_for(matrix, T, B, len(weight), start=options.pop("basis"), **options)
     if modes is None or module.num_layers > 1:
@@ -109,7 +95,7 @@ def last_step_norms(
     return _modal.modal_last_step_norms(inputs, Readout(weight, bias, target), modes, backend=module.backend)
 
 
-def _described(module: Recurrent, ids: bool, lengths: bool, algorithm: str) -> tuple[_modal.Matrix, dict[str, Any]]:
+def described(module: Recurrent, ids: bool, lengths: bool, algorithm: str) -> tuple[_modal.Matrix, dict[str, Any]]:
     """The last layer's matrix, and the options of ``explain_scan_cross_entropy`` for it."""
     suffix = module._suffix(-1, False)
     with torch.no_grad():

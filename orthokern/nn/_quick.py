@@ -9,8 +9,6 @@ With gradients, a call of a few steps of one layer is a single node of the autog
 native call that gives every gradient (``orthokern/cpu/_steps.py``). Where the backward itself is recorded
 (create_graph), or run for many cotangents at once, the node runs the full path again and derives that; also where hooks
 of saved tensors have changed what a repeated call would read.
-
-Letters: B batch, T time, N hidden_size, D input_size.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from orthokern import dispatch
 from orthokern.cpu._steps import MOST_ROWS, Backward
 from orthokern.nn._repeated import Known, known_call, remember
 from orthokern.ops._alone import quiet, vmapped
-from orthokern.ops._engine import save_tensors, saved_tensors
+from orthokern.ops._engine import again, save_tensors, saved_tensors
 from orthokern.ops._taps import SINKS, record
 
 if TYPE_CHECKING:
@@ -183,25 +181,17 @@ def _derived(
     ctx: Any, inputs: tuple[Any, ...], grads: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients by the full path, which is differentiable."""
-    module, needs, again = ctx.module, ctx.needs_input_grad[3:], torch.is_grad_enabled()
-    with torch.enable_grad():
-        # views, so that the hooks of a tensor do not run for the gradients in here
-        tensors = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
+    module = ctx.module
+
+    def function(tensors: list[Any]) -> tuple[Tensor, Tensor]:
         x, hx, *values = tensors
         turned = x.transpose(0, 1) if module.batch_first else x
         holding = _holding(module, dict(zip(module._shapes, values, strict=True)))
         output, last = holding._full_forward(turned, hx, None, None)
         assert isinstance(output, Tensor)
-        results = (output.transpose(0, 1) if module.batch_first else output, last)
-        pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-        wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
-        found = iter(
-            torch.autograd.grad(
-                [result for result, _ in pairs], wanted, [grad for _, grad in pairs], create_graph=again,
-                allow_unused=True,
-            )
-        )  # fmt: skip
-    return tuple(next(found) if need else None for need in needs)
+        return output.transpose(0, 1) if module.batch_first else output, last
+
+    return again(function, list(inputs), ctx.needs_input_grad[3:], grads)
 
 
 def _laid_out(module: Recurrent, hs: Tensor, one_step: bool) -> Tensor:

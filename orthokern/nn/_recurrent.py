@@ -1,8 +1,6 @@
 """The base class of the modules that replace torch.nn.RNN: layers, directions, layouts, initial states, the loss.
 
 Longer than 600 lines: one class, whose methods share its parameters and its checks.
-
-Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
 """
 
 from __future__ import annotations
@@ -451,12 +449,9 @@ class Recurrent(nn.Module):
             if reset_state is not None:
                 raise InputError("reset_state is given without resets; accepted: with resets only")
             return None
-        if not batched:
-            check_resets(resets, (T,), "T", device, ways)
-        elif self.batch_first:
-            check_resets(resets, (B, T), "B, T", device, ways)
-        else:
-            check_resets(resets, (T, B), "T, B", device, ways)
+        order = ((B, T), "B, T") if self.batch_first else ((T, B), "T, B")
+        wanted, letters = order if batched else ((T,), "T")
+        check_resets(resets, wanted, letters, device, ways)
         if reset_state is not None:
             self._check_hx(reset_state, B if batched else None, device, "reset_state")
             reset_state = reset_state if batched else reset_state.unsqueeze(1)
@@ -581,7 +576,8 @@ class Recurrent(nn.Module):
         Raises:
             InputError: algorithm="modal" is not possible.
         """
-        return _loss.explain(self, T, B, classes, ids=ids, lengths=lengths, resets=resets, algorithm=algorithm)
+        matrix, options = _loss.described(self, ids, lengths, algorithm)
+        return functional.explain_scan_cross_entropy(matrix, T, B, classes, resets=resets, **options)
 
     def _begin(self) -> None:
         """Called before the layers run."""

@@ -6,8 +6,6 @@ from parameters (a sum of biases, the exponential of a matrix). A later call use
 have the same types, addresses and sizes. The native call compares the bytes of the parameters from which tensors were
 computed with copies, because a change through ``Tensor.data`` does not increase the version counter; if they differ, it
 computes nothing. In every other case the ordinary path runs, which alone raises errors.
-
-Letters: B batch, T time, N hidden_size, D input_size.
 """
 
 from __future__ import annotations

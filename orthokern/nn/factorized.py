@@ -1,7 +1,4 @@
-"""A recurrence with the matrix W = U diag(s) V^T, U and V orthonormal.
-
-Letters: N hidden_size, K rank of U and V, D input_size.
-"""
+"""A recurrence with the matrix W = U diag(s) V^T, U and V orthonormal."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.cpu._steps import Parts, factored_parts
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_device, number, parameter_dtype, positive_int, warn_unless_orthonormal
+from orthokern.nn._checks import check_device, deviation, number, parameter_dtype, positive_int, warn_unless_orthonormal
 from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 
@@ -171,12 +168,8 @@ class FactorizedRNN(Recurrent):
     @torch.no_grad()
     def orthogonality_error(self) -> float:
         """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence)."""
-        worst = 0.0
-        for name, role in self.parameter_roles().items():
-            if role == "geodesic":
-                m = self._tensor(name)
-                worst = max(worst, float((m.mT @ m - torch.eye(self.rank, dtype=m.dtype, device=m.device)).abs().max()))
-        return worst
+        bases = [name for name, role in self.parameter_roles().items() if role == "geodesic"]
+        return max([0.0, *(deviation(self._tensor(name)) for name in bases)])
 
     @torch.no_grad()
     def orthonormalize(self) -> None:

@@ -1,7 +1,4 @@
-"""Modules for inference: everything that depends on parameters only is computed once; `step` computes single steps.
-
-Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
-"""
+"""Modules for inference: everything that depends on parameters only is computed once; `step` computes single steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A gated recurrent unit with the interface of torch.nn.GRU and the cell of Kanai et al. 2017 as its default.
-
-Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
-"""
+"""A gated recurrent unit with the interface of torch.nn.GRU and the cell of Kanai et al. 2017 as its default."""
 
 from __future__ import annotations
 

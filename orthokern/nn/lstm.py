@@ -1,7 +1,4 @@
-"""An LSTM with peepholes: the baseline that orthogonal recurrences are compared with.
-
-Letters: B batch, T time, N hidden_size, D input_size (features, or the number of token ids).
-"""
+"""An LSTM with peepholes: the baseline that orthogonal recurrences are compared with."""
 
 from __future__ import annotations
 
@@ -88,18 +85,9 @@ def _fwd_fake(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[
     "(Tensor grad_hs, Tensor grad_cs, Tensor hs, Tensor cs, Tensor gates, Tensor w, Tensor p, Tensor h0, Tensor c0) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _bwd(
-    grad_hs: Tensor,
-    grad_cs: Tensor,
-    hs: Tensor,
-    cs: Tensor,
-    gates: Tensor,
-    w: Tensor,
-    p: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _bwd(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of e, w, p, h0 and c0; see Note [Peephole LSTM]. grad_hs and grad_cs: [T, B, N]."""
+    grad_hs, grad_cs, hs, cs, gates, w, p, h0, c0 = tensors
     p_i, p_f, p_o = p.unbind(0)
     i, f, g, o = gates.chunk(4, 2)
     tanh_c = torch.tanh(cs)

@@ -1,7 +1,4 @@
-"""A recurrence with a dense matrix, with the interface of torch.nn.RNN.
-
-Letters: N hidden_size, D input_size.
-"""
+"""A recurrence with a dense matrix, with the interface of torch.nn.RNN."""
 
 from __future__ import annotations
 

@@ -140,11 +140,8 @@ def scan_lengths(lengths: object, x: Tensor) -> None:
 def scan_resets(
     resets: object, reset_state: object, x: Tensor, h0: Tensor | None, N: int, like_name: str, like: Tensor
 ) -> Tensor | None:
-    """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] needs resets.
-
-    Returns:
-        The state that a reset sets: reset_state, else h0, which may be None (zeros).
-    """
+    """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] needs resets. Returns the
+    state that a reset sets: reset_state, else h0, which may be None (zeros)."""
     if resets is None:
         if reset_state is not None:
             raise InputError(f"reset_state is {describe(reset_state)} without resets: accepted with resets only")
@@ -209,14 +206,9 @@ def scan_inputs(
     *,
     small_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a scan except its matrices, which are already checked (like is one of them).
-
-    Args:
-        small_ids: token ids may have any dtype of ID_DTYPES and are not converted.
-
-    Returns:
-        x (token ids as int64, unless small_ids) and h0 [B, N] (zeros for None).
-    """
+    """Check the arguments of a scan except its matrices, which are already checked (like is one of them). Returns x,
+    with int64 for other dtypes of token ids unless small_ids (then any of ID_DTYPES is accepted), and h0 [B, N], zeros
+    for None."""
     is_tensor("x", x)
     if weight is not None:
         is_tensor("weight", weight)

@@ -69,11 +69,11 @@ def _refusing_op(forward: CustomOp, name: str, count: int) -> CustomOp:
 
 
 def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
-    """grad * grad_loss, or grad itself where grad_loss is 1 and nothing else uses grad.
+    """grad * grad_loss, or grad itself where grad_loss is 1 and nothing else uses grad, which may be as large as the
+    hidden states: the copy would be the largest of the whole backward.
 
-    A gradient may be as large as the hidden states, and the copy would be the largest of the whole backward. grad
-    itself is returned only in an eager CPU backward that frees its graph: the saved tensors of a retained graph must
-    not change if the caller accumulates into the result, and traced code cannot read values.
+    grad itself is returned only in an eager CPU backward that frees its graph: the saved tensors of a retained graph
+    must not change if the caller accumulates into the result, and traced code cannot read values.
     """
     keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # no public equivalent
     if (

@@ -40,25 +40,15 @@ INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """W and its eigenbasis for a modal call.
+    """W and its eigenbasis for a modal call."""
 
-    Attributes:
-        w: [N, N], float64, differentiable with respect to the given matrix.
-        basis: of w.
-        pairs: from ``close_pairs``; for a deferred basis, from ``first_close_pairs``.
-        pending: for a deferred basis: its report, ``neglected``, and the number of pairs; else None.
-    """
-
-    w: Tensor
+    w: Tensor  # [N, N], float64, differentiable with respect to the given matrix
     basis: Basis
-    pairs: Tensor
-    pending: Pending | None = None
+    pairs: Tensor  # from `close_pairs`; for a deferred basis, from `first_close_pairs`
+    pending: Pending | None = None  # of a deferred basis: its report, `neglected`, and the number of pairs
 
     def hold(self, call: Call, asked: bool) -> bool:
-        """Whether the results of a call that used these modes are valid. Waits for a deferred basis.
-
-        asked: as in ``find_modes``.
-        """
+        """Whether the results of a call that used these modes are valid. Waits for a deferred basis."""
         if self.pending is None:
             return True
         good, condition, neglected, count = self.pending.get()
@@ -74,34 +64,23 @@ class Modes:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the choice of an algorithm depends on, besides W.
+    """What the choice of an algorithm depends on, besides W."""
 
-    Attributes:
-        kind: "states" or "loss".
-        T, B, N, K, C: sizes; K = N for a dense matrix, C of the readout (0 for states).
-        ids: the inputs are token ids.
-        backward: gradients are needed.
-        dtype, device: of the floating tensors.
-        activation, message_clip, backend: the arguments of the call.
-        lengths, resets: whether the call has these arguments.
-        started: the call starts from an earlier basis.
-    """
-
-    kind: str
+    kind: str  # "states" or "loss"
     T: int
     B: int
     N: int
-    K: int
-    C: int
-    ids: bool
-    backward: bool
+    K: int  # N for a dense matrix
+    C: int  # of the readout, 0 for states
+    ids: bool  # the inputs are token ids
+    backward: bool  # gradients are needed
     dtype: torch.dtype
     device: torch.device
     activation: str
     message_clip: float
     backend: str | None
-    lengths: bool
-    started: bool
+    lengths: bool  # the call has them, as resets
+    started: bool  # the call starts from an earlier basis
     resets: bool = False
 
 
@@ -195,17 +174,12 @@ def check_accuracy(condition: float, neglected: float, call: Call, asked: bool) 
 
 
 def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, defer: bool = False) -> Modes:
-    """The modes of a matrix.
+    """The modes of a matrix; NoBasis if they cannot be used.
 
     Args:
-        matrix: see ``Matrix``.
-        call: what is to be computed.
         start: R [N, 2M] of an earlier call, or None.
         asked: the algorithm is "modal", not "auto": then the number of close pairs has no limit.
         defer: with a start, do not wait for the device; ``Modes.hold`` returns later whether the modes are valid.
-
-    Raises:
-        NoBasis: the modes cannot be used; the text is the reason.
     """
     if len(matrix) == 1:
         w, thin = matrix[0].double(), None
@@ -233,13 +207,8 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
 def choose(
     matrix: Matrix, call: Call, start: Tensor | None, algorithm: str, defer: bool = False
 ) -> tuple[Modes | None, str]:
-    """(modes, "") for a call that uses the modal form, else (None, the reason).
-
-    defer: as in ``find_modes``.
-
-    Raises:
-        InputError: the algorithm is "modal", which is not possible.
-    """
+    """(modes, "") for a call that uses the modal form, else (None, the reason), which "modal" raises; defer: as in
+    ``find_modes``."""
     if algorithm not in ("auto", "modal"):
         return None, f"algorithm is {algorithm!r}"
     asked = algorithm == "modal"

@@ -55,27 +55,18 @@ class NoBasis(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Basis:
-    """The eigenbasis of a W [N, N], see Note [Modes of a recurrent matrix]; all float64, on the device of W.
+    """The eigenbasis of a W [N, N], see Note [Modes of a recurrent matrix]; all float64, on the device of W."""
 
-    Attributes:
-        re, im: [M], the eigenvalues; im > 0, or 0 for a real one.
-        right: R [N, 2M].
-        left: R^-1 [2M, N].
-        nulls: number of modes, the last ones, in the null space of a factored W.
-        condition: |R|_F |R^-1|_F / N, the factor by which the basis enlarges a rounding error on average; 1 for a
-            normal W. NaN after a deferred refinement.
-        steps: number of steps of the refinement; for a deferred one, the number of queued steps.
-        report: float64 [2] of a deferred refinement: 1.0 if it converged, and the condition; else None.
-    """
-
-    re: Tensor
-    im: Tensor
-    right: Tensor
-    left: Tensor
-    nulls: int
+    re: Tensor  # [M], of the eigenvalues
+    im: Tensor  # [M], above 0, or 0 for a real eigenvalue
+    right: Tensor  # R [N, 2M]
+    left: Tensor  # R^-1 [2M, N]
+    nulls: int  # number of modes, the last ones, in the null space of a factored W
+    # |R|_F |R^-1|_F / N, the factor by which the basis enlarges a rounding error on average: 1 for a normal W, NaN
+    # after a deferred refinement
     condition: float
-    steps: int
-    report: Tensor | None = None
+    steps: int  # of the refinement; for a deferred one, those that are queued
+    report: Tensor | None = None  # float64 [2] of a deferred refinement: 1.0 if it converged, and the condition
 
     @property
     def values(self) -> Tensor:
@@ -138,21 +129,15 @@ def diagonalise(
     dtype: torch.dtype = torch.float64,
     defer: bool = False,
 ) -> Basis:
-    """The eigenbasis of w, by refinement of ``start`` where that converges, else by an eigensolver.
+    """The eigenbasis of w [N, N], float64, by refinement of ``start`` where that converges, else by an eigensolver. It
+    depends on the arguments only. NoBasis if w is not finite, or has no basis in which it is diagonal to rounding.
 
     Args:
-        w: [N, N], float64.
         start: R [N, 2M] of an earlier call, or None.
         v: [N, K], float64, of w = U diag(s) V^T with K < N; None: w may have any rank.
         dtype: of the call that uses the basis; a basis for float32 is less accurate. (The error of the eigenvalues is
             of second order, 1e-16 for float32 too.)
         defer: with a start, refine without reading the result: Note [A deferred refinement]. Nothing is raised.
-
-    Returns:
-        The basis. It depends on the arguments only.
-
-    Raises:
-        NoBasis: w is not finite, or has no basis in which it is diagonal to rounding.
     """
     nulls = 0 if v is None else v.shape[0] - v.shape[1]
     if defer and start is not None:
@@ -205,26 +190,16 @@ def _normed(right: Tensor, pairs: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-    """One evaluation of Note [Refining a basis], as tensors that the host has not read.
+    """One evaluation of Note [Refining a basis], as tensors that the host has not read."""
 
-    Attributes:
-        left: R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes.
-        values: [M], complex128, the eigenvalues.
-        e, f: E and F [M, M].
-        largest: 0-dim, the largest element of E and F.
-        condition: 0-dim, of R; infinite where it is singular.
-        null_space: 0-dim bool, the last modes span the null space.
-        paired: 0-dim bool, no pair of eigenvalues has become real.
-    """
-
-    left: Tensor
-    values: Tensor
-    e: Tensor
-    f: Tensor
-    largest: Tensor
-    condition: Tensor
-    null_space: Tensor
-    paired: Tensor
+    left: Tensor  # R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes
+    values: Tensor  # [M], complex128, the eigenvalues
+    e: Tensor  # E [M, M]
+    f: Tensor  # F [M, M]
+    largest: Tensor  # 0-dim, the largest element of E and F
+    condition: Tensor  # 0-dim, of R; infinite where it is singular
+    null_space: Tensor  # 0-dim bool, the last modes span the null space
+    paired: Tensor  # 0-dim bool, no pair of eigenvalues has become real
 
 
 def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:

@@ -84,14 +84,9 @@ def _are_close(basis: Basis, T: int) -> Tensor:
 def gradient_of_w(
     basis: Basis, h: Tensor, grad_re: Tensor, grad_im: Tensor, pairs: Tensor, grad_pairs: Tensor
 ) -> Tensor:
-    """dL/dW [N, N], Note [Divided differences].
+    """dL/dW [N, N], Note [Divided differences], from H [2M, 2M] and the gradients of the eigenvalues [M], all float64.
 
-    Args:
-        basis: of W.
-        h: H [2M, 2M], float64.
-        grad_re, grad_im: [M], float64: of the eigenvalues.
-        pairs: [P, 2], from ``close_pairs``; rows (-1, -1) are ignored.
-        grad_pairs: [P, 2, 2], float64, their blocks of M.
+    pairs: [P, 2], from ``close_pairs``, of which rows (-1, -1) are ignored; grad_pairs: [P, 2, 2], their blocks of M.
     """
     values = basis.values
     M = len(values)

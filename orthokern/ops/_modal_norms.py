@@ -42,12 +42,7 @@ def norms_through_time(
     inputs: ModalInputs, readout: Readout, basis: Basis, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """(norms of h_t, norms of dL/dh_t): Frobenius norms over [B, N], [T], in the dtype of z0, NaN except at
-    ``profile_steps(T)``.
-
-    Args:
-        inputs, readout: those of modal_cross_entropy, without lengths and pairs.
-        basis: of W.
-    """
+    ``profile_steps(T)``. inputs, readout: those of modal_cross_entropy, without lengths and pairs."""
     assert inputs.x is not None
     T, z = len(inputs.x), inputs.z0
     scale = 1.0 / readout.target.numel() if readout.reduction == "mean" else 1.0

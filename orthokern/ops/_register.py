@@ -140,13 +140,10 @@ class CustomOp:
         return fake
 
     def register_autograd(self, backward: Function, *, setup_context: Function | None = None) -> None:
-        """Register the derivative.
+        """Register the derivative, backward(ctx, saved tensors, *gradients of the results) -> gradients of the first
+        arguments, None where there is none; the arguments after those have no gradient.
 
-        Args:
-            backward: (ctx, saved tensors, *gradients of the results) -> gradients of the first arguments, None where
-                there is none; the arguments after those have no gradient.
-            setup_context: (ctx, inputs, output) -> None, as that of torch.autograd.Function; inputs are all arguments
-                with their defaults.
+        setup_context(ctx, inputs, output) is as that of torch.autograd.Function; inputs are all arguments.
         """
         op = self.overload
 
@@ -212,12 +209,7 @@ def _with_last_step(grads: tuple[Any, ...], T: int, recorded: bool) -> tuple[Any
 def custom_op(name: str, schema: str) -> Callable[[Function], CustomOp]:
     """A decorator that makes a function the kernel of the op ``torch.ops.orthokern.<name>``.
 
-    Args:
-        name: the op's name in the namespace.
-        schema: arguments and results in the syntax of torch.library, "(Tensor x, int k=0) -> Tensor". The op does not
-            mutate its arguments, and its results share no memory with them or with each other.
-
-    Returns:
-        The op. ``register_fake`` and ``register_autograd`` complete it.
+    schema: arguments and results in the syntax of torch.library, "(Tensor x, int k=0) -> Tensor". The op mutates no
+    argument, and its results share no memory. ``register_fake`` and ``register_autograd`` complete it.
     """
     return lambda kernel: CustomOp(name, schema, kernel)

@@ -18,17 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import (
-    GruGradients,
-    GruInputs,
-    GruOptions,
-    GruStates,
-    Map,
-    ScanGradients,
-    ScanInputs,
-    ScanOptions,
-    ScanStates,
-)
+from orthokern import dispatch
+from orthokern._scan_contract import GruInputs, GruOptions, GruStates, Map, ScanInputs, ScanOptions
 from orthokern.errors import InputError
 from orthokern.ops._second import Taken
 
@@ -116,9 +107,19 @@ def gru_given_to_all(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs,
     return inputs._replace(x=x), _options_given_to_all("gru_scan", options, R)
 
 
-def _models(inputs: Any, options: Any, R: int) -> Iterable[tuple[int, Any, Any]]:
-    """The inputs and options of each model alone, of a scan or a GRU."""
-    for r in range(R):
+def separate(op: str, leaf: Any, *call: Any) -> bool:
+    """Whether a leaf can only compute a call for replicas one model at a time; call: what its ``serves_replicas``
+    takes, which a leaf has that serves some calls only."""
+    if not dispatch.has_feature(op, dispatch.backend_of(leaf), "replicas"):
+        return True
+    serves = getattr(leaf, "serves_replicas", None)
+    return serves is not None and not serves(*call)
+
+
+def _models(*given: Any) -> Iterable[tuple[int, list[Any]]]:
+    """The arguments of the forward of a leaf, of a scan or a GRU, for each model alone."""
+    *maps, inputs, options = given
+    for r in range(len(maps[0].second if maps else inputs.w)):
         x = inputs.x
         if x is not None and not is_shared(x):
             x = x[:, r].contiguous()
@@ -127,11 +128,8 @@ def _models(inputs: Any, options: Any, R: int) -> Iterable[tuple[int, Any, Any]]
             lengths=None if options.lengths is None else options.lengths[r],
             resets=None if options.resets is None else options.resets[:, r].contiguous(),
         )
-        yield r, type(inputs)(x, *(None if t is None else t[r] for t in inputs[1:])), own
-
-
-def _map_of(map_: Map, r: int) -> Map:
-    return Map._make(None if t is None else t[r] for t in map_)
+        tensors = type(inputs)(x, *(None if t is None else t[r] for t in inputs[1:]))
+        yield r, [*(Map._make(None if t is None else t[r] for t in map_) for map_ in maps), tensors, own]
 
 
 def _stacked(results: list[Tensor | None], dim: int) -> Tensor | None:
@@ -155,58 +153,23 @@ def for_leaf(tensor: Tensor | None, second: Tensor) -> Tensor | None:
     return tensor if tensor is None or (second.ndim == 3 and tensor.is_cpu) else tensor.contiguous()
 
 
-def forward_one_by_one(
-    function: Callable[..., ScanStates], map_: Map, inputs: ScanInputs, options: ScanOptions
-) -> ScanStates:
+def forward_one_by_one(function: Callable[..., Any], *given: Any) -> Any:
     """The forward of a leaf, model by model."""
-    found = [function(_map_of(map_, r), *one) for r, *one in _models(inputs, options, len(map_.second))]
-    return ScanStates(*(_stacked(list(of_all), 1) for of_all in zip(*found, strict=True)))  # type: ignore[arg-type]
+    found = [function(*own) for _, own in _models(*given)]
+    return type(found[0])(*(_stacked(list(of_all), 1) for of_all in zip(*found, strict=True)))
 
 
-def backward_one_by_one(
-    function: Callable[..., ScanGradients],
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor | None,
-    **needs: bool,
-) -> ScanGradients:
+def backward_one_by_one(function: Callable[..., Any], *given: Any, **needs: bool) -> Any:
     """The backward of a leaf, model by model."""
-    found = [
-        function(
-            _map_of(map_, r), *one, grad_hs[:, r].contiguous(), states[:, r].contiguous(),
-            None if pre is None else pre[:, r].contiguous(), **needs,
-        )
-        for r, *one in _models(inputs, options, len(map_.second))
-    ]  # fmt: skip
-    return ScanGradients(*gradients_of_all(found))  # type: ignore[arg-type]
+    count = 3 if isinstance(given[0], Map) else 2  # of the arguments that the forward has too
 
+    def of_model(saved: Any, r: int) -> Any:
+        if isinstance(saved, GruStates):
+            return GruStates(*(of_model(t, r) for t in saved))
+        return None if saved is None else saved[:, r].contiguous()
 
-def gru_forward_one_by_one(function: Callable[..., GruStates], inputs: GruInputs, options: GruOptions) -> GruStates:
-    """The forward of a GRU's leaf, model by model."""
-    found = [function(*one) for _, *one in _models(inputs, options, len(inputs.w))]
-    return GruStates(*(_stacked(list(of_all), 1) for of_all in zip(*found, strict=True)))  # type: ignore[arg-type]
-
-
-def gru_backward_one_by_one(
-    function: Callable[..., GruGradients],
-    inputs: GruInputs,
-    options: GruOptions,
-    grad_hs: Tensor,
-    states: GruStates,
-    **needs: bool,
-) -> GruGradients:
-    """The backward of a GRU's leaf, model by model."""
-    found = [
-        function(
-            *one, grad_hs[:, r].contiguous(),
-            GruStates(*(None if t is None else t[:, r].contiguous() for t in states)), **needs,  # type: ignore[arg-type]
-        )
-        for r, *one in _models(inputs, options, len(inputs.w))
-    ]  # fmt: skip
-    return GruGradients(*gradients_of_all(found))  # type: ignore[arg-type]
+    found = [function(*own, *(of_model(s, r) for s in given[count:]), **needs) for r, own in _models(*given[:count])]
+    return type(found[0])(*gradients_of_all(found))
 
 
 def behind_time(tensor: Tensor | None, r: int) -> Tensor | None:
@@ -222,8 +185,7 @@ def taken(of_all: Taken, factors: tuple[str, ...], r: int, R: int, op: str) -> T
         return None if whole is None else whole[r]
 
     x, resets = of_all.x, of_all.resets
-    return dataclasses.replace(
-        of_all,
+    return of_all._replace(
         hs=of_all.hs[:, r],
         pre=behind_time(of_all.pre, r),
         x=x if x is None or is_shared(x) else x[:, r],

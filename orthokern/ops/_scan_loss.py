@@ -19,7 +19,7 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern._scan_contract import Readout, ScanInputs
+from orthokern._scan_contract import Readout, ScanInputs, ScanOptions
 from orthokern.ops import _modal, _route, _taps, dense_scan, factored_scan
 from orthokern.ops._common import differentiable_once, needs_grad
 from orthokern.ops._engine import save_tensors, saved_tensors
@@ -48,17 +48,10 @@ class ScanLoss(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Scan:
+class Scan(ScanOptions):
     """The arguments of ``factored_scan`` that have no gradient."""
 
-    activation: str
-    checkpoint_every: int
-    backend: str | None
-    precision: str
-    algorithm: str
-    lengths: Tensor | None
-    message_clip: float
-    resets: Tensor | None
+    backend: str | None = None
 
     def __call__(self, inputs: ScanInputs, matrix: Matrix) -> Tensor:
         """hs [T, B, N]."""
@@ -327,11 +320,7 @@ def choose_for(
 
 @keeps_dtype
 def modal_states(inputs: ScanInputs, matrix: Matrix, scan: Scan) -> Tensor:
-    """hs [T, B, N] of a scan with algorithm="modal"; arguments as those of ``factored_scan``.
-
-    Raises:
-        InputError: the modal form is not possible.
-    """
+    """hs [T, B, N] of a scan with algorithm="modal"; InputError where the modal form is not possible."""
     call = _call("states", inputs, matrix, 0, scan, needs_grad(*inputs, *matrix), False)
     modes, _ = _modal.choose(matrix, call, None, "modal")
     assert modes is not None

@@ -59,10 +59,8 @@ class ScanOp:
     apply or is not needed is an empty tensor. Both take R models at once, see ``_replicas``.
 
     Args:
-        name: the stem of the ops and of the leaves' modules.
         factors: names of the tensors that make up the recurrent map, in the order of the schema.
-        map_of: the map that they make up.
-        gradients: their gradients, from M = dL/dW and the map.
+        gradients: of the factors, from M = dL/dW and the map.
         facts: sizes that SUPPORT tables may limit, from the first factor.
     """
 
@@ -89,8 +87,8 @@ class ScanOp:
         bwd.register_fake(self._backward_fake)
         fwd.register_autograd(self._derivative, setup_context=self._setup_context)
         bwd.register_autograd(no_second_derivative(name))
-        fwd.register_vmap(_vmap.scan_forward(fwd, self.count, fwd.indices("x", "resets")))
-        bwd.register_vmap(_vmap.scan_backward(bwd, self.count, bwd.indices("x", "resets")))
+        fwd.register_vmap(_vmap.scan(fwd, 1, self.count, behind_time=3))
+        bwd.register_vmap(_vmap.scan(bwd, 4, self.count, saved=3))
         self.fwd, self.bwd = fwd, bwd
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
@@ -176,7 +174,9 @@ class ScanOp:
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         leaf, map_, inputs, options = self._leaf(x.shape[0], x, *rest)
         function = getattr(leaf, f"{self.name}_fwd")
-        if self._one_by_one(leaf, map_, inputs, options, x.shape[0]):
+        if map_.second.ndim == 3 and _replicas.separate(
+            self.name, leaf, map_, options, x.shape[0], inputs.h0.shape[-2]
+        ):
             function = functools.partial(_replicas.forward_one_by_one, function)
         found = function(map_, inputs, options)
         _taps.record_states(self.name, found.hs)
@@ -186,7 +186,9 @@ class ScanOp:
         arguments, need_x, need_params = self._without_needs(rest)
         leaf, map_, inputs, options = self._leaf(grad_hs.shape[0], *arguments)
         function = getattr(leaf, f"{self.name}_bwd")
-        if self._one_by_one(leaf, map_, inputs, options, grad_hs.shape[0]):
+        if map_.second.ndim == 3 and _replicas.separate(
+            self.name, leaf, map_, options, grad_hs.shape[0], inputs.h0.shape[-2]
+        ):
             function = functools.partial(_replicas.backward_one_by_one, function)
         saved = (grad_hs, states, pre if options.keeps_pre else None)
         given_ = (_replicas.for_leaf(tensor, map_.second) for tensor in saved)
@@ -196,15 +198,6 @@ class ScanOp:
         grad_x, m, *others = found
         grads = (None,) * self.count if m is None else self.gradients(m, map_)
         return filled((grad_x, *grads, *others), found.h0)
-
-    def _one_by_one(self, leaf: Any, map_: Map, inputs: ScanInputs, options: ScanOptions, T: int) -> bool:
-        """Whether this is a call for replicas that the leaf can only compute one model at a time."""
-        if map_.second.ndim < 3:
-            return False
-        if not dispatch.has_feature(self.name, dispatch.backend_of(leaf), "replicas"):
-            return True
-        serves = getattr(leaf, "serves_replicas", None)  # a leaf that serves some calls only
-        return serves is not None and not serves(map_, options, T, inputs.h0.shape[-2])
 
     def _without_needs(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
         """(the arguments that the forward has too, need_x, need_params)."""

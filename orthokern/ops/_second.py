@@ -44,7 +44,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,23 +61,15 @@ from orthokern.reference.activations import chain, sum_to_param
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the scans of one call have in common.
+    """What the scans of one call have in common."""
 
-    Attributes:
-        bwd, map_of, gradients: of the ScanOp; bwd is its backward op.
-        activation: its name.
-        choices: backend, precision and algorithm.
-        clip: the message clip of an adjoint that has no mask; 0 for none.
-        records: whether an adjoint is the one whose norms a tap wants.
-    """
-
-    bwd: Callable[..., Any]
-    map_of: Callable[..., Map]
+    bwd: Callable[..., Any]  # the backward op of the ScanOp
+    map_of: Callable[..., Map]  # of the ScanOp, as gradients
     gradients: Callable[[Tensor, Map], tuple[Tensor, ...]]
     activation: str
-    choices: tuple[str | None, str, str]
-    clip: float = 0.0
-    records: bool = False
+    choices: tuple[str | None, str, str]  # backend, precision and algorithm
+    clip: float = 0.0  # the message clip of an adjoint that has no mask; 0 for none
+    records: bool = False  # whether an adjoint is the one whose norms a tap wants
 
 
 # ------------------------------------------------------------------------------------------------ parts of the formulas
@@ -163,18 +155,20 @@ def _slope_has_parameter(activation: str) -> bool:
 # ------------------------------------------------------------------------------------------------ the linear recurrence
 
 
-def _with_kernel(
-    plan: Plan,
-    forwards: bool,
-    g: Tensor,
-    source: Tensor,
-    mask: Tensor | None,
-    act_param: Tensor | None,
-    lengths: Tensor | None,
-    resets: Tensor | None,
-    map_: Map,
-) -> Tensor:
+class _Linear(NamedTuple):
+    """A recurrence of LinearScan but for g and r, in the order of its arguments."""
+
+    source: Tensor
+    mask: Tensor | None
+    act_param: Tensor | None
+    lengths: Tensor | None
+    resets: Tensor | None
+    map_: Map
+
+
+def _with_kernel(plan: Plan, forwards: bool, g: Tensor, linear: _Linear) -> Tensor:
     """out of LinearScan without r, by the scan's backward op."""
+    source, mask, act_param, lengths, resets, map_ = linear
     activation, (backend, precision, algorithm) = plan.activation, plan.choices
     if mask is not None:  # put into what J is computed from: J = 0 at these values
         if activation == "identity":
@@ -198,19 +192,9 @@ def _with_kernel(
     return without_padding(out.flip(0), alive) if forwards else out
 
 
-def _step_by_step(
-    plan: Plan,
-    forwards: bool,
-    g: Tensor,
-    r: Tensor | None,
-    source: Tensor,
-    mask: Tensor | None,
-    act_param: Tensor | None,
-    lengths: Tensor | None,
-    resets: Tensor | None,
-    map_: Map,
-) -> Tensor:
+def _step_by_step(plan: Plan, forwards: bool, g: Tensor, r: Tensor | None, linear: _Linear) -> Tensor:
     """out of LinearScan in plain torch code, for what the kernels have no argument for."""
+    source, mask, act_param, lengths, resets, map_ = linear
     T = g.shape[0]
     alive = running(T, lengths)
     g, r = without_padding(g, alive), None if r is None else without_padding(r, alive)
@@ -243,28 +227,18 @@ class LinearScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        plan: Plan,
-        forwards: bool,
-        g: Tensor,
-        r: Tensor | None,
-        source: Tensor,
-        mask: Tensor | None,
-        act_param: Tensor | None,
-        lengths: Tensor | None,
-        resets: Tensor | None,
-        *factors: Tensor,
-    ) -> Tensor:
-        map_, clipped = plan.map_of(*factors), plan.clip > 0 and mask is None
+    def forward(plan: Plan, forwards: bool, g: Tensor, r: Tensor | None, *rest: Any) -> Tensor:
+        linear = _Linear._make((*rest[:5], plan.map_of(*rest[5:])))
+        mask, clipped = linear.mask, plan.clip > 0 and linear.mask is None
         pairs_or_slope = ACTIVATIONS[plan.activation].needs_input
         if (mask is not None and pairs_or_slope) or (clipped and r is not None):
-            return _step_by_step(plan, forwards, g, r, source, mask, act_param, lengths, resets, map_)
+            return _step_by_step(plan, forwards, g, r, linear)
         if r is None:
-            return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, resets, map_)
-        r = without_padding(_times(mask, r), running(g.shape[0], lengths))
+            return _with_kernel(plan, forwards, g, linear)
+        r = without_padding(_times(mask, r), running(g.shape[0], linear.lengths))
         through = product if forwards else transposed_product
-        g = g + through(map_, _linked(r, resets, before=forwards))
-        return _with_kernel(plan, forwards, g, source, mask, act_param, lengths, resets, map_) + r
+        g = g + through(linear.map_, _linked(r, linear.resets, before=forwards))
+        return _with_kernel(plan, forwards, g, linear) + r
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -355,18 +329,9 @@ class LinearScan(torch.autograd.Function):
         return LinearScan._again(ctx, forwards, torch.zeros_like(g) if dg is None else dg, dr, saved, mask)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        """Into the batch of the sequences where W and the parameter are shared, else one after the other."""
-        plan, forwards, g, r, source, mask, act_param, lengths, resets, *factors = arguments
-        if any(dim is not None for dim in (in_dims[6], *in_dims[9:])):
-            return looped(LinearScan.apply, info.batch_size, in_dims, arguments), 0
-        time = [
-            None if t is None else joined(t, dim, info.batch_size, 1)
-            for t, dim in zip((g, r, source, mask, resets), (*in_dims[2:6], in_dims[8]), strict=True)
-        ]
-        lengths = None if lengths is None else joined(lengths, in_dims[7], info.batch_size, 0)
-        out = LinearScan.apply(plan, forwards, *time[:4], act_param, lengths, time[4], *factors)
-        return out.unflatten(1, (info.batch_size, -1)), 1
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = {2: 1, 3: 1, 4: 1, 5: 1, 7: 0, 8: 1}  # of g, r, source, mask, lengths, resets
+        return in_the_batch(LinearScan.apply, info.batch_size, in_dims, arguments, places)
 
 
 def _transposed_pair(map_: Map, change: Map) -> tuple[Map, Map]:
@@ -376,7 +341,26 @@ def _transposed_pair(map_: Map, change: Map) -> tuple[Map, Map]:
     return _transposed(map_), Map(change.second, change.scale, change.first)  # type: ignore[arg-type]
 
 
-def joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+def in_the_batch(
+    function: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...],
+    places: dict[int, int],
+) -> tuple[Any, Any]:  # fmt: skip
+    """A function of sequences under vmap: all models in one batch, or one after the other where they do not share what
+    has no sequences. places: the dimension of the batch in the arguments that have one."""
+    if any(dim is not None and i not in places for i, dim in enumerate(in_dims)):
+        found = _looped(function, size, in_dims, arguments)
+        return found, (0,) * len(found) if isinstance(found, tuple) else 0
+    given = [
+        _joined(a, in_dims[i], size, places[i]) if i in places and a is not None else a for i, a in enumerate(arguments)
+    ]
+    found = function(*given)
+    if isinstance(found, Tensor):
+        return found.unflatten(1, (size, -1)), 1
+    apart = tuple(t.unflatten(1, (size, -1)) if t.ndim > 1 else t for t in found)  # an empty pre has no sequences
+    return apart, tuple(1 if t.ndim > 1 else None for t in found)
+
+
+def _joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     """A tensor with its vmapped dimension joined to the dimension `batch`; repeated where it has none."""
     if dim is None:
         wide = tensor.unsqueeze(batch).expand(*tensor.shape[:batch], size, *tensor.shape[batch:])
@@ -385,7 +369,9 @@ def joined(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     return wide.flatten(batch, batch + 1)
 
 
-def looped(function: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
+def _looped(
+    function: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+) -> Any:
     """The results of a function of each slice of the vmapped arguments, stacked in front."""
     results = [
         function(*(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
@@ -399,8 +385,7 @@ def looped(function: Callable[..., Any], size: int, in_dims: tuple[int | None, .
 # ---------------------------------------------------------------------------------------------- derivatives of the scan
 
 
-@dataclasses.dataclass
-class Taken:
+class Taken(NamedTuple):
     """The tensors of a scan that its derivatives are computed from. x may be None where nothing asks for it."""
 
     hs: Tensor
@@ -522,19 +507,8 @@ class Scan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        fwd: Callable[..., Any],
-        plan: Plan,
-        x: Tensor,
-        h0: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        act_param: Tensor | None,
-        lengths: Tensor | None,
-        resets: Tensor | None,
-        reset_state: Tensor | None,
-        *factors: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(fwd: Callable[..., Any], plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        h0, weight, bias, act_param, lengths, resets, reset_state, *factors = tensors
         hs, _, pre = fwd(
             x, *factors, h0, weight, bias, act_param, plan.activation, 0, *plan.choices, lengths, plan.clip, resets,
             reset_state,
@@ -553,10 +527,7 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def _taken(saved: tuple[Any, ...]) -> Taken:
-        hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors = saved
-        return Taken(
-            hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors)
-        )  # fmt: skip
+        return Taken._make((*saved[:10], tuple(saved[10:])))
 
     @staticmethod
     @one_cotangent_at_a_time
@@ -579,18 +550,6 @@ class Scan(torch.autograd.Function):
         return tangent(ctx.plan, taken, change)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], Any]:
-        """Into the batch of the sequences where the parameters are shared, else one after the other."""
-        fwd, plan, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors = arguments
-        size = info.batch_size
-        if any(dim is not None for dim in (*in_dims[4:7], *in_dims[10:])):
-            return looped(Scan.apply, size, in_dims, arguments), (0, 0)
-        x, h0, lengths, resets, reset_state = (
-            None if t is None else joined(t, in_dims[i], size, batch)
-            for t, i, batch in ((x, 2, 1), (h0, 3, 0), (lengths, 7, 0), (resets, 8, 1), (reset_state, 9, 0))
-        )
-        hs, pre = Scan.apply(fwd, plan, x, h0, weight, bias, act_param, lengths, resets, reset_state, *factors)
-        hs = hs.unflatten(1, (size, -1))
-        if not ACTIVATIONS[plan.activation].needs_input:
-            return (hs, pre), (1, None)
-        return (hs, pre.unflatten(1, (size, -1))), (1, 1)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = {2: 1, 3: 0, 7: 0, 8: 1, 9: 0}  # of x, h0, lengths, resets, reset_state
+        return in_the_batch(Scan.apply, info.batch_size, in_dims, arguments, places)

@@ -66,9 +66,8 @@ from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.ops import _route, _taps
 from orthokern.ops._alone import alone
 from orthokern.ops._common import contiguous, total
-from orthokern.ops._engine import one_cotangent_at_a_time, save_tensors, saved_tensors
-from orthokern.ops._second import joined, looped
-from orthokern.ops._second_native import again
+from orthokern.ops._engine import again, one_cotangent_at_a_time, save_tensors, saved_tensors
+from orthokern.ops._second import in_the_batch
 from orthokern.reference._scan import running, started, without_padding
 
 
@@ -90,17 +89,6 @@ def _applied(variant: str, v: Tensor, w: Tensor, coefficients: tuple[Tensor, ...
     return z * v + cz * (v @ w_z.mT) + cn * y
 
 
-def _applied_back(variant: str, ghat: Tensor, w: Tensor, coefficients: tuple[Tensor, ...]) -> Tensor:
-    """A^T ghat, of one step or of all."""
-    z, cz, cn, k, r = coefficients
-    w_r, w_z, w_n = w.chunk(3)
-    d = cn * ghat
-    if variant == "torch":
-        return z * ghat + (cz * ghat) @ w_z + (k * d) @ w_r + (r * d) @ w_n
-    d_m = d @ w_n
-    return z * ghat + (cz * ghat) @ w_z + (k * d_m) @ w_r + r * d_m
-
-
 def _steps(
     variant: str,
     forwards: bool,
@@ -109,7 +97,7 @@ def _steps(
     coefficients: tuple[Tensor, ...],
     products: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
-    """out of LinearGru: ``_applied`` and ``_applied_back`` in few calls for each step.
+    """out of LinearGru, in few calls for each step.
 
     products, of a tangent: zeros [T, B, 3N] (2N, and [T, B, N], in "kanai") that take P (P_r and P_z, and y).
     """
@@ -203,14 +191,9 @@ class LinearGru(torch.autograd.Function):
         return found
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        """Into the batch of the sequences where w is shared, else one after the other."""
-        variant, forwards, g, w, *coefficients = arguments
-        size = info.batch_size
-        if in_dims[3] is not None:
-            return looped(LinearGru.apply, size, in_dims, arguments), 0
-        wide = [joined(t, dim, size, 1) for t, dim in zip((g, *coefficients), (in_dims[2], *in_dims[4:]), strict=True)]
-        return LinearGru.apply(variant, forwards, wide[0], w, *wide[1:]).unflatten(1, (size, -1)), 1
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = dict.fromkeys((2, *range(4, len(arguments))), 1)  # of g and the coefficients
+        return in_the_batch(LinearGru.apply, info.batch_size, in_dims, arguments, places)
 
 
 def _pairing_gradients(
@@ -327,11 +310,7 @@ class Taken:
 
 @keeps_dtype
 def gradients(
-    taken: Taken,
-    grad_hs: Tensor | None,
-    grad_gates: Tensor | None,
-    grad_pre: Tensor | None,
-    needs: tuple[bool, ...],
+    taken: Taken, grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Of x, w, h0, bias and reset_state, as functions that can be differentiated again. needs: which are wanted."""
     w, coefficients = taken.w, taken.coefficients()
@@ -456,20 +435,16 @@ def _contract(options: GruOptions, *tensors: Tensor | None) -> tuple[GruInputs, 
 
 
 def of_saved(
-    leaf: Any,
-    options: GruOptions,
-    saved: tuple[Any, ...],
-    grad_hs: Tensor | None,
-    grad_gates: Tensor | None,
-    grad_pre: Tensor | None,
+    leaf: Any, options: GruOptions, saved: tuple[Any, ...], cotangents: tuple[Tensor | None, ...],
     needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, w, h0 and bias by the kernel, where gates and pre have gradients; nothing is recorded."""
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, w, h0 and bias by the kernel, from those of hs, gates and pre; nothing is recorded."""
     inputs, states = _contract(options, *saved[:6])
-    grad_hs = torch.zeros_like(states.hs) if grad_hs is None else grad_hs.contiguous()
-    found = leaf.gru_scan_bwd_of_saved(
-        inputs, options, grad_hs, states, contiguous(grad_gates), contiguous(grad_pre), need_params=needs[1] or needs[3]
-    )
+    grad_hs, grad_gates, grad_pre = map(contiguous, cotangents)
+    found, _ = leaf.gru_scan_bwd_more(
+        inputs, options, torch.zeros_like(states.hs) if grad_hs is None else grad_hs, states, grad_gates=grad_gates,
+        grad_pre=grad_pre, need_params=needs[1] or needs[3],
+    )  # fmt: skip
     return found.x, found.w, found.h0, found.bias
 
 
@@ -477,8 +452,8 @@ class First(torch.autograd.Function):
     """The first gradients of x, w, h0 and bias by the kernels of the cpu backend, with a derivative by them: Note
     [Second derivative of the GRU]. What asks for more derivatives, or for many at once, gets them from `gradients`.
 
-    Arguments of apply: the leaf; options, without resets; needs, which gradients are wanted; grad_hs, hs, gates, pre,
-    w, h0, bias.
+    Arguments of apply: the leaf; options, without resets; which gradients are wanted; grad_hs, hs, gates, pre, w, h0,
+    bias.
     """
 
     @staticmethod
@@ -557,19 +532,6 @@ class Gru(torch.autograd.Function):
         return tangent(Taken(ctx.variant, *saved_tensors(ctx)), dx, dw, dh0, dbias, dstate)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Into the batch of the sequences where the parameters are shared, else one after the other."""
-        x, w, h0, bias, variant, backend, *cuts = arguments
-        size = info.batch_size
-        if in_dims[1] is not None or in_dims[3] is not None:
-            return looped(Gru.apply, size, in_dims, arguments), (0, 0, 0)
-        cuts = [
-            None if cut is None else joined(cut, dim, size, batch)
-            for cut, dim, batch in zip(cuts, in_dims[6:], (0, 1, 0), strict=True)  # lengths, resets, reset_state
-        ]
-        x, h0 = joined(x, in_dims[0], size, 1), joined(h0, in_dims[2], size, 0)
-        hs, gates, pre = Gru.apply(x, w, h0, bias, variant, backend, *cuts)
-        hs, gates = hs.unflatten(1, (size, -1)), gates.unflatten(1, (size, -1))
-        if variant != "torch":
-            return (hs, gates, pre), (1, 1, None)
-        return (hs, gates, pre.unflatten(1, (size, -1))), (1, 1, 1)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        places = {0: 1, 2: 0, 6: 0, 7: 1, 8: 0}  # of x, h0, lengths, resets, reset_state
+        return in_the_batch(Gru.apply, info.batch_size, in_dims, arguments, places)

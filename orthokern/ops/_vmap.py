@@ -51,24 +51,9 @@ def apply(level: VmapInterpreter, op: Callable[..., Any], rule: Rule, given: tup
     )
 
 
-def _moved(tensor: Any, place: int | None, to: int) -> Any:
-    return tensor if place is None else tensor.movedim(place, to)
-
-
-def _with_places(results: Any, place: int) -> tuple[Any, Any]:
-    """The results of an op, and the position of R in each; None for an empty tensor, which means no result."""
-    if isinstance(results, Tensor):
-        return results, place
-    results = tuple(results)
-    return results, tuple(place if result.ndim > 1 else None for result in results)
-
-
 def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
-    """The rule that calls the op for each model.
-
-    wanted: the number of results to return, None for all. The others are empty: they are saved by the derivative of
-    each call.
-    """
+    """The rule that calls the op for each model, and returns the first ``wanted`` results, or all; the others, which
+    the derivative of each call saves, are empty."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         # The derivative of unbind writes the gradient of all models once; that of R selects would write it R times.
@@ -87,11 +72,8 @@ def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
 
 
 def batched(op: Callable[..., Any], places: tuple[int, ...], results: tuple[int, ...]) -> Rule:
-    """The rule of an op on batches of matrices.
-
-    places, results: the positions of R in the first arguments, which are tensors, and in the results. An argument
-    without R is expanded.
-    """
+    """The rule of an op on batches of matrices. places, results: the positions of R in the first arguments, which are
+    tensors, and in the results. An argument without R is expanded."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         tensors = [
@@ -128,44 +110,20 @@ def _expanded(tensor: Tensor, place: int | None, R: int, at: int) -> Tensor:
     return tensor.unsqueeze(at).expand(*shape[:at], R, *shape[at:])
 
 
-def _is_nested(factor: Tensor, place: int | None) -> bool:
-    """Whether the map already has R, in a vmap inside a vmap."""
-    return factor.ndim - (place is not None) == 3
-
-
-def scan_forward(op: Callable[..., Any], factors: int, time_first: tuple[int, ...]) -> Rule:
-    """The rule of a scan's forward: one call for R models.
+def scan(op: Any, start: int, factors: int, *, saved: int = 0, behind_time: int = 1) -> Rule:
+    """The rule of a scan's forward or backward: one call for R models.
 
     Args:
         op: the op.
-        factors: the number of tensors of the recurrent map; they are the arguments after x.
-        time_first: the indices of the tensors [T, B, ...], in which R follows T.
+        start, factors: the position of the first tensor of the recurrent map, and their number.
+        saved: the number of first arguments [T, R, B, ...] that exist for each model and are expanded.
+        behind_time: the number of first results in which R follows T.
     """
-    each, of_map = one_by_one(op), range(1, 1 + factors)
+    each, of_map, time_first = one_by_one(op), range(start, start + factors), op.indices("x", "resets")
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        if _is_nested(arguments[factors], in_dims[factors]):
-            return each(info, in_dims, *arguments)
-        given = list(arguments)
-        for index, (tensor, place) in enumerate(zip(arguments, in_dims, strict=True)):
-            if index in of_map:
-                given[index] = _expanded(tensor, place, info.batch_size, 0)
-            else:
-                given[index] = _moved(tensor, place, 1 if index in time_first else 0)
-        return _with_places(op(*given), 1)
-
-    return rule
-
-
-def scan_backward(op: Callable[..., Any], factors: int, time_first: tuple[int, ...], saved: int = 3) -> Rule:
-    """The rule of a scan's backward, whose factors follow four other arguments.
-
-    saved: the number of first arguments [T, R, B, ...] that exist for each model and are expanded.
-    """
-    each, of_map = one_by_one(op), range(4, 4 + factors)
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        if _is_nested(arguments[3 + factors], in_dims[3 + factors]):
+        last = of_map[-1]
+        if arguments[last].ndim - (in_dims[last] is not None) == 3:  # it already has R, in a vmap inside a vmap
             return each(info, in_dims, *arguments)
         given = list(arguments)
         for index, (tensor, place) in enumerate(zip(arguments, in_dims, strict=True)):
@@ -173,10 +131,10 @@ def scan_backward(op: Callable[..., Any], factors: int, time_first: tuple[int, .
                 given[index] = _expanded(tensor, place, info.batch_size, 0)
             elif index < saved and tensor.ndim > 1:  # an empty pre was not kept
                 given[index] = _expanded(tensor, place, info.batch_size, 1)
-            else:
-                given[index] = _moved(tensor, place, 1 if index in time_first else 0)
+            elif place is not None:
+                given[index] = tensor.movedim(place, 1 if index in time_first else 0)
         results = tuple(op(*given))
-        in_front = _with_places(results[1:], 0)[1]
-        return results, (1 if results[0].ndim > 1 else None, *in_front)
+        # an empty tensor means no result
+        return results, tuple(int(i < behind_time) if r.ndim > 1 else None for i, r in enumerate(results))
 
     return rule

@@ -38,16 +38,13 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
         relu        y = max(x, 0)
         leaky_relu  y = max(x, 0) + slope min(x, 0)
         prelu       the same with a learned slope
-        modrelu     y = sign(x) max(|x| + bias, 0)
+        modrelu     y = sign(x) max(|x| + bias, 0), sign(0) = 0
         oplu        adjacent pairs (x_2i, x_2i+1) -> (max, min); a tie is not swapped
         softsign    y = x / (1 + |x|)
         Derivatives: Note [Activation derivatives] in ``orthokern/reference/activations.py``.
 
     Args:
-        x: [..., N], N even for oplu.
-        act_param: [1] or [N], same dtype and device: slope (prelu, leaky_relu) or bias (modrelu); else None.
-        activation: one of NAMES.
-        backend: a name, "auto" or None.
+        As in ``orthokern.functional.activation``.
 
     Returns:
         [..., N]; for identity, x itself.

@@ -38,10 +38,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         Note [Cayley step] in ``orthokern/reference/cayley.py`` derives both and says why this form drifts least.
 
     Args:
-        m: [..., N, K], K <= N, orthonormal columns, float32 or float64.
-        g: [..., N, K], gradient of the loss with respect to m; same dtype and device.
-        lr: the rate, a number or a tensor [...] with one number for each matrix. A negative rate ascends.
-        backend: a name, "auto" or None.
+        As in ``orthokern.functional.cayley``.
 
     Returns:
         [..., N, K], a new tensor. It is not differentiable (a backward raises a RuntimeError), except with an explicit

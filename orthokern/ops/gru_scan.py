@@ -125,15 +125,6 @@ def _leaf(
     return leaf, GruInputs(_replicas.for_leaf(inputs.x, w), *map(contiguous, inputs[1:])), options  # type: ignore[arg-type]
 
 
-def _one_by_one(leaf: Any, inputs: GruInputs) -> bool:
-    """Whether this is a call for replicas that the leaf can only compute one model at a time."""
-    if inputs.w.ndim < 3:
-        return False
-    if not dispatch.has_feature("gru_scan", dispatch.backend_of(leaf), "replicas"):
-        return True
-    return not leaf.serves_replicas(inputs)
-
-
 @custom_op(
     "gru_scan_fwd",
     "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None, "
@@ -143,8 +134,8 @@ def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
     leaf, inputs, options = _leaf(x.shape[0], x, *rest)
     function = leaf.gru_scan_fwd
-    if _one_by_one(leaf, inputs):
-        function = functools.partial(_replicas.gru_forward_one_by_one, function)
+    if inputs.w.ndim == 3 and _replicas.separate("gru_scan", leaf, inputs):
+        function = functools.partial(_replicas.forward_one_by_one, function)
     states = function(inputs, options)
     _taps.record_states("gru_scan", states.hs)
     return filled(states, states.hs)
@@ -172,8 +163,8 @@ def _bwd(
     saved = (grad_hs, hs, gates, None if options.kanai else pre)
     given_: list[Any] = [_replicas.for_leaf(tensor, w) for tensor in saved]
     function = leaf.gru_scan_bwd
-    if _one_by_one(leaf, inputs):
-        function = functools.partial(_replicas.gru_backward_one_by_one, function)
+    if inputs.w.ndim == 3 and _replicas.separate("gru_scan", leaf, inputs):
+        function = functools.partial(_replicas.backward_one_by_one, function)
     grads = function(inputs, options, given_[0], GruStates(*given_[1:]), need_params=need_params)
     if _taps.SINKS:
         _taps.record("gru_scan", grads.norm)
@@ -236,7 +227,7 @@ def _backward(
             found = _second_gru.First.apply(leaf, options, tuple(needs[:4]), grad_hs, *saved[:6])
             return (*map(given, found, needs[:4]), *(None,) * 5)
         if leaf is not None and not recording:
-            found = _second_gru.of_saved(leaf, options, saved, grad_hs, grad_gates, grad_pre, needs)
+            found = _second_gru.of_saved(leaf, options, saved, (grad_hs, grad_gates, grad_pre), needs)
             return (*(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 5)
     wanted = (*needs[:4], resets is not None and needs[8])
     *found, last = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), wanted)
@@ -282,5 +273,5 @@ def _differentiable(
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("gru_scan"))
-_fwd.register_vmap(_vmap.scan_forward(_fwd, 1, _fwd.indices("x", "resets")))
-_bwd.register_vmap(_vmap.scan_backward(_bwd, 1, _bwd.indices("resets"), saved=4))
+_fwd.register_vmap(_vmap.scan(_fwd, 1, 1, behind_time=3))
+_bwd.register_vmap(_vmap.scan(_bwd, 4, 1, saved=4))

@@ -44,10 +44,8 @@ def linear_cross_entropy(
         Gradients: Note [Linear cross-entropy backward] in ``orthokern/reference/linear_cross_entropy.py``.
 
     Args:
-        hidden: [R, N], float; weight: [C, N]; bias: [C] or None; one dtype and device.
-        target: int64 [R], class ids in [0, C).
-        reduction: "mean" or "sum", over the R rows.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code.
+        As in ``orthokern.functional.linear_cross_entropy``, with hidden [R, N] and int64 target [R]. An explicit
+        "reference" runs plain differentiable torch code.
 
     Returns:
         The loss, 0-dim, in nats.

@@ -37,9 +37,8 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         ``orthokern/reference/skew_exp.py``.
 
     Args:
-        x: [..., N, N], float32 or float64. For a skew x the result is exp(x); the symmetric part is not used.
-        backend: a name, "auto" or None. An explicit "reference" runs plain differentiable torch code, with the
-            precision of matrix products that is set in torch.
+        As in ``orthokern.functional.skew_exp``. An explicit "reference" runs plain differentiable torch code, with the
+        precision of matrix products that is set in torch.
 
     Returns:
         [..., N, N], orthogonal. Its gradient with respect to x is skew.

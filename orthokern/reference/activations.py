@@ -1,13 +1,4 @@
-"""Activations and their derivatives: the reference.
-
-    identity    y = x
-    tanh        y = tanh(x)
-    relu        y = max(x, 0)
-    leaky_relu  y = max(x, 0) + slope min(x, 0), slope fixed by the module
-    prelu       the same with a learned slope
-    modrelu     y = sign(x) max(|x| + bias, 0), sign(0) = 0
-    oplu        adjacent pairs (x_2i, x_2i+1) -> (max, min); a tie is not swapped
-    softsign    y = x / (1 + |x|)
+"""Activations and their derivatives: the reference. The equations are in ``orthokern/ops/activations.py``.
 
 Note [Activation derivatives]
     prelu:    dy/dx = 1 if x > 0 else slope;                 dy/dslope = min(x, 0).
@@ -43,16 +34,7 @@ def _oplu_swaps(x: Tensor) -> Tensor:
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
-    """Apply one activation.
-
-    Args:
-        x: [..., N], any floating dtype.
-        act_param: slope ([1] or [N], prelu and leaky_relu), bias ([1] or [N], modrelu), else None.
-        activation: one of the names above.
-
-    Returns:
-        [..., N] of x's dtype; for identity, x itself.
-    """
+    """See ``orthokern.ops.activations``; any floating dtype, identity returns x itself."""
     if activation == "identity":
         return x
     if activation == "tanh":
@@ -72,16 +54,7 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
 
 
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
-    """Derivative of ``activation_fwd``; see Note [Activation derivatives].
-
-    Args:
-        grad_y: [..., N], gradient with respect to the output.
-        x: [..., N], the input of the forward.
-        act_param, activation: as in the forward.
-
-    Returns:
-        grad_x [..., N]; grad_act_param of act_param's shape, or empty without one.
-    """
+    """See ``orthokern.ops.activations`` and Note [Activation derivatives]."""
     y = activation_fwd(x, act_param, activation=activation)
     grad_x, elementwise = chain(grad_y, y, x, act_param, activation=activation)
     if elementwise is None:
@@ -93,15 +66,9 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
 def chain(
     grad_y: Tensor, y: Tensor, x: Tensor | None, act_param: Tensor | None, *, activation: str
 ) -> tuple[Tensor, Tensor | None]:
-    """One step of the chain rule through an activation; see Note [Activation derivatives].
-
-    Args:
-        grad_y, y: [..., N], gradient of and value of the output.
-        x: [..., N], the input; may be None unless the activation is in NEEDS_INPUT.
-
-    Returns:
-        grad_x [..., N], a new tensor; and the gradient of act_param before the sum over rows [..., N], or None.
-    """
+    """One step of the chain rule through an activation: grad_x [..., N], a new tensor; and the gradient of act_param
+    before the sum over rows [..., N], or None. y: the output; x: the input, which may be None unless the activation is
+    in NEEDS_INPUT."""
     if activation == "identity":
         return grad_y.clone(), None
     if activation == "tanh":

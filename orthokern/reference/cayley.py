@@ -34,16 +34,7 @@ from torch import Tensor
 
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
-    """One Cayley step; see Note [Cayley step].
-
-    Args:
-        m: [..., N, K], K <= N, orthonormal columns, float32 or float64.
-        g: [..., N, K], the gradient with respect to m.
-        lr: the rate, a number or a tensor [...] with one per matrix.
-
-    Returns:
-        [..., N, K], the new bases, a new tensor.
-    """
+    """See ``orthokern.ops.cayley`` and Note [Cayley step]."""
     rate = lr.to(m)[..., None, None] if isinstance(lr, Tensor) else lr
     N, K = m.shape[-2:]
     if K == N:

@@ -144,15 +144,8 @@ def _combinations(powers: Tensor) -> tuple[Tensor, ...]:
 
 
 def skew_exp_bwd(grad_p: Tensor, powers: Tensor, terms: Tensor, c: Tensor, root: Tensor, squarings: Tensor) -> Tensor:
-    """Gradient of `skew_exp_fwd`; see Note [Backward of the exponential of a skew matrix].
-
-    Args:
-        grad_p: [..., N, N].
-        powers, terms, c, root, squarings: as the forward returns them.
-
-    Returns:
-        grad_x [..., N, N], skew.
-    """
+    """grad_x [..., N, N], skew, from what `skew_exp_fwd` returns; see Note [Backward of the exponential of a skew
+    matrix]."""
     rounds = _rounds(squarings)
     stages = [root]
     for k in range(rounds - 1):
