@@ -145,10 +145,11 @@ def scan_plan(
     parts: Parts, x: Tensor, weight: Tensor, act_param: Tensor | None, activation: str,
     parameters: Sequence[str], learned: str | None,
 ) -> Plan:  # fmt: skip
-    """Of a scan with the matrix of ``parts``, x [T,B,D], weight [N,D] and act_param [1] or [N].
+    """The plan of a scan with the matrix of ``parts``, x [T,B,D], weight [N,D] and act_param [1] or [N].
 
-    parameters: names, in the order in which gradients are given; biases are what is not known by name. learned: the
-    name of that of the activation.
+    Args:
+        parameters: names in the order of the gradients; a name that is not known otherwise is that of a bias.
+        learned: the name of the activation's parameter.
     """
     (T, B, D), N, size = x.shape, len(weight), 0 if act_param is None else len(act_param)
     sizes = {

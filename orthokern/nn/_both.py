@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 def both_directions(
     module: Recurrent, data: Tensor, states: Sequence[Tensor | None], suffixes: Sequence[str]
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """The states [T, B, N] and the last states [B, N] of each direction of one layer, for data [T, B, D] or ids [T, B];
-    None if the directions need separate calls. states: h0 [B, N] of each, or None for zeros; suffixes: of their
-    parameters."""
+    """The states [T, B, N] and the last states [B, N] of each direction; None if these need separate calls.
+
+    Args:
+        data: [T, B, D], or ids [T, B].
+        states: h0 [B, N] of each direction, or None for zeros.
+        suffixes: of the parameters of each direction.
+    """
     name, sizes = module._op()
     if name not in (*SCANS, "gru_scan") or data.is_meta or not data.numel() or not quiet():
         return None

@@ -66,9 +66,12 @@ def skew_from(parameter: Tensor) -> Tensor:
 
 
 def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
-    """momentum [N,N], a sum of gradients with respect to `parameter` [N,N], the last point in the old chart,
-    transformed to the chart around exp(A): Note [Optimizer state at a move]. Both it and the result are strictly lower
-    triangular."""
+    """Transforms a sum of gradients of A to the chart around exp(A); Note [Optimizer state at a move].
+
+    Args:
+        momentum: [N,N], a sum of gradients with respect to `parameter`, strictly lower triangular, as the result.
+        parameter: [N,N], the last point in the old chart.
+    """
     # the gradient with respect to L is twice the lower triangle of the skew gradient with respect to A
     gamma = skew_from(momentum).to(torch.complex128) / 2
     angles, q = torch.linalg.eigh(-1j * skew_from(parameter).to(torch.complex128))

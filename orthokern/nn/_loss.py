@@ -79,9 +79,15 @@ def state_bytes(
 def last_step_norms(
     module: Recurrent, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str
 ) -> Tensor | None:
-    """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others, of a module of one layer; L is the mean
-    cross-entropy of the last step alone. data: [T, B] ids or [T, B, D]; target: [T, B]. None if ``module.loss`` does
-    not use modes."""
+    """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others; L is the mean cross-entropy of the last step
+    alone. None if ``module.loss`` does not use the modal form.
+
+    Args:
+        module: of one layer.
+        data: [T, B] ids or [T, B, D].
+        target: [T, B].
+        algorithm: as in ``module.loss``.
+    """
     weight, bias = weights_of(readout, module.hidden_size)
     matrix, options = described(module, not data.is_floating_point(), False, algorithm)
     T, B = data.shape[:2]

@@ -206,9 +206,14 @@ def scan_inputs(
     *,
     small_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a scan except its matrices, which are already checked (like is one of them). Returns x,
-    with int64 for other dtypes of token ids unless small_ids (then any of ID_DTYPES is accepted), and h0 [B, N], zeros
-    for None."""
+    """Check the arguments of a scan except its matrices, which are already checked (like is one of them).
+
+    Args:
+        small_ids: token ids may have any dtype of ID_DTYPES and are not converted.
+
+    Returns:
+        x (token ids as int64, unless small_ids) and h0 [B, N] (zeros for None).
+    """
     is_tensor("x", x)
     if weight is not None:
         is_tensor("weight", weight)

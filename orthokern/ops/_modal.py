@@ -207,8 +207,8 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
 def choose(
     matrix: Matrix, call: Call, start: Tensor | None, algorithm: str, defer: bool = False
 ) -> tuple[Modes | None, str]:
-    """(modes, "") for a call that uses the modal form, else (None, the reason), which "modal" raises; defer: as in
-    ``find_modes``."""
+    """(modes, "") for a call that uses the modal form, else (None, the reason). For the algorithm "modal" the reason is
+    an InputError. defer: as in ``find_modes``."""
     if algorithm not in ("auto", "modal"):
         return None, f"algorithm is {algorithm!r}"
     asked = algorithm == "modal"
