@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import random
+import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,3 +99,13 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         content = struct.pack(">2I", 2049, count) + labels.to(torch.uint8).numpy().tobytes()
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(content)
     return folder
+
+
+@pytest.fixture
+def hangup_not_ignored() -> Iterator[None]:
+    """SIGHUP does what it does by default, also if the tests run under nohup, which has it ignored."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

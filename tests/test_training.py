@@ -161,6 +161,7 @@ def test_the_goal_ends_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 13, 20])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("hangup_not_ignored")
 def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
     whole: Path, tmp_path: Path, stop: int, number: signal.Signals
 ) -> None:
