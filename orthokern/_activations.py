@@ -13,40 +13,24 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Parameter:
-    """The parameter ``act_param`` of an activation.
+    """The parameter ``act_param`` of an activation."""
 
-    Attributes:
-        name: its name in messages.
-        stem: the parameters of a recurrent module are named <stem>_l0, ...; None if it is not learned, and is the
-            module's ``negative_slope``.
-        per_unit: whether a module has one for each unit, [N], or one for all, [1].
-        start: initial value of a learned parameter, or the bounds (low, high) of its uniform distribution.
-    """
-
-    name: str
-    stem: str | None = None
-    per_unit: bool = False
-    start: float | tuple[float, float] = 0.0
+    name: str  # in messages
+    stem: str | None = None  # a module's are named <stem>_l0, ...; None: not learned, the module's ``negative_slope``
+    per_unit: bool = False  # whether a module has one for each unit, [N], or one for all, [1]
+    start: float | tuple[float, float] = 0.0  # initial value if learned, or the bounds of its uniform distribution
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation phi, a -> h.
-
-    Attributes:
-        name: the public name.
-        number: the number of the formula in ``csrc/common/activations.h``.
-        reads: the argument of phi' in the backward: "nothing" (phi' = 1), the "output" h, or the "input" a. The scans
-            store every a_t for the latter.
-        parameter: None for an activation without one.
-        pairs: whether phi works on adjacent pairs of units, so that N must be even.
-    """
+    """One activation phi, a -> h."""
 
     name: str
-    number: int
+    number: int  # of the formula in ``csrc/common/activations.h``
+    # the argument of phi' in the backward: none (phi' = 1), h, or a, of which the scans then store every a_t
     reads: Literal["nothing", "output", "input"]
     parameter: Parameter | None = None
-    pairs: bool = False
+    pairs: bool = False  # whether phi works on adjacent pairs of units, so that N must be even
 
     @property
     def needs_input(self) -> bool:

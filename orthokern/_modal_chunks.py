@@ -120,22 +120,15 @@ def span_steps(B: int, M: int, C: int, itemsize: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """A call's recurrence, by chunks of time.
-
-    Attributes:
-        kernels: of the leaf.
-        inputs: the arguments of the leaf.
-        T, chunk: number of all steps, and of those in a chunk.
-    """
+    """A call's recurrence, by chunks of time."""
 
     kernels: Kernels
     inputs: ModalInputs
-    T: int
-    chunk: int
+    T: int  # number of all steps
+    chunk: int  # number of steps in a chunk
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
         return -(-self.T // self.chunk)
 
     @property

@@ -33,25 +33,15 @@ _process_default = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower() or "
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """The calls of one op that one backend supports.
+    """The calls of one op that one backend supports."""
 
-    Attributes:
-        devices: torch device types, or None for any.
-        dtypes: floating dtypes of the tensors.
-        limits: largest sizes, by letter, e.g. ``{"N": 512}``.
-        algorithms: accepted values of ``algorithm=``, besides "auto".
-        features: names of the optional arguments of the op that are supported.
-        capability: the lowest compute capability of a CUDA device, or None for any.
-        missing: why there is no kernel; None if there is one.
-    """
-
-    devices: tuple[str, ...] | None = None
-    dtypes: tuple[torch.dtype, ...] = ()
-    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    algorithms: tuple[str, ...] = ("sequential",)
-    features: tuple[str, ...] = ()
-    capability: tuple[int, int] | None = None
-    missing: str | None = None
+    devices: tuple[str, ...] | None = None  # torch device types, or None for any
+    dtypes: tuple[torch.dtype, ...] = ()  # of the floating tensors
+    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)  # largest sizes by letter, e.g. {"N": 512}
+    algorithms: tuple[str, ...] = ("sequential",)  # accepted values of algorithm=, besides "auto"
+    features: tuple[str, ...] = ()  # optional arguments of the op that are supported
+    capability: tuple[int, int] | None = None  # the lowest of a CUDA device, or None for any
+    missing: str | None = None  # why there is no kernel; None if there is one
 
     def reasons(self, call: Call) -> list[str]:
         """Why a call is not supported; empty if it is."""
@@ -80,20 +70,13 @@ class Support:
 
 
 class Call(NamedTuple):
-    """The properties of a call that the choice of a backend depends on.
-
-    Attributes:
-        device, dtype: of the op's floating tensors.
-        facts: sizes that SUPPORT tables may limit, by their letters, e.g. ``{"N": 128, "K": 7}``.
-        algorithm: the argument of the call, see ``Support``.
-        features: the optional arguments that the call uses, see ``Support``.
-    """
+    """The properties of a call that the choice of a backend depends on."""
 
     device: torch.device
-    dtype: torch.dtype
-    facts: Mapping[str, int]
+    dtype: torch.dtype  # of the op's floating tensors
+    facts: Mapping[str, int]  # sizes that SUPPORT tables may limit, by their letters, e.g. {"N": 128, "K": 7}
     algorithm: str = "auto"
-    features: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()  # the optional arguments that the call uses
 
     def __str__(self) -> str:
         """As in messages: "float32 on cuda, N=128"."""

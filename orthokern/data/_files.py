@@ -66,15 +66,10 @@ def text_of(path: Path, content: bytes, expected: str) -> str:
 
 @dataclass(frozen=True)
 class Standard:
-    """Size and checksums of a file of a standard data set.
+    """Size and checksums of a file of a standard data set."""
 
-    Attributes:
-        size: bytes of its content.
-        quarters: CRC-32 of the four quarters of the content; all but the last have ceil(size / 4) bytes.
-    """
-
-    size: int
-    quarters: tuple[int, int, int, int]
+    size: int  # bytes of its content
+    quarters: tuple[int, int, int, int]  # CRC-32 of the four quarters; all but the last have ceil(size / 4) bytes
 
     def right(self, content: bytes) -> list[bool]:
         """For each quarter, whether the content has its checksum."""

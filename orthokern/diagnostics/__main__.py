@@ -127,10 +127,11 @@ def _run(given: Settings) -> None:
         remove_folders(made)  # but one that holds a picture
     if drawn:
         say("\n".join(f"drawn: {printable(str(file))}" for file in drawn))
-    if not drawn:
+    else:
         what = "anything to draw" if figure == "all" else f"what the figure {figure!r} shows"
         raise InputError(
-            f"no record of {_all_of(runs)} holds {what}" + ("" if _any_record(runs) else " (no record yet)")
+            f"no record of {_all_of(runs)} holds {what}"
+            + ("" if any(run.records for run in runs) else " (no record yet)")
         )
 
 
@@ -220,10 +221,6 @@ def _quantities(runs: Sequence[RunRecord], given: Settings) -> list[str]:
                 raise InputError(f"--quantity {quantity}: no record of {_all_of(runs)} holds a number yet")
             raise unknown_name("--quantity", quantity, known)
     return list(given["quantity"])
-
-
-def _any_record(runs: Sequence[RunRecord]) -> bool:
-    return any(run.records for run in runs)
 
 
 def _all_of(runs: Sequence[RunRecord]) -> str:

@@ -27,18 +27,11 @@ _OF_STATES = ("T", "bptt", "window", "batch", "layers", "hidden")
 
 @dataclass(frozen=True)
 class Part:
-    """One of the allocations that exist at the same time.
+    """One of the allocations that exist at the same time."""
 
-    Attributes:
-        what: its name in an error message.
-        size: bytes.
-        options: settings that reduce it when they are lowered; settings that the task does not have, or that are None,
-            are ignored.
-    """
-
-    what: str
-    size: int
-    options: tuple[str, ...]
+    what: str  # its name in an error message
+    size: int  # bytes
+    options: tuple[str, ...]  # settings to lower; those that the task does not have, or that are None, are ignored
 
 
 def check(settings: RunOptions, parts: Iterable[Part]) -> None:

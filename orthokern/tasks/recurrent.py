@@ -32,11 +32,7 @@ STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
 @dataclass(kw_only=True)
 class DataOptions(RunOptions):
-    """A task that reads its data from files, in epochs.
-
-    Attributes:
-        iterations: by default computed from the number of epochs.
-    """
+    """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
 
     GROUP = "the task"
     data: str = option("", file_name, "folder with the task's files (required)", "DIR", shown="")

@@ -45,20 +45,15 @@ __all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 class RunOptions(Options):
     """The settings of every task. Their names are the names of the options, with underscores.
 
-    Attributes:
-        REPLICAS: whether --replicas is accepted: after its construction, the task draws all of its random numbers from
-            generators of its own.
-        preset: name of the preset; None for none.
-        processes: number of processes that train together; recorded.
-        iterations_per_epoch: iterations of an epoch; None if the task has no epochs; recorded.
-        iterations, backend: None until the settings are complete; never None in the settings of a task.
+    `iterations` and `backend` are None until the settings are complete; never in the settings of a task.
     """
 
     GROUP = "the run"
+    # whether --replicas is accepted: a built task draws all of its random numbers from generators of its own
     REPLICAS: ClassVar[bool] = False
     preset: str | None = None
-    processes: int = 1
-    iterations_per_epoch: int | None = None
+    processes: int = 1  # number of processes that train together; recorded
+    iterations_per_epoch: int | None = None  # None if the task has no epochs; recorded
     iterations: int = option(
         None, integer(1), "stop after N iterations, even if the task is not solved", "N", shown="by --epochs"
     )
@@ -244,29 +239,18 @@ def _run_one(run: PreparedRun, started: float, shard: Shard) -> int:
 
 @dataclass(frozen=True)
 class TaskCommand(Generic[Chosen]):
-    """The command line of a task.
+    """The command line of a task."""
 
-    Attributes:
-        name: name of the task and of its module.
-        description, examples: texts of the help.
-        options: the class of the task's settings.
-        complete: converts settings by name to an object: sets defaults that depend on other settings, and checks
-            combinations.
-        build: creates the task from complete settings, after the global random generators have been seeded.
-        presets, preset_help: as in `add_options`.
-    """
-
-    name: str
+    name: str  # of the task and of its module
     description: str
     examples: str
     options: type[Chosen]
-    complete: Callable[[Settings], Chosen]
-    build: Callable[[Chosen], Task]
-    presets: Mapping[str, Settings] = field(default_factory=dict)
+    complete: Callable[[Settings], Chosen]  # sets defaults that depend on other settings, and checks combinations
+    build: Callable[[Chosen], Task]  # called after the global random generators have been seeded
+    presets: Mapping[str, Settings] = field(default_factory=dict)  # this and preset_help: as in `add_options`
     preset_help: Mapping[str, str] | None = None
 
     def parser(self) -> Parser:
-        """The parser of the command line."""
         parser = Parser(
             prog=f"python -m orthokern.tasks.{self.name}",
             description=self.description,

@@ -43,15 +43,10 @@ EXIT_LOST = 2
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of this process in the run.
+    """The part of this process in the run."""
 
-    Attributes:
-        rank: number of the process, from 0.
-        world: the number of processes.
-    """
-
-    rank: int = 0
-    world: int = 1
+    rank: int = 0  # number of the process
+    world: int = 1  # number of processes
 
     @property
     def first(self) -> bool:
@@ -60,9 +55,6 @@ class Shard:
 
     def rows(self, batch: int) -> slice:
         """The rows of the joint batch for this process.
-
-        Args:
-            batch: number of sequences of the joint batch (--batch).
 
         Returns:
             A slice. The slices of all ranks, in order, cover range(batch). They have the same length, so that the mean

@@ -17,7 +17,6 @@ The update of an iteration whose loss or gradient is not finite is part of the g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +25,7 @@ import torch
 from torch import Tensor
 
 from orthokern.optim import CombinedOptimizer, GeodesicSGD
-from orthokern.training import distributed
-from orthokern.training.iteration import LoopSettings, Step, numbers_of, step
+from orthokern.training.iteration import LoopSettings, Step, joint_metrics, numbers_of, step
 from orthokern.training.profiling import Profiler
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
@@ -215,10 +213,7 @@ class CapturedIterations:
         for group, norm in zip(task.optimizer.param_groups, self.norms, strict=True):
             if isinstance(norm, Tensor):
                 group["last_grad_norm"] = norm
-        values, came = distributed.agree(self.numbers.tolist(), stop.signal)
-        numbers = dict(zip(["grad_norm", "loss", *self.names], values, strict=True))
-        metrics = {"loss": numbers["loss"], **numbers}
-        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        metrics, finite, came = joint_metrics(self.names, self.numbers, stop)
         if finite and task.scheduler is not None:
             task.scheduler.step()
         return Step(metrics, finite, came, [])

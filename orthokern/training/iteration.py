@@ -56,19 +56,12 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Step:
-    """The results of an iteration.
+    """The results of an iteration."""
 
-    Attributes:
-        metrics: loss, grad_norm and the numbers of the task, averaged over batches and ranks.
-        taken: whether the loss and the gradient were finite, and the optimizer took a step.
-        stop: a signal received on any rank, or None.
-        profiles: norms through time of each batch of this rank; empty in an iteration without diagnostics.
-    """
-
-    metrics: dict[str, float]
-    taken: bool
-    stop: int | None
-    profiles: list[Profiles]
+    metrics: dict[str, float]  # loss, grad_norm and the numbers of the task, averaged over batches and ranks
+    taken: bool  # whether the loss and the gradient were finite, and the optimizer took a step
+    stop: int | None  # a signal received on any rank
+    profiles: list[Profiles]  # norms through time of each batch of this rank; empty without diagnostics
 
 
 def step(
@@ -122,11 +115,7 @@ def move(
     """
     with profiler.stage("clip and step"):
         # One transfer for all numbers: on a GPU each .item() would synchronize.
-        local = numbers_of(task, rows).tolist()
-        values, came = distributed.agree(local, stop.signal)
-        numbers = dict(zip(["grad_norm", "loss", *names], values, strict=True))
-        metrics = {"loss": numbers["loss"], **numbers}
-        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        metrics, finite, came = joint_metrics(names, numbers_of(task, rows), stop)
         if finite:
             task.clip_gradients()
             task.optimizer.step()
@@ -140,6 +129,14 @@ def numbers_of(task: Task, rows: list[Tensor]) -> Tensor:
     gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
     return torch.cat([norm.double()[None], torch.stack(rows).mean(0)])
+
+
+def joint_metrics(names: list[str], numbers: Tensor, stop: StopRequest) -> tuple[dict[str, float], bool, int | None]:
+    """The metrics over all ranks from the result of `numbers_of`, whether they are finite, and a signal of any rank."""
+    values, came = distributed.agree(numbers.tolist(), stop.signal)
+    grad_norm, loss, *_ = values
+    metrics = {"loss": loss, **dict(zip(["grad_norm", "loss", *names], values, strict=True))}
+    return metrics, math.isfinite(loss) and math.isfinite(grad_norm), came
 
 
 def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Profiles:

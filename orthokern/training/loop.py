@@ -5,7 +5,8 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,6 +291,19 @@ def _iterations(
     return Outcome(128 + number, False, state.iteration, seconds, state.evaluation, message)
 
 
+@contextmanager
+def _evaluating(task: Task) -> Iterator[None]:
+    """Eval mode, without gradients and without the DDP wrapper, whose forward would wait for the other ranks."""
+    module, task.module = task.module, task.model
+    task.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        task.model.train()
+        task.module = module
+
+
 def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
     """Evaluates, steps the plateau schedule, updates best.pt, and returns the numbers for the record. Their names begin
     with HELD_OUT.
@@ -302,14 +316,8 @@ def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
     task = state.task
 
     def evaluate() -> dict[str, float]:
-        module, task.module = task.module, task.model  # the forward of the DDP wrapper would wait for the other ranks
-        task.model.eval()
-        try:
-            with torch.no_grad():
-                return task.evaluate(state.iteration)
-        finally:
-            task.model.train()
-            task.module = module
+        with _evaluating(task):
+            return task.evaluate(state.iteration)
 
     evaluation = distributed.on_first(evaluate)
     state.evaluation = evaluation
@@ -333,15 +341,11 @@ def _finish(state: RunState, seconds: float) -> str:
         if state.best is not None and state.has_best():
             parameters, tested = state.read_best()
             task.model.load_state_dict(parameters)
-        task.model.eval()
-        module, task.module = task.module, task.model
         try:
-            with torch.no_grad():
+            with _evaluating(task):
                 test = task.test()
         finally:
             task.model.load_state_dict(last)
-            task.model.train()
-            task.module = module
         result = {
             "task": task.name,
             "reached": state.reached,

@@ -1,6 +1,6 @@
 """Settings as dataclasses: each field declares an option of the command line.
 
-A class of options derives from `RunOptions` (training/cli.py). Each field is declared once, by `option`, `choice` or
+A class of options derives from `RunOptions` (training/cli.py). Each field is declared once, by `option`, `named` or
 `switch`, with its default, its accepted values, its help and the conditions under which it has an effect. The parser,
 the help text and the check for options without effect are generated from the fields. A derived class changes a default
 by a plain assignment.
@@ -27,24 +27,14 @@ Ways = tuple[tuple[Needs, ...], ...]
 
 @dataclass(frozen=True)
 class Option:
-    """The declaration of an option in a field.
+    """The declaration of an option in a field."""
 
-    Attributes:
-        convert: argparse type of the value, or the names that are accepted; None for a switch without a value.
-        help: help text without the default.
-        metavar: placeholder of the value in the help.
-        ways: alternatives, each a tuple of conditions. The option has an effect if all conditions of one alternative
-            are met; (): always.
-        shown: text of the default in the help; None: its value; "": none.
-        optional: the value of the option if it is given without one; None: a value is required.
-    """
-
-    convert: Callable[[str], Any] | tuple[str, ...] | None
-    help: str
+    convert: Callable[[str], Any] | tuple[str, ...] | None  # argparse type, or accepted names; None for a switch
+    help: str  # without the default
     metavar: str = ""
-    ways: Ways = ()
-    shown: str | None = None
-    optional: Any = None
+    ways: Ways = ()  # it has an effect if all conditions of one alternative are met; (): always
+    shown: str | None = None  # text of the default in the help; None: its value; "": none
+    optional: Any = None  # the value if the option is given without one; None: a value is required
 
 
 def option(
@@ -91,15 +81,10 @@ def _field(default: Any, declared: Option) -> Any:
 
 @dataclass(kw_only=True)
 class Options:
-    """The complete settings of a run.
+    """The complete settings of a run."""
 
-    Attributes:
-        GROUP: heading in the help for the options declared in this class.
-        HIDDEN: names of inherited options that are not on the command line of this class.
-    """
-
-    GROUP: ClassVar[str] = "options"
-    HIDDEN: ClassVar[frozenset[str]] = frozenset()
+    GROUP: ClassVar[str] = "options"  # heading in the help for the options declared in this class
+    HIDDEN: ClassVar[frozenset[str]] = frozenset()  # inherited options that are not on the command line of this class
 
 
 Chosen = TypeVar("Chosen", bound=Options)

@@ -41,12 +41,7 @@ CACHED, FEWEST = 2**23, 3
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run before its first iteration.
-
-    Attributes:
-        task, folder, settings, resume: arguments of `train`.
-        options: the settings of the task.
-    """
+    """A run before its first iteration: arguments of `train`, and the settings of the task."""
 
     task: Task
     folder: RunFolder

@@ -56,8 +56,3 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code in the convention of shells, as 130 for SIGINT; 0 without a signal."""
-        return 128 + self.signal if self.signal is not None else 0
