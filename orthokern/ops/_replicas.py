@@ -6,12 +6,13 @@ the same places, the gradients of what is shared included; grad_norm is [R, T]. 
 have R in front, where vmap has it too: nothing is copied between layers, and each model is contiguous.
 
 A leaf is given every tensor with R but the x of a scan. One whose row in SUPPORT names the feature "replicas" serves
-the call at once; for the others ``one_by_one`` calls the leaf for each model.
+the call at once; for the others ``function_of`` calls the leaf for each model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -107,13 +108,16 @@ def gru_given_to_all(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs,
     return inputs._replace(x=x), _options_given_to_all("gru_scan", options, R)
 
 
-def separate(op: str, leaf: Any, *call: Any) -> bool:
-    """Whether a leaf can only compute a call for replicas one model at a time; call: what its ``serves_replicas``
-    takes, which a leaf has that serves some calls only."""
-    if not dispatch.has_feature(op, dispatch.backend_of(leaf), "replicas"):
-        return True
+def function_of(op: str, leaf: Any, way: str, replicas: bool, *call: Any) -> Callable[..., Any]:
+    """The function of a leaf for the way "fwd" or "bwd"; for replicas that it cannot serve in one launch, each model in
+    turn. call: what its ``serves_replicas`` takes, which a leaf has that serves some calls only."""
+    function: Callable[..., Any] = getattr(leaf, f"{op}_{way}")
+    if not replicas:
+        return function
     serves = getattr(leaf, "serves_replicas", None)
-    return serves is not None and not serves(*call)
+    if dispatch.has_feature(op, dispatch.backend_of(leaf), "replicas") and (serves is None or serves(*call)):
+        return function
+    return functools.partial(_forward_one_by_one if way == "fwd" else _backward_one_by_one, function)
 
 
 def _models(*given: Any) -> Iterable[tuple[int, list[Any]]]:
@@ -153,13 +157,13 @@ def for_leaf(tensor: Tensor | None, second: Tensor) -> Tensor | None:
     return tensor if tensor is None or (second.ndim == 3 and tensor.is_cpu) else tensor.contiguous()
 
 
-def forward_one_by_one(function: Callable[..., Any], *given: Any) -> Any:
+def _forward_one_by_one(function: Callable[..., Any], *given: Any) -> Any:
     """The forward of a leaf, model by model."""
     found = [function(*own) for _, own in _models(*given)]
     return type(found[0])(*(_stacked(list(of_all), 1) for of_all in zip(*found, strict=True)))
 
 
-def backward_one_by_one(function: Callable[..., Any], *given: Any, **needs: bool) -> Any:
+def _backward_one_by_one(function: Callable[..., Any], *given: Any, **needs: bool) -> Any:
     """The backward of a leaf, model by model."""
     count = 3 if isinstance(given[0], Map) else 2  # of the arguments that the forward has too
 

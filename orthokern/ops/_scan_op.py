@@ -171,25 +171,22 @@ class ScanOp:
         inputs = ScanInputs(_replicas.for_leaf(inputs.x, second), *(contiguous(t) for t in inputs[1:]))  # type: ignore[arg-type]
         return leaf, Map._make(contiguous(t) for t in map_), inputs, options
 
+    def _function(
+        self, leaf: Any, way: str, map_: Map, inputs: ScanInputs, options: ScanOptions, T: int
+    ) -> Callable[..., Any]:
+        call = (map_, options, T, inputs.h0.shape[-2])
+        return _replicas.function_of(self.name, leaf, way, map_.second.ndim == 3, *call)
+
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         leaf, map_, inputs, options = self._leaf(x.shape[0], x, *rest)
-        function = getattr(leaf, f"{self.name}_fwd")
-        if map_.second.ndim == 3 and _replicas.separate(
-            self.name, leaf, map_, options, x.shape[0], inputs.h0.shape[-2]
-        ):
-            function = functools.partial(_replicas.forward_one_by_one, function)
-        found = function(map_, inputs, options)
+        found = self._function(leaf, "fwd", map_, inputs, options, x.shape[0])(map_, inputs, options)
         _taps.record_states(self.name, found.hs)
         return filled(found, found.hs)
 
     def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         arguments, need_x, need_params = self._without_needs(rest)
         leaf, map_, inputs, options = self._leaf(grad_hs.shape[0], *arguments)
-        function = getattr(leaf, f"{self.name}_bwd")
-        if map_.second.ndim == 3 and _replicas.separate(
-            self.name, leaf, map_, options, grad_hs.shape[0], inputs.h0.shape[-2]
-        ):
-            function = functools.partial(_replicas.backward_one_by_one, function)
+        function = self._function(leaf, "bwd", map_, inputs, options, grad_hs.shape[0])
         saved = (grad_hs, states, pre if options.keeps_pre else None)
         given_ = (_replicas.for_leaf(tensor, map_.second) for tensor in saved)
         found = function(map_, inputs, options, *given_, need_x=need_x, need_params=need_params)

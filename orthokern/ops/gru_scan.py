@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -133,10 +132,7 @@ def _leaf(
 def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
     leaf, inputs, options = _leaf(x.shape[0], x, *rest)
-    function = leaf.gru_scan_fwd
-    if inputs.w.ndim == 3 and _replicas.separate("gru_scan", leaf, inputs):
-        function = functools.partial(_replicas.forward_one_by_one, function)
-    states = function(inputs, options)
+    states = _replicas.function_of("gru_scan", leaf, "fwd", inputs.w.ndim == 3, inputs)(inputs, options)
     _taps.record_states("gru_scan", states.hs)
     return filled(states, states.hs)
 
@@ -162,9 +158,7 @@ def _bwd(
     leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *rest)
     saved = (grad_hs, hs, gates, None if options.kanai else pre)
     given_: list[Any] = [_replicas.for_leaf(tensor, w) for tensor in saved]
-    function = leaf.gru_scan_bwd
-    if inputs.w.ndim == 3 and _replicas.separate("gru_scan", leaf, inputs):
-        function = functools.partial(_replicas.backward_one_by_one, function)
+    function = _replicas.function_of("gru_scan", leaf, "bwd", inputs.w.ndim == 3, inputs)
     grads = function(inputs, options, given_[0], GruStates(*given_[1:]), need_params=need_params)
     if _taps.SINKS:
         _taps.record("gru_scan", grads.norm)
