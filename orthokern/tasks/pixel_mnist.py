@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Settings, integer
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks import recurrent
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.recurrent import RecurrentTask, StartOptions
+from orthokern.tasks.recurrent import RecurrentTask, StartOptions, stream_seed
 from orthokern.training import cli
 from orthokern.training.options import defaults, option, switch
 
@@ -36,6 +36,12 @@ class PixelOptions(StartOptions, DigitsOptions):
     pool: int = option(1, integer(1), "average N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14", "N")
     standardize: bool = switch(
         False, "scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]"
+    )
+    input_dropout: float = option(
+        0.0,
+        real(0.0, below=1.0),
+        "in training, set each pixel to 0 with probability X, and divide the others by 1 - X",
+        "X",
     )
     # Test accuracy: 97.8 % after 20 epochs of the ordered task, 94.1 % after 40 of the permuted one. With geodesic
     # steps along plain gradients at 1e-3 and --lr 1e-3: 94.7 and 90.9 % after 20. After three epochs of the ordered
@@ -159,6 +165,16 @@ class PixelMnist(DigitsTask, RecurrentTask):
         pixels, labels = data
         mean, deviation = self._scaling or (0.0, 255.0)
         return ((pixels[chosen].T.contiguous().float() - mean) / deviation).unsqueeze(-1), labels[chosen]
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        pixels, labels = super().next_batch()
+        settings, share = self.settings, self.settings.input_dropout
+        if share:
+            # a function of the seed and the position, as the order of the images
+            generator = torch.Generator().manual_seed(stream_seed(settings.seed, f"input dropout {self.position}"))
+            kept = torch.rand(self.time_steps, settings.batch, 1, generator=generator) >= share
+            pixels = pixels * (kept[:, self.rows] / (1.0 - share)).to(self.device)
+        return pixels, labels
 
     def title(self) -> str:
         return ("permuted, " if self.settings.permuted else "") + super().title()
