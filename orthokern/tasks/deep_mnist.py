@@ -25,6 +25,7 @@ from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.memory import Part, check, model_parts
 from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
 from orthokern.training import cli
+from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
 from orthokern.training.options import defaults, named, option, switch
@@ -174,6 +175,8 @@ class DeepMnist(DigitsTask):
         kind, options = euclidean(settings)
         self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
         self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
+        if settings.average is not None:
+            self.average = Average(self.model, settings.average)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 

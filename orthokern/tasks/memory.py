@@ -94,11 +94,11 @@ def gru_size(settings: Any) -> int:
 def model_parts(
     parameters: int, settings: Any, options: tuple[str, ...], *, bases: int = 0, buffers: int = 0
 ) -> list[Part]:
-    """Parameters, gradients and the optimizer's state, in the default dtype.
+    """Parameters and their moving averages, gradients and the optimizer's state, in the default dtype.
 
     Args:
         parameters: number of elements of the parameters, including bases.
-        settings: with "optimizer"; "momentum" and, for bases, "geodesic".
+        settings: with "optimizer"; "momentum" and, for bases, "geodesic"; "average" or not.
         options: as in Part.
         bases: number of elements of the bases.
         buffers: number of elements of the model that are not trained.
@@ -106,8 +106,9 @@ def model_parts(
     size = torch.get_default_dtype().itemsize
     copies = {"adam": 2, "rmsprop": 1, "sgd": 1 if settings.momentum else 0}[settings.optimizer]
     state = copies * (parameters - bases) + (bases if bases and settings.geodesic == "rmsprop" else 0)
+    averages = 0 if getattr(settings, "average", None) is None else parameters
     return [
-        Part("the model", size * (parameters + buffers), options),
+        Part("the model", size * (parameters + averages + buffers), options),
         Part("the gradients", size * parameters, options),
         Part("the optimizer's state", size * state, options),
     ]

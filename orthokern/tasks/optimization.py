@@ -81,6 +81,12 @@ class DescentOptions(RunOptions):
     )
     warmup: int = option(0, integer(0), "increase all learning rates linearly over N iterations", "N")
     clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
+    average: float | None = option(
+        None,
+        real(0.0, below=1.0, none=True),
+        "evaluate, and keep as the best, a moving average of the parameters, whose decay in an iteration is D; none",
+        "D",
+    )
 
 
 @dataclass(kw_only=True)

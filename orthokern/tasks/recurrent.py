@@ -22,6 +22,7 @@ from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.network import GATED, check_backend, check_network
 from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, check_schedule, penalty
 from orthokern.training import Task
+from orthokern.training.averaging import Average
 from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
@@ -165,6 +166,8 @@ def complete(options: type[Chosen], settings: Settings, *, data: str | None = No
     made = make_options(options, settings)
     check_network(made)
     check_schedule(made)
+    if made.average is not None and made.rebase_every is not None:
+        raise InputError("--average with --rebase-every: A has another meaning after each move of its base; give one")
     if data is not None and not getattr(made, "data", ""):
         raise InputError(f"--data is needed: the folder with {data}")
     return made
@@ -207,6 +210,8 @@ class RecurrentTask(Task):
         self.readout: nn.Module = model.get_submodule("readout")
         self.optimizer = build_optimizer(self.rnn, self.readout, self.settings)
         self.scheduler, self.plateau = build_schedules(self.optimizer, self.settings)
+        if self.settings.average is not None:
+            self.average = Average(model, self.settings.average)
 
     def without_counters(self) -> bool:
         """Whether the recurrence computes the same in every step, as `Task.capturable` needs: those with an exponential

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,6 +218,8 @@ def _iterations(
             announce = None
         metrics = done.metrics
         state.moved |= done.taken
+        if done.taken and task.average is not None:
+            task.average.update()
         record: dict[str, Any] = {"iteration": state.iteration}
         if task.iterations_per_epoch is not None:
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
@@ -291,6 +293,10 @@ def _iterations(
     return Outcome(128 + number, False, state.iteration, seconds, state.evaluation, message)
 
 
+def _averaged(task: Task) -> AbstractContextManager[None]:
+    return nullcontext() if task.average is None else task.average.in_model()
+
+
 @contextmanager
 def _evaluating(task: Task) -> Iterator[None]:
     """Eval mode, without gradients and without the DDP wrapper, whose forward would wait for the other ranks."""
@@ -319,15 +325,16 @@ def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
         with _evaluating(task):
             return task.evaluate(state.iteration)
 
-    evaluation = distributed.on_first(evaluate)
-    state.evaluation = evaluation
-    score = task.score(evaluation)
+    with _averaged(task):
+        evaluation = distributed.on_first(evaluate)
+        state.evaluation = evaluation
+        score = task.score(evaluation)
+        if math.isfinite(score) and (state.best is None or score > state.best["score"]):
+            state.best = {"score": score, "iteration": state.iteration}
+            state.save_best()
     if wanted and task.plateau is not None:
         task.plateau.step(score)
     state.reached = task.goal_reached(evaluation)
-    if math.isfinite(score) and (state.best is None or score > state.best["score"]):
-        state.best = {"score": score, "iteration": state.iteration}
-        state.save_best()
     return {f"{HELD_OUT}{name}": value for name, value in evaluation.items()}
 
 
@@ -338,11 +345,13 @@ def _finish(state: RunState, seconds: float) -> str:
     def finish() -> str:
         last = copy.deepcopy(task.model.state_dict())
         tested = state.iteration
+        averaged = _averaged(task)
         if state.best is not None and state.has_best():
             parameters, tested = state.read_best()
             task.model.load_state_dict(parameters)
+            averaged = nullcontext()  # best.pt has averages already
         try:
-            with _evaluating(task):
+            with averaged, _evaluating(task):
                 test = task.test()
         finally:
             task.model.load_state_dict(last)

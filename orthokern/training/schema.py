@@ -53,6 +53,7 @@ def check_payload(payload: Mapping[str, Any], fresh: Mapping[str, Any], task: Ta
     for name, schedule in (("scheduler", task.scheduler), ("plateau", task.plateau)):
         if schedule is not None:
             _check_schedule(name, payload[name], fresh[name], type(schedule), iteration)
+    check_like("average", payload.get("average"), fresh["average"])
     check_like("task_state", payload["task_state"], fresh["task_state"], unset=True)
     check_rng("rng", payload["rng"], fresh["rng"])
     others = payload.get("rng_of_other_ranks", [])

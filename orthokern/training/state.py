@@ -146,8 +146,7 @@ class RunState:
         fresh = self._payload([rng_state()])
         lacking = fresh.keys() - payload.keys() - {"rng_of_other_ranks"}
         lacking -= {"data"}  # a checkpoint of an older version does not have it either
-        if self.task.plateau is None:  # then too
-            lacking -= {"plateau"}
+        lacking -= {name for name in ("plateau", "average") if fresh[name] is None}  # then too
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
         if payload["task"] != self.task.name:
@@ -180,6 +179,8 @@ class RunState:
                 self.task.scheduler.load_state_dict(payload["scheduler"])
             if self.task.plateau is not None:
                 self.task.plateau.load_state_dict(payload["plateau"])
+            if self.task.average is not None:
+                self.task.average.load_state_dict(payload["average"])
             self.task.load_state_dict(payload["task_state"])
             self.iteration, self.earlier_seconds = int(payload["iteration"]), float(payload["seconds"])
             self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], self.iteration)
@@ -196,7 +197,7 @@ class RunState:
             seed_all(self.run.config["settings"].get("seed", 0) + self.shard.rank + self.shard.world * iteration)
 
     def _payload(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
-        scheduler, plateau = self.task.scheduler, self.task.plateau
+        scheduler, plateau, average = self.task.scheduler, self.task.plateau, self.task.average
         return {
             "task": self.task.name,
             "settings": self.run.config["settings"],
@@ -206,6 +207,7 @@ class RunState:
             "optimizer": self.task.optimizer.state_dict(),
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "plateau": plateau.state_dict() if plateau is not None else None,
+            "average": average.state_dict() if average is not None else None,
             "task_state": self.task.state_dict(),
             "data": self.task.data_digest,
             "rng": rng[0],

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthokern.training.averaging import Average
+
 
 class Task(ABC):
     """Base class of tasks: a model, its optimizer, its data, and the goal.
@@ -20,6 +22,7 @@ class Task(ABC):
         optimizer: one optimizer for all of them (`orthokern.optim.CombinedOptimizer` joins several).
         scheduler: learning-rate schedule stepped once per iteration, or None.
         plateau: learning-rate schedule stepped with the score of every evaluation that the task requests, or None.
+        average: moving average of the parameters, which evaluations and best.pt use in their place, or None.
         baseline: loss of the best guess without memory, shown with the loss; None if the task has none.
         time_steps: time steps per sequence, for "µs per time step".
         device: device of the model.
@@ -44,6 +47,7 @@ class Task(ABC):
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
+    average: Average | None = None
     baseline: float | None = None
     time_steps: int
     device: torch.device

@@ -1,0 +1,72 @@
+"""A moving average of the parameters, which evaluations and the best checkpoint use in place of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from orthokern.nn import FactorizedRNN
+
+__all__ = ["Average"]
+
+
+class Average:
+    """The exponential moving average of the parameters of a model (Polyak and Juditsky 1992).
+
+    Update k = 0, 1, ... computes average = d average + (1 - d) parameters with d = min(decay, (1 + k) / (10 + k)), so
+    that the average spans at most a tenth of the iterations so far.
+
+    Args:
+        model: whose parameters are averaged, from their present values on.
+        decay: of an iteration, in [0, 1).
+
+    Example::
+
+        >>> model = nn.Linear(2, 1)
+        >>> average = Average(model, 0.99)
+        >>> average.update()
+        >>> with average.in_model():
+        ...     y = model(torch.ones(2))
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay, self.updates = model, decay, 0
+        self.values = [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Called after an optimizer step."""
+        share = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self.values, [parameter.detach() for parameter in self.model.parameters()], 1.0 - share)
+        self.updates += 1
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The model with the averages in place of its parameters. The average of the bases of a FactorizedRNN is not
+        orthonormal; there they are the nearest orthonormal matrices."""
+        own = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self._put(self.values)
+        for module in self.model.modules():
+            if isinstance(module, FactorizedRNN):
+                module.orthonormalize()
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+        for value, saved in zip(self.values, state["values"], strict=True):
+            value.copy_(saved)

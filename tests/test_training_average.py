@@ -1,0 +1,135 @@
+"""The moving average of the parameters (--average): its weights, evaluations and best.pt with it, resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import records, same
+from torch import nn
+
+from orthokern.nn import FactorizedRNN
+from orthokern.tasks import deep_mnist, pixel_mnist
+from orthokern.training.averaging import Average
+
+
+@pytest.fixture
+def options(mnist: Path) -> list[str]:
+    """A pixel run of 30 iterations, with an evaluation after every tenth."""
+    data = f"--data {mnist} --pool 4 --validation 60 --batch 20"
+    return f"{data} --iterations 30 --hidden 16 --diagnose-every 5 --threads 1 --no-plots --schedule constant".split()
+
+
+def run(*given: object) -> int:
+    return pixel_mnist.main([str(one) for one in given])
+
+
+def test_weights() -> None:
+    """Against the recursion, over updates in which either bound of the decay holds."""
+    model = nn.Linear(3, 2).double()
+    average, expected = Average(model, 0.6), [p.detach().clone() for p in model.parameters()]
+    for k in range(30):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        average.update()
+        d = min(0.6, (1 + k) / (10 + k))
+        expected = [d * old + (1 - d) * p.detach() for old, p in zip(expected, model.parameters(), strict=True)]
+        assert d == 0.6 or k < 13
+    for value, wanted in zip(average.values, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    other = Average(nn.Linear(3, 2).double(), 0.6)
+    other.load_state_dict(average.state_dict())
+    assert other.updates == 30 and all(map(torch.equal, other.values, average.values))
+
+
+def test_bases_are_the_nearest_orthonormal_matrices() -> None:
+    rnn = FactorizedRNN(3, 12, rank=7, dtype=torch.float64)
+    average = Average(rnn, 0.9)
+    u, _ = torch.linalg.qr(torch.randn(12, 7, dtype=torch.float64))
+    with torch.no_grad():
+        rnn.u_l0.copy_(u)
+    average.update()
+    before = {name: value.clone() for name, value in rnn.state_dict().items()}
+    mean = average.values[[name for name, _ in rnn.named_parameters()].index("u_l0")]
+    with average.in_model():
+        assert rnn.orthogonality_error() < 1e-12
+        left, _, right = torch.linalg.svd(mean, full_matrices=False)
+        torch.testing.assert_close(rnn.u_l0.detach(), left @ right, rtol=1e-10, atol=1e-10)
+    assert all(torch.equal(value, before[name]) for name, value in rnn.state_dict().items())
+
+
+def test_parameters_return_after_an_error() -> None:
+    model = nn.Linear(3, 2)
+    average, before = Average(model, 0.9), model.weight.detach().clone()
+    average.values[0].zero_()
+    with pytest.raises(KeyError), average.in_model():
+        assert not model.weight.any()
+        raise KeyError
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("model", ["factorized", "exprnn"])
+def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, options: list[str]) -> None:
+    folder = tmp_path / "run"
+    assert run(*options, "--model", model, "--lr", "5e-3", "--average", "0.95", "--out", folder) == 0
+    last, best = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("checkpoint", "best"))
+    settings = pixel_mnist.complete({**pixel_mnist.DEFAULTS, **pixel_mnist.COMMAND.parser().parse([*options])})
+    settings.model, settings.average = model, 0.95
+    task = pixel_mnist.PixelMnist(settings)
+    task.model.load_state_dict(last["model"])
+    assert task.average is not None
+    task.average.load_state_dict(last["average"])
+    assert task.average.updates == 30
+    with torch.no_grad():
+        raw = task.evaluate(30)
+        with task.average.in_model():
+            averaged, parameters = task.evaluate(30), [p.clone() for p in task.model.parameters()]
+    assert averaged == last["evaluation"] != raw
+    scores = {r["iteration"]: r["held_out_accuracy"] for r in records(folder) if "held_out_accuracy" in r}
+    assert scores[30] == averaged["accuracy"] and best["best"]["iteration"] == max(scores, key=scores.__getitem__)
+    task.model.load_state_dict(best["model"])
+    if best["best"]["iteration"] == 30:
+        assert all(map(torch.equal, task.model.parameters(), parameters))
+    with torch.no_grad():
+        assert json.loads((folder / "result.json").read_text())["test"] == task.test()
+
+
+def test_a_decay_of_zero_changes_nothing(tmp_path: Path, options: list[str]) -> None:
+    assert run(*options, "--model", "exprnn", "--out", tmp_path / "plain") == 0
+    assert run(*options, "--model", "exprnn", "--average", "0", "--out", tmp_path / "averaged") == 0
+    assert records(tmp_path / "plain") == records(tmp_path / "averaged")
+
+
+@pytest.mark.parametrize("model", ["factorized", "exprnn", "nnrnn", "lstm"])
+def test_resume_is_exact(model: str, tmp_path: Path, options: list[str]) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(*options, "--model", model, "--average", "0.9", "--out", whole) == 0
+    assert run(*options, "--model", model, "--average", "0.9", "--out", parts, "--iterations", 17) == 0
+    assert run("--resume", parts, "--iterations", 30) == 0
+    for ours, theirs in zip(records(parts), records(whole), strict=True):  # 17 ended with an evaluation
+        assert {name: value for name, value in ours.items() if name in theirs} == theirs
+    final, expected = (torch.load(f / "checkpoint.pt", weights_only=True) for f in (parts, whole))
+    assert same(final["model"], expected["model"]) and same(final["average"], expected["average"])
+
+
+def test_feedforward_networks(tmp_path: Path, mnist: Path) -> None:
+    options = f"--data {mnist} --validation 60 --batch 20 --iterations 20 --hidden 16 --threads 1 --no-plots".split()
+    assert deep_mnist.main([*options, "--average", "0.9", "--out", str(tmp_path / "run")]) == 0
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["average"]["updates"] == 20
+
+
+def test_what_is_refused(tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    moved = ["--model", "exprnn", "--rebase-every", "5"]
+    assert run(*options, *moved, "--average", "0.9", "--out", tmp_path / "run") == 2
+    assert "--average with --rebase-every" in capsys.readouterr().err
+    assert run(*options, "--average", "1", "--out", tmp_path / "run") == 2
+    assert "'1' is not a number of at least 0 and below 1 or none" in capsys.readouterr().err
+    assert run(*options, "--average", "0.9", "--iterations", "3", "--out", tmp_path / "run") == 0
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    state["average"]["values"][0] = state["average"]["values"][0][:1]
+    torch.save(state, tmp_path / "run" / "checkpoint.pt")
+    assert run("--resume", tmp_path / "run", "--iterations", "5") == 2
+    assert "average.values.0" in capsys.readouterr().err
