@@ -239,6 +239,15 @@ def test_the_joint_page_of_the_constraint(tmp_path: Path, capsys: pytest.Capture
 PAGES = ROOT / "docs" / "results"
 
 
+def test_a_setting_that_an_older_version_did_not_have_was_the_default() -> None:
+    plain = Run("plain", "pixel_mnist", ("--lr", "1e-3"))
+    averaged = Run("averaged", "pixel_mnist", ("--lr", "1e-3", "--average", "0.9"))
+    old = {name: value for name, value in planned(plain, False).items() if name != "average"}
+    assert is_planned(old, plain, False) and not is_planned(old, averaged, False)
+    assert is_planned(planned(averaged, False), averaged, False)
+    assert not is_planned({**old, "lr": 1e-4}, plain, False)
+
+
 @pytest.mark.parametrize(
     "experiment", [each for each in ALL if (PAGES / f"{each.name}.json").exists()], ids=lambda each: each.name
 )
@@ -301,7 +310,7 @@ def test_a_page_has_the_settings_of_its_commands(experiment: Experiment) -> None
     runs = {run.name: run for run in experiment.runs}
     summary = json.loads((PAGES / f"{experiment.name}.json").read_text())
     for row in summary["rows"]:
-        assert is_planned(row.get("settings", {}), planned(runs[row["name"]], summary["quick"])), row["name"]
+        assert is_planned(row.get("settings", {}), runs[row["name"]], summary["quick"]), row["name"]
 
 
 def test_searches_without_run_folders(tmp_path: Path) -> None:

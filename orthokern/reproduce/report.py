@@ -137,10 +137,10 @@ def _row(
         if (folder / "config.json").exists():
             return {**row, "state": "damaged"}, None
         known = earlier.get(run.name)
-        if known is None or not is_planned(known.get("settings", {}), intended):
+        if known is None or not is_planned(known.get("settings", {}), run, plan.quick):
             return {**row, "state": "not run"}, None
         return known, _drawn_again(experiment, known, plan)
-    if not is_planned(record.settings, intended):
+    if not is_planned(record.settings, run, plan.quick):
         return {**row, "state": "other settings"}, None
     row["labels"] = _labels(run, {**intended, **record.settings})
     done = record.records[-1]["iteration"] if record.records else 0

@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from orthokern._files import count
 from orthokern.commandline import Settings
@@ -128,22 +129,29 @@ def each_once(options: Sequence[str]) -> tuple[str, ...]:
     return tuple(text for name, values in given.items() for text in (name, *values))
 
 
+def _task(run: Run) -> Any:
+    return importlib.import_module(f"orthokern.tasks.{run.task}")
+
+
 def planned(run: Run, quick: bool) -> Settings:
     """The settings of a run according to its command line. Settings that the task derives from others may be None."""
-    task = importlib.import_module(f"orthokern.tasks.{run.task}")
+    task = _task(run)
     given = task.COMMAND.parser().parse([*run.options, *(run.quick if quick else ())])
     return {**task.DEFAULTS, **task.COMMAND.presets.get(given.get("preset"), {}), **given}
 
 
-def is_planned(settings: Settings, plan: Settings) -> bool:
-    """Whether a run with these settings was trained by the command line of a plan (`planned`), but for its length. The
-    command lines of an experiment may have changed since, and a row must not show one beside the numbers of another.
+def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
+    """Whether these settings are those of the command line of a run, but for its length. The command lines of an
+    experiment may have changed since, and a row must not show one beside the numbers of another. {}, the settings of a
+    row that was not run, are those of every command line.
     """
+    plan, defaults = planned(run, quick), _task(run).DEFAULTS
     derived = {name for name, value in plan.items() if value in (None, "auto")}
     if plan.get("schedule") == "auto":
         derived.add("lr_decay")
-    compared = plan.keys() & settings.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
-    return all(settings[name] == plan[name] for name in compared)
+    compared = plan.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
+    # a setting that an older version did not have behaved like the default
+    return not settings or all(settings.get(name, defaults.get(name)) == plan[name] for name in compared)
 
 
 def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...]:
