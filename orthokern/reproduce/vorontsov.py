@@ -353,7 +353,7 @@ EXPERIMENTS = (
         "pixels", "Sequential MNIST with orthogonal networks of 16 thousand parameters",
         "Published: expRNN, Lezcano-Casado and Martinez-Rubio 2019, Cheap orthogonal constraints in neural networks",
         _pixels(), (ACCURACY, VALIDATION),
-        figure="curves", panel="permuted", legend=("model", "seed"), data="mnist",
+        figure="curves", panel="permuted", legend=("model", "average", "seed"), data="mnist",
         note="One layer, modReLU, Cayley start; pixels in [0, 1], permuted by --permutation-seed 0 for every seed. The "
         "rates fall along a cosine to 0.3 of their first values, and evaluations use a moving average of the "
         "parameters; in the rows with no average they fall to 0.05. The last 5000 training images select the "
