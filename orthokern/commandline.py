@@ -355,6 +355,16 @@ class Parser(argparse.ArgumentParser):
             )
         return vars(known)
 
+    def in_effect(self, name: str, settings: object) -> bool:
+        """Whether an option has an effect.
+
+        Args:
+            name: of its setting.
+            settings: all settings, complete, as attributes.
+        """
+        ways = self.needs.get(name, ())
+        return not ways or any(all(need.met(settings) for need in way) for way in ways)
+
     def check_all_play(self, given: Mapping[str, Any], settings: object) -> None:
         """Rejects a given option that has no effect. A preset may set options without effect.
 
@@ -366,9 +376,9 @@ class Parser(argparse.ArgumentParser):
             InputError: an option has no effect. The message has the condition that is not met.
         """
         for action in self._actions:
-            ways = self.needs.get(action.dest, ())
-            if action.dest not in given or not ways or any(all(need.met(settings) for need in way) for way in ways):
+            if action.dest not in given or self.in_effect(action.dest, settings):
                 continue
+            ways = self.needs[action.dest]
             wanted = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
             lacking = next(need for need in ways[0] if not need.met(settings))
             value = getattr(settings, lacking.setting)

@@ -248,6 +248,13 @@ def test_a_setting_that_an_older_version_did_not_have_was_the_default() -> None:
     assert not is_planned({**old, "lr": 1e-4}, plain, False)
 
 
+def test_a_setting_without_effect_is_not_compared() -> None:
+    run = Run("exp", "pixel_mnist", ("--model", "exprnn"))
+    settings = planned(run, False)
+    assert is_planned({**settings, "geodesic_lr": 1.0}, run, False)
+    assert not is_planned({**settings, "lr": 1.0}, run, False)
+
+
 @pytest.mark.parametrize(
     "experiment", [each for each in ALL if (PAGES / f"{each.name}.json").exists()], ids=lambda each: each.name
 )

@@ -131,6 +131,20 @@ def test_adding_settings_by_start() -> None:
     assert (chosen.lr, chosen.schedule, chosen.lr_decay, chosen.geodesic_lr) == (0.5, "constant", 0.0, 0.0)
 
 
+def test_char_lm_rates_by_network() -> None:
+    """The rate of U and V depends on the units; the input weights have a rate of their own beside an orthogonal matrix;
+    presets and options take precedence."""
+    usual = settings_of("char_lm", "--data x --hidden 100 --lr 2e-3".split())
+    assert (usual.geodesic_lr, usual.input_lr) == (pytest.approx(4e-3), pytest.approx(2e-2))
+    assert settings_of("char_lm", "--data x --model exprnn --lr 2e-3".split()).input_lr == pytest.approx(2e-2)
+    for model in ("rnn", "lstm", "gru", "nnrnn"):
+        assert settings_of("char_lm", ["--data", "x", "--model", model]).input_lr is None
+    given = settings_of("char_lm", "--data x --geodesic-lr 0 --input-lr 0.5".split())
+    assert (given.geodesic_lr, given.input_lr) == (0.0, 0.5)
+    paper = settings_of("char_lm", ["--data", "x"], **char_lm.PRESETS["paper"])
+    assert (paper.geodesic, paper.geodesic_lr, paper.lr, paper.input_lr) == ("sgd", 1e-6, 1e-3, 1e-3)
+
+
 def test_adding_counts_right_answers(tmp_path: Path) -> None:
     """The criterion of Manchev and Spratling: every answer within 0.2, of half the sum."""
     options = "--preset oinit --T 12 --hidden 32 --lr 0.1 --right 99 --eval-sequences 500 --iterations 3000".split()

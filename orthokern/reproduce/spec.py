@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from orthokern._files import count
@@ -145,11 +146,12 @@ def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
     experiment may have changed since, and a row must not show one beside the numbers of another. {}, the settings of a
     row that was not run, are those of every command line.
     """
-    plan, defaults = planned(run, quick), _task(run).DEFAULTS
+    plan, defaults, parser = planned(run, quick), _task(run).DEFAULTS, _task(run).COMMAND.parser()
     derived = {name for name, value in plan.items() if value in (None, "auto")}
     if plan.get("schedule") == "auto":
         derived.add("lr_decay")
     compared = plan.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
+    compared = {name for name in compared if parser.in_effect(name, SimpleNamespace(**plan))}
     # a setting that an older version did not have behaved like the default
     return not settings or all(settings.get(name, defaults.get(name)) == plan[name] for name in compared)
 
