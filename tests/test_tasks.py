@@ -143,6 +143,7 @@ def test_char_lm_rates_by_network() -> None:
     assert (given.geodesic_lr, given.input_lr) == (0.0, 0.5)
     paper = settings_of("char_lm", ["--data", "x"], **char_lm.PRESETS["paper"])
     assert (paper.geodesic, paper.geodesic_lr, paper.lr, paper.input_lr) == ("sgd", 1e-6, 1e-3, 1e-3)
+    assert (usual.margin, paper.margin) == (0.1, 1.0)
 
 
 def test_adding_counts_right_answers(tmp_path: Path) -> None:

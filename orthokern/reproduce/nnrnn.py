@@ -123,7 +123,7 @@ PTB_OPTIONS = {
 
 # Ours at 150 steps: model, label, units, options. The rate of U and V decreases with the number of units N: RMSprop
 # changes every entry by about its rate, and N of them are summed in every element of the next state.
-_OURS = "--bptt 150 --precision bf16 --epochs 15 --lr 1e-2 --input-lr 5e-2 --warmup 100"
+_OURS = "--bptt 150 --precision bf16 --epochs 12 --lr 1e-2 --input-lr 5e-2 --warmup 100"
 PTB_OURS = (("factorized", "factorized", 1024, f"{_OURS} --apply composed --geodesic-lr 3e-4"),)
 
 

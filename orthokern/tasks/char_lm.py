@@ -83,7 +83,9 @@ class CharOptions(StartOptions, DataOptions):
     )
     hidden: int = 512
     nonlinearity: str = "modrelu"
-    margin: float | None = 1.0
+    # With a margin of 1, sentences have 1.801 validation bits per character instead of 1.806 (512 units, 20 epochs),
+    # but it lets states outgrow the threshold of modReLU: a stream with 1024 units diverged after 1857 iterations.
+    margin: float | None = 0.1
     optimizer: str = "adam"
     lr: float = 1e-2
     input_lr: float | None = redeclared(
@@ -114,9 +116,9 @@ _NNRNN |= {"epochs": 100}
 # geodesic descent at 1e-6, clipping at 30, weight decay 1e-4 on the composite matrix. What the text leaves open is
 # as in the released code; eps: see pixel_mnist. (That code has an embedding of the characters, N(0, 0.01), before a
 # matrix of U(-0.01, 0.01); here a character selects a column of the input matrix.)
-_PAPER: Settings = {"nonlinearity": "tanh", "start": "small", "optimizer": "rmsprop", "schedule": "constant"}
-_PAPER |= {"learned_h0": True, "bucket": 1, "lr": 1e-3, "input_lr": 1e-3, "geodesic": "sgd", "geodesic_lr": 1e-6}
-_PAPER |= {"eps": 1e-3, "clip": 30.0, "weight_decay": 1e-4, "epochs": 200}
+_PAPER: Settings = {"nonlinearity": "tanh", "margin": 1.0, "start": "small", "optimizer": "rmsprop"}
+_PAPER |= {"schedule": "constant", "learned_h0": True, "bucket": 1, "lr": 1e-3, "input_lr": 1e-3}
+_PAPER |= {"geodesic": "sgd", "geodesic_lr": 1e-6, "eps": 1e-3, "clip": 30.0, "weight_decay": 1e-4, "epochs": 200}
 
 PRESETS: dict[str, Settings] = {
     "paper": _PAPER,
