@@ -121,10 +121,14 @@ PTB_OPTIONS = {
     "exprnn": "--init cayley --lr 1e-3 --input-lr 1e-3",
 }
 
-# Ours at 150 steps: model, label, units, options. The rate of U and V decreases with the number of units N: RMSprop
-# changes every entry by about its rate, and N of them are summed in every element of the next state.
-_OURS = "--bptt 150 --precision bf16 --epochs 12 --lr 1e-2 --input-lr 5e-2 --warmup 100"
-PTB_OURS = (("factorized", "factorized", 1024, f"{_OURS} --apply composed --geodesic-lr 3e-4"),)
+# Ours at 150 steps: model, label, units, options. They have a million parameters each.
+_OURS = "--bptt 150 --epochs 12 --warmup 100"
+_BF16 = "--precision bf16 --lr 1e-2"
+PTB_OURS = (
+    ("factorized", "factorized", 1024, f"{_BF16} --input-lr 5e-2 --apply composed --geodesic-lr 3e-4"),
+    ("nnrnn", MODELS["nnrnn"], 1024, f"{_BF16} --skew-lr 7e-4"),
+    ("lstm", MODELS["lstm"], 475, "--lr 5e-3"),
+)
 
 
 def _ptb() -> tuple[Run, ...]:
@@ -152,7 +156,7 @@ def _ptb() -> tuple[Run, ...]:
             Run(
                 name=f"ptb-stream-150-{model}-ours",
                 task="char_lm",
-                options=words(f"{options} --model {model} --hidden {hidden}"),
+                options=words(f"{_OURS} --model {model} --hidden {hidden} {options}"),
                 quick=("--hidden", "128", "--epochs", "1"),
                 labels={"steps": "--bptt", "model": f"{label}, our settings"},
             )
