@@ -102,10 +102,13 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hangup_not_ignored() -> Iterator[None]:
-    """SIGHUP does what it does by default, also if the tests run under nohup, which has it ignored."""
-    before = signal.getsignal(signal.SIGHUP)
-    if before == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_not_ignored() -> Iterator[None]:
+    """SIGHUP and SIGINT do what they do by default, also under nohup, which has SIGHUP ignored, and in the background
+    of a script, where SIGINT is."""
+    default = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    ignored = [number for number in default if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, default[number])
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)

@@ -799,8 +799,17 @@ def test_a_rate_for_each_child() -> None:
         optimizer_for(model, lr={"rnn": 0.2}, **rates)
     with pytest.raises(InputError, match="lr of rnn must be finite and at least 0, got -1"):
         optimizer_for(model, lr={"rnn": -1.0}, **rates)
-    with pytest.raises(InputError, match="skew_lr is None; accepted where lr is a dict: a number"):
-        optimizer_for(model, lr={"rnn": 0.2, "readout": 0.1}, spectrum_lr=0.3)
+
+
+def test_a_rate_for_each_child_needs_those_of_the_roles_that_the_model_has() -> None:
+    rates = {"rnn": 0.2, "readout": 0.1}
+    for rnn, lacking in ((NonNormalRNN(3, 4), "skew"), (FactorizedRNN(3, 4), "spectrum")):
+        model = nn.ModuleDict({"rnn": rnn, "readout": nn.Linear(4, 2)})
+        with pytest.raises(InputError, match=f"{lacking}_lr is None; accepted where lr is a dict and the model has"):
+            optimizer_for(model, lr=rates)
+        groups = optimizer_for(model, lr=rates, **{f"{lacking}_lr": 0.4}).param_groups
+        assert [group["lr"] for group in groups if group["role"] == lacking]
+    optimizer_for(nn.ModuleDict({"rnn": nn.RNN(3, 4), "readout": nn.Linear(4, 2)}), lr=rates)
 
 
 def test_bases_by_another_geodesic_optimizer() -> None:

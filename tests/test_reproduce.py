@@ -554,7 +554,7 @@ def stand_ins(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("hangup_not_ignored")
+@pytest.mark.usefixtures("signals_not_ignored")
 def test_a_signal_ends_the_runs_too(number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They save themselves, and no process goes on; also if they ignore SIGINT, as in the background of a shell."""
     before = signal.getsignal(number)

@@ -161,7 +161,7 @@ def test_the_goal_ends_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 13, 20])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("hangup_not_ignored")
+@pytest.mark.usefixtures("signals_not_ignored")
 def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
     whole: Path, tmp_path: Path, stop: int, number: signal.Signals
 ) -> None:
@@ -192,6 +192,7 @@ def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
     assert outcome.exit_code == 0
 
 
+@pytest.mark.usefixtures("signals_not_ignored")
 def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(signals, "SAME", -1.0)
     with pytest.raises(KeyboardInterrupt):

@@ -267,9 +267,10 @@ def optimizer_for(
         lr: rate of the other parameters; or a dict with one rate for each child module that has such parameters, by
             name. Each child then has a separate group, whose role is the name of the child.
         geodesic_lr: rate of the bases.
-        spectrum_lr: rate of the spectra before the division; None for `lr`, which must then be a number.
-        skew_lr: rate of the generators of an exponential; None for `lr`, which must then be a number. The literature
-            uses `lr` / 10.
+        spectrum_lr: rate of the spectra before the division; None for `lr`. Needed where `lr` is a dict and the model
+            has spectra.
+        skew_lr: rate of the generators of an exponential; None for `lr`. Needed where `lr` is a dict and the model has
+            generators. The literature uses `lr` / 10.
         euclidean: an optimizer class, or a callable, with arguments (groups, lr=..., **euclidean_kwargs).
         max_basis_grad_norm: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.
@@ -283,17 +284,18 @@ def optimizer_for(
 
     Raises:
         InputError: for a rate that is not a finite number of at least 0, for LBFGS, for a model without parameters, for
-            a dict `lr` that lacks a child or has an unknown one; or as GeodesicSGD.
+            a dict `lr` that lacks a child or has an unknown one, or without a rate of spectra or generators that the
+            model has; or as GeodesicSGD.
 
     Example:
         model = torch.nn.ModuleDict({"rnn": orthokern.nn.FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})
         optimizer = optimizer_for(model, lr={"rnn": 1e-3, "readout": 1e-2}, spectrum_lr=1e-3, geodesic_lr=1e-5)
     """
-    rates = _checked_rates(lr, geodesic_lr, spectrum_lr, skew_lr)
     kind: Any = euclidean
     if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
         raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
     split = _named_split(model)
+    rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})
     if not any(split.values()):
         raise InputError(f"model {type(model).__name__} has no parameters; accepted: a model with at least one")
     parts: dict[str, Optimizer] = {}
@@ -327,17 +329,23 @@ def optimizer_for(
 
 
 def _checked_rates(
-    lr: float | Mapping[str, float], geodesic_lr: float, spectrum_lr: float | None, skew_lr: float | None
+    split: dict[str, list[_Entry]],
+    lr: float | Mapping[str, float],
+    geodesic_lr: float,
+    own: dict[str, float | None],
 ) -> dict[str, Any]:
-    """The rates of `optimizer_for` by name, each a finite number of at least 0."""
-    given = {"spectrum_lr": spectrum_lr, "skew_lr": skew_lr}
+    """The rates of `optimizer_for` by name, each a finite number of at least 0; `own`: role -> its rate, or None."""
     rates: dict[str, Any] = {"lr": lr}
     if isinstance(lr, Mapping):
         rates = {f"lr of {child}": rate for child, rate in lr.items()}
-        missing = [name for name, rate in given.items() if rate is None]
-        if missing:
-            raise InputError(f"{missing[0]} is None; accepted where lr is a dict: a number")
-    rates |= {name: lr if rate is None else rate for name, rate in given.items()}
+    for role, rate in own.items():
+        if rate is None and isinstance(lr, Mapping):
+            if split[role]:
+                raise InputError(
+                    f"{role}_lr is None; accepted where lr is a dict and the model has such parameters: a number"
+                )
+        else:
+            rates[f"{role}_lr"] = lr if rate is None else rate
     rates["geodesic_lr"] = geodesic_lr
     for name, rate in rates.items():
         try:

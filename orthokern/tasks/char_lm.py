@@ -44,12 +44,11 @@ from orthokern.training.options import defaults, option, redeclared, switch
 
 _BY_SENTENCE = Needs("bptt", (None,))
 
-# In factorized and exprnn this is the rate of the input weights and biases alone: the recurrent matrix has others. The
-# input weights are the embeddings of the characters, which learn best at a higher rate than the readout. Sentences, 512
-# units, bits per character after two epochs: 2.30 at --lr, 2.09 at five times --lr, 2.05 at ten times.
+# Measurements of both rates and of the margin: docs/training.md, "Learning rates".
+# The input weights are the embeddings of the characters, which learn best at a higher rate than the readout. In
+# factorized and exprnn the recurrent matrix has rates of its own, so that this is the rate of input weights and biases.
 INPUT_RATE = 10.0
 # RMSprop changes every entry of U and V by about its rate, and an element of the next state is a sum over N of them.
-# In streams with 1024 units, bits per character after 250 batches: 2.31 at 2e-3, 1.96 at 7e-4, 1.92 at 2e-4.
 GEODESIC_RATE_TIMES_N = 0.4
 
 
@@ -83,8 +82,7 @@ class CharOptions(StartOptions, DataOptions):
     )
     hidden: int = 512
     nonlinearity: str = "modrelu"
-    # With a margin of 1, sentences have 1.801 validation bits per character instead of 1.806 (512 units, 20 epochs),
-    # but it lets states outgrow the threshold of modReLU: a stream with 1024 units diverged after 1857 iterations.
+    # A larger margin lets states outgrow the threshold of modReLU, and a run diverge.
     margin: float | None = 0.1
     optimizer: str = "adam"
     lr: float = 1e-2
