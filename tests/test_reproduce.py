@@ -320,6 +320,34 @@ def test_a_page_has_the_settings_of_its_commands(experiment: Experiment) -> None
         assert is_planned(row.get("settings", {}), runs[row["name"]], summary["quick"]), row["name"]
 
 
+@pytest.mark.parametrize(
+    ("figure", "options"),
+    [
+        ("gradients", ("--last-step-gradient", "--diagnose-every", "2")),
+        ("spectrum", ("--diagnose-every", "2")),
+        ("dynamics", ("--model", "rnn", "--diagnose-every", "2")),
+    ],
+)
+def test_a_figure_without_run_folders(
+    figure: str, options: tuple[str, ...], toys: Experiment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The JSON file holds what each kind of figure shows, and a page that is written again keeps its date."""
+    run = dataclasses.replace(toys.runs[0], options=(*"--T 4 --hidden 8 --iterations 6".split(), *options))
+    monkeypatch.setitem(command.EXPERIMENTS, "toy", dataclasses.replace(toys, figure=figure, runs=(run,)))
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1) == 0
+    folder = tmp_path / "full"
+    plots = pytest.importorskip("matplotlib.image")
+    before = plots.imread(folder / "toy.png")
+    shutil.rmtree(folder / run.name)
+    (folder / "toy.png").unlink()
+    monkeypatch.setattr("time.strftime", lambda form: "2000-01-01")
+    pages = [(folder / name).read_text() for name in ("toy.md", "toy.json")]
+    assert reproduce("toy", "--out", tmp_path, "--report") == 0
+    difference = abs(plots.imread(folder / "toy.png") - before)  # between 0 and 1; the JSON file has rounded numbers
+    assert difference.mean() < 1e-4 < before.std()
+    assert [(folder / name).read_text() for name in ("toy.md", "toy.json")] == pages
+
+
 def test_searches_without_run_folders(tmp_path: Path) -> None:
     """As test_rows_without_run_folders: a report of a search keeps what an earlier one found."""
     network = Search("toy-net", "toy", "net", "rate 1", "temporal_order", ("--lr", "1"), published=20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -51,9 +52,16 @@ def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
     return None if figure is None else plots.save(figure, path)
 
 
+def _as_json(summary: dict[str, Any]) -> str:
+    """Indented JSON with a list of numbers on one line."""
+    value = r"(?:[-+.\deE]+|null)"
+    numbers = rf"\[\s+{value}(?:,\s+{value})*\s+\]"
+    return re.sub(numbers, lambda found: " ".join(found[0].split()), json.dumps(summary, indent=1))
+
+
 def written(folder: Path, name: str, text: str, summary: dict[str, Any], figure: Path | None = None) -> list[Path]:
     """Writes a page as NAME.md and its numbers as NAME.json; returns these files and the figure."""
     page, numbers = folder / f"{name}.md", folder / f"{name}.json"
     write_atomically(page, text.encode())
-    write_atomically(numbers, json.dumps(summary, indent=1).encode() + b"\n")
+    write_atomically(numbers, _as_json(summary).encode() + b"\n")
     return [page, numbers] if figure is None else [page, numbers, figure]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,8 @@ QUANTITIES: dict[str, Callable[[RunRecord], float | None]] = {
     "iterations_to_goal": _iterations_to_goal,
     "success": _success,
 }
-CURVE_POINTS = 100  # of a run's curve in the JSON file, at most
+CURVE_POINTS = 100  # of a run's curve in the JSON file, at most; also of its lists and distributions
+RECORD_POINTS = 1000  # of a number that is not thinned where it may have peaks of one iteration
 _WITHOUT_NUMBERS = ("not run", "damaged", "other settings")
 _LESS_IS_BETTER = ("loss", "bpc", "perplexity")
 
@@ -78,27 +81,68 @@ def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> fl
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def _curve(experiment: Experiment, record: RunRecord) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Figure:
+    """How the runs of an experiment are drawn."""
+
+    draw: str  # a function of orthokern.diagnostics.plots
+    fields: str  # a regular expression: the fields of the records that it shows, beside those of `quantity`
+
+
+FIGURES = {
+    "curves": _Figure("compare_curves", ""),
+    "gradients": _Figure("compare_gradients", r"(last_)?grad_norm_through_time"),
+    "dynamics": _Figure(
+        "compare_dynamics", "spectral_radius|orthogonality_error_of_w|recurrent_grad_norm|held_out_accuracy"
+    ),
+    "spectrum": _Figure("compare_spectra", "spectrum"),
+    "stability": _Figure("compare_stability", r"grad_norm|jacobian_radius(_l\d+)?"),
+}
+
+
+def _rounded(value: Any, digits: int = 6) -> Any:
+    """The numbers of a record's field with six digits; of a spectrum with nine, as its axis may begin at 0.999999."""
+    if isinstance(value, dict):
+        return {name: _rounded(inner, 9) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner, digits) for inner in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _shown(experiment: Experiment, record: RunRecord) -> dict[str, Any]:
     """What the figure of an experiment shows of a run, so that its row alone can be drawn; see `_drawn_again`."""
-    if experiment.figure != "curves":
+    if experiment.figure is None:
         return {}
-    at, values = record.series(experiment.quantity)
-    stride = len(at) // CURVE_POINTS + 1
-    return {
-        "task": record.task,
-        "baseline": record.config.get("baseline"),
-        "curve": [[int(t), float(f"{v:.6g}")] for t, v in zip(at[::stride], values[::stride], strict=True)],
-    }
+    shown: dict[str, Any] = {"task": record.task, "baseline": record.config.get("baseline")}
+    if experiment.figure == "curves":
+        at, values = record.series(experiment.quantity)
+        stride = len(at) // CURVE_POINTS + 1
+        points = zip(at[::stride], values[::stride], strict=True)
+        return shown | {"curve": [[int(t), _rounded(float(v))] for t, v in points]}
+    pattern = re.compile(FIGURES[experiment.figure].fields)
+    kept: dict[int, dict[str, Any]] = {}
+    for field in dict.fromkeys(key for r in record.records for key in r if pattern.fullmatch(key)):
+        having = [r for r in record.records if field in r]
+        most = CURVE_POINTS if isinstance(having[0][field], (list, dict)) else RECORD_POINTS
+        for r in having[:: len(having) // most + 1]:
+            kept.setdefault(r["iteration"], {"iteration": r["iteration"]})[field] = _rounded(r[field])
+    return shown | {"time_steps": record.time_steps, "records": [kept[t] for t in sorted(kept)]}
 
 
 def _drawn_again(experiment: Experiment, row: dict[str, Any], plan: Plan) -> RunRecord | None:
-    """The run of a row that an earlier report wrote, with the points of its curve; None if it has none."""
-    curve = row.get("curve")
-    if not curve:
+    """The run of a row that an earlier report wrote, with what `_shown` kept of it; None if it has nothing."""
+    records = row.get("records") or [{"iteration": t, experiment.quantity: value} for t, value in row.get("curve", ())]
+    if not records:
         return None
-    config = {"task": row["task"], "baseline": row["baseline"], "settings": row["settings"]}
-    records = [{"iteration": t, experiment.quantity: value} for t, value in curve]
+    config = {name: row.get(name) for name in ("task", "baseline", "settings", "time_steps")}
     return RunRecord(plan.folder / row["name"], config, row["settings"], row["task"], records)
+
+
+def _earlier(name: str, plan: Plan) -> dict[str, Any]:
+    """The JSON file of an earlier report of the experiment `name` at this scale; {} without one."""
+    path = plan.folder / f"{name}.json"
+    summary = read_object(path) if path.exists() else {}
+    return summary if summary.get("experiment") == name and summary.get("quick") == plan.quick else {}
 
 
 def earlier_rows(name: str, plan: Plan) -> dict[str, dict[str, Any]]:
@@ -109,15 +153,13 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, dict[str, Any]]:
     Raises:
         InputError: the file is damaged.
     """
-    path = plan.folder / f"{name}.json"
-    if not path.exists():
-        return {}
-    summary = read_object(path)
-    if summary.get("experiment") != name or summary.get("quick") != plan.quick:
+    summary = _earlier(name, plan)
+    if not summary:
         return {}
     try:
         return {row["name"]: row for row in summary["rows"] if row["state"] not in _WITHOUT_NUMBERS}
     except (KeyError, TypeError):
+        path = plan.folder / f"{name}.json"
         raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
 
 
@@ -167,7 +209,7 @@ def _row(
         row["state"] = "solved" if result.get("reached") and record.settings.get("goal") is not None else "done"
     else:
         row["state"] = "unfinished"
-    return row | _curve(experiment, record), record
+    return row | _shown(experiment, record), record
 
 
 def _labels(run: Run, settings: dict[str, Any]) -> dict[str, str]:
@@ -303,9 +345,13 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     figure = None
     if experiment.figure is not None and records:
         figure = drawn(plan.folder / f"{experiment.name}.png", partial(_draw, experiment, title, records))
+    # A page that is only written again keeps the date of its numbers.
+    again = bool(earlier) and [row for row in rows if row["state"] not in _WITHOUT_NUMBERS] == list(earlier.values())
+    now = {"versions": f"orthokern {__version__}, torch {torch.__version__}", "date": time.strftime("%Y-%m-%d")}
+    when = _earlier(experiment.name, plan) if again else now
     summary = {
         "experiment": experiment.name, "title": title, "source": experiment.source, "quick": plan.quick,
-        "versions": f"orthokern {__version__}, torch {torch.__version__}", "date": time.strftime("%Y-%m-%d"),
+        **{name: when.get(name, text) for name, text in now.items()},
         "figure": None if figure is None else figure.name, "rows": rows,
     }  # fmt: skip
     return written(plan.folder, experiment.name, markdown(experiment, summary), summary, figure)
@@ -313,10 +359,10 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
 
 def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], plots: Any) -> Any:
     """The figure of an experiment, by the functions of `plots`."""
+    draw = getattr(plots, FIGURES[str(experiment.figure)].draw)
     options: dict[str, Any] = {"legend": experiment.legend, "title": title}
     if experiment.figure == "stability":
-        return plots.compare_stability(records, x="iteration", **options)
+        return draw(records, x="iteration", **options)
     if experiment.figure == "curves":
-        return plots.compare_curves(records, experiment.quantity, panel=experiment.panel, **options)
-    kinds = {"gradients": "gradients", "dynamics": "dynamics", "spectrum": "spectra"}
-    return getattr(plots, f"compare_{kinds[str(experiment.figure)]}")(records, **options)
+        return draw(records, experiment.quantity, panel=experiment.panel, **options)
+    return draw(records, **options)
