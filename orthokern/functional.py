@@ -4,8 +4,10 @@ Letters: B batch, T time, N hidden, K rank of U and V, D input features or numbe
 A wrong argument raises ``InputError`` (one line: argument, value, what is accepted). ``backend`` is "reference", "cpu",
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
 explicit backend that does not support the call raises ``BackendUnavailable``.
-All functions except ``cayley`` and the modal losses have derivatives of any order, in reverse and forward mode and
-under torch.func. Those two raise a RuntimeError with the argument that selects a differentiable implementation.
+All functions have derivatives of any order, in reverse and forward mode and under torch.func, with two exceptions:
+``cayley`` is differentiable with backend="reference" only; and the modal form, and ``scan_cross_entropy`` where it
+recomputes states in chunks, have no second derivative (create_graph=True). The backward then raises a RuntimeError that
+names the argument to change.
 Longer than 600 lines: most of them are the docstrings of the public functions.
 """
 
@@ -518,7 +520,7 @@ def scan_cross_entropy(
             one included: save it for the same bits after a resume.
 
     Returns:
-        A ScanLoss. The loss is differentiable (once) in x, matrix, readout, h0, weight, bias, readout_bias, act_param.
+        A ScanLoss. The loss is differentiable in x, matrix, readout, h0, weight, bias, readout_bias, act_param.
 
     Raises:
         InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it is not possible.

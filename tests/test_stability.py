@@ -1,4 +1,4 @@
-"""The spectral radius of the Jacobian of a GRU at state 0, against autograd, and its plots."""
+"""The spectral radius of the Jacobian of a GRU at h = 0, against autograd, and its plots."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ print([name for name, _ in layer.named_parameters()])
 # | class | weight | shape |
 # | --- | --- | --- |
 # | `Exponential` | W = B exp(A), A skew-symmetric | square |
-# | `Cayley` | W = B (I + A)⁻¹ (I - A) | square |
+# | `Cayley` | W = B (I - A/2)⁻¹ (I + A/2) | square |
 # | `Householder` | a product of reflections: orthonormal columns or rows | any |
 # | `FactorizedSpectrum` | W = U diag(s) Vᵀ, s within a margin of 1 | any |
 # | `SchurForm` | W = P (Λ + T) Pᵀ: eigenvalues and a non-normal part | square |

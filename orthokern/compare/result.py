@@ -85,7 +85,7 @@ class Comparison:
         for name, errors in (("error of outputs", self.outputs), ("error of gradients", self.gradients)):
             if errors is not None:
                 more = "" if errors.agree else "MORE THAN "
-                text = f"differ by {errors.between:.1e}; {more}allowed {errors.allowed:.1e}"
+                text = f"{more}allowed {errors.allowed:.1e}; differ by {errors.between:.1e}"
                 rows.append((name, f"{errors.torch:.1e}", f"{errors.orthokern:.1e}", text))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         table = [

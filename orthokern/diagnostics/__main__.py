@@ -31,7 +31,7 @@ still be in progress. Nothing is trained, and no checkpoint is read.
   spectrum   singular values of the recurrent matrix: mean, standard deviation, smallest, largest
   states     norm of the hidden state at each time step
   angles     histogram of the angles of the eigenvalues of the recurrent matrix
-  stability  for a GRU: norm of the gradient, and spectral radius of the Jacobian at state 0
+  stability  for a GRU: norm of the gradient, and spectral radius of the Jacobian at h = 0
 
 The legend shows the settings in which the runs differ.
 """

@@ -1,4 +1,4 @@
-"""Stability of a GRU: the spectral radius of its Jacobian at state 0 (Kanai et al. 2017, Figure 1)."""
+"""Stability of a GRU: the spectral radius of its Jacobian at h = 0 (Kanai et al. 2017, Figure 1)."""
 
 from __future__ import annotations
 

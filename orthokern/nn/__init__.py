@@ -1,4 +1,4 @@
-"""Modules: drop-in replacements of torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss.
+"""Modules with the interfaces of torch.nn.RNN, GRU and LSTM, activations, and a readout with its loss.
 
 Letters in all of them: B batch, T time, N hidden_size, D input_size (features, or the number of token ids), K rank of
 U and V, P rows of a packed batch.

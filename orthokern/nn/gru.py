@@ -29,7 +29,7 @@ _linear = _autocast.keeps_dtype(nn.functional.linear)
 
 
 class GRU(TorchRecurrent):
-    """A GRU with torch.nn.GRU's interface. A constraint on one matrix keeps its fixed point at 0 stable.
+    """A GRU with the interface of torch.nn.GRU. A bound on the norm of one matrix keeps its fixed point h = 0 stable.
 
         r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
         n_t = tanh(W_in x_t + b_in + W_hn (r_t * h_{t-1}) + b_hn)      variant "kanai" (Kanai et al. 2017, eq. 1 to 4)

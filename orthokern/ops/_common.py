@@ -98,7 +98,8 @@ def total(*terms: Tensor | None) -> Tensor | None:
 
 
 def refusal(op: str, way_out: str) -> RuntimeError:
-    return RuntimeError(f"{op} has no second derivative through its kernels: pass {way_out}, which supports it")
+    verb = "set" if way_out.startswith("ORTHOKERN_") else "pass"  # an environment variable, or an argument
+    return RuntimeError(f"{op} has no second derivative through its kernels: {verb} {way_out}, which supports it")
 
 
 def no_second_derivative(op: str, way_out: str = "backend='reference'") -> Callable[..., Any]:

@@ -121,7 +121,7 @@ EXPERIMENTS = (
         figure="curves", quantity="held_out_loss", legend=LEGEND, data="music", note=ONE_RUN,
     ),
     Experiment(
-        "gru-figure1", "Norm of the gradient and spectral radius of the Jacobian at rest", f"{PAPER}, Figure 1",
+        "gru-figure1", "Norm of the gradient and spectral radius of the Jacobian at h = 0", f"{PAPER}, Figure 1",
         _figure1(), (SUCCESS,), figure="stability", legend=LEGEND, data="ptb", epochs=False,
     ),
 )  # fmt: skip

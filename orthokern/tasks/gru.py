@@ -284,7 +284,7 @@ class GruTask(Task):
     # ---- records
 
     def diagnose(self) -> dict[str, Any]:
-        """Spectral radius of the Jacobian at state 0 and norm of the recurrent matrix, per layer; the learning rate;
+        """Spectral radius of the Jacobian at h = 0 and norm of the recurrent matrix, per layer; the learning rate;
         and the number of projections that changed a matrix."""
         found: dict[str, Any] = {**diagnose_stability(self.rnn), "lr": self.optimizer.param_groups[0]["lr"]}
         if self.projection is not None:

@@ -1,4 +1,4 @@
-"""Plots for a GRU: the norm of the gradient and the spectral radius of the Jacobian at state 0, over iterations."""
+"""Plots for a GRU: the norm of the gradient and the spectral radius of the Jacobian at h = 0, over iterations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Stability:
-    """Norms of the gradient, divided by the largest, and the spectral radius of the Jacobian at state 0 per layer."""
+    """Norms of the gradient, divided by the largest, and the spectral radius of the Jacobian at h = 0 per layer."""
 
     norms: tuple[np.ndarray, np.ndarray]  # iterations [P], values [P]
     radii: dict[str, tuple[np.ndarray, np.ndarray]]  # field -> the same
@@ -61,7 +61,7 @@ def _draw_stability(axis: "Axes", found: _Stability, x: _Abscissa) -> None:
 
 
 def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | None:
-    """The norm of the gradient and the spectral radius of the Jacobian of a GRU at state 0, over iterations (Kanai et
+    """The norm of the gradient and the spectral radius of the Jacobian of a GRU at h = 0, over iterations (Kanai et
     al. 2017, Figure 1).
 
     Args:
