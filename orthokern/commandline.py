@@ -346,12 +346,13 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"{option}: '--' is not accepted as the value of an option")
         known, unknown = self.parse_known_args(arguments)
         if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
+            # without the dashes, which all options have in common
+            options = [option.lstrip("-") for action in self._actions for option in action.option_strings]
             name = unknown[0].split("=")[0]
-            guess = nearest(name, options) if name.startswith("-") else None
+            guess = nearest(name.lstrip("-"), options) if name.startswith("-") else None
             raise InputError(
                 f"unknown {'option' if name.startswith('-') else 'argument'} {name}"
-                + (f": did you mean {guess}?" if guess else "; see --help")
+                + (f": did you mean --{guess}?" if guess else "; see --help")
             )
         return vars(known)
 

@@ -57,7 +57,7 @@ class CharOptions(StartOptions, DataOptions):
     """The settings of the character language model."""
 
     GROUP = "the task"
-    HIDDEN = frozenset({"sigma"})
+    HIDDEN = DataOptions.HIDDEN | {"sigma"}
     data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
     length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=_BY_SENTENCE)
     bucket: int = option(

@@ -26,7 +26,7 @@ from orthokern.training.averaging import Average
 from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
-from orthokern.training.options import named, option
+from orthokern.training.options import named, option, redeclared
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
@@ -36,6 +36,7 @@ class DataOptions(RunOptions):
     """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
 
     GROUP = "the task"
+    HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
     data: str = option("", file_name, "folder with the task's files (required)", "DIR", shown="")
     epochs: int | None = option(20, integer(1), "stop after N epochs", "N")
 
@@ -70,6 +71,9 @@ class DrawnOptions(OptimizerOptions):
     T: int = 1000  # declared by each task, because T has a different meaning in each
     eval_every: int = option(100, integer(0), "evaluate every N iterations, 0 for never", "N")
     eval_sequences: int = option(200, integer(1), "new sequences per evaluation", "N")
+    iterations: int = redeclared(
+        OptimizerOptions, "iterations", help="stop after N iterations, even if the task is not solved"
+    )
 
 
 def stream_seed(seed: int, stream: str) -> int:

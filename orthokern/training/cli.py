@@ -54,9 +54,7 @@ class RunOptions(Options):
     preset: str | None = None
     processes: int = 1  # number of processes that train together; recorded
     iterations_per_epoch: int | None = None  # None if the task has no epochs; recorded
-    iterations: int = option(
-        None, integer(1), "stop after N iterations, even if the task is not solved", "N", shown="by --epochs"
-    )
+    iterations: int = option(None, integer(1), "stop after N iterations", "N", shown="by --epochs")
     minutes: float | None = option(
         None,
         real(0.0, exclusive=True, none=True),
