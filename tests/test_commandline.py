@@ -440,5 +440,16 @@ def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     memory.check(settings, parts)
 
 
+def test_the_notes_of_a_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and targets of 88 notes, beside the states of a small GRU."""
+    settings = complete("music", batch=1000, window=100, hidden=1, layers=1, data="nowhere")
+    told: list[int] = []
+    monkeypatch.setattr(memory, "check", lambda settings, parts: told.append(parts[-1].size))
+    monkeypatch.setattr("orthokern.tasks.gru.check_gru", lambda settings: None)
+    with pytest.raises(InputError, match="nowhere"):
+        module("music").MusicTask(settings)
+    assert told == [4 * 1000 * 100 * (2 + 2 * 88)]
+
+
 def test_the_machines_memory() -> None:
     assert 2**28 < (memory.machine_memory("cpu") or 0) < 2**50
