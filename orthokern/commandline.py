@@ -20,6 +20,7 @@ Settings = dict[str, Any]
 # The largest value of a real option: far above any reasonable value, and so far below the largest float32 that a rate
 # divided by a small number, as in optimizers, does not overflow. For larger values torch raises a RuntimeError.
 LARGEST = 1e30
+LARGEST_INTEGER = 2**53  # above any size or count; torch and JSON readers take it exactly
 MAX_THREADS = 1024  # torch accepts any number, and crashes if the system does not
 
 
@@ -142,10 +143,8 @@ def _open_streams() -> None:
 # ---- values of options -----------------------------------------------------------------------------------------------
 
 
-def integer(minimum: int, maximum: int = 2**53) -> Callable[[str], int]:
-    """An argparse type: an integer in [`minimum`, `maximum`]. The default of `maximum` is above any size or count, and
-    is accepted by torch.
-    """
+def integer(minimum: int, maximum: int = LARGEST_INTEGER) -> Callable[[str], int]:
+    """An argparse type: an integer in [`minimum`, `maximum`]."""
 
     def parse(text: str) -> int:
         try:
@@ -265,7 +264,7 @@ class Needs:
     Attributes:
         setting: name of the other setting.
         values: accepted values of it; (): any value except `nothing`.
-        nothing: the value with which the other setting has no effect itself.
+        nothing: the value, or a tuple of those, with which the other setting has no effect itself.
 
     Example::
 
@@ -281,7 +280,9 @@ class Needs:
 
     def met(self, settings: object) -> bool:
         value = getattr(settings, self.setting)
-        return value in self.values if self.values else value != self.nothing
+        if self.values:
+            return value in self.values
+        return value not in (self.nothing if isinstance(self.nothing, tuple) else (self.nothing,))
 
     @property
     def option(self) -> str:
@@ -346,12 +347,13 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"{option}: '--' is not accepted as the value of an option")
         known, unknown = self.parse_known_args(arguments)
         if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
+            # without the dashes, which all options have in common
+            options = [option.lstrip("-") for action in self._actions for option in action.option_strings]
             name = unknown[0].split("=")[0]
-            guess = nearest(name, options) if name.startswith("-") else None
+            guess = nearest(name.lstrip("-"), options) if name.startswith("-") else None
             raise InputError(
                 f"unknown {'option' if name.startswith('-') else 'argument'} {name}"
-                + (f": did you mean {guess}?" if guess else "; see --help")
+                + (f": did you mean --{guess}?" if guess else "; see --help")
             )
         return vars(known)
 
@@ -382,7 +384,8 @@ class Parser(argparse.ArgumentParser):
             wanted = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
             lacking = next(need for need in ways[0] if not need.met(settings))
             value = getattr(settings, lacking.setting)
-            shown = "none" if value is None or value is False else f"{value:g}" if isinstance(value, float) else value
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            shown = {"None": "none", "False": "none", "True": "given"}.get(shown, shown)
             raise InputError(f"{action.option_strings[0]}: for {wanted}; here {lacking.option} is {shown}")
 
     def check_recorded(self, settings: Mapping[str, Any]) -> None:

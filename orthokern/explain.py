@@ -69,6 +69,8 @@ def explain(
     """
     assert ops.NAMES  # importing the ops registers their SUPPORT tables
     if op is not None:
+        if op not in (*ops.NAMES, LOSS):
+            raise unknown_name("op", op, (*ops.NAMES, LOSS))
         for letter, size in sizes.items():
             if letter not in LETTERS:
                 raise unknown_name("size", letter, LETTERS)

@@ -82,6 +82,25 @@ def test_every_task_is_in_the_table() -> None:
     assert {path.stem for path in tasks.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()} == set(TASKS)
 
 
+# ---- help ----------------------------------------------------------------------------------------
+
+DRAWN = ("adding", "copy", "random_permutation", "temporal_order")  # tasks that generate their sequences
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_help_is_about_its_own_task(name: str) -> None:
+    text = " ".join(parser(name).format_help().split())
+    assert ("even if the task is not solved" in text) == (name in DRAWN)
+    assert ("--cuda-graph" in text) == (name in DRAWN)
+
+
+def test_a_guess_is_about_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """The dashes are common to all options: they make no option similar."""
+    for given, told in (("--cuda-graph", "; see --help"), ("--hiden", ": did you mean --hidden?")):
+        assert main("music", given) == 2
+        assert refused(capsys) == f"error: unknown option {given}{told}\n"
+
+
 # ---- values of options ---------------------------------------------------------------------------
 
 
@@ -419,6 +438,17 @@ def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         memory.check(settings, parts)
     monkeypatch.setattr(memory, "machine_memory", lambda device: None)
     memory.check(settings, parts)
+
+
+def test_the_notes_of_a_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and targets of 88 notes, beside the states of a small GRU."""
+    settings = complete("music", batch=1000, window=100, hidden=1, layers=1, data="nowhere")
+    told: list[int] = []
+    monkeypatch.setattr(memory, "check", lambda settings, parts: told.append(parts[-1].size))
+    monkeypatch.setattr("orthokern.tasks.gru.check_gru", lambda settings: None)
+    with pytest.raises(InputError, match="nowhere"):
+        module("music").MusicTask(settings)
+    assert told == [4 * 1000 * 100 * (2 + 2 * 88)]
 
 
 def test_the_machines_memory() -> None:

@@ -251,6 +251,7 @@ def test_command_line(models: str, arguments: list[str], capsys: pytest.CaptureF
         ("--cell=lstm", "unknown cell 'lstm'"),
         ("--hidden=0", "'0' is not an integer of at least 1"),
         ("--backend=cuda", "backend 'cuda' cannot serve"),
+        (f"--batch={2**53}", "there is not enough memory"),
     ],
 )
 def test_mistakes(models: str, arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def test_a_batch_is_what_torch_packs(tmp_path: Path) -> None:
     assert torch.equal(lengths, batch.lengths) and padded.shape == (int(lengths[0]), 5)
 
 
-@pytest.mark.parametrize(("batch", "bucket"), [(7, 1), (7, 4), (50, 16), (1000, 2)])
+@pytest.mark.parametrize(("batch", "bucket"), [(7, 1), (7, 4), (50, 16), (1000, 2), (50, 2**60)])
 def test_an_epoch_has_every_sentence_once(tmp_path: Path, batch: int, bucket: int) -> None:
     sentences = read_sentences(written(tmp_path, word_file(random_lines(200))))
     texts = sorted(sentences.text(i) for i in range(200))

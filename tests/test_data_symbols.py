@@ -98,6 +98,8 @@ def test_refusals() -> None:
     for call, message in (
         (lambda: TemporalOrderTask(9), "T must be an integer of at least 10, got 9"),
         (lambda: TemporalOrderTask(20, bits=4), "bits must be 2 or 3, got 4"),
+        (lambda: TemporalOrderTask(20, bits=2.0), "bits must be an integer of at least 2, got 2.0"),
+        (lambda: TemporalOrderTask(20, bits=[2]), "bits must be an integer of at least 2, got [2]"),
         (lambda: TemporalOrderTask(20).batch(0), "batch must be an integer of at least 1, got 0"),
         (lambda: RandomPermutationTask(1), "T must be an integer of at least 2, got 1"),
         (lambda: RandomPermutationTask(5, symbols=2), "symbols must be an integer of at least 3, got 2"),

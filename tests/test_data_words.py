@@ -44,6 +44,7 @@ def test_the_limit(tmp_path: Path) -> None:
     [
         ({"train": b""}, "ptb.train.txt is empty: 0 bytes"),
         ({"valid": b" \n \n"}, "ptb.valid.txt is empty"),
+        ({"valid": "\u00a0\n\u2003\n".encode()}, "ptb.valid.txt holds blank lines only"),
         ({"test": b" the dog"}, "ptb.test.txt does not end with a line end: is it cut off?"),
         ({"test": b" the\n d\xffg \n"}, "ptb.test.txt line 2: byte 0xff is no text"),
         ({"train": b" the\n \0\0 \n"}, "ptb.train.txt line 2: a zero byte"),

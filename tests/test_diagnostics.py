@@ -688,6 +688,8 @@ def test_the_table_needs_no_matplotlib_and_a_picture_says_that_it_does(
         (["--figure", "spectrum", "--recurrence", "l1"], "holds what the figure 'spectrum' shows"),
         (["--out", "{run}/config.json"], "config.json cannot be written"),
         (["--figure", "none", "--table", "{run}/no/table.md"], "table.md cannot be written"),
+        (["--figure", "none", "--out", "{run}"], "--out: for --figure curves or gradients or"),
+        (["--figure", "spectrum", "--quantity", "loss"], "--quantity: for --figure curves or all; here --figure is"),
     ],
 )
 def test_bad_options_are_one_line(

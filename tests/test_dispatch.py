@@ -308,6 +308,7 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
         (["--device", "cpu"], "--device describes a call: give --op too"),
         (["--op", "cayley", "--N", "-3"], "--N: '-3' is not an integer of at least 0"),
         (["--op", "cayley", "--N", "many"], "--N: 'many' is not an integer of at least 0"),
+        (["--op", "scan_cross_entrpy"], "unknown op 'scan_cross_entrpy': did you mean 'scan_cross_entropy'?"),
         (["--opp", "cayley"], "unknown option --opp: did you mean --op?"),
     ],
 )

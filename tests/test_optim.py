@@ -408,6 +408,7 @@ REFUSED = [
     (lambda: optimizer_for(RNN(2, 3), lr=-1.0), "lr must be finite and at least 0, got -1.0"),
     (lambda: optimizer_for(RNN(2, 3), geodesic_lr=float("inf")), "geodesic_lr .* inf"),
     (lambda: optimizer_for(RNN(2, 3), spectrum_lr=-2.0), "spectrum_lr .* -2.0"),
+    (lambda: optimizer_for(FactorizedRNN(2, 3, margin=1e-45)), "divided by the margin of 1e-45 it overflows"),
     (lambda: optimizer_for(nn.ReLU()), "ReLU has no parameters"),
     (lambda: optimizer_for([nn.ReLU()]), "model must be a torch.nn.Module, got list"),  # type: ignore[arg-type]
     (lambda: optimizer_for(RNN(2, 3), lr="a"), "lr must be finite and at least 0, got 'a'"),

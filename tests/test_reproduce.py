@@ -174,7 +174,7 @@ def test_a_command_tells_how_long_its_own_run_was(
     monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=RunHere, STDOUT=subprocess.STDOUT))
 
     def iterations(*options: object) -> list[str]:
-        assert reproduce("toy", "--out", tmp_path, "--threads", 1, *options) == 0
+        assert reproduce("toy", "--out", tmp_path, *options) == 0
         return re.findall(r"--iterations (\d+)", (tmp_path / "full" / "toy.md").read_text())
 
     assert iterations("--iterations", 3, "--only", "toy-0.1") == ["3", "3"]
@@ -272,7 +272,7 @@ def test_rows_without_run_folders(toys: Experiment, tmp_path: Path, capsys: pyte
     assert [value for _, value in before[1]["curve"]] == pytest.approx(losses, rel=1e-5)
     shutil.rmtree(folder / "toy-0.1")
     (folder / "toy.png").unlink()
-    assert reproduce("toy", "--out", tmp_path, "--only", "toy-0", "--report") == 0
+    assert reproduce("toy", "--out", tmp_path, "--report") == 0
     assert json.loads((folder / "toy.json").read_text())["rows"] == before
     assert (folder / "toy.png").exists()
     assert reproduce("toy", "--out", tmp_path, "--only", "toy-0", "--threads", 1) == 0  # both: toy-0.1 is trained anew
@@ -381,6 +381,8 @@ def test_bad_input(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["table1", "--data", tmp_path / "no"], "no such folder"),
         (["table5", "--jobs", "2"], "the runs of table5 are timed and run one at a time"),
         (["toy", "--jobs", "0"], "'0' is not an integer of at least 1"),
+        (["toy", "--report", "--budget", "2h"], "--budget: for runs without --report; here --report is given"),
+        (["oinit-table1", "--report", "--only", "srnn"], "--only: for runs without --report"),
     ):
         assert reproduce(*options, "--out", tmp_path / "out") == 2
         error = capsys.readouterr().err

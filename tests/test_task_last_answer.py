@@ -164,7 +164,7 @@ def test_networks(options: str, tmp_path: Path) -> None:
 
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     for task, options, message in (
-        ("temporal_order", ["--bits", "4"], "--bits 4: accepted: 2, 3"),
+        ("temporal_order", ["--bits", "4"], "--bits: '4' is not an integer of at most 3"),
         ("temporal_order", ["--T", "9"], "'9' is not an integer of at least 10"),
         ("random_permutation", ["--goal", "101"], "at most 100"),
         ("random_permutation", ["--start", "learnt"], "did you mean 'learned'"),

@@ -518,7 +518,7 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("adding", "--optimizer adam --beta1 1.0", "beta1: '1.0' is not a number of at least 0 and below 1"),
         ("adding", "--optimizer adam --beta2 1", "beta2: '1' is not a number of at least 0 and below 1"),
         ("adding", "--alpha 1.0", "alpha: '1.0' is not a number of at least 0 and below 1"),
-        ("adding", "--eps 0", "eps: '0' is not a number above 0"),
+        ("adding", "--eps 0", "eps: '0' is not a number of at least 1e-30"),
         ("copy", "--T 1000000000000000", "out of memory on cpu"),
         ("adding", "--T 10 --model gru --learned-h0", "--learned-h0: for --model factorized or rnn or"),
         ("adding", "--model lstm --rank 3", "--rank: for --model factorized; here --model is lstm"),
@@ -583,14 +583,39 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
         ("copy", "--model lstm --forget-bias 2", "unknown option --forget-bias"),
         ("char_lm", "--data {ptb} --bptt 9 --length 5", "--length: for runs without --bptt; here --bptt is 9"),
         ("pixel_mnist", "--data {mnist} --permutation-seed 1", "--permutation-seed: for --permuted; here --permuted"),
+        (
+            "adding",
+            "--margin 0 --spectrum-lr 0.1",
+            "--spectrum-lr: for --model factorized with --margin; here --margin is 0",
+        ),
+        ("adding", "--margin 0 --spectrum-map tanh", "--spectrum-map: for --model factorized with --margin; here"),
+        ("adding", "--margin 0 --spectrum-prior 1", "--spectrum-prior: for --model factorized with --margin; here"),
+        ("copy", "--margin 1e-300", "divided by the margin of 1e-300 it overflows; accepted: a margin of 0, or"),
+        ("adding", "--model rnn --start silent --sigma 0.1", "--sigma 0.1 with --start silent: each sets all weights"),
+        ("char_lm", "--data {ptb} --model lstm --start glorot", "--start: for --model factorized or rnn or"),
+        ("char_lm", "--data {ptb} --batch 121", "--batch 121: there are 120 training sentences"),
+        ("char_lm", "--data {ptb} --bptt 5 --batch 100000", "--batch 100000: accepted: at most "),
+        (
+            "char_lm",
+            "--data {short} --bptt 5 --batch 2",
+            "the validation text has 6 characters; with --bptt it is read",
+        ),
+        (
+            "pixel_mnist",
+            f"--data {{mnist}} --validation 60 --batch 20 --epochs {2**53}",
+            f"accepted: at most {2**53 // 10}, of 10 iterations each",
+        ),
         ("adding", f"--batch {2**53}", "GiB: lower --T (1000) or --batch (9007199254740992)"),
     ],
 )
 def test_bad_input(
     task: str, options: str, message: str, tmp_path: Path, mnist: Path, ptb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "run"
-    assert run(task, *options.format(mnist=mnist, ptb=ptb).split(), "--out", out) == 2
+    out, short = tmp_path / "run", tmp_path / "short"
+    short.mkdir()
+    for part in ("train", "valid", "test"):
+        (short / f"ptb.{part}.txt").write_text(" a b c \n")
+    assert run(task, *options.format(mnist=mnist, ptb=ptb, short=short).split(), "--out", out) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert not out.exists()

@@ -138,6 +138,7 @@ def test_a_run_that_ends_leaves_the_others(tmp_path: Path, capsys: pytest.Captur
         (["--replicas", "2", "--profile"], "--replicas 2: not with --profile, which is for one run"),
         (["--replicas", "2", "--cuda-graph"], "--replicas 2: not with --cuda-graph, which is for one run"),
         (["--replicas", "2", "--resume"], "--resume needs the folder of the run"),
+        (["--replicas", "2", "--seed", str(2**63 - 1)], f"on: accepted: seeds of at most {2**63 - 1}"),
     ],
 )
 def test_refusals(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,11 +145,11 @@ def main(argv: list[str] | None = None) -> int:
             model, inputs = _made_model(given), ()
         place = given.get("device")
         model = model.to(device=place, dtype=getattr(torch, given["dtype"]) if "dtype" in given else None)
-        if not inputs:
-            inputs = (_made_input(model, given.get("batch", 32), given.get("time", 200), seed),)
-        else:
-            inputs = mapped(inputs, lambda t: _moved(t, place, given.get("dtype")))
         try:
+            if not inputs:
+                inputs = (_made_input(model, given.get("batch", 32), given.get("time", 200), seed),)
+            else:
+                inputs = mapped(inputs, lambda t: _moved(t, place, given.get("dtype")))
             found = compare(model, *inputs, rounds=given.get("rounds", 11), backend=given.get("backend"), seed=seed)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):

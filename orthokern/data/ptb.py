@@ -228,7 +228,7 @@ class SentenceBatches:
         self._drawn_from = self.generator.get_state()
         shuffled = torch.randperm(len(self.sentences), generator=self.generator)
         alike: list[Tensor] = []
-        for part in shuffled.split(self.bucket * self.batch):
+        for part in shuffled.split(min(self.bucket * self.batch, len(shuffled))):  # torch's sizes have 64 bits
             by_length = self._lengths[part].argsort(descending=True, stable=True)
             alike.extend(part[by_length].split(self.batch))
         turn = torch.randperm(self.per_epoch, generator=self.generator)

@@ -55,7 +55,7 @@ class TemporalOrderTask(OneHotGenerator):
 
     def __init__(self, T: int, *, bits: int = 2) -> None:
         self.T = integer("T", T, 10)
-        if bits not in _TENTHS:
+        if integer("bits", bits, 2) not in _TENTHS:
             raise InputError(f"bits must be 2 or 3, got {bits!r}")
         self.bits = bits
         self.length = T

@@ -98,6 +98,8 @@ def _words(path: Path, content: bytes, part: str) -> list[str]:
     if not text.endswith("\n"):
         raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence a line")
     sentences = [sentence for line in text.splitlines() if (sentence := line.split())]
+    if not sentences:
+        raise InputError(f"{path} holds blank lines only; expected: one sentence a line")
     check_part(path, part, "".join(f" {' '.join(sentence)} \n" for sentence in sentences).encode())
     words: list[str] = []
     for sentence in sentences:

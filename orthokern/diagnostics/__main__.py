@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from orthokern._files import make_folder, remove_folders
-from orthokern.commandline import Parser, Settings, command, one_of, path, printable, real, say
+from orthokern.commandline import Needs, Parser, Settings, command, one_of, path, printable, real, say
 from orthokern.diagnostics import comparison, plots
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError, unknown_name
@@ -17,6 +18,13 @@ EXIT_OK = 0
 
 FIGURES = ("curves", "gradients", "spectrum", "states", "angles", "stability")
 _QUANTITIES = ("loss", "accuracy")  # drawn by default, together with all quantities measured on held-out data
+
+# option -> the figures that it changes
+_OF_FIGURES = {
+    **dict.fromkeys(("quantity", "panel", "baseline"), ("curves", "all")),
+    **dict.fromkeys(("legend", "x", "out"), (*FIGURES, "all")),
+    "recurrence": ("spectrum", "angles", "all"),
+}
 
 DESCRIPTION = """\
 Inspect training runs: redraw the plots of one run from its records, or compare several runs in one
@@ -85,6 +93,7 @@ def _parser() -> Parser:
     text = "folder for pictures (default: the folder of the run; for several runs: comparison/)"
     group.add_argument("--out", type=path, metavar="DIR", help=text)
     group.add_argument("--table", type=path, metavar="FILE", help="also write the table to FILE, as Markdown")
+    parser.needs = {name: ((Needs("figure", figures),),) for name, figures in _OF_FIGURES.items()}
     return parser
 
 
@@ -92,7 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
 
     def body() -> int:
-        _run(_parser().parse(arguments))
+        parser = _parser()
+        given = parser.parse(arguments)
+        parser.check_all_play(given, SimpleNamespace(figure=given.get("figure", "all")))
+        _run(given)
         return EXIT_OK
 
     return command(body, arguments)

@@ -283,7 +283,8 @@ def optimizer_for(
         "margin" and "spectrum_map".
 
     Raises:
-        InputError: for a rate that is not a finite number of at least 0, for LBFGS, for a model without parameters, for
+        InputError: for a rate that is not a finite number of at least 0, or overflows when it is divided by the margin
+            of a spectrum, for LBFGS, for a model without parameters, for
             a dict `lr` that lacks a child or has an unknown one, or without a rate of spectra or generators that the
             model has; or as GeodesicSGD.
 
@@ -318,6 +319,11 @@ def optimizer_for(
         else:
             scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
             rate = rates["spectrum_lr"] / scale if margin > 0.0 else 0.0
+            if rate > torch.finfo(torch.float32).max:
+                raise InputError(
+                    f"spectrum_lr is {rates['spectrum_lr']:g}, and divided by the margin of {margin:g} it overflows; "
+                    "accepted: a margin of 0, or a larger one"
+                )
             groups.append({**_group(entries, "spectrum", rate), **kind, "weight_decay": 0.0})
     if groups:
         parts["euclidean"] = euclidean(groups, lr=groups[0]["lr"], **euclidean_kwargs)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from orthokern.commandline import (
     EXIT_INTERRUPTED,
     MAX_THREADS,
+    Needs,
     Parser,
     Settings,
     command,
@@ -63,6 +65,10 @@ saved: repeat the command to continue).
 """
 
 
+# options without effect on a report: it has all runs, and the lengths that are asked for
+_OF_TRAINING = ("only", "jobs", "threads", "budget", "device")
+
+
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.reproduce", description=DESCRIPTION, epilog=_epilog())
     parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
@@ -91,6 +97,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--report", action="store_true", help="train nothing; write the table and the figure of the existing runs"
     )
+    parser.needs = {name: ((Needs("report", (None,)),),) for name in _OF_TRAINING}
     return parser
 
 
@@ -133,7 +140,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     def body() -> int:
         try:
-            return _run(_parser().parse(arguments))
+            parser = _parser()
+            given = parser.parse(arguments)
+            parser.check_all_play(given, SimpleNamespace(report=given.get("report")))
+            return _run(given)
         except KeyboardInterrupt:
             say("interrupted; the runs are saved: repeat the command to continue", sys.stderr)
             return EXIT_INTERRUPTED

@@ -365,6 +365,10 @@ def complete(settings: Settings) -> AddingOptions:
             f"--start silent: for --nonlinearity relu, --model {' or '.join(SILENT_MODELS)} and --hidden of at least 2,"
             f" not {settings['nonlinearity']}, {settings['model']} and {settings['hidden']}"
         )
+    if silent and settings["sigma"] is not None:
+        raise InputError(
+            f"--sigma {settings['sigma']:g} with --start silent: each sets all weights; give one of the two"
+        )
     T = settings["T"]
     if settings["schedule"] == "auto":
         settings = {**settings, "schedule": "inverse" if silent else "constant"}

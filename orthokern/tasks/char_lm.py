@@ -27,7 +27,7 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import LSTMS, build_recurrence
+from orthokern.tasks.network import LSTMS, OF_OTHERS, build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import (
     DataOptions,
@@ -37,6 +37,7 @@ from orthokern.tasks.recurrent import (
     digest,
     start_recurrence,
     stream_seed,
+    training_rows,
 )
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
@@ -57,7 +58,7 @@ class CharOptions(StartOptions, DataOptions):
     """The settings of the character language model."""
 
     GROUP = "the task"
-    HIDDEN = frozenset({"sigma"})
+    HIDDEN = DataOptions.HIDDEN | {"sigma"}
     data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
     length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=_BY_SENTENCE)
     bucket: int = option(
@@ -80,6 +81,8 @@ class CharOptions(StartOptions, DataOptions):
     goal: float | None = option(
         None, real(0.0, exclusive=True, none=True), "stop at this number of bits per validation character; none", "BITS"
     )
+    # the readout does not depend on it, and gates neither
+    start: str = redeclared(StartOptions, "start", or_needs=OF_OTHERS)
     hidden: int = 512
     nonlinearity: str = "modrelu"
     # A larger margin lets states outgrow the threshold of modReLU, and a run diverge.
@@ -256,6 +259,8 @@ class CharLm(CharTask):
         check_recurrent(settings, len(ALPHABET), len(ALPHABET))
         super().__init__(settings, classes=len(ALPHABET))
         data = load_ptb(settings.data, max_length=settings.length, released_targets=settings.released_targets)
+        if settings.batch > len(data.train):
+            raise InputError(f"--batch {settings.batch}: there are {len(data.train)} training sentences")
         self.parts = {"validation": data.validation, "test": data.test}
         self.data_digest = digest(data.train.tokens, data.train.offsets)
         self.time_steps = int(data.train.lengths.max())
@@ -316,8 +321,15 @@ class CharStream(CharTask):
         self.data_digest = digest(data.train)
         assert settings.bptt is not None  # see _task
         self.length = settings.bptt
-        rows = {"train": settings.batch, "validation": STREAM_ROWS, "test": STREAM_ROWS}
-        self.parts = {part: stream_rows(getattr(data, part), count).to(self.device) for part, count in rows.items()}
+        rows = {"train": training_rows(data.train, settings.batch)}
+        for part, text in (("validation", data.validation), ("test", data.test)):
+            if len(text) < 2 * STREAM_ROWS:
+                raise InputError(
+                    f"--data {settings.data}: the {part} text has {len(text)} characters; with --bptt it is read in "
+                    f"{STREAM_ROWS} rows; expected: at least {2 * STREAM_ROWS} characters"
+                )
+            rows[part] = stream_rows(text, STREAM_ROWS)
+        self.parts = {part: tokens.to(self.device) for part, tokens in rows.items()}
         self.time_steps = min(self.length, len(self.parts["train"]) - 1)
         check_recurrent(settings, characters, characters, steps=self.time_steps, evaluated=STREAM_ROWS)
         self.pieces = -(-(len(self.parts["train"]) - 1) // self.length)

@@ -39,7 +39,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
     """The settings of deep feedforward MNIST."""
 
     GROUP = "the network"
-    HIDDEN = frozenset({"backend"})  # all computation is done by torch
+    HIDDEN = DigitsOptions.HIDDEN | {"backend"}  # all computation is done by torch
     layers: int = option(10, integer(1), "hidden layers", "N")
     hidden: int = option(100, integer(1), "units per hidden layer", "N")
     init: str = named(

@@ -157,17 +157,17 @@ def check_recurrent(
     check(settings, [*model, Part("the states of an evaluation batch", size * numbers, options)])
 
 
-def check_gru(settings: Any, *, steps: int = 0) -> None:
+def check_gru(settings: Any, *, steps: int = 0, features: int = 0) -> None:
     """`check` for a stack of GRU layers, without the input layer and the readout.
 
     Args:
         settings: of a task with a GRU's options.
-        steps: as in `check_recurrent`.
+        steps, features: as in `check_recurrent`.
 
     Raises:
         InputError: as `check`.
     """
     size = torch.get_default_dtype().itemsize
-    numbers = 2 * settings.layers * steps * settings.batch * settings.hidden
+    numbers = steps * settings.batch * (2 * settings.layers * settings.hidden + features)
     states = Part("the states of a batch with their gradients", size * numbers, _OF_STATES)
     check(settings, [*model_parts(gru_size(settings), settings, ("layers", "hidden")), states])

@@ -91,7 +91,7 @@ class MusicTask(GruTask):
     settings: MusicOptions
 
     def __init__(self, settings: MusicOptions) -> None:
-        check_gru(settings, steps=settings.window)
+        check_gru(settings, steps=settings.window, features=2 * NOTES)  # inputs and targets
         super().__init__(settings)
         self.data = load_music(settings.data, settings.collection)
         self.data_digest = digest(self.data.train.notes, self.data.train.offsets)

@@ -35,6 +35,7 @@ ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
 OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
 OF_KERNELS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))  # cells with kernels of ours
+OF_SPECTRUM = (OF_FACTORIZED, Needs("margin", nothing=0.0))  # a margin of 0 keeps all singular values at 1
 OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in GATED))
 
 
@@ -68,7 +69,7 @@ class NetworkOptions(RunOptions):
         "sigmoid",
         SPECTRUM_MAPS,
         f"factorized: map of the singular values: {' or '.join(SPECTRUM_MAPS)}",
-        needs=(OF_FACTORIZED, Needs("margin")),
+        needs=(OF_FACTORIZED, Needs("margin", nothing=(None, 0.0))),
     )
     init: str = named(
         "orthogonal",

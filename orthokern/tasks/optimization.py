@@ -22,7 +22,7 @@ from orthokern.penalties import (
     spectrum_prior,
     triangular_decay,
 )
-from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN, NetworkOptions
+from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN, OF_SPECTRUM, NetworkOptions
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, redeclared
 
@@ -31,6 +31,7 @@ OPTIMIZERS |= {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
+SMALLEST_EPS = 1e-30  # below 1e-38 it is zero in float32, and a gradient of zero is divided by it
 SKEW_RATE = 0.1  # times --lr: the first value in the searches of Kerg et al. 2019 and Lezcano-Casado 2019
 CURVES = ("inverse", "exponential", "cosine")  # schedules that depend on the iteration only
 SCHEDULES = ("constant", *CURVES, "plateau")
@@ -55,7 +56,7 @@ class DescentOptions(RunOptions):
     alpha: float = option(0.9, real(0.0, below=1.0), "rmsprop: decay of the running mean square", needs=_RMSPROP)
     eps: float = option(
         1e-8,
-        real(0.0, exclusive=True),
+        real(SMALLEST_EPS),
         "rmsprop, adam: added to the RMS of the gradient",
         needs=Needs("optimizer", ("rmsprop", "adam")),
     )
@@ -105,7 +106,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         None,
         real(0.0),
         "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
-        needs=OF_FACTORIZED,
+        needs=OF_SPECTRUM,
         shown="as --lr",
     )
     geodesic: str = named(
@@ -145,7 +146,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         needs=Needs("soft_orthogonality", nothing=0.0),
     )
     spectrum_prior: float = option(
-        0.0, real(0.0), "factorized: add X sum (s - 1)^2 of the singular values to the loss", needs=OF_FACTORIZED
+        0.0, real(0.0), "factorized: add X sum (s - 1)^2 of the singular values to the loss", needs=OF_SPECTRUM
     )
     modulus_penalty: float = option(
         0.0, real(0.0), "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", needs=OF_NNRNN

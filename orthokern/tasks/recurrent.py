@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Settings, file_name, integer, real
+from orthokern.commandline import LARGEST_INTEGER, Needs, Settings, file_name, integer, real
+from orthokern.data import stream_rows
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
@@ -26,7 +27,7 @@ from orthokern.training.averaging import Average
 from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
-from orthokern.training.options import named, option
+from orthokern.training.options import named, option, redeclared
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
@@ -36,6 +37,7 @@ class DataOptions(RunOptions):
     """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
 
     GROUP = "the task"
+    HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
     data: str = option("", file_name, "folder with the task's files (required)", "DIR", shown="")
     epochs: int | None = option(20, integer(1), "stop after N epochs", "N")
 
@@ -70,6 +72,9 @@ class DrawnOptions(OptimizerOptions):
     T: int = 1000  # declared by each task, because T has a different meaning in each
     eval_every: int = option(100, integer(0), "evaluate every N iterations, 0 for never", "N")
     eval_sequences: int = option(200, integer(1), "new sequences per evaluation", "N")
+    iterations: int = redeclared(
+        OptimizerOptions, "iterations", help="stop after N iterations, even if the task is not solved"
+    )
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -93,17 +98,32 @@ def digest(*data: Tensor) -> int:
     return found
 
 
+def training_rows(tokens: Tensor, batch: int) -> Tensor:
+    """`stream_rows` of a training text in --batch rows.
+
+    Raises:
+        InputError: a row has no input with a target.
+    """
+    most = len(tokens) // 2
+    if batch > most:
+        raise InputError(f"--batch {batch}: accepted: at most {most}: a row needs 2 of {len(tokens)} training tokens")
+    return stream_rows(tokens, batch)
+
+
 def count_epochs(settings: DataOptions, batches: int) -> int:
     """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations.
 
     Raises:
-        InputError: an iteration uses more batches than an epoch has.
+        InputError: an iteration uses more batches than an epoch has, or there are too many epochs.
     """
     if settings.accumulate > batches:
         raise InputError(f"--accumulate {settings.accumulate}: accepted: at most {batches}, the batches of an epoch")
     per_epoch: int = batches // settings.accumulate
     if settings.epochs is not None:
         settings.iterations = settings.epochs * per_epoch
+        if settings.iterations > LARGEST_INTEGER:  # which --iterations, as the run records it, does not take
+            most = LARGEST_INTEGER // per_epoch
+            raise InputError(f"--epochs {settings.epochs}: accepted: at most {most}, of {per_epoch} iterations each")
     return per_epoch
 
 

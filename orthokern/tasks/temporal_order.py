@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from orthokern.commandline import Settings, integer
 from orthokern.data import TemporalOrderTask
-from orthokern.errors import InputError
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
 from orthokern.training import cli
@@ -25,7 +24,7 @@ class TemporalOrderOptions(LastAnswerOptions):
 
     GROUP = "the task"
     T: int = option(100, integer(10), "symbols in a sequence", "N")
-    bits: int = option(2, integer(2), "number of symbols to remember, 2 or 3", "N")
+    bits: int = option(2, integer(2, 3), "number of symbols to remember, 2 or 3", "N")
 
 
 DEFAULTS = defaults(TemporalOrderOptions)
@@ -63,15 +62,8 @@ examples:
 
 
 def complete(settings: Settings) -> TemporalOrderOptions:
-    """The settings as an object, checked.
-
-    Raises:
-        InputError: bits other than 2 and 3; or as `recurrent.complete`.
-    """
-    made = recurrent.complete(TemporalOrderOptions, settings)
-    if made.bits not in (2, 3):
-        raise InputError(f"--bits {made.bits}: accepted: 2, 3")
-    return made
+    """The settings as an object, checked; see `recurrent.complete`."""
+    return recurrent.complete(TemporalOrderOptions, settings)
 
 
 COMMAND = cli.TaskCommand(

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern.commandline import Settings, file_name, integer, real
-from orthokern.data import load_words, stream_rows
+from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.memory import check_gru
-from orthokern.tasks.recurrent import count_epochs, digest
+from orthokern.tasks.recurrent import count_epochs, digest, training_rows
 from orthokern.training import cli
 from orthokern.training.options import defaults, option
 
@@ -95,8 +95,9 @@ class WordLm(GruTask):
         words = len(self.data.vocabulary)
         sizes: dict[str, Any] = {"device": self.device, "dtype": torch.get_default_dtype(), "N": settings.hidden}
         dispatch.resolve("linear_cross_entropy", settings.backend, C=words, **sizes)
-        self.streams = stream_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
-        check_gru(settings, steps=min(settings.window, len(self.streams) - 1))
+        self.streams = training_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
+        self.time_steps = min(settings.window, len(self.streams) - 1)
+        check_gru(settings, steps=self.time_steps)
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)
         self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
         self.position = 0  # windows read

@@ -40,6 +40,8 @@ from orthokern.training.task import Task
 
 __all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 
+LARGEST_SEED = 2**63 - 1
+
 
 @dataclass(kw_only=True)
 class RunOptions(Options):
@@ -54,9 +56,7 @@ class RunOptions(Options):
     preset: str | None = None
     processes: int = 1  # number of processes that train together; recorded
     iterations_per_epoch: int | None = None  # None if the task has no epochs; recorded
-    iterations: int = option(
-        None, integer(1), "stop after N iterations, even if the task is not solved", "N", shown="by --epochs"
-    )
+    iterations: int = option(None, integer(1), "stop after N iterations", "N", shown="by --epochs")
     minutes: float | None = option(
         None,
         real(0.0, exclusive=True, none=True),
@@ -64,7 +64,7 @@ class RunOptions(Options):
         "schedules still span all iterations",
         shown="none",
     )
-    seed: int = option(0, integer(0, 2**63 - 1), "seed of the model, the data and the held-out data", "N")
+    seed: int = option(0, integer(0, LARGEST_SEED), "seed of the model, the data and the held-out data", "N")
     device: str = option(
         "cuda" if torch.cuda.is_available() else "cpu",
         device,
@@ -389,6 +389,8 @@ class TaskCommand(Generic[Chosen]):
         if not places and "resume" not in given:
             places = {"out": usual_folder(self.name)}
         first = given.get("seed", 0)
+        if first + count - 1 > LARGEST_SEED:  # a run with such a seed could not be resumed
+            raise InputError(f"--replicas {count} from --seed {first} on: accepted: seeds of at most {LARGEST_SEED}")
         runs: list[PreparedRun] = []
         with _rejected(runs):
             for seed in range(first, first + count):
