@@ -269,7 +269,7 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
         ("adding", "--T 10 --model exprn", "did you mean 'exprnn'"),
         ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: for runs without --bptt; here --bptt is 10"),
         ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),
-        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "tokens in 3000 rows: a row needs 2 at least"),
+        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "--batch 3000: accepted: at most 1238"),
     ],
 )
 def test_bad_input(

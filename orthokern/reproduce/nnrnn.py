@@ -139,8 +139,8 @@ def _ptb() -> tuple[Run, ...]:
             options = f"--preset nnrnn-{bptt}"
             if model != "nnrnn":
                 options = f"--bptt {bptt} --model {model} --hidden {hidden}"
-                options += "" if model == "lstm" else " --nonlinearity modrelu"
-                options += f" --start glorot-normal --batch 128 --epochs 100 --schedule plateau {PTB_OPTIONS[model]}"
+                options += "" if model == "lstm" else " --nonlinearity modrelu --start glorot-normal"
+                options += f" --batch 128 --epochs 100 --schedule plateau {PTB_OPTIONS[model]}"
             rows.append(
                 Run(
                     name=f"ptb-stream-{bptt}-{model}",

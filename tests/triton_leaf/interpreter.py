@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 told = os.environ.get("TRITON_INTERPRET") == "1"
 assert told or "triton.language" not in sys.modules, "Triton was imported before it was told to interpret"
@@ -53,7 +54,15 @@ def _float32(operand: Any) -> Any:
 
 
 def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-    return _dot(self, _float32(a), _float32(b), *others)
+    with mock.patch.object(np, "matmul", _matmul):
+        return _dot(self, _float32(a), _float32(b), *others)
+
+
+def _matmul(a: Any, b: Any, dtype: Any) -> Any:
+    """A product whose rows do not depend on where they are, as those of tl.dot on a GPU: kernels split rows in several
+    ways and promise the same bits. In a BLAS the sum of a row may depend on its place, on some processors."""
+    products = np.multiply(a[..., None], b[..., None, :, :], dtype=dtype)  # [..., M, K, N]
+    return products.sum(axis=-2)  # not over the last axis: one addition after the other
 
 
 def _all_ones(self: Any, type_: Any) -> Any:
