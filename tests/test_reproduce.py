@@ -275,9 +275,15 @@ def test_rows_without_run_folders(toys: Experiment, tmp_path: Path, capsys: pyte
     assert reproduce("toy", "--out", tmp_path, "--report") == 0
     assert json.loads((folder / "toy.json").read_text())["rows"] == before
     assert (folder / "toy.png").exists()
-    assert reproduce("toy", "--out", tmp_path, "--only", "toy-0", "--threads", 1) == 0  # both: toy-0.1 is trained anew
+    capsys.readouterr()
+    assert reproduce("toy", "--out", tmp_path, "--only", "toy-0", "--threads", 1) == 0  # both have it in their names
+    assert "1 of 2 runs are finished according to " in capsys.readouterr().out
+    assert not (folder / "toy-0.1").exists()
     after = json.loads((folder / "toy.json").read_text())["rows"]
-    assert [row["state"] for row in after] == ["done", "done"]
+    assert [row["state"] for row in after] == ["done", "done"] and after[1] == before[1]
+    longer = 2 * before[1]["iterations"]
+    assert reproduce("toy", "--out", tmp_path, "--only", "toy-0.1", "--threads", 1, "--iterations", longer) == 0
+    assert json.loads((folder / "toy.json").read_text())["rows"][1]["iterations"] == longer
     (folder / "toy.json").write_text('{"experiment": "toy", "quick": false, "rows": [1]}')
     capsys.readouterr()
     assert reproduce("toy", "--out", tmp_path, "--report") == 2
@@ -659,6 +665,39 @@ def test_a_search_goes_on(tmp_path: Path) -> None:
     easy, hard = json.loads((folder / "oinit-table1.json").read_text())["rows"]
     assert easy["longest"] == 20 and easy["complete"] and hard["complete"]
     assert [r["iteration"] for r in read_metrics(folder / "hard-T10" / "metrics.jsonl")] == list(range(1, 11))
+
+
+@pytest.mark.usefixtures("searches")
+def test_a_search_goes_on_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the JSON file alone: what it has as solved or failed is not trained again, and the hours add up."""
+    command_line = ("oinit-table1", "--out", tmp_path, "--threads", 1)
+    assert reproduce(*command_line) == 0
+    folder = tmp_path / "full"
+    for run in ("easy-T10", "easy-T20", "hard-T10"):
+        shutil.rmtree(folder / run)
+    page = folder / "oinit-table1.json"
+    before = json.loads(page.read_text())["rows"]
+    capsys.readouterr()
+    assert reproduce(*command_line) == 0
+    assert f"2 of 2 searches are finished according to {page}" in capsys.readouterr().out
+    assert json.loads(page.read_text())["rows"] == before and not (folder / "hard-T10").exists()
+
+    # a search that was stopped on the other machine, by a report that has the sum of the seconds alone
+    easy, hard = json.loads(page.read_text())["rows"]
+    del easy["iterations"]["20"], easy["seconds_by_length"]
+    easy |= {"longest": 10, "complete": False, "seconds": 100.0, "state": "unfinished"}
+    page.write_text(json.dumps({"experiment": "oinit-table1", "quick": False, "rows": [easy, hard]}))
+    for _ in range(2):  # the second time, with the folder that the first has made
+        assert reproduce(*command_line) == 0
+        easy, hard = json.loads(page.read_text())["rows"]
+        assert easy["iterations"] == {"10": 5, "20": 5} and easy["complete"] and hard == before[1]
+        assert 100.0 < easy["seconds"] < 101.0
+        assert not (folder / "easy-T10").exists() and not (folder / "hard-T10").exists()
+
+    # more iterations: what failed is tried again
+    assert reproduce(*command_line, "--iterations", 15) == 0
+    hard = json.loads(page.read_text())["rows"][1]
+    assert "not in 15 iterations" in hard["outcome"] and hard["complete"]
 
 
 @pytest.mark.usefixtures("searches")

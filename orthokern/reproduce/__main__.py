@@ -22,7 +22,7 @@ from orthokern.commandline import (
 )
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, kanai, nnrnn, oinit, vorontsov
-from orthokern.reproduce.report import earlier_rows, report
+from orthokern.reproduce.report import finished_elsewhere, report
 from orthokern.reproduce.runner import Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
 from orthokern.reproduce.study import output_folder
@@ -59,7 +59,8 @@ examples:
   python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
 Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png. Runs whose folders are
-missing keep their rows of an earlier EXPERIMENT.json, so an experiment can be continued on another machine.
+missing keep their rows of an earlier EXPERIMENT.json, and are not trained again if they are finished there:
+copy this file to continue an experiment on another machine.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged, 130 interrupted (the runs are
 saved: repeat the command to continue).
 """
@@ -162,10 +163,16 @@ def _run(given: Settings) -> int:
     plan = _plan(experiment, given)
     runs = _chosen(experiment, given.get("only"))
     failed: dict[str, str] = {}
-    earlier_rows(experiment.name, plan)  # a damaged file is found before hours of training, not after them
+    elsewhere = finished_elsewhere(experiment, plan)  # a damaged file is found before hours of training, not after them
     try:
         if not given.get("report"):
-            failed = train_all(plan, runs, sys.stdout)
+            open_runs = [run for run in runs if run.name not in elsewhere]
+            if len(open_runs) < len(runs):
+                say(
+                    f"{len(runs) - len(open_runs)} of {len(runs)} runs are finished according to "
+                    f"{plan.folder / experiment.name}.json; to train them again, move it away"
+                )
+            failed = train_all(plan, open_runs, sys.stdout)
     finally:
         files = report(experiment, plan)
     _show(files)

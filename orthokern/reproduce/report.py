@@ -18,7 +18,7 @@ from orthokern._version import __version__
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
 from orthokern.reproduce.page import commands, directions, drawn, paragraph, table, written
-from orthokern.reproduce.runner import Plan, result_of
+from orthokern.reproduce.runner import Plan, is_finished, result_of
 from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, is_planned, planned, trained_for
 
 # ---- numbers of a run ------------------------------------------------------------------------------------------------
@@ -161,6 +161,31 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, dict[str, Any]]:
     except (KeyError, TypeError):
         path = plan.folder / f"{name}.json"
         raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
+
+
+def finished_elsewhere(experiment: Experiment, plan: Plan) -> set[str]:
+    """Names of the runs that the JSON file of an earlier report has as finished, and whose folders are not here.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    rows = earlier_rows(experiment.name, plan)
+    return {
+        run.name
+        for run in experiment.runs
+        if (row := rows.get(run.name)) is not None
+        and not (plan.run_folder(run) / "config.json").exists()
+        and is_planned(row.get("settings", {}), run, plan.quick)
+        and _row_is_finished(row, plan.longer)
+    }
+
+
+def _row_is_finished(row: dict[str, Any], longer: Sequence[str]) -> bool:
+    state = row["state"]
+    result = {"iteration": row.get("iterations"), "seconds": row.get("seconds"), "diverged": state == "diverged"}
+    return state != "unfinished" and is_finished(
+        row.get("settings", {}), {**result, "reached": state == "solved"}, longer
+    )
 
 
 def _row(

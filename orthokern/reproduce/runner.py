@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -98,8 +98,17 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
         settings = read_object(folder / "config.json").get("settings")
     except (OSError, InputError):
         return False
-    if not result or not isinstance(settings, dict):
-        return False
+    return bool(result) and isinstance(settings, dict) and is_finished(settings, result, longer)
+
+
+def is_finished(settings: Mapping[str, Any], result: Mapping[str, Any], longer: Sequence[str] = ()) -> bool:
+    """Whether a run has ended, and is at least as long as requested.
+
+    Args:
+        settings: those it was started with, as in its config.json.
+        result: the content of its result.json.
+        longer: as in Plan.
+    """
     if result.get("diverged") or result.get("reached"):
         return True
     minutes, seconds = number(settings.get("minutes")), number(result.get("seconds"))
