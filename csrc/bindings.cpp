@@ -117,6 +117,7 @@ PYBIND11_MODULE(_C, m) {
       "select_isa", [](const std::string& name) { return cpu_select(name.empty() ? nullptr : name.c_str()); },
       "Select one of isas() (\"\": the best). False if it is not available.");
   m.def("has_bf16", cpu_has_bf16, "Whether those kernels have products with bfloat16 factors here.");
+  m.def("has_amx", cpu_has_amx, "Whether those products run in the tile registers of AMX.");
   m.def("thread_pool", [] { return std::string(parallel_pool()); }, "Where the threads come from.");
 
   m.def(

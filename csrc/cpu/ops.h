@@ -30,7 +30,8 @@ struct ScanArgs {
   int dtype;
   int activation;  // a number of common/activations.h
   int threads;
-  int bf16;                  // 1: float32 products may round their factors to bfloat16; only where cpu_has_bf16()
+  int bf16;  // 1: float32 products may round their factors to bfloat16, where cpu_has_bf16(); 2: in AMX's tiles, where
+             // cpu_has_amx()
   int64_t checkpoint_every;  // 0: every state is kept
   double message_clip;       // backward: bound of |delta_t|, 0: none
   const int64_t* lengths;    // [B] in [1, T], steps of each sequence; null: T for all

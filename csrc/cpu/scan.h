@@ -77,6 +77,7 @@ void scan_task(void* context, int task) {
   ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
   const ScanPlan<T>& plan = call.plan;
   const FlushDenormals flush;
+  const TileRelease release(plan.tiles);
   each_group(plan, task, kGroupRows, [&](int row0, int R) {
     bool ok = true;
     visit_activation(plan.args->activation, [&](auto a) {

@@ -18,6 +18,7 @@ struct ScanPlan {
   bool bias_column;
   bool factored;
   bool pairs;   // products have bfloat16 factors, see pairs.h
+  bool tiles;   // these products are those of tiles.h
   bool stream;  // write results with streaming stores
   int threads;
   T clip;              // of delta, infinite without one
@@ -33,7 +34,7 @@ struct ScanPlan {
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
   // Rows of a packed matrix that `n` rows take, such that others can follow.
-  int depth(int n) const { return pairs ? round_up(n, 2) : n; }
+  int depth(int n) const { return tiles ? round_up(n, 2 * kTilePairs) : pairs ? round_up(n, 2) : n; }
   int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
 };
 
@@ -80,6 +81,7 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N), plan->K = static_cast<int>(args.K);
   plan->factored = args.scale != nullptr;
   plan->pairs = kPairs<T> && args.bf16;
+  plan->tiles = kTiles<T> && args.bf16 == 2;
   plan->D = static_cast<int>(args.D);
   const bool features = args.weight && !args.tokens;
   plan->bias_column = features && args.bias;
@@ -112,9 +114,9 @@ bool plan_forward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
   const ScanArgs& args = *plan->args;
   const int N = plan->N, K = plan->K, D = plan->D;
   const int depth = plan->factored ? K : N, below = plan->depth(depth);
-  if (!plan->second.allocate(below + plan->X, N, plan->pairs)) return false;
+  if (!plan->second.allocate(below + plan->X, N, plan->pairs, plan->tiles)) return false;
   if (plan->factored) {
-    if (!plan->first.allocate(N, K, plan->pairs)) return false;
+    if (!plan->first.allocate(N, K, plan->pairs, plan->tiles)) return false;
     jobs->add(&plan->first, 0, N, static_cast<const T*>(args.first), K, 1, static_cast<const T*>(args.scale));
   }
   jobs->add(&plan->second, 0, depth, static_cast<const T*>(args.second), 1, depth);
@@ -130,15 +132,17 @@ bool plan_backward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
   const int N = plan->N, K = plan->K, D = plan->D;
   const T* second = static_cast<const T*>(args.second);
   if (plan->factored) {
-    if (!plan->first_t.allocate(N, K, plan->pairs) || !plan->second_t.allocate(K, N, plan->pairs)) return false;
+    if (!plan->first_t.allocate(N, K, plan->pairs, plan->tiles) ||
+        !plan->second_t.allocate(K, N, plan->pairs, plan->tiles))
+      return false;
     jobs->add(&plan->first_t, 0, N, second, K, 1, static_cast<const T*>(args.scale));
     jobs->add(&plan->second_t, 0, K, static_cast<const T*>(args.first), 1, K);
   } else {
-    if (!plan->second_t.allocate(N, N, plan->pairs)) return false;
+    if (!plan->second_t.allocate(N, N, plan->pairs, plan->tiles)) return false;
     jobs->add(&plan->second_t, 0, N, second, N, 1);
   }
   if (plan->X && args.grad_x) {
-    if (!plan->input_t.allocate(N, D, plan->pairs)) return false;
+    if (!plan->input_t.allocate(N, D, plan->pairs, plan->tiles)) return false;
     jobs->add(&plan->input_t, 0, N, static_cast<const T*>(args.weight), D, 1);
   }
   return true;

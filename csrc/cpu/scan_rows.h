@@ -38,7 +38,8 @@ struct ScanRows {
     if constexpr (kPairs<T>) {
       if (plan.pairs) {
         pair_columns(a, a_block, rows, columns, pairs, block);
-        return {pairs, block, pair_count(columns)};
+        const int depth = pair_count(columns);
+        return {pairs, block, plan.tiles ? round_up(depth, kTilePairs) : depth};
       }
     }
     return {a, a_block, columns};

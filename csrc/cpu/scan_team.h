@@ -113,6 +113,7 @@ template <class T>
 void team_task(void* context, int task) {
   Team<T>& team = *static_cast<Team<T>*>(context);
   const FlushDenormals flush;
+  const TileRelease release(team.plan->tiles);
   ScanRows<T> rows(*team.plan, 0, team.plan->B);
   if (!rows.allocate()) {
     __atomic_store_n(&team.failed, true, __ATOMIC_RELAXED);

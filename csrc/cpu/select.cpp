@@ -5,6 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if ORTHOKERN_HAVE_BF16 && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -90,6 +96,24 @@ bool cpu_has_bf16() {
 #else
   return false;
 #endif
+}
+
+// The processor has AMX with bfloat16, and Linux grants its registers: their state is large, so a process asks first.
+static bool grants_amx() {
+#if ORTHOKERN_HAVE_BF16 && defined(__linux__)
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // of EDX in leaf 7
+  constexpr long kRequest = 0x1023, kTileData = 18;       // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTile)) != (kBf16 | kTile)) return false;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_amx() {
+  static const bool granted = grants_amx();
+  return granted && cpu_has_bf16();
 }
 
 namespace {

@@ -53,6 +53,8 @@ bool cpu_select(const char* isa);
 std::vector<const char*> cpu_isas();
 // Whether the kernels in use have products with bfloat16 factors, and this machine can run them.
 bool cpu_has_bf16();
+// Whether they also have those in the tile registers of AMX, which the system then lets this process use.
+bool cpu_has_amx();
 // Where the threads come from.
 const char* parallel_pool();
 

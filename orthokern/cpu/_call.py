@@ -34,13 +34,13 @@ _DTYPES = {torch.float32: 0, torch.float64: 1}
 
 
 def build_info() -> dict[str, Any]:
-    """Facts about the build and the machine: version, compiler, isas, isa, bf16, cuda, cuda_reason, thread_pool."""
+    """Facts about the build and the machine, as `python -m orthokern.explain` prints them."""
     if not AVAILABLE:
         return {}
     info: dict[str, Any] = json.loads(_C.build_info())
     info["isa"] = _C.isa()
     info["isas_usable"] = list(_C.isas())
-    info["bf16"] = has_bf16()
+    info["bf16"], info["amx"] = has_bf16(), has_amx()
     info["thread_pool"] = _C.thread_pool()
     return info
 
@@ -48,6 +48,11 @@ def build_info() -> dict[str, Any]:
 def has_bf16() -> bool:
     """Whether the kernels in use have products with bfloat16 factors, and this CPU can run them."""
     return bool(AVAILABLE and _C.has_bf16())
+
+
+def has_amx() -> bool:
+    """Whether those products run in the tile registers of AMX."""
+    return bool(AVAILABLE and _C.has_amx())
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import LastGrad, Map, ScanGradients, ScanInputs, ScanOptions, ScanStates, stored_steps
-from orthokern.cpu._call import Prepared, call, has_bf16, new
+from orthokern.cpu._call import Prepared, call, has_amx, has_bf16, new
 from orthokern.cpu._steps import MOST_ROWS
 
 # the fields of ScanGradients by their names in ScanArgs
@@ -22,6 +22,11 @@ _TIME_FIRST = ("x", "tokens", "resets", "hs", "ckpt", "pre", "grad_hs", "states"
 def _new(T: int, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
     """[T, ...] of rows [B, N], or [T, R, B, N] with R in front in memory."""
     return new(T, *rows, dtype=dtype) if len(rows) == 2 else new(rows[0], T, *rows[1:], dtype=dtype).transpose(0, 1)
+
+
+def _bf16() -> int:
+    """The form of products with bfloat16 factors, as in ScanArgs of ``csrc/cpu/ops.h``."""
+    return has_bf16() + has_amx()
 
 
 def _call(map_: Map, direction: str, sizes: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
@@ -47,7 +52,7 @@ def _arguments(
         "shared_x": int(bool(replicas) and x is not None and x.ndim == (2 if tokens else 3)),
         "activation": ACTIVATIONS[options.activation].number, "act_param_size": size,
         "checkpoint_every": options.checkpoint_every,
-        "bf16": int(options.precision == "bf16" and steps * B > MOST_ROWS and has_bf16()),
+        "bf16": _bf16() if options.precision == "bf16" and steps * B > MOST_ROWS else 0,
     }  # fmt: skip
     tensors = {
         "first": first, "scale": scale, "second": second, "x": None if tokens else x, "tokens": x if tokens else None,

@@ -1,0 +1,153 @@
+// The factors of the products of gemm.h and tiles.h in their two storage forms, and the memory transfers during one.
+//
+// Blocked rows:  a matrix of R rows and C columns is stored as [ceil(C/L)][R][L], with L lanes of a vector. Column c of
+//                row r lies at
+//                    block(c / L) + r * L + c % L.
+//                Broadcasting an element and storing a vector of a row both need constant offsets only, and the output
+//                of a product can be the input of the next one.
+// Panels:        a weight matrix of `depth` rows and `cols` columns is packed as panels of 2 L columns, each
+//                [depth][2 L] and contiguous. A last panel of at most L columns is [depth][L]. Missing columns are 0.
+#pragma once
+
+#include "cpu/pairs.h"
+
+namespace orthokern::ORTHOKERN_ISA {
+
+constexpr int kMaxSegments = 3;
+
+// One stretch of the depth: `depth` columns of a blocked matrix, blocks `block` elements apart, at its first row.
+template <class T>
+struct Segment {
+  const T* a;
+  ptrdiff_t block;
+  int depth;
+};
+
+// Memory transfers during a product: a few vectors after every L steps of its depth. All at once they would fill the
+// few buffers that a core has for outstanding cache lines, and the multiply-adds would wait for them. Spread out, they
+// cost next to nothing.
+//
+// A transfer is a grid of vectors, rows within blocks of columns. It is a prefetch, or a copy with streaming stores.
+template <class T>
+struct Transfer {
+  const T* from;
+  T* to;  // null: prefetch
+  ptrdiff_t from_row, from_block, to_row, to_block;
+  int rows, left, row, rate;  // left: vectors still to do, the next one in row `row`
+
+  void run(int n) {
+    if (n > left) n = left;
+    left -= n;
+    while (n > 0) {
+      const int take = n < rows - row ? n : rows - row;
+      if (to) {
+        for (int i = 0; i < take; i++, from += from_row, to += to_row) store_stream(to, load(from));
+      } else {
+        for (int i = 0; i < take; i++, from += from_row) __builtin_prefetch(from, 0, 2);
+      }
+      row += take;
+      n -= take;
+      if (row < rows) return;
+      row = 0;
+      from += from_block - rows * from_row;
+      if (to) to += to_block - rows * to_row;
+    }
+  }
+};
+// The transfers that one product performs.
+template <class T>
+class Transfers {
+ public:
+  Transfers() : count_(0) {}
+  // row, block: elements from one row, and from one block of columns, to the next.
+  void prefetch(const T* from, ptrdiff_t row, ptrdiff_t block, int rows, int blocks) {
+    add({from, nullptr, row, block, 0, 0, rows, rows * blocks, 0, 0});
+  }
+  void stream(const T* from, ptrdiff_t from_row, ptrdiff_t from_block, T* to, ptrdiff_t to_row, ptrdiff_t to_block,
+              int rows, int blocks) {
+    add({from, to, from_row, from_block, to_row, to_block, rows, rows * blocks, 0, 0});
+  }
+  // Sets the rate so that `calls` calls of advance() complete all transfers.
+  void set_rate(int calls) {
+    for (int i = 0; i < count_; i++) list_[i].rate = (list_[i].left + calls - 1) / calls;
+  }
+  ORTHOKERN_INLINE void advance() {
+    for (int i = 0; i < count_; i++)
+      if (list_[i].left > 0) list_[i].run(list_[i].rate);
+  }
+  void finish() {
+    for (int i = 0; i < count_; i++) list_[i].run(list_[i].left);
+  }
+
+ private:
+  static constexpr int kMost = 8;
+  void add(const Transfer<T>& transfer) {
+    if (transfer.left > 0) list_[count_++] = transfer;
+  }
+
+  int count_;
+  Transfer<T> list_[kMost];
+};
+
+inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
+
+// A weight matrix [depth, cols] in panels; or [2 depth, cols], whose rows are taken in pairs.
+template <class T>
+struct Packed {
+  Scratch<T> panels;
+  int depth = 0;
+  int cols = 0;
+  bool pairs = false;
+  bool tiles = false;  // of pairs, for the product of tiles.h: the depth is a multiple of 16
+
+  static constexpr int kWidth = 2 * kLanes<T>;
+  int panel_count() const { return (cols + kWidth - 1) / kWidth; }
+  bool narrow(int p) const { return cols - p * kWidth <= kLanes<T>; }
+  const T* panel(int p) const { return panels + static_cast<ptrdiff_t>(p) * kWidth * depth; }
+  const T* row(int p, int k) const { return panel(p) + static_cast<ptrdiff_t>(k) * (narrow(p) ? kLanes<T> : kWidth); }
+
+  bool allocate(int rows, int cols_, bool pairs_ = false, bool tiles_ = false) {
+    pairs = pairs_;
+    tiles = tiles_;
+    depth = pairs ? pair_count(rows) : rows;
+    if (tiles) depth = round_up(depth, kLanes<T>);
+    cols = cols_;
+    return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth, pairs);
+  }
+  // Fills rows [row0, row0 + rows) of panels [first, last) with
+  //     w(row, col) = source[row * row_stride + col * col_stride] * scale[col], where scale may be null.
+  void fill(int first, int last, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
+            const T* scale) {
+    for (int p = first; p < last; p++) {
+      const int width = narrow(p) ? kLanes<T> : kWidth;
+      const int count = cols - p * kWidth < width ? cols - p * kWidth : width;
+      T* panel = panels + static_cast<ptrdiff_t>(p) * kWidth * depth;
+      const T* from = source + p * kWidth * col_stride;
+      if (pairs) {
+        fill_pairs(reinterpret_cast<uint16_t*>(panel), width, count, row0, rows, from, row_stride, col_stride,
+                   scale ? scale + p * kWidth : nullptr);
+        continue;
+      }
+      T* to = panel + static_cast<ptrdiff_t>(row0) * width;
+      for (int r = 0; r < rows; r++) {
+        for (int c = 0; c < count; c++)
+          to[static_cast<ptrdiff_t>(r) * width + c] =
+              from[r * row_stride + c * col_stride] * (scale ? scale[p * kWidth + c] : T(1));
+        for (int c = count; c < width; c++) to[static_cast<ptrdiff_t>(r) * width + c] = 0;
+      }
+    }
+  }
+
+ private:
+  // Of a panel; what it does not write is zero.
+  static void fill_pairs(uint16_t* panel, int width, int count, int row0, int rows, const T* from, ptrdiff_t row_stride,
+                         ptrdiff_t col_stride, const T* scale) {
+    for (int k = row0; k < row0 + rows; k++, from += row_stride) {
+      uint16_t* to = panel + 2 * static_cast<ptrdiff_t>(k / 2) * width + k % 2;
+      for (int c = 0; c < count; c++)
+        to[2 * c] = to_bfloat16(static_cast<float>(from[c * col_stride] * (scale ? scale[c] : T(1))));
+    }
+  }
+};
+
+}  // namespace orthokern::ORTHOKERN_ISA
