@@ -30,7 +30,8 @@ from harness import (
 from torch import Tensor
 
 from orthokern import functional
-from orthokern.cpu._call import has_bf16
+from orthokern.cpu import _scan
+from orthokern.cpu._call import has_amx, has_bf16
 
 SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
 QUICK = [{"N": 33, "T": 20}]
@@ -231,16 +232,27 @@ def test_compiled_step(benchmark: Any, bench: Bench, size: Size) -> None:
     _compare(benchmark, bench, p, {"torch.compile of a step": compiled_loop}, error, {})
 
 
+def _in_vectors(call: Callable[[], Any]) -> Any:
+    """The call, with products of bfloat16 factors in vector registers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_scan, "has_amx", lambda: False)
+        return call()
+
+
 @pytest.mark.skipif(not has_bf16(), reason="no products of bfloat16 on this CPU")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.sizes([SIZES[0], *SIZES[2:]], quick=QUICK)
 def test_bfloat16_factors(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
-    """Forward and backward with exact products over those with bfloat16 factors."""
+    """Forward and backward with exact products over those with bfloat16 factors. Where these run in tile registers, the
+    details also have the time of those in vectors."""
     p = problem(op, **size)
     exact, rounded = (functools.partial(p.step, functools.partial(p.loop, precision=each)) for each in ("ieee", "bf16"))
     error = check(f"{op} with bfloat16 factors", rounded(), exact(), BF16_TOLERANCE)
     benchmark.group = f"{op} with bfloat16 factors, forward and backward"
-    seconds = interleave(benchmark, {"ieee": exact, "bf16": rounded}, rounds=bench.rounds(15))
+    calls = {"ieee": exact, "vectors": functools.partial(_in_vectors, rounded), "bf16": rounded}
+    if not has_amx():
+        del calls["vectors"]
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(15))
     bench.record(
         "precision",
         op,
@@ -251,6 +263,7 @@ def test_bfloat16_factors(benchmark: Any, bench: Bench, size: Size, op: str) -> 
         details={
             "ms": spread_ms(seconds["bf16"]),
             "peer_ms": spread_ms(seconds["ieee"]),
+            **({"vectors_ms": spread_ms(seconds["vectors"])} if has_amx() else {}),
             "error": error,
             "tolerance": BF16_TOLERANCE,
         },

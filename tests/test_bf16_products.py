@@ -336,11 +336,11 @@ def test_explain_says_it() -> None:
     assert not cpu.AVAILABLE or (f"bf16: {has_bf16()}" in says and f"amx: {has_amx()}" in says)
 
 
-@pytest.mark.skipif(not has_amx(), reason="no AMX on this CPU")
+@needs_bf16
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("B", [1, 13, 16, 17, 33, 50])
-def test_tiles_of_rows_that_overlap(op: str, B: int) -> None:
-    """The rows of one batch have the bits that they have in every other."""
+def test_rows_are_those_of_any_other_batch(op: str, B: int) -> None:
+    """Bit by bit, also where tiles of rows overlap."""
     problem = problem_of(op, {"B": B, "T": 20, "N": 37, "K": 35}, "tanh", "features")
     hs = leaf_results(problem)["hs"]
     for rows in (slice(0, 1), slice(B - 1, B), slice(0, B // 2 + 1)):

@@ -15,7 +15,7 @@
 // broadcasts, which did not fit into the registers.
 //
 // Each output element is one chain of multiply-adds in ascending depth, in every tile: results do not depend on how
-// rows are grouped. A call with few rows processes several panels together, to have enough independent chains to hide
+// rows are grouped. Matrices packed for tiles.h are multiplied there. A call with few rows processes several panels together, to have enough independent chains to hide
 // the latency.
 //
 // A deep product is computed in chunks of its depth. The part of `a` and of a panel that belongs to a chunk then stays

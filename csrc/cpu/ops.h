@@ -13,6 +13,12 @@
 #else
 #define ORTHOKERN_HAVE_BF16 0
 #endif
+// And those of AMX, which Linux grants.
+#if ORTHOKERN_HAVE_BF16 && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#define ORTHOKERN_HAVE_AMX 1
+#else
+#define ORTHOKERN_HAVE_AMX 0
+#endif
 
 namespace orthokern {
 

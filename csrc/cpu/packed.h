@@ -91,6 +91,11 @@ class Transfers {
 
 inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
 
+constexpr int kTilePairs = 16;  // depth of a tile
+
+// Pairs of a sum of n terms. Those of tiles fill whole tiles; the missing ones are zero.
+inline int paired_depth(int n, bool tiles) { return tiles ? round_up(pair_count(n), kTilePairs) : pair_count(n); }
+
 // A weight matrix [depth, cols] in panels; or [2 depth, cols], whose rows are taken in pairs.
 template <class T>
 struct Packed {
@@ -98,7 +103,7 @@ struct Packed {
   int depth = 0;
   int cols = 0;
   bool pairs = false;
-  bool tiles = false;  // of pairs, for the product of tiles.h: the depth is a multiple of 16
+  bool tiles = false;  // of pairs, for the product of tiles.h
 
   static constexpr int kWidth = 2 * kLanes<T>;
   int panel_count() const { return (cols + kWidth - 1) / kWidth; }
@@ -109,8 +114,7 @@ struct Packed {
   bool allocate(int rows, int cols_, bool pairs_ = false, bool tiles_ = false) {
     pairs = pairs_;
     tiles = tiles_;
-    depth = pairs ? pair_count(rows) : rows;
-    if (tiles) depth = round_up(depth, kLanes<T>);
+    depth = pairs ? paired_depth(rows, tiles) : rows;
     cols = cols_;
     return panels.allocate(static_cast<size_t>(panel_count()) * kWidth * depth, pairs);
   }

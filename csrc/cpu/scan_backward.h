@@ -116,10 +116,7 @@ struct BackwardRows {
 
   T* grad_x() const { return static_cast<T*>(args.grad_x); }
   T* grad_reset_state() const { return static_cast<T*>(args.grad_reset_state) + row0 * N; }
-  ptrdiff_t paired_block() const {
-    const int depth = pair_count(slots * R);
-    return static_cast<ptrdiff_t>(plan.tiles ? round_up(depth, kTilePairs) : depth) * L;
-  }
+  ptrdiff_t paired_block() const { return static_cast<ptrdiff_t>(paired_depth(slots * R, plan.tiles)) * L; }
   ptrdiff_t place(int64_t t) const { return static_cast<ptrdiff_t>(rows.place[t]) * L; }
   // map^T(delta_{t+1}), blocked.
   T* message() const { return rows.next; }
@@ -373,7 +370,7 @@ struct BackwardRows {
   void add_ring() {
     if constexpr (kTiles<T>) {
       if (plan.tiles) {
-        const int depth = round_up(pair_count(used), kTilePairs);
+        const int depth = paired_depth(used, true);
         pair_rows_transposed(delta, ring_block, used, blocks, paired_delta, depth);
         pair_rows_padded(inputs, ring_block, used, blocks + x_blocks, paired_inputs, paired_block(), depth);
         outer_add_tiles(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), depth, sums->gradients,

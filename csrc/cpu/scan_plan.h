@@ -34,7 +34,7 @@ struct ScanPlan {
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
   // Rows of a packed matrix that `n` rows take, such that others can follow.
-  int depth(int n) const { return tiles ? round_up(n, 2 * kTilePairs) : pairs ? round_up(n, 2) : n; }
+  int depth(int n) const { return pairs ? 2 * paired_depth(n, tiles) : n; }
   int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
 };
 

@@ -38,8 +38,7 @@ struct ScanRows {
     if constexpr (kPairs<T>) {
       if (plan.pairs) {
         pair_columns(a, a_block, rows, columns, pairs, block);
-        const int depth = pair_count(columns);
-        return {pairs, block, plan.tiles ? round_up(depth, kTilePairs) : depth};
+        return {pairs, block, paired_depth(columns, plan.tiles)};
       }
     }
     return {a, a_block, columns};

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if ORTHOKERN_HAVE_BF16 && defined(__linux__)
+#if ORTHOKERN_HAVE_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -100,7 +100,7 @@ bool cpu_has_bf16() {
 
 // The processor has AMX with bfloat16, and Linux grants its registers: their state is large, so a process asks first.
 static bool grants_amx() {
-#if ORTHOKERN_HAVE_BF16 && defined(__linux__)
+#if ORTHOKERN_HAVE_AMX
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // of EDX in leaf 7
   constexpr long kRequest = 0x1023, kTileData = 18;       // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned a, b, c, d;

@@ -15,20 +15,13 @@
 #include "cpu/direct.h"
 #include "cpu/packed.h"
 
-#if ORTHOKERN_HAVE_BF16 && defined(__AVX512BW__) && __has_include(<amxbf16intrin.h>)
-#define ORTHOKERN_HAVE_TILES 1
-#else
-#define ORTHOKERN_HAVE_TILES 0
-#endif
-
 namespace orthokern::ORTHOKERN_ISA {
 
 // Whether kernels of tiles are built. args.bf16 == 2 says that the CPU runs them.
 template <class T>
-constexpr bool kTiles = ORTHOKERN_HAVE_TILES && sizeof(T) == 4;
+constexpr bool kTiles = kPairs<T> && ORTHOKERN_HAVE_AMX;
 
 constexpr int kTileRows = 16;
-constexpr int kTilePairs = 16;
 
 // `rows` rows in tiles of equal height.
 struct TileRows {
@@ -38,7 +31,7 @@ struct TileRows {
   int row(int i) const { return i * height < rows - height ? i * height : rows - height; }
 };
 
-#if ORTHOKERN_HAVE_TILES
+#if ORTHOKERN_HAVE_AMX && defined(__AVX512BW__)
 
 // The instructions are written out for the reason given in pairs.h. No other code uses the tile registers meanwhile.
 
@@ -226,7 +219,7 @@ struct TileRelease {
   const bool used;
   explicit TileRelease(bool used_) : used(used_) {}
   ~TileRelease() {
-#if ORTHOKERN_HAVE_TILES
+#if ORTHOKERN_HAVE_AMX && defined(__AVX512BW__)
     if (used) __asm__ volatile("tilerelease");
 #endif
   }
