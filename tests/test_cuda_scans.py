@@ -129,12 +129,15 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
     """Every path, with lengths and without, and the same bits with checkpoints. Every width of the resident kernels."""
     override(path)
     widths = (9, 33, 100, 140) if path.startswith("resident") else (33,)
+    kind = KINDS[list(PATHS).index(path) % 3]
     for index, (activation, N) in enumerate(itertools.product(("tanh", "prelu"), widths)):
-        problem = scan_problem(op, B=5, T=9, N=N, activation=activation, inputs=KINDS[list(PATHS).index(path) % 3])
+        problem = scan_problem(op, B=5, T=9, N=N, activation=activation, inputs=kind)
         problem, lengths = with_resets(problem, state=index % 2 == 0), some_lengths(5, 9, "any") if index % 3 else None
         found = check(problem, lengths=lengths)
         again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=4)
-        assert_same_bits(found, again, skip=("ckpt", "pre"))
+        # features are multiplied by W_in in a product of torch over the steps of a segment
+        rounded = tuple(name for name in found if name.startswith("grad_")) if kind == "features" else ()
+        assert_same_bits(found, again, skip=("ckpt", "pre"), rounded=rounded)
 
 
 @pytest.mark.parametrize(("activation", "N", "every"), [("tanh", 100, 0), ("prelu", 33, 4), ("modrelu", 9, 0)])

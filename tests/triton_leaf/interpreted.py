@@ -422,7 +422,8 @@ def test_several_models_are_a_loop(
         for r, problem in enumerate(of_all)
     ]
     assert (len(seen), len(in_chunks)) == (R * together[0], R * together[1]) != (0, 0)
-    assert_a_loop(found, alone, BITS if R > 1 else tuple(found))
+    # the products of the chunked algorithm are torch's, whose bits may depend on the number of matrices
+    assert_a_loop(found, alone, () if options.get("algorithm") == "chunked" else BITS)
 
 
 @pytest.mark.parametrize("op", OPS)
