@@ -9,6 +9,8 @@ The leaves of the other ops have the functions:
 
     gru_scan_fwd(inputs, options) -> GruStates
     gru_scan_bwd(inputs, options, grad_hs, states, *, need_params=True) -> GruGradients
+    peephole_scan_fwd(inputs) -> PeepholeStates
+    peephole_scan_bwd(inputs, grad_hs, grad_cs, states) -> PeepholeGradients
     modal_scan_fwd(inputs) -> z
     modal_scan_bwd(inputs, grad_z, z, *, need_x=True) -> ModalGradients
     modal_cross_entropy_fwd(inputs, readout, *, need_grad=True) -> ModalLoss
@@ -158,6 +160,34 @@ class GruGradients(NamedTuple):
     bias: Tensor | None
     reset_state: Tensor | None  # [B, N]
     norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t
+
+
+class PeepholeInputs(NamedTuple):
+    """The tensors of an LSTM scan with peepholes; see ``orthokern.ops.peephole_scan``."""
+
+    x: Tensor | None  # [T, B, 4N]; a backward has None
+    w: Tensor  # [4N, N]
+    peephole: Tensor  # [3, N], of the gates i, f, o
+    h0: Tensor  # [B, N]
+    c0: Tensor  # [B, N]
+
+
+class PeepholeStates(NamedTuple):
+    """Results of a forward."""
+
+    hs: Tensor  # [T, B, N]
+    cs: Tensor  # [T, B, N]
+    gates: Tensor  # [T, B, 4N]: i, f, g, o
+
+
+class PeepholeGradients(NamedTuple):
+    """Results of a backward."""
+
+    x: Tensor  # [T, B, 4N]
+    w: Tensor
+    peephole: Tensor
+    h0: Tensor
+    c0: Tensor
 
 
 class ModalInputs(NamedTuple):

@@ -1,15 +1,12 @@
 // What the kernels of the GRU share: the plan of a call, and which rows of the batch run at which step.
 #pragma once
 
-#include "cpu/gemm.h"
+#include "cpu/gated.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
-
-constexpr int kGruGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
-constexpr int64_t kGruStreamBytes = 8 << 20;  // gates larger than this are written with streaming stores
 
 template <class T>
 struct GruPlan {
@@ -58,27 +55,6 @@ bool prepare_gru(GruPlan<T>* plan, const GruArgs& args, bool backward) {
   for (int g = 0; g < 3; g++)
     if (!plan->gate[g].allocate(N, N)) return false;
   return true;
-}
-
-template <class T>
-ORTHOKERN_INLINE V<T> read(const T* from, int count) {
-  return count == kLanes<T> ? load(from) : load_part(from, count);
-}
-template <class T>
-ORTHOKERN_INLINE void write(T* to, V<T> v, int count, bool stream) {
-  if (stream) store_stream(to, v);
-  else if (count == kLanes<T>) store(to, v);
-  else store_part(to, v, count);
-}
-
-// Rows [R] of a row-major matrix, blocked.
-template <class T>
-void block_rows(const GruPlan<T>& plan, const T* from, int R, T* to) {
-  constexpr int L = kLanes<T>;
-  for (int b = 0; b < plan.blocks(); b++)
-    for (int r = 0; r < R; r++)
-      store(to + (static_cast<ptrdiff_t>(b) * R + r) * L,
-            read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
 }
 
 // Which rows [row0, row0 + R) of a group run at which step.

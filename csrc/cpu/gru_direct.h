@@ -8,13 +8,6 @@
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-// 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
-template <class T>
-ORTHOKERN_INLINE V<T> sigmoid(V<T> x) {
-  const V<T> one = splat<T>(1);
-  return quotient(one, one + vexp<T>(-x));
-}
-
 // The forward of a few steps, with weights that are read in place (direct.h). Same bits.
 template <class T, bool KANAI>
 struct DirectGru {

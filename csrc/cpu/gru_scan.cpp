@@ -1,7 +1,7 @@
 // gru_scan on the CPU: the equations are in orthokern/ops/gru_scan.py, those of the backward in Note [GRU scan
 // backward] of the reference.
 //
-// As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGruGroupRows rows whose
+// As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows whose
 // state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases, which are sums
 // over sequences, are products over all steps that the caller computes afterwards. The backward writes the one factor
 // of them that is not a result or an input.
@@ -296,7 +296,7 @@ void gru_task(void* context, int task) {
   const GruPlan<T>& plan = call.plan;
   const FlushDenormals flush;
   double* norms = call.norms + task * plan.args->T;
-  each_group(plan, task, kGruGroupRows, [&](int row0, int R) {
+  each_group(plan, task, kGatedGroupRows, [&](int row0, int R) {
     bool ok;
     if (plan.backward)
       ok = plan.args->kanai ? backward_rows<T, true>(plan, norms, row0, R)
@@ -314,7 +314,7 @@ bool run_gru(const GruArgs& args, bool backward) {
   if (!prepare_gru(&plan, args, backward)) return false;
   const void* large = backward ? args.grad_x : args.gates;
   plan.stream = plan.N % kLanes<T> == 0 &&
-                args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGruStreamBytes &&
+                args.T * args.B * args.N * 3 * static_cast<int64_t>(sizeof(T)) > kGatedStreamBytes &&
                 reinterpret_cast<uintptr_t>(large) % kVectorBytes == 0;
   const int N = plan.N;
   if (backward) {

@@ -125,7 +125,7 @@ void gru_second_task(void* context, int task) {
   GruSecondCall<T>& call = *static_cast<GruSecondCall<T>*>(context);
   const GruPlan<T>& plan = call.plan;
   const FlushDenormals flush;
-  each_group(plan, task, kGruGroupRows, [&](int row0, int R) {
+  each_group(plan, task, kGatedGroupRows, [&](int row0, int R) {
     if (!(plan.args->kanai ? second_rows<T, true>(*call.args, plan, row0, R)
                            : second_rows<T, false>(*call.args, plan, row0, R)))
       call.failed = true;

@@ -194,6 +194,38 @@ struct GruArgs {
                       saved_pre, grad_h0, grad_norm, grad_features, grad_weight, grad_input_bias, grad_w, grad_bias);
 };
 
+// peephole_scan, forward and backward. Blocks of 4N in the order input gate i, forget gate f, cell candidate g, output
+// gate o; of 3N in the order i, f, o.
+struct PeepholeArgs {
+  int64_t B, T, N;
+  int dtype, threads;
+  const void* w;         // [4N, N]
+  const void* peephole;  // [3, N]
+  const void* h0;        // [B, N]
+  const void* c0;        // [B, N]
+  const void* x;         // [T, B, 4N]  (forward)
+
+  // forward results
+  void* hs;     // [T, B, N]
+  void* cs;     // [T, B, N]
+  void* gates;  // [T, B, 4N]
+
+  // backward: inputs
+  const void* grad_hs;      // [T, B, N], null: zeros
+  const void* grad_cs;      // [T, B, N], null: zeros
+  const void* saved_cs;     // [T, B, N]
+  const void* saved_gates;  // [T, B, 4N]
+  // and the results
+  void* grad_x;         // [T, B, 4N]
+  void* grad_peephole;  // [3, N]
+  void* grad_h0;        // [B, N]
+  void* grad_c0;        // [B, N]
+
+  ORTHOKERN_FIELDS_OF(forward, B, T, N, dtype, threads, w, peephole, h0, c0, x, hs, cs, gates);
+  ORTHOKERN_FIELDS_OF(backward, B, T, N, dtype, threads, w, peephole, c0, grad_hs, grad_cs, saved_cs, saved_gates,
+                      grad_x, grad_peephole, grad_h0, grad_c0);
+};
+
 // gru_second: the derivative of the backward, see Note [Second derivative of the GRU] in orthokern/ops/_second_gru.py.
 // No resets.
 struct GruSecondArgs {

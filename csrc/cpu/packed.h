@@ -13,7 +13,7 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
-constexpr int kMaxSegments = 3;
+constexpr int kMaxSegments = 4;
 
 // One stretch of the depth: `depth` columns of a blocked matrix, blocks `block` elements apart, at its first row.
 template <class T>

@@ -22,6 +22,8 @@ namespace orthokern {
   kernel(gru_scan_bwd, GruArgs, backward)                          \
   kernel(gru_steps_bwd, GruArgs, steps)                            \
   kernel(gru_second, GruSecondArgs, fields)                        \
+  kernel(peephole_scan_fwd, PeepholeArgs, forward)                 \
+  kernel(peephole_scan_bwd, PeepholeArgs, backward)                \
   kernel(activation_fwd, ActivationArgs, forward)                  \
   kernel(activation_bwd, ActivationArgs, backward)                 \
   kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields) \

@@ -77,6 +77,13 @@ ORTHOKERN_INLINE V<T> vexp(V<T> y) {
   return y < low ? V<T>{} : result;
 }
 
+// 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
+template <class T>
+ORTHOKERN_INLINE V<T> sigmoid(V<T> x) {
+  const V<T> one = splat<T>(1);
+  return quotient(one, one + vexp<T>(-x));
+}
+
 ORTHOKERN_INLINE V<double> vtanh_abs(V<double> y) {
   V<double> p, scale;
   reduce_exp<double>(y, &p, &scale);

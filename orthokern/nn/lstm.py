@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,144 +27,18 @@ from orthokern.nn._checks import (
     share,
 )
 from orthokern.nn._recurrent import widened
-from orthokern.ops import _route
 from orthokern.ops._checks import strided
-from orthokern.ops._common import given, no_second_derivative
-from orthokern.ops._register import custom_op
+from orthokern.ops.peephole_scan import peephole_scan
 
 State = tuple[Tensor, Tensor]  # (h, c)
-
-
-# Note [Peephole LSTM]
-#     Forward, with * elementwise and sigma the logistic function:
-#         i = sigma(a_i + p_i * c'),  f = sigma(a_f + p_f * c'),  g = tanh(a_g),  where a = e_t + h' W^T, h' and c'
-#         the states of the step before,
-#         c = f * c' + i * g,  o = sigma(a_o + p_o * c),  h = o * tanh(c).
-#     Backward, from the cotangents dh and dc of a step's states; d_i is that of what the sigma of i is applied to:
-#         d_o = dh * tanh(c) * o (1 - o)
-#         dc += dh * o (1 - tanh(c)^2) + d_o * p_o
-#         d_i = dc * g * i (1 - i),  d_f = dc * c' * f (1 - f),  d_g = dc * i * (1 - g^2)
-#         dc' = dc * f + d_i * p_i + d_f * p_f,   dh' = (d_i, d_f, d_g, d_o) W.
-#     The gradients of W and p are sums over all steps, taken after the loop; that of e is (d_i, d_f, d_g, d_o).
-#
-#     Both are ops of torch.library: they are faster than autograd of the single steps, and torch.compile and export see
-#     one node for any number of steps. Under torch.func the steps are plain torch code.
-
-
-@custom_op("peephole_scan_fwd", "(Tensor e, Tensor w, Tensor p, Tensor h0, Tensor c0) -> (Tensor, Tensor, Tensor)")
-def _fwd(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e [T, B, 4N] (gates i, f, g, o), w [4N, N], p [3, N] (i, f, o), h0 and c0 [B, N] -> h and c of every step
-    [T, B, N], and the gates [T, B, 4N]."""
-    n = w.shape[1]
-    p_i, p_f, p_o = p.unbind(0)
-    gates = torch.empty_like(e, memory_format=torch.contiguous_format)
-    hs, cs = (e.new_empty(*e.shape[:2], n) for _ in range(2))
-    h, c = h0, c0
-    for x, a, h_t, c_t in zip(e.unbind(0), gates.unbind(0), hs.unbind(0), cs.unbind(0), strict=True):
-        torch.addmm(x, h, w.mT, out=a)
-        i, f, g, o = a.chunk(4, 1)
-        i.addcmul_(p_i, c)
-        f.addcmul_(p_f, c)
-        a[:, : 2 * n].sigmoid_()
-        g.tanh_()
-        torch.mul(f, c, out=c_t).addcmul_(i, g)
-        o.addcmul_(p_o, c_t).sigmoid_()
-        torch.tanh(c_t, out=h_t).mul_(o)
-        h, c = h_t, c_t
-    return hs, cs, gates
-
-
-@_fwd.register_fake
-def _fwd_fake(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    T, (B, N) = e.shape[0], h0.shape
-    return e.new_empty(T, B, N), e.new_empty(T, B, N), e.new_empty(T, B, 4 * N)
-
-
-@custom_op(
-    "peephole_scan_bwd",
-    "(Tensor grad_hs, Tensor grad_cs, Tensor hs, Tensor cs, Tensor gates, Tensor w, Tensor p, Tensor h0, Tensor c0) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _bwd(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of e, w, p, h0 and c0; see Note [Peephole LSTM]. grad_hs and grad_cs: [T, B, N]."""
-    grad_hs, grad_cs, hs, cs, gates, w, p, h0, c0 = tensors
-    p_i, p_f, p_o = p.unbind(0)
-    i, f, g, o = gates.chunk(4, 2)
-    tanh_c = torch.tanh(cs)
-    before_h, before_c = (torch.cat([first.unsqueeze(0), rest[:-1]]) for first, rest in ((h0, hs), (c0, cs)))
-    by_o, through_h = tanh_c * o * (1 - o), o * (1 - tanh_c * tanh_c)
-    by_i, by_f, by_g = g * i * (1 - i), before_c * f * (1 - f), i * (1 - g * g)
-    d = torch.empty_like(gates)
-    dh, dc = torch.zeros_like(h0), torch.zeros_like(c0)
-    for t in reversed(range(len(d))):
-        dh = dh + grad_hs[t]
-        dc = dc + grad_cs[t]
-        d_i, d_f, d_g, d_o = d[t].chunk(4, 1)
-        d_o.copy_(dh * by_o[t])
-        dc = torch.addcmul(dc, dh, through_h[t]).addcmul_(d_o, p_o)
-        d_i.copy_(dc * by_i[t])
-        d_f.copy_(dc * by_f[t])
-        d_g.copy_(dc * by_g[t])
-        dc = torch.mul(dc, f[t]).addcmul_(d_i, p_i).addcmul_(d_f, p_f)
-        dh = d[t] @ w
-    d_i, d_f, _, d_o = d.chunk(4, 2)
-    grad_w = d.flatten(0, 1).mT @ before_h.flatten(0, 1)
-    grad_p = torch.stack([(a * b).sum((0, 1)) for a, b in ((d_i, before_c), (d_f, before_c), (d_o, cs))])
-    return d, grad_w, grad_p, dh, dc
-
-
-@_bwd.register_fake
-def _bwd_fake(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in tensors[4:])  # gates, w, p, h0, c0
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hs, cs, gates = output
-    ctx.mark_non_differentiable(gates)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hs, cs, gates, *inputs[1:])
-
-
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs: Tensor | None, *_: Any) -> Any:
-    if grad_hs is None and grad_cs is None:
-        return ()
-    zeros = saved[0].new_zeros(()).expand(saved[0].shape)  # [T, B, N] in the memory of one number
-    grad_hs, grad_cs = (zeros if grad is None else grad for grad in (grad_hs, grad_cs))
-    grads = torch.ops.orthokern.peephole_scan_bwd(grad_hs, grad_cs, *saved)
-    return tuple(map(given, grads, ctx.needs_input_grad))
-
-
-_fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("peephole_scan", "ORTHOKERN_BACKEND=reference"))
-
-
-def _scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
-    """h and c of every step [T, B, N]; arguments as those of the op."""
-    if _route.plain(None):
-        return _plain_scan(e, w, p, h0, c0)
-    hs, cs, _ = torch.ops.orthokern.peephole_scan_fwd(e, w, p, h0, c0)
-    return hs, cs
-
-
-@_autocast.keeps_dtype
-def _plain_scan(e: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of Note [Peephole LSTM] in plain torch code, for tangents, torch.func and the reference backend."""
-    h, c, steps = h0, c0, []
-    p_i, p_f, p_o = p.unbind(0)
-    for x in e.unbind(0):
-        i, f, g, o = (x + h @ w.mT).chunk(4, 1)
-        c = torch.sigmoid(f + p_f * c) * c + torch.sigmoid(i + p_i * c) * torch.tanh(g)
-        h = torch.sigmoid(o + p_o * c) * torch.tanh(c)
-        steps.append((h, c))
-    hs, cs = (torch.stack(states) for states in zip(*steps, strict=True))
-    return hs, cs
 
 
 class PeepholeLSTM(nn.Module):
     """torch.nn.LSTM with peepholes (Gers & Schmidhuber 2000), diagonal as in Graves 2013.
 
     The input and the forget gate also read the previous cell state, and the output gate the new one; with peepholes of
-    zero it is torch.nn.LSTM. The equations are in Note [Peephole LSTM]. Constructor names, layouts, outputs and
+    zero it is torch.nn.LSTM. The equations are in
+    ``orthokern/ops/peephole_scan.py``. Constructor names, layouts, outputs and
     parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with strict=False. The input
     may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
 
@@ -307,7 +181,7 @@ class PeepholeLSTM(nn.Module):
                     data = nn.functional.dropout(data, self.dropout, training=True)
             reverse = suffix.endswith("_reverse")
             x = _reversed(data, lengths) if reverse else data
-            hs, cs = _scan(
+            hs, cs = peephole_scan(
                 self._input_term(x, suffix),
                 self._tensor(f"weight_hh_{suffix}"),
                 self._tensor(f"weight_peephole_{suffix}"),

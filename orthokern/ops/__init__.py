@@ -13,13 +13,14 @@ from orthokern.ops import (
     linear_cross_entropy,
     modal_cross_entropy,
     modal_scan,
+    peephole_scan,
     skew_exp,
     spectral,
 )
 
 NAMES = (
     "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp", "spectral",
-    "modal_scan", "modal_cross_entropy",
+    "modal_scan", "modal_cross_entropy", "peephole_scan",
 )  # fmt: skip
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "linear_cross_entropy",
     "modal_cross_entropy",
     "modal_scan",
+    "peephole_scan",
     "skew_exp",
     "spectral",
 ]

@@ -1,0 +1,37 @@
+"""peephole_scan on the CPU; the kernels: ``csrc/cpu/peephole_scan.cpp``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern._scan_contract import PeepholeGradients, PeepholeInputs, PeepholeStates
+from orthokern.cpu._call import call, new
+
+
+def peephole_scan_fwd(inputs: PeepholeInputs) -> PeepholeStates:
+    """See ``orthokern.ops.peephole_scan``."""
+    assert inputs.x is not None
+    T, (B, N), dtype = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype
+    states = PeepholeStates(*(new(T, B, width * N, dtype=dtype) for width in (1, 1, 4)))
+    call("peephole_scan_fwd", dtype, {"B": B, "T": T, "N": N}, {**inputs._asdict(), **states._asdict()})
+    return states
+
+
+def peephole_scan_bwd(
+    inputs: PeepholeInputs, grad_hs: Tensor | None, grad_cs: Tensor | None, states: PeepholeStates
+) -> PeepholeGradients:
+    """See ``orthokern.ops.peephole_scan``."""
+    (_, w, peephole, h0, c0), (T, B, N) = inputs, states.hs.shape
+    grad_x = new(T, B, 4 * N, dtype=h0.dtype)
+    grad_w, grad_peephole, grad_h0, grad_c0 = (torch.empty_like(t) for t in (w, peephole, h0, c0))
+    call(
+        "peephole_scan_bwd", h0.dtype, {"B": B, "T": T, "N": N},
+        {"w": w, "peephole": peephole, "c0": c0, "grad_hs": grad_hs, "grad_cs": grad_cs, "saved_cs": states.cs,
+         "saved_gates": states.gates, "grad_x": grad_x, "grad_peephole": grad_peephole, "grad_h0": grad_h0,
+         "grad_c0": grad_c0},
+    )  # fmt: skip
+    torch.mm(grad_x[0].mT, h0, out=grad_w)
+    if T > 1:
+        grad_w.addmm_(grad_x[1:].flatten(0, 1).mT, states.hs[:-1].flatten(0, 1))
+    return PeepholeGradients(grad_x, grad_w, grad_peephole, grad_h0, grad_c0)

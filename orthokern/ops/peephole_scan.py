@@ -1,0 +1,133 @@
+"""peephole_scan: an LSTM with peepholes over a sequence, the baseline that orthogonal recurrences are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import PeepholeInputs, PeepholeStates
+from orthokern.dispatch import Support
+from orthokern.ops import _route
+from orthokern.ops._common import contiguous, given, no_second_derivative
+from orthokern.ops._register import custom_op
+
+_SAME = "the steps are torch products and elementwise operations, which run on a GPU"
+SUPPORT = {
+    "reference": Support(dtypes=(torch.float64, torch.float32)),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
+    "triton": Support(missing=_SAME),
+    "cuda": Support(missing=_SAME),
+}
+dispatch.register("peephole_scan", SUPPORT)
+
+
+@keeps_dtype
+def peephole_scan(
+    x: Tensor, w: Tensor, peephole: Tensor, h0: Tensor, c0: Tensor, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(h, c) of every step. Inputs are taken as checked (``orthokern.nn.PeepholeLSTM`` does).
+
+    Equation (Gers & Schmidhuber 2000, with diagonal peepholes as in Graves 2013):
+        a_t = x_t + W h_{t-1},
+        i = sigma(a_i + p_i * c_{t-1}),  f = sigma(a_f + p_f * c_{t-1}),  g = tanh(a_g),
+        c_t = f * c_{t-1} + i * g,  o = sigma(a_o + p_o * c_t),  h_t = o * tanh(c_t),
+        with * elementwise and sigma the logistic function. Backward: Note [Peephole scan backward] in
+        ``orthokern/reference/peephole_scan.py``.
+
+    Args:
+        x: input terms [T, B, 4N], of the gates i, f, g, o, with their biases.
+        w: [4N, N], in the same order.
+        peephole: [3, N], in the order i, f, o.
+        h0, c0: [B, N].
+        backend: as in ``orthokern.functional``. An explicit "reference" runs plain differentiable torch code.
+
+    Returns:
+        (hs, cs), each [T, B, N].
+
+    Saved:
+        hs, cs and the gates [T, B, 4N].
+
+    Cost:
+        8 N^2 flops per step and sequence forward, and 16 N^2 backward, a half of which are the gradient of w. Memory:
+        14 N values per step and sequence are read or written forward, and about 20 N backward.
+
+    Numerics:
+        Accumulation in the dtype of w. On the CPU the same inputs, machine and thread count give the same bits.
+
+    A second derivative is not available, except with the reference.
+    """
+    if _route.plain(backend):
+        return _plain(x, w, peephole, h0, c0)
+    hs, cs, _ = torch.ops.orthokern.peephole_scan_fwd(x, w, peephole, h0, c0, backend)
+    return hs, cs
+
+
+def _plain(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Differentiable torch code, for tangents, torch.func and the reference backend."""
+    found: tuple[Tensor, Tensor] = dispatch.leaf("peephole_scan", "reference").differentiable_scan(*tensors)
+    return found
+
+
+def _leaf(x: Tensor | None, w: Tensor, *rest: Any) -> tuple[Any, PeepholeInputs]:
+    """The leaf that serves a call, and its arguments."""
+    *others, backend = rest
+    leaf = dispatch.resolve("peephole_scan", backend, device=w.device, dtype=w.dtype, N=w.shape[-1])
+    return leaf, PeepholeInputs(contiguous(x), *map(contiguous, (w, *others)))  # type: ignore[arg-type]
+
+
+@custom_op(
+    "peephole_scan_fwd",
+    "(Tensor x, Tensor w, Tensor peephole, Tensor h0, Tensor c0, str? backend=None) -> (Tensor, Tensor, Tensor)",
+)
+def _fwd(*arguments: Any) -> tuple[Tensor, ...]:
+    """(hs, cs, gates [T, B, 4N])."""
+    leaf, inputs = _leaf(*arguments)
+    return tuple(leaf.peephole_scan_fwd(inputs))
+
+
+@_fwd.register_fake
+def _fwd_fake(x: Tensor, w: Tensor, peephole: Tensor, h0: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    T, (B, N) = x.shape[0], h0.shape
+    return x.new_empty(T, B, N), x.new_empty(T, B, N), x.new_empty(T, B, 4 * N)
+
+
+@custom_op(
+    "peephole_scan_bwd",
+    "(Tensor? grad_hs, Tensor? grad_cs, Tensor hs, Tensor cs, Tensor gates, Tensor w, Tensor peephole, Tensor h0, "
+    "Tensor c0, str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _bwd(
+    grad_hs: Tensor | None, grad_cs: Tensor | None, hs: Tensor, cs: Tensor, gates: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of x, w, peephole, h0 and c0. A gradient of states that is None is zero."""
+    leaf, inputs = _leaf(None, *rest)
+    states = PeepholeStates(*(state.contiguous() for state in (hs, cs, gates)))
+    return tuple(leaf.peephole_scan_bwd(inputs, contiguous(grad_hs), contiguous(grad_cs), states))
+
+
+@_bwd.register_fake
+def _bwd_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in arguments[4:9])  # gates, w, peephole, h0, c0
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, *tensors, ctx.backend = inputs
+    hs, cs, gates = output
+    ctx.mark_non_differentiable(gates)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hs, cs, gates, *tensors)
+
+
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs: Tensor | None, *_: Any) -> Any:
+    if grad_hs is None and grad_cs is None:
+        return ()
+    grads = torch.ops.orthokern.peephole_scan_bwd(grad_hs, grad_cs, *saved, ctx.backend)
+    return tuple(map(given, grads, ctx.needs_input_grad))
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+_bwd.register_autograd(no_second_derivative("peephole_scan", "ORTHOKERN_BACKEND=reference"))
