@@ -181,6 +181,7 @@ SUBJECTS = {
     "cayley": "Cayley step of two N x N bases",
     "gru": "GRU and its spectral projection",
     "lengths": "Sequences of different lengths",
+    "lstm": "LSTM with peepholes",
     "oinit": "Learned orthogonality of B matrices",
     "overhead": "One step of one sequence, which is mostly overhead",
     "parametrize": "Constrained weights of torch layers",
@@ -345,7 +346,7 @@ SHOWN_N = (128, 500, 1000)  # the README's
 def speed_summary(results: Results) -> list[Table]:
     """Our modules beside those of torch: one T for each N, and one step of one sequence."""
     found: dict[str, dict[tuple[int, ...], Row]] = {}
-    for row in (row for table in ("modules", "gru", "overhead") for row in of(results, table)):
+    for row in (row for table in ("modules", "gru", "lstm", "overhead") for row in of(results, table)):
         theirs, _, ours = row["case"].partition(" over orthokern.nn.")
         if ours and "kanai" not in ours:
             options = (
