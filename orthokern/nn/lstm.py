@@ -176,7 +176,7 @@ class PeepholeLSTM(nn.Module):
         ends: list[State] = []
         for (layer, suffix), h0, c0 in zip(self._recurrences(), *states, strict=True):
             if layer and suffix == f"l{layer}":  # the first recurrence of a layer: the outputs so far are its input
-                data, outputs = torch.cat(outputs, -1), []
+                data, outputs = _beside(outputs), []
                 if self.dropout > 0.0 and self.training:
                     data = nn.functional.dropout(data, self.dropout, training=True)
             reverse = suffix.endswith("_reverse")
@@ -195,7 +195,7 @@ class PeepholeLSTM(nn.Module):
                 ends.append((hs[last], cs[last]))
             outputs.append(_reversed(hs, lengths) if reverse else hs)
         h_n, c_n = (torch.stack(end) for end in zip(*ends, strict=True))
-        return torch.cat(outputs, -1), (h_n, c_n)
+        return _beside(outputs), (h_n, c_n)
 
     def _input_term(self, x: Tensor, suffix: str) -> Tensor:
         """W_ih x + b of all steps [T, B, 4N], by one product, or by one look-up for token ids."""
@@ -240,6 +240,11 @@ class PeepholeLSTM(nn.Module):
         return settings_text(
             self, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False, forget_bias=1.0
         )
+
+
+def _beside(outputs: list[Tensor]) -> Tensor:
+    """The outputs of both directions of a layer side by side; without a copy where there is one."""
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
