@@ -24,14 +24,14 @@ def peephole_scan_bwd(
     """See ``orthokern.ops.peephole_scan``."""
     (_, w, peephole, h0, c0), (T, B, N) = inputs, states.hs.shape
     grad_x = new(T, B, 4 * N, dtype=h0.dtype)
-    grad_w, grad_peephole, grad_h0, grad_c0 = (torch.empty_like(t) for t in (w, peephole, h0, c0))
+    grad_peephole, grad_h0, grad_c0 = (torch.empty_like(t) for t in (peephole, h0, c0))
     call(
         "peephole_scan_bwd", h0.dtype, {"B": B, "T": T, "N": N},
         {"w": w, "peephole": peephole, "c0": c0, "grad_hs": grad_hs, "grad_cs": grad_cs, "saved_cs": states.cs,
          "saved_gates": states.gates, "grad_x": grad_x, "grad_peephole": grad_peephole, "grad_h0": grad_h0,
          "grad_c0": grad_c0},
     )  # fmt: skip
-    torch.mm(grad_x[0].mT, h0, out=grad_w)
+    transposed = h0.mT @ grad_x[0]  # MKL takes two thirds of the time that it takes for the gradient as it is
     if T > 1:
-        grad_w.addmm_(grad_x[1:].flatten(0, 1).mT, states.hs[:-1].flatten(0, 1))
-    return PeepholeGradients(grad_x, grad_w, grad_peephole, grad_h0, grad_c0)
+        transposed.addmm_(states.hs[:-1].flatten(0, 1).mT, grad_x[1:].flatten(0, 1))
+    return PeepholeGradients(grad_x, transposed.mT.contiguous(), grad_peephole, grad_h0, grad_c0)
