@@ -120,6 +120,13 @@ def test_a_table(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(read_metrics(folder / "toy-0.1" / "metrics.jsonl")) == 8
     assert len(read_metrics(folder / "toy-0" / "metrics.jsonl")) == 6
 
+    # stopped on the way to a new end: what is there was measured at the old one
+    result = folder / "toy-0.1" / "result.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "iteration": 6}))
+    assert reproduce("toy", "--report", "--out", tmp_path) == 0
+    summary = json.loads((folder / "toy.json").read_text())
+    assert [row["state"] for row in summary["rows"]] == ["done", "unfinished"]
+
 
 def test_quick_and_partial(toys: Experiment, tmp_path: Path) -> None:
     """The quick version has folders of its own; a table of what is there can be drawn at any time."""

@@ -213,6 +213,9 @@ def _row(
     done = record.records[-1]["iteration"] if record.records else 0
     row["command"] = _command(run, plan, trained_for(record.settings, done, intended))
     result = result_of(folder)
+    ended = count(result.get("iteration"))
+    if ended is not None and ended < done:  # the run was continued, and stopped before its new end
+        result = {}
     for measure in experiment.measures:
         row["ours"][measure.title] = _measured(measure, record, result)
     last = record.records[-1] if record.records else {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds, words
 
 PAPER = "Vorontsov et al. 2017"
-LEGEND = ("margin", "init", "geodesic")  # settings in which the runs of a table differ
+LEGEND = ("model", "margin", "init", "geodesic")  # settings in which the runs of a table differ
 # Of long trainings of the factorized network on a CPU; see the accuracies in docs/cpu-scans.md.
 FAST = ("--apply", "composed", "--precision", "bf16")
 
