@@ -15,8 +15,8 @@
 // broadcasts, which did not fit into the registers.
 //
 // Each output element is one chain of multiply-adds in ascending depth, in every tile: results do not depend on how
-// rows are grouped. Matrices packed for tiles.h are multiplied there. A call with few rows processes several panels together, to have enough independent chains to hide
-// the latency.
+// rows are grouped. A call with few rows processes several panels together, to have enough independent chains to hide
+// the latency. Matrices packed for tiles.h are multiplied there.
 //
 // A deep product is computed in chunks of its depth. The part of `a` and of a panel that belongs to a chunk then stays
 // in the nearest cache for all tiles. The sums are stored in `out` between chunks and loaded again, so each chain is

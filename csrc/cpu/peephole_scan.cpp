@@ -168,8 +168,9 @@ bool peephole_backward(const PeepholeCall<T>& call, double* sums, int row0, int 
   const ptrdiff_t N = call.N, block = static_cast<ptrdiff_t>(R) * L;
   const size_t size = static_cast<size_t>(round_up(call.N, 2 * L)) * R;
   Scratch<T> acc, cell;  // what a step passes to the one before: to h by the product, and to c
-  Scratch<T> d[kGates];  // of i, f, g, o. The product reads them before the epilogue of all columns has run, so there
-  Scratch<T> d_next[kGates];  // are those of two steps.
+  // Of i, f, g, o, at this step and at the one before: the product still reads the former when the epilogue of its first
+  // columns writes the latter.
+  Scratch<T> d[kGates], d_next[kGates];
   if (!acc.allocate(size) || !cell.allocate(size)) return false;
   for (int g = 0; g < kGates; g++)
     if (!d[g].allocate(size) || !d_next[g].allocate(size)) return false;

@@ -52,8 +52,8 @@ def peephole_scan(
         hs, cs and the gates [T, B, 4N].
 
     Cost:
-        8 N^2 flops per step and sequence forward, and 16 N^2 backward, a half of which are the gradient of w. Memory:
-        14 N values per step and sequence are read or written forward, and about 20 N backward.
+        8 N^2 flops per step and sequence forward, and 16 N^2 backward, a half of which are the gradient of w. Memory
+        traffic per step and sequence: 10 N values forward, and 15 N backward with one gradient of states.
 
     Numerics:
         Accumulation in the dtype of w. On the CPU the same inputs, machine and thread count give the same bits.
