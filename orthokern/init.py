@@ -15,7 +15,9 @@ Longer than 600 lines: a third of them are docstrings.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -65,6 +67,12 @@ def _check(t: Tensor, name: str, *, square: bool = False) -> None:
     if square and t.shape[-1] != t.shape[-2]:
         raise InputError(f"{name}: t has shape {tuple(t.shape)}; accepted: square matrices [..., N, N]")
     _check_writable(t, name, "t")
+
+
+def _checked_angle(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < value <= math.pi:
+        raise InputError(f"max_angle must be an angle in radians, above 0 and at most pi, got {value!r}")
+    return float(value)
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator | None) -> Tensor:
@@ -117,12 +125,13 @@ def haar_orthogonal_(t: Tensor, generator: torch.Generator | None = None) -> Ten
 
 
 @torch.no_grad()
-def henaff_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t [..., N, N] with W = exp(A), A block-diagonal with blocks (0, s; -s, 0), s ~ U(-pi, pi) (Henaff,
-    Szlam and LeCun 2016).
+def henaff_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: float = math.pi) -> Tensor:
+    """Fill t [..., N, N] with W = exp(A), A block-diagonal with blocks (0, s; -s, 0), s ~ U(-max_angle, max_angle)
+    (Henaff, Szlam and LeCun 2016, with pi).
 
     W is a block rotation by independent angles s, computed in closed form. An odd N ends in a 1 (a zero block of
     side one). Some released code draws s from U(-pi, 0): the eigenvalue pairs exp(+-is) have the same distribution.
+    max_angle is in (0, pi]; Note [The largest angle].
 
     Example::
 
@@ -131,20 +140,22 @@ def henaff_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         True
     """
     _check(t, "henaff_", square=True)
+    angle = _checked_angle(max_angle)
     if t.is_meta:
         return t
     n = t.shape[-1]
-    return t.copy_(_rotations(_uniform((*t.shape[:-2], n // 2), -math.pi, math.pi, generator), n))
+    return t.copy_(_rotations(_uniform((*t.shape[:-2], n // 2), -angle, angle, generator), n))
 
 
 @torch.no_grad()
-def cayley_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t [..., N, N] with W = (I + A)^-1 (I - A), A with blocks (0, s; -s, 0), s = -tan(u/2), u ~ U(0, pi/2)
-    (Helfrich, Willmott and Ye 2018).
+def cayley_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: float = math.pi / 2) -> Tensor:
+    """Fill t [..., N, N] with W = (I + A)^-1 (I - A), A with blocks (0, s; -s, 0), s = -tan(u/2), u ~ U(0, max_angle)
+    (Helfrich, Willmott and Ye 2018, with pi/2).
 
     s = -sqrt((1 - cos u) / (1 + cos u)), and this Cayley map turns it into a rotation by exactly u: every block
     rotates by an angle in (0, pi/2), so W has eigenvalues exp(+-iu) and none near -1. With the same s in the
-    exponential, as in expRNN, the angle is tan(u/2) in (0, 1). An odd N ends in a 1.
+    exponential, as in expRNN, the angle is tan(u/2) in (0, 1). An odd N ends in a 1. max_angle is in (0, pi];
+    Note [The largest angle].
 
     Example::
 
@@ -153,10 +164,11 @@ def cayley_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         True
     """
     _check(t, "cayley_", square=True)
+    angle = _checked_angle(max_angle)
     if t.is_meta:
         return t
     n = t.shape[-1]
-    return t.copy_(_rotations(_uniform((*t.shape[:-2], n // 2), 0.0, math.pi / 2, generator), n))
+    return t.copy_(_rotations(_uniform((*t.shape[:-2], n // 2), 0.0, angle, generator), n))
 
 
 @torch.no_grad()
@@ -471,19 +483,56 @@ INITS = {
 }
 
 
+# Note [The largest angle]
+# A plane that rotates by the angle a per step remembers a step by its phase, with a period of 2 pi / a steps. Inputs
+# that change slowly have little to say at short periods: where the pixels of a digit are read row by row, 28 of them,
+# planes with angles up to 0.47 learn far faster than those up to pi/2 (docs/results/README.md). The published
+# distributions have no such parameter.
+ROTATIONS = {"henaff": henaff_, "cayley": cayley_}
+
+
+def check_rotations(name: str | None, max_angle: float, names: Iterable[str] = ROTATIONS) -> None:
+    """Raises InputError for a max_angle that is not one, or if the initialisation is not one of `names`."""
+    _checked_angle(max_angle)
+    if name not in names:
+        raise InputError(f"max_angle={max_angle} with init {name!r}; accepted with init {', '.join(map(repr, names))}")
+
+
 UNCONSTRAINED = ("glorot", "glorot-uniform")  # not orthogonal: a margin of the singular values does not admit them
 LOWER_RANK = ("orthogonal", *UNCONSTRAINED)  # defined for W = U S V^T of rank K < N
 
 
-def initialize_(t: Tensor, name: str, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t by the initialisation called `name`, one of INITS; InputError for another name."""
+def initialize_(
+    t: Tensor, name: str, generator: torch.Generator | None = None, *, max_angle: float | None = None
+) -> Tensor:
+    """Fill t by the initialisation called `name`, one of INITS.
+
+    Args:
+        t: [..., N, K] float.
+        name: one of INITS.
+        generator: CPU generator, or None for torch's global one.
+        max_angle: for the names in ROTATIONS, their largest angle; None: the published one.
+
+    Raises InputError for another name, and for a max_angle that the initialisation does not have.
+    """
     if name not in INITS:
         raise unknown_name("init", name, list(INITS))
-    return INITS[name](t, generator)
+    if max_angle is None:
+        return INITS[name](t, generator)
+    check_rotations(name, max_angle)
+    return ROTATIONS[name](t, generator, max_angle=max_angle)
 
 
 @torch.no_grad()
-def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Generator | None = None) -> None:
+def factorized_(
+    u: Tensor,
+    s: Tensor,
+    v: Tensor,
+    name: str,
+    generator: torch.Generator | None = None,
+    *,
+    max_angle: float | None = None,
+) -> None:
     """Fill the factors of W = U diag(s) V^T so that W is the matrix that `name` stands for.
 
     orthogonal: U and V independent Haar, s = 1. For K < N, W is a partial isometry of rank K.
@@ -498,8 +547,10 @@ def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Gen
         s: [K] float; written with the singular values themselves, not with the parameter of a bounded spectrum.
         name: one of INITS.
         generator: CPU generator, or None for torch's global one.
+        max_angle: as in `initialize_`.
 
-    Raises InputError for an unknown name and for K < N with henaff, cayley, identity and learned.
+    Raises InputError for an unknown name, for K < N with henaff, cayley, identity and learned, and for a max_angle that
+    the initialisation does not have.
     """
     if name not in INITS:
         raise unknown_name("init", name, list(INITS))
@@ -509,6 +560,8 @@ def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Gen
             f"init {name!r} needs K = N = {n}, got K = {k}; "
             f"accepted for a lower rank: {', '.join(map(repr, LOWER_RANK))}"
         )
+    if max_angle is not None:
+        check_rotations(name, max_angle)
     if u.is_meta:
         return
     if name in UNCONSTRAINED:
@@ -522,17 +575,21 @@ def factorized_(u: Tensor, s: Tensor, v: Tensor, name: str, generator: torch.Gen
     if name == "orthogonal":
         u64 = _haar((n, k), generator)
     else:
-        u64 = INITS[name](torch.empty(n, n, dtype=torch.float64, device="cpu"), generator) @ v64
+        w64 = torch.empty(n, n, dtype=torch.float64, device="cpu")
+        u64 = initialize_(w64, name, generator, max_angle=max_angle) @ v64
     u.copy_(u64)
     s.fill_(1.0)
     v.copy_(v64)
 
 
 SKEW_INITS = ("henaff", "cayley", "torus", "identity")
+SKEW_ANGLES = {"henaff": math.pi, "cayley": 1.0, "torus": math.pi}  # the largest ones, as published
 
 
 @torch.no_grad()
-def skew_generator_(t: Tensor, name: str, generator: torch.Generator | None = None) -> Tensor:
+def skew_generator_(
+    t: Tensor, name: str, generator: torch.Generator | None = None, *, max_angle: float | None = None
+) -> Tensor:
     """Fill t [..., N, N] with a strictly lower triangular L whose A = L - L^T has the blocks (0, s; -s, 0) of an
     initialisation.
 
@@ -543,20 +600,27 @@ def skew_generator_(t: Tensor, name: str, generator: torch.Generator | None = No
     pairs exp(+-is) have one law for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of `cayley_` put through
     the exponential, as expRNN and nnRNN do: angles in (-1, 0), where `cayley_` turns by u. identity: s = 0.
 
-    An odd N ends in a zero block of side one. Raises InputError for a name that is not one of SKEW_INITS.
+    With max_angle, in (0, pi], s is in [-max_angle, 0] or, for torus, in [-max_angle, max_angle]; Note [The largest
+    angle]. For cayley, u ~ U(0, 2 atan(max_angle)).
+
+    An odd N ends in a zero block of side one. Raises InputError for a name that is not one of SKEW_INITS, and for
+    a max_angle with identity.
     """
     _check(t, "skew_generator_", square=True)
     if name not in SKEW_INITS:
         raise unknown_name("init", name, SKEW_INITS)
+    if max_angle is not None:
+        check_rotations(name, max_angle, SKEW_ANGLES)
     if t.is_meta:
         return t
     n, shape = t.shape[-1], (*t.shape[:-2], t.shape[-1] // 2)
+    angle = SKEW_ANGLES.get(name, 0.0) if max_angle is None else max_angle
     if name == "henaff":
-        s = _uniform(shape, -math.pi, 0.0, generator)
+        s = _uniform(shape, -angle, 0.0, generator)
     elif name == "torus":
-        s = _uniform(shape, -math.pi, math.pi, generator)
+        s = _uniform(shape, -angle, angle, generator)
     elif name == "cayley":
-        s = -(_uniform(shape, 0.0, math.pi / 2, generator) / 2).tan()
+        s = -(_uniform(shape, 0.0, 2 * math.atan(angle), generator) / 2).tan()
     else:
         s = torch.zeros(shape, dtype=torch.float64, device="cpu")
     lower = torch.zeros(t.shape, dtype=torch.float64, device="cpu")

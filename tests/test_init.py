@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from orthokern import InputError, init
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN
 
 IN_PLACE = [init.haar_orthogonal_, init.henaff_, init.cayley_, init.identity_, init.glorot_, init.glorot_uniform_]
 IN_PLACE += [init.learned_]
@@ -146,3 +147,35 @@ def test_meta_and_bad_tensors() -> None:
         init.initialize_(torch.empty(4, 4), "hennaf")
     with pytest.raises(InputError, match="unknown init"):
         init.factorized_(torch.empty(4, 4), torch.empty(4), torch.empty(4, 4), "haar")
+
+
+@pytest.mark.parametrize("model", [FactorizedRNN, RNN, ExpRNN])
+@pytest.mark.parametrize("name", ["henaff", "cayley"])
+def test_modules_start_with_no_larger_angle(model: Any, name: str) -> None:
+    rnn = model(1, 200, init=name, max_angle=0.3, dtype=torch.float64)
+    found = torch.linalg.eigvals(rnn.recurrent_matrix().detach()).angle().abs()
+    assert 0.28 < float(found.max()) < 0.3 + 1e-12
+    assert "max_angle=0.3" in repr(rnn)
+    assert "max_angle" not in repr(model(1, 200, init=name))
+
+
+def test_the_published_angles_are_the_default() -> None:
+    seeded = torch.Generator().manual_seed
+    for name, published in {"henaff": math.pi, "cayley": math.pi / 2}.items():
+        plain = init.initialize_(torch.empty(9, 9), name, seeded(0))
+        assert torch.equal(plain, init.initialize_(torch.empty(9, 9), name, seeded(0), max_angle=published))
+    for name, published in init.SKEW_ANGLES.items():
+        plain = init.skew_generator_(torch.empty(9, 9), name, seeded(0))
+        assert torch.equal(plain, init.skew_generator_(torch.empty(9, 9), name, seeded(0), max_angle=published))
+
+
+@pytest.mark.parametrize("model", [FactorizedRNN, RNN, ExpRNN])
+def test_bad_angles(model: Any) -> None:
+    for bad in (0.0, -1.0, 3.2, math.nan, math.inf, True, "0.3"):
+        with pytest.raises(InputError, match="max_angle must be an angle in radians, above 0 and at most pi"):
+            model(1, 4, init="cayley", max_angle=bad)
+    with pytest.raises(InputError, match="max_angle=0.3 with init 'orthogonal'; accepted with init 'henaff', 'cayley'"):
+        model(1, 4, init="orthogonal", max_angle=0.3)
+    if model is RNN:
+        with pytest.raises(InputError, match="with init None"):
+            RNN(1, 4, max_angle=0.3)

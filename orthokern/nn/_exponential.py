@@ -89,11 +89,18 @@ class _Exponential(Recurrent):
     _inits: tuple[str, ...] = INITS
 
     def _set_up_exponential(
-        self, init: str, rebase_every: int | None, project_every: int, optimizer_state: str
+        self,
+        init: str,
+        rebase_every: int | None,
+        project_every: int,
+        optimizer_state: str,
+        max_angle: float | None = None,
     ) -> None:
         if init not in self._inits:
             raise unknown_name("init", init, self._inits)
-        self.init = init
+        if max_angle is not None:
+            init_.check_rotations(init, max_angle, init_.SKEW_ANGLES)
+        self.init, self.max_angle = init, max_angle
         self.rebase_every = None if rebase_every is None else positive_int("rebase_every", rebase_every)
         self.project_every = positive_int("project_every", project_every)
         if optimizer_state not in OPTIMIZER_STATES:
@@ -116,7 +123,8 @@ class _Exponential(Recurrent):
             init_.haar_rotation_(base, generator)
             return
         init_.identity_(base)
-        init_.skew_generator_(parameter, "identity" if self.init == "legacy" else self.init, generator)
+        name = "identity" if self.init == "legacy" else self.init
+        init_.skew_generator_(parameter, name, generator, max_angle=self.max_angle)
         if self.rebase_every is not None and not parameter.is_meta:
             base.copy_(functional.skew_exp(skew_from(parameter.double())))
             nn.init.zeros_(parameter)
@@ -264,6 +272,8 @@ class _Exponential(Recurrent):
 
     def _repr_exponential(self) -> str:
         text = f"{self._repr_common()}, init={self.init!r}"
+        if self.max_angle is not None:
+            text += f", max_angle={self.max_angle}"
         if self.rebase_every is not None:
             text += f", rebase_every={self.rebase_every}, project_every={self.project_every}"
         return text

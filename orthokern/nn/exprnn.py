@@ -28,6 +28,8 @@ class ExpRNN(_Exponential):
             in orthokern.nn.FactorizedRNN. The literature uses nonlinearity="modrelu".
         init: of A, and so of W: "henaff", "cayley" or "torus", see orthokern.init.skew_generator_; "orthogonal": W
             uniform on the rotations; "identity": A = 0.
+        max_angle: for init "henaff", "cayley" and "torus", the largest angle in radians by which W rotates per step, at
+            most pi; None: the published one, pi, 1 and pi.
         rebase_every: K at least 1: move the base after every K-th step of the optimizer that trains A (any torch
             optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
@@ -63,6 +65,7 @@ class ExpRNN(_Exponential):
         dtype: torch.dtype | None = None,
         *,
         init: str = "henaff",
+        max_angle: float | None = None,
         rebase_every: int | None = None,
         project_every: int = 100,
         optimizer_state: str = "transport",
@@ -79,7 +82,7 @@ class ExpRNN(_Exponential):
             negative_slope=negative_slope, learned_h0=learned_h0, checkpoint_every=checkpoint_every, backend=backend,
             precision=precision, message_clip=message_clip, gain=gain,
         )  # fmt: skip
-        self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
+        self._set_up_exponential(init, rebase_every, project_every, optimizer_state, max_angle)
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         for suffix in self._suffixes():
             self._register_input(suffix, device, dtype)

@@ -45,6 +45,8 @@ class FactorizedRNN(Recurrent):
             "learned": W is the named orthogonal matrix, s = 1, for K = N. "glorot", "glorot-uniform": the (truncated)
             singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights are
             U(-1/sqrt(N), 1/sqrt(N)) as in torch, the bias is 0.
+        max_angle: for init "henaff" and "cayley", the largest angle in radians by which W rotates per step, at most pi;
+            None: pi and pi/2. Smaller angles suit inputs that change slowly from step to step.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (torch has two, of which only
@@ -81,6 +83,7 @@ class FactorizedRNN(Recurrent):
         rank: int | None = None,
         apply: str = "factored",
         init: str = "orthogonal",
+        max_angle: float | None = None,
         negative_slope: float = 0.01,
         learned_h0: bool = False,
         checkpoint_every: int = 0,
@@ -120,7 +123,9 @@ class FactorizedRNN(Recurrent):
                 f"init {init!r} needs rank = hidden_size = {self.hidden_size}, got rank={self.rank}; "
                 f"accepted for a lower rank: {', '.join(map(repr, init_.LOWER_RANK))}"
             )
-        self.init = init
+        if max_angle is not None:
+            init_.check_rotations(init, max_angle)
+        self.init, self.max_angle = init, max_angle
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         n, k = self.hidden_size, self.rank
         for suffix in self._suffixes():
@@ -136,7 +141,10 @@ class FactorizedRNN(Recurrent):
         for suffix in self._suffixes():
             self._reset_input(suffix, generator)
             spectrum = self._tensor(f"spectrum_{suffix}")
-            init_.factorized_(self._tensor(f"u_{suffix}"), spectrum, self._tensor(f"v_{suffix}"), self.init, generator)
+            init_.factorized_(
+                self._tensor(f"u_{suffix}"), spectrum, self._tensor(f"v_{suffix}"), self.init, generator,
+                max_angle=self.max_angle,
+            )  # fmt: skip
             if self.margin is not None:  # s = 1 is p = 0
                 nn.init.zeros_(spectrum)
             self._reset_common(suffix, generator)
@@ -275,4 +283,6 @@ class FactorizedRNN(Recurrent):
             text += f", rank={self.rank}"
         if self.apply_mode != "factored":
             text += f", apply={self.apply_mode!r}"
-        return text + ("" if self.init == "orthogonal" else f", init={self.init!r}")
+        if self.init != "orthogonal":
+            text += f", init={self.init!r}"
+        return text if self.max_angle is None else f"{text}, max_angle={self.max_angle}"

@@ -41,6 +41,7 @@ class RNN(TorchRecurrent):
         init: initialisation of every W_hh: None (torch's U(-1/sqrt(N), 1/sqrt(N))), "orthogonal", "henaff",
             "cayley", "identity", "glorot", "glorot-uniform", "learned"; see orthokern.init. Everything
             else is initialised as in torch.
+        max_angle: for init "henaff" and "cayley", as in orthokern.nn.FactorizedRNN.
         negative_slope: the fixed slope of "leaky_relu".
         learned_h0: learn the initial state of each recurrence (parameters h0_l0 [N], ..., initially zero), used if
             forward gets no hx.
@@ -83,6 +84,7 @@ class RNN(TorchRecurrent):
         dtype: torch.dtype | None = None,
         *,
         init: str | None = None,
+        max_angle: float | None = None,
         negative_slope: float = 0.01,
         learned_h0: bool = False,
         checkpoint_every: int = 0,
@@ -98,7 +100,9 @@ class RNN(TorchRecurrent):
         )  # fmt: skip
         if init is not None and init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
-        self.init = init
+        if max_angle is not None:
+            init_.check_rotations(init, max_angle)
+        self.init, self.max_angle = init, max_angle
         dtype, device = parameter_dtype(dtype, half=True), check_device(device)
         self._register_weights(self.hidden_size, device, dtype)
         self.reset_parameters()
@@ -115,7 +119,8 @@ class RNN(TorchRecurrent):
                 nn.init.uniform_(self._tensor(name), -bound, bound, generator=generator)
         for suffix in self._suffixes():
             if self.init is not None:
-                init_.initialize_(self._tensor(f"weight_hh_{suffix}"), self.init, generator)
+                weight = self._tensor(f"weight_hh_{suffix}")
+                init_.initialize_(weight, self.init, generator, max_angle=self.max_angle)
             self._reset_common(suffix, generator)
 
     def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
@@ -138,4 +143,5 @@ class RNN(TorchRecurrent):
         return dense_parts(parameters["weight_hh_l0"], "weight_hh_l0")
 
     def extra_repr(self) -> str:
-        return self._repr_common() + ("" if self.init is None else f", init={self.init!r}")
+        text = self._repr_common() + ("" if self.init is None else f", init={self.init!r}")
+        return text if self.max_angle is None else f"{text}, max_angle={self.max_angle}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
 OF_KERNELS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))  # cells with kernels of ours
 OF_SPECTRUM = (OF_FACTORIZED, Needs("margin", nothing=0.0))  # a margin of 0 keeps all singular values at 1
 OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in GATED))
+
+OF_ROTATIONS = (Needs("init", tuple(init.SKEW_ANGLES)), Needs("model", ("factorized", "rnn", "exprnn")))
 
 
 @dataclass(kw_only=True)
@@ -76,6 +79,13 @@ class NetworkOptions(RunOptions):
         tuple(dict.fromkeys((*init.INITS, *SCHUR_INITS))),
         f"initial recurrent matrix: {', '.join(init.INITS)}; initial exp(A) in exprnn and nnrnn: "
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn)",
+    )
+    max_angle: float | None = option(
+        None,
+        real(0.0, exclusive=True, maximum=math.pi),
+        "largest angle, in radians per step, of the rotations of the initial recurrent matrix",
+        needs=OF_ROTATIONS,
+        shown="that of --init",
     )
     rank: int | None = option(
         None, integer(1), "factorized: columns of U and V", "K", needs=OF_FACTORIZED, shown="as many as hidden units"
@@ -194,7 +204,7 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         rnn = GRU(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
         _initialize_gates(rnn, settings)
     else:
-        names = ("nonlinearity", "init", "learned_h0", "gain", "backend", "precision")
+        names = ("nonlinearity", "init", "max_angle", "learned_h0", "gain", "backend", "precision")
         options: dict[str, Any] = {name: getattr(settings, name) for name in names}
         options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
         kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
@@ -202,6 +212,7 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
             options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
             options["optimizer_state"] = settings.rebase_state
         if settings.model == "nnrnn":
+            del options["max_angle"]  # its angles are a parameter of their own
             options |= {"mask": settings.schur_mask, "triangular": settings.triangle}
         if settings.model == "factorized":
             options |= {"margin": settings.margin, "spectrum_map": settings.spectrum_map, "rank": settings.rank}
