@@ -15,7 +15,7 @@ Longer than 600 lines: a third of them are docstrings.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
@@ -69,8 +69,8 @@ def _check(t: Tensor, name: str, *, square: bool = False) -> None:
     _check_writable(t, name, "t")
 
 
-def _checked_angle(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < value <= math.pi:
+def _checked_angle(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) <= math.pi:
         raise InputError(f"max_angle must be an angle in radians, above 0 and at most pi, got {value!r}")
     return float(value)
 
@@ -491,7 +491,7 @@ INITS = {
 ROTATIONS = {"henaff": henaff_, "cayley": cayley_}
 
 
-def check_rotations(name: str | None, max_angle: float, names: Iterable[str] = ROTATIONS) -> None:
+def check_rotations(name: str | None, max_angle: float, names: Collection[str | None] = ROTATIONS) -> None:
     """Raises InputError for a max_angle that is not one, or if the initialisation is not one of `names`."""
     _checked_angle(max_angle)
     if name not in names:

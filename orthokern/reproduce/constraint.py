@@ -37,6 +37,7 @@ class Subject:
         options: of every run.
         nonlinearity: the default of the task, which the rows of MARGIN have.
         unconstrained: further options of networks without the constraint.
+        constrained: of networks with it.
         units: hidden units of an LSTM and of a GRU with as many parameters as a factorized network of 128, where an
             orthogonal matrix counts as N (N - 1) / 2.
         measure: the number of a run.
@@ -51,6 +52,7 @@ class Subject:
     units: tuple[str, str]
     measure: Measure
     data: str | None = None
+    constrained: tuple[str, ...] = ()
 
 
 _LONG = ("--iterations", "1000000")
@@ -68,6 +70,7 @@ SUBJECTS = {
     "pixels": Subject(
         "permuted digits, T = 196: accuracy (%)", "pixel_mnist", ("--permuted", "--pool", "2", *_EPOCHS), "modrelu", (),
         ("63", "73"), Measure("best validation accuracy (%)", "best_accuracy", scale=100.0), "mnist",
+        ("--max-angle", "none"),
     ),
     "characters": Subject(
         "Penn Treebank: bits per character", "char_lm", _EPOCHS, "modrelu", (), ("60", "70"),
@@ -80,13 +83,13 @@ def _variants(subject: Subject) -> dict[tuple[str, str], tuple[str, ...]]:
     """(part of the method, label) -> options: the rows of the joint table."""
     found: dict[tuple[str, str], tuple[str, ...]] = {}
     for margin in MARGINS:
-        found[MARGIN, margin] = ("--margin", margin)
+        found[MARGIN, margin] = ("--margin", margin, *subject.constrained)
     for margin in MARGINS:
-        found[HELD, margin] = ("--margin", margin, "--geodesic-lr", "0")
+        found[HELD, margin] = ("--margin", margin, "--geodesic-lr", "0", *subject.constrained)
     for name in NONLINEARITIES:
         same = name == subject.nonlinearity
-        found[FUNCTION, name] = ("--margin", "0.1", *(() if same else ("--nonlinearity", name)))
-    found[OTHER, "expRNN"] = ("--model", "exprnn")
+        found[FUNCTION, name] = ("--margin", "0.1", *(() if same else ("--nonlinearity", name)), *subject.constrained)
+    found[OTHER, "expRNN"] = ("--model", "exprnn", *subject.constrained)
     plain = ("--model", "rnn", "--nonlinearity", "tanh", "--init", "glorot-uniform")
     for name, options in (("RNN", plain), ("LSTM", ("--model", "lstm")), ("GRU", ("--model", "gru"))):
         size = () if name == "RNN" else ("--hidden", subject.units[name == "GRU"])

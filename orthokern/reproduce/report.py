@@ -206,7 +206,8 @@ def _row(
         known = earlier.get(run.name)
         if known is None or not is_planned(known.get("settings", {}), run, plan.quick):
             return {**row, "state": "not run"}, None
-        return known, _drawn_again(experiment, known, plan)
+        length = trained_for(known.get("settings", {}), count(known.get("iterations")) or 0, intended)
+        return {**known, "command": _command(run, plan, length)}, _drawn_again(experiment, known, plan)
     if not is_planned(record.settings, run, plan.quick):
         return {**row, "state": "other settings"}, None
     row["labels"] = _labels(run, {**intended, **record.settings})

@@ -82,10 +82,9 @@ class NetworkOptions(RunOptions):
     )
     max_angle: float | None = option(
         None,
-        real(0.0, exclusive=True, maximum=math.pi),
-        "largest angle, in radians per step, of the rotations of the initial recurrent matrix",
+        real(0.0, exclusive=True, maximum=math.pi, none=True),
+        "largest angle, in radians per step, by which the initial recurrent matrix rotates; none: that of --init",
         needs=OF_ROTATIONS,
-        shown="that of --init",
     )
     rank: int | None = option(
         None, integer(1), "factorized: columns of U and V", "K", needs=OF_FACTORIZED, shown="as many as hidden units"
@@ -204,15 +203,16 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         rnn = GRU(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
         _initialize_gates(rnn, settings)
     else:
-        names = ("nonlinearity", "init", "max_angle", "learned_h0", "gain", "backend", "precision")
+        names = ("nonlinearity", "init", "learned_h0", "gain", "backend", "precision")
         options: dict[str, Any] = {name: getattr(settings, name) for name in names}
         options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
         kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
         if settings.model in EXPONENTIALS:
             options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
             options["optimizer_state"] = settings.rebase_state
+        if all(needed.met(settings) for needed in OF_ROTATIONS):
+            options["max_angle"] = settings.max_angle
         if settings.model == "nnrnn":
-            del options["max_angle"]  # its angles are a parameter of their own
             options |= {"mask": settings.schur_mask, "triangular": settings.triangle}
         if settings.model == "factorized":
             options |= {"margin": settings.margin, "spectrum_map": settings.spectrum_map, "rank": settings.rank}

@@ -48,6 +48,9 @@ class PixelOptions(StartOptions, DigitsOptions):
     # task at constant rates: 90.7 %; with tanh and a random orthogonal start 85 %.
     nonlinearity: str = "modrelu"
     init: str = "cayley"
+    # Neighbouring pixels are alike. In order, with the published pi/2, four epochs reach 93.7 % of the validation
+    # images, with pi/2 times 0.3 97.1 %; permuted digits do not mind (docs/results/README.md).
+    max_angle: float | None = 0.47
     lr: float = 2e-3
     alpha: float = 0.99
     geodesic: str = "rmsprop"
@@ -76,7 +79,7 @@ _ORTHOGONAL |= {"eps": 1e-3, "schedule": "constant", "lr_decay": 0.0, "clip": No
 # inputs. (The order of the pixels is another: theirs comes from numpy's generator.)
 _REPORT: Settings = {"permuted": True, "permutation_seed": 1234, "hidden": 512, "nonlinearity": "modrelu"}
 _REPORT |= {"start": "glorot-normal", "clip": None, "schedule": "constant", "lr_decay": 0.0, "batch": 100}
-_REPORT |= {"epochs": 100}
+_REPORT |= {"epochs": 100, "max_angle": None}
 
 # Vorontsov et al. 2017, sections 3.1 and 3.1.2: 128 tanh units, 120 epochs, batches of 50, RMSprop at 1e-4 and
 # geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite matrix. What the text leaves open is
