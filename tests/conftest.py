@@ -18,6 +18,9 @@ from fork_server import ForkServer
 from poison import poisoned
 from torch._dynamo import trace_rules
 
+from orthokern import cpu
+from orthokern.cpu import _call
+
 # The same examples on every run and machine; a failure prints how to repeat it.
 hypothesis.settings.register_profile("orthokern", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("orthokern")
@@ -82,6 +85,15 @@ def fixed_seeds() -> Iterator[None]:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(params=_call._C.isas() if cpu.AVAILABLE else [])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that kernels are built for and this CPU has."""
+    before = _call._C.isa()
+    assert _call._C.select_isa(request.param)
+    yield request.param
+    assert _call._C.select_isa(before)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from orthokern import cpu, functional
 from orthokern._scan_contract import LastGrad
-from orthokern.cpu import _call
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, _layouts, _quick, _repeated
 from orthokern.ops import _alone, _register
@@ -486,18 +485,6 @@ def test_parameters_of_a_repeated_call_can_be_exchanged(kind: str, grad: bool) -
     module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.data.to_sparse())
     with torch.set_grad_enabled(grad), pytest.raises(InputError, match="weight_ih_l0 is a sparse"):
         module(x)
-
-
-def isas() -> list[str]:
-    return list(_call._C.isas()) if cpu.AVAILABLE else []
-
-
-@pytest.fixture(params=isas())
-def isa(request: pytest.FixtureRequest) -> Any:
-    before = _call._C.isa()
-    assert _call._C.select_isa(request.param)
-    yield request.param
-    assert _call._C.select_isa(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import cpu
-from orthokern.cpu import _call, _steps
+from orthokern.cpu import _steps
 from orthokern.diagnostics import tap
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 
@@ -46,14 +46,6 @@ def gradients(module: nn.Module, x: Tensor, h: Tensor | None, *more: Tensor) -> 
     output, last = module(x, h)
     wanted = [*module.parameters(), *more]
     return list(torch.autograd.grad(output.square().sum() + last.sin().sum(), wanted))
-
-
-@pytest.fixture(params=_call._C.isas() if cpu.AVAILABLE else [])
-def isa(request: pytest.FixtureRequest) -> Any:
-    before = _call._C.isa()
-    assert _call._C.select_isa(request.param)
-    yield
-    assert _call._C.select_isa(before)
 
 
 @pytest.mark.parametrize("n", [1, 34, 71])

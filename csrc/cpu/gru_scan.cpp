@@ -2,9 +2,10 @@
 // backward] of the reference.
 //
 // As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows whose
-// state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases, which are sums
-// over sequences, are products over all steps that the caller computes afterwards. The backward writes the one factor
-// of them that is not a result or an input.
+// state stays blocked in the caches. Threads never synchronize, except in the forward of fewer sequences than there are
+// threads, with large weights (gru_forward.h). The gradients of weights and biases, which are sums over sequences, are
+// products over all steps that the caller computes afterwards. The backward writes the one factor of them that is not
+// a result or an input.
 //
 //   forward
 //     kanai   r, m = r*h  <- epilogue of h W_r^T      z <- epilogue of h W_z^T      n, h <- epilogue of m W_n^T
@@ -20,8 +21,8 @@
 // and the epilogues skip rows between them that have ended. In a batch sorted by falling length no product computes a
 // row that has ended. Padding in the results is zero. Resets: the rows that a step starts anew are overwritten in the
 // blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
-#include "cpu/gru.h"
 #include "cpu/gru_direct.h"
+#include "cpu/gru_forward.h"
 #include "cpu/gru_second.h"
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -79,18 +80,13 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
 
   for (int64_t t = 0; t < rows.longest; t++) {
     const int R_t = rows.at(t);
-    const ptrdiff_t row = t * plan.B + row0;
-    const T* x = static_cast<const T*>(args.x) + row * 3 * N;
-    T* gates = static_cast<T*>(args.gates) + row * 3 * N;
-    T* hs = static_cast<T*>(args.hs) + row * N;
-    T* pre = KANAI ? nullptr : static_cast<T*>(args.pre) + row * N;
-    const T* x_next = x + static_cast<ptrdiff_t>(plan.B) * 3 * N;
+    const GruStep<T, KANAI> step(plan, rows, t, state, next, acc, m, z, stream);
+    const T* x_next = step.x + static_cast<ptrdiff_t>(plan.B) * 3 * N;
     const Segment<T> from_h = {state, block, plan.N}, from_m = {m, block, plan.N};
-    T *h = state, *h_new = next;
 
     if (const uint8_t* cut = cuts.at(t))
       rows.each(t, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        if (cut[r]) store(h + at, read(cuts.start(r) + b * L, count));
+        if (cut[r]) store(state + at, read(cuts.start(r) + b * L, count));
       });
 
     // Prefetches what the next step reads first, a third with each product.
@@ -98,38 +94,15 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
     if (t + 1 < rows.longest)
       for (int g = 0; g < 3; g++) transfers[g].prefetch(x_next + g * N, 3 * N, L, rows.at(t + 1), plan.blocks());
     if (!stream)
-      for (int g = 0; g < 3; g++) transfers[g].prefetch(gates + g * N, 3 * N, L, R_t, plan.blocks());
-    transfers[2].prefetch(hs, N, L, R_t, plan.blocks());
+      for (int g = 0; g < 3; g++) transfers[g].prefetch(step.gates + g * N, 3 * N, L, R_t, plan.blocks());
+    transfers[2].prefetch(step.hs, N, L, R_t, plan.blocks());
 
-    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &transfers[0], [&](int first, int last) {
-      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const ptrdiff_t to = r * 3 * N + b * L;
-        const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + b * L));
-        write(gates + to, gate, count, stream);
-        store(m + at, KANAI ? gate * load(h + at) : gate);
-      });
-    });
-    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &transfers[1], [&](int first, int last) {
-      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const ptrdiff_t to = r * 3 * N + N + b * L;
-        const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + plan.padded() + b * L));
-        write(gates + to, gate, count, stream);
-        store(z + at, gate);
-      });
-    });
-    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &transfers[2], [&](int first, int last) {
-      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const ptrdiff_t to = r * 3 * N + 2 * N + b * L;
-        const V<T> q = load(acc + at) + load(plan.bias + 2 * plan.padded() + b * L);
-        if (!KANAI) write(pre + r * N + b * L, q, count, false);
-        const V<T> n = vtanh<T>(read(x + to, count) + (KANAI ? q : load(m + at) * q));
-        write(gates + to, n, count, stream);
-        // h = n + z (h' - n), in the form of the definition: exact at z = 0 and z = 1
-        const V<T> gate = load(z + at), now = gate * load(h + at) + (splat<T>(1) - gate) * n;
-        store(h_new + at, now);
-        write(hs + r * N + b * L, now, count, false);
-      });
-    });
+    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &transfers[0],
+                [&](int first, int last) { step.reset_gate(first, last); });
+    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &transfers[1],
+                [&](int first, int last) { step.update_gate(first, last); });
+    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &transfers[2],
+                [&](int first, int last) { step.state(first, last); });
     state.swap(next);
   }
   if (stream) stream_fence();
@@ -325,7 +298,8 @@ bool run_gru(const GruArgs& args, bool backward) {
       for (int g = 0; g < 3; g++)
         memcpy(plan.bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * N, N * sizeof(T));
   }
-  parallel_run(plan.threads, gru_pack_task<T>, &plan);
+  parallel_run(plan.packers, gru_pack_task<T>, &plan);
+  if (!backward && team_serves(args)) return team_forward(plan);
   parallel_run(plan.threads, gru_task<T>, &call);
   if (backward && !call.failed) {
     T* norm = static_cast<T*>(args.grad_norm);

@@ -301,3 +301,24 @@ def test_wrong_inputs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         functional.gru_scan(**{**arguments, **changes})
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@needs_cpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_threads_that_share_the_columns_change_no_bit(isa: str, variant: str, dtype: torch.dtype) -> None:
+    """Few sequences with weights of more than 256 KiB: states, and gates and pre-activations that the backward reads;
+    and more threads than there are processors."""
+    n, generator = 263, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    w, bias, h0 = random(3 * n, n) / n**0.5, random(3 * n), random(2, n)
+    for batch, steps in ((1, 9), (2, 5)):
+        x, found = random(steps, batch, 3 * n), []
+        for count in (1, 3, 7):
+            torch.set_num_threads(count)
+            found.append(NAMESPACE.gru_scan_fwd(x, w, h0[:batch], bias, variant, "cpu"))
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
