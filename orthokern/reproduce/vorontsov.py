@@ -359,14 +359,14 @@ EXPERIMENTS = (
         "pixels", "Sequential MNIST with orthogonal networks of 16 and 69 thousand parameters",
         "Published: expRNN, Lezcano-Casado and Martinez-Rubio 2019, Cheap orthogonal constraints in neural networks",
         _pixels(), (ACCURACY, VALIDATION),
-        figure="curves", panel="permuted", legend=("model", "hidden", "max_angle", "average", "seed"), data="mnist",
+        figure="curves", panel="permuted", legend=("model", "hidden", "max_angle", "average"), data="mnist",
         note="One layer, modReLU, Cayley start; pixels in [0, 1], permuted by --permutation-seed 0 for every seed. The "
         "rates fall along a cosine to 0.05 of their first values; to 0.3 of them in the row of permuted pixels with an "
-        "average. Evaluations use a moving average of the parameters, except where the "
-        "label says not. The last 5000 training images select the parameters; the test images are read once, at the "
-        "end. Products with bfloat16 factors. Slow start: W rotates by at most 0.47 radians per step at the start, not "
-        "by the published pi / 2, and the input weights are small. Trained parameters: 16 585 of the expRNN, 15 970 of "
-        "the factorized network with N = 120, 68 874 with N = 256, where an orthogonal matrix counts as N (N - 1) / 2.",
+        "average. Evaluations use a moving average of the parameters, except where the label says not. The last 5000 "
+        "training images select the parameters; the test images are read once, at the end. Products with bfloat16 "
+        "factors. Slow start: W rotates by at most 0.47 radians per step at the start, not by the published pi / 2, "
+        "and the input weights are small. Trained parameters: 16 585 of the expRNN, 15 970 of the factorized network "
+        "with N = 120, 68 874 with N = 256, where an orthogonal matrix counts as N (N - 1) / 2.",
     ),
     Experiment(
         "figure2", "Gradient norms through time, copy task, T = {T}", f"{PAPER}, Figure 2",

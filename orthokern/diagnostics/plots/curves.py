@@ -165,8 +165,8 @@ def compare_curves(
         quantity: a field of the records, or "field.part". Quantities with "accuracy" in their names are fractions, and
             are drawn in percent.
         panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
-        legend: settings to show in the legend; by default those in which the runs differ, see `labels`. Runs with the
-            same label have the same colour.
+        legend: settings to show in the legend, with `panel` those of them that differ within a panel; by default those
+            in which the runs differ, see `labels`. Runs with the same label have the same colour.
         x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
         baseline: draw a line at this value, in the unit of `quantity`; None: for a loss, the baseline in the
             configuration of the runs.
@@ -240,7 +240,15 @@ def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[
 def _legend(
     runs: Sequence[RunRecord], groups: dict[str, list[RunRecord]], panel: str | None, legend: Sequence[str] | None
 ) -> dict[int, str]:
-    """The label of each run, by id. The setting in the panel's title is left out of the label."""
+    """The label of each run, by id. The setting in the panel's title is left out of the label, and of several settings
+    those that are the same in a whole panel."""
+    if legend is not None and panel is not None:
+        found = {}
+        for members in groups.values():
+            differing = [name for name in legend if len({setting_text(run, name) for run in members}) > 1]
+            texts = labels(members, differing or legend)
+            found.update({id(run): text for run, text in zip(members, texts, strict=True)})
+        return found
     if legend is not None or panel is None:
         return {id(run): text for run, text in zip(runs, labels(runs, legend), strict=True)}
     names = dict.fromkeys(name for members in groups.values() for name in telling_settings(members))
