@@ -509,6 +509,15 @@ def test_curves_of_several_runs_by_panel(drawing: Any) -> None:
     figure = plots.compare_curves(grid, "accuracy")
     assert figure is not None and len(figure.axes) == 1 and len(shown(figure.axes[0])) == 6
 
+    grid = [made(f"{T}-{s}-{m}", T=T, seed=s, margin=m, records=grid[0].records)
+            for T, s, m in ((200, 0, 0.1), (200, 0, 1.0), (500, 0, 0.1), (500, 1, 0.1))]  # fmt: skip
+    figure = plots.compare_curves(grid, "accuracy", panel="T", legend=["seed", "margin"])
+    assert figure is not None
+    left, right = figure.axes
+    assert list(shown(left)) == ["margin 0.1", "margin 1"], "all have seed 0"
+    assert list(shown(right)) == ["seed 0", "seed 1"], "all have margin 0.1"
+    assert left.get_lines()[0].get_color() == right.get_lines()[0].get_color() != left.get_lines()[1].get_color()
+
 
 def test_axis_of_percentages(drawing: Any, tmp_path: Path) -> None:
     """It shows the values from end to end, and no ticks beyond 100."""

@@ -193,10 +193,11 @@ def compare_curves(
     figure, axes = _panels(list(groups), title, sharey=True)
     for axis, members in zip(axes, groups.values(), strict=True):
         told: set[str] = set()
+        shown = texts if panel is None else _shown(members, texts, legend)
         for run in members:
             at, values = found[id(run)]
-            text = texts[id(run)]
-            kind = kinds.index(text)
+            text = shown[id(run)]
+            kind = kinds.index(texts[id(run)])
             axis.plot(
                 at / _Abscissa.of(run, x).per,
                 100 * values if percent else values,
@@ -240,19 +241,19 @@ def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[
 def _legend(
     runs: Sequence[RunRecord], groups: dict[str, list[RunRecord]], panel: str | None, legend: Sequence[str] | None
 ) -> dict[int, str]:
-    """The label of each run, by id. The setting in the panel's title is left out of the label, and of several settings
-    those that are the same in a whole panel."""
-    if legend is not None and panel is not None:
-        found = {}
-        for members in groups.values():
-            differing = [name for name in legend if len({setting_text(run, name) for run in members}) > 1]
-            texts = labels(members, differing or legend)
-            found.update({id(run): text for run, text in zip(members, texts, strict=True)})
-        return found
+    """The label of each run, by id. The setting in the panel's title is left out of the label."""
     if legend is not None or panel is None:
         return {id(run): text for run, text in zip(runs, labels(runs, legend), strict=True)}
     names = dict.fromkeys(name for members in groups.values() for name in telling_settings(members))
     return {id(run): text for run, text in zip(runs, labels(runs, list(names)), strict=True)}
+
+
+def _shown(members: Sequence[RunRecord], texts: dict[int, str], legend: Sequence[str] | None) -> dict[int, str]:
+    """The labels of the runs of one panel, without those settings of a legend that are the same in the whole panel."""
+    differing = [name for name in legend or () if len({setting_text(run, name) for run in members}) > 1]
+    if not differing:
+        return texts
+    return {id(run): text for run, text in zip(members, labels(members, differing), strict=True)}
 
 
 def _baselines(runs: Sequence[RunRecord], quantity: str, baseline: float | None) -> list[float]:
