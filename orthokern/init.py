@@ -484,10 +484,10 @@ INITS = {
 
 
 # Note [The largest angle]
-# A plane that rotates by the angle a per step remembers a step by its phase, with a period of 2 pi / a steps. Inputs
-# that change slowly have little to say at short periods: where the pixels of a digit are read row by row, 28 of them,
-# planes with angles up to 0.47 learn far faster than those up to pi/2 (docs/results/README.md). The published
-# distributions have no such parameter.
+# A plane that rotates by the angle a per step adds up its inputs, each rotated by a times its age, and is back at its
+# start after 2 pi / a steps. Inputs that hardly change in this time cancel. So where neighbouring inputs are nearly
+# equal, as pixels that are read in order, small angles at the start store more, and such a network learns far faster
+# (docs/training.md, "Rotation angles"). The published distributions have no such parameter.
 ROTATIONS = {"henaff": henaff_, "cayley": cayley_}
 
 
