@@ -2,8 +2,8 @@
 // orthokern/ops/peephole_scan.py.
 //
 // As in gru_scan.cpp a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows
-// whose states stay blocked in the caches, threads never synchronize, and the gradient of the weights is a product over
-// all steps that the caller computes afterwards. The epilogue of a gate runs per panel of 2 L columns:
+// whose states stay blocked in the caches, and the gradient of the weights is a product over all steps that the caller
+// computes afterwards. Threads never synchronize, except in the forward of few sequences (team.h). The epilogue of a gate runs per panel of 2 L columns:
 //
 //   forward    i <- epilogue of h W_i^T    f, f*c' <- of h W_f^T    g, c <- of h W_g^T    o, h <- of h W_o^T
 //   backward   dh, dc and d_i, d_f, d_g, d_o of step t - 1  <- epilogue of [d_i d_f d_g d_o] W of step t
@@ -13,6 +13,7 @@
 #include "cpu/gated.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "cpu/team.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
@@ -22,7 +23,7 @@ constexpr int kGates = 4, kPeepholes = 3;
 template <class T>
 struct PeepholeCall {
   const PeepholeArgs* args;
-  int B, N, threads;
+  int B, N, threads, packers;
   bool backward, failed;
   bool stream;           // write gates, or their gradients, with streaming stores
   Packed<T> gate[4];     // forward [N, N]: the transposes of W_i, W_f, W_g, W_o
@@ -57,7 +58,7 @@ ORTHOKERN_INLINE void each_row(const PeepholeCall<T>& call, int R, int first, in
 template <class T>
 void peephole_pack_task(void* context, int task) {
   PeepholeCall<T>& call = *static_cast<PeepholeCall<T>*>(context);
-  const int N = call.N, parts = call.threads;
+  const int N = call.N, parts = call.packers;
   for (int g = 0; g < kGates; g++) {
     const T* w = static_cast<const T*>(call.args->w) + static_cast<ptrdiff_t>(g) * N * N;
     Packed<T>* to = call.backward ? &call.back : &call.gate[g];
@@ -67,79 +68,133 @@ void peephole_pack_task(void* context, int task) {
   }
 }
 
+// Blocked matrices [N/L][R][L] of R rows: h by the parity of the step, results of products, c, and i.
+template <class T>
+struct PeepholeStates {
+  Scratch<T> state[2], acc, cell, in;
+
+  bool start(const PeepholeCall<T>& call, int row0, int R) {
+    const size_t size = static_cast<size_t>(round_up(call.N, 2 * kLanes<T>)) * R;  // a product writes whole panels
+    if (!state[0].allocate(size) || !state[1].allocate(size) || !acc.allocate(size) || !cell.allocate(size) ||
+        !in.allocate(size))
+      return false;
+    const ptrdiff_t from = static_cast<ptrdiff_t>(row0) * call.N;
+    block_rows(call, static_cast<const T*>(call.args->h0) + from, R, state[0].get());
+    block_rows(call, static_cast<const T*>(call.args->c0) + from, R, cell.get());
+    return true;
+  }
+};
+
+// Panels [from, to) of step t, which need h_{t-1} whole and c_{t-1} of the same columns; and the transfers of each gate.
+template <class T>
+void peephole_step(const PeepholeCall<T>& call, PeepholeStates<T>& states, int64_t t, int row0, int R, int from, int to,
+                   bool stream, Transfers<T>* transfers) {
+  constexpr int L = kLanes<T>;
+  const PeepholeArgs& args = *call.args;
+  const ptrdiff_t N = call.N, block = static_cast<ptrdiff_t>(R) * L, row = t * call.B + row0;
+  const T* x = static_cast<const T*>(args.x) + row * kGates * N;
+  T *gates = static_cast<T*>(args.gates) + row * kGates * N, *hs = static_cast<T*>(args.hs) + row * N;
+  T *cs = static_cast<T*>(args.cs) + row * N, *h_new = states.state[1 - t % 2];
+  T *acc = states.acc, *cell = states.cell, *in = states.in;
+  const Segment<T> h = {states.state[t % 2], block, call.N};
+
+  // The argument of gate g's function, without the peephole; and the gate as a result.
+  auto argument = [&](int g, int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+    return load(acc + at) + read(x + (r * kGates + g) * N + b * L, count);
+  };
+  auto give = [&](int g, int b, int count, int r, V<T> value)
+                  __attribute__((always_inline)) { write(gates + (r * kGates + g) * N + b * L, value, count, stream); };
+  auto i_gate = [&](int first, int last) {
+    each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+      const V<T> i = sigmoid<T>(argument(0, b, count, r, at) + call.peephole_of(0, b) * load(cell + at));
+      give(0, b, count, r, i);
+      store(in + at, i);
+    });
+  };
+  auto f_gate = [&](int first, int last) {
+    each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+      const V<T> c = load(cell + at), f = sigmoid<T>(argument(1, b, count, r, at) + call.peephole_of(1, b) * c);
+      give(1, b, count, r, f);
+      store(cell + at, f * c);
+    });
+  };
+  auto new_cell = [&](int first, int last) {
+    each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+      const V<T> g = vtanh<T>(argument(2, b, count, r, at)), c = load(cell + at) + load(in + at) * g;
+      give(2, b, count, r, g);
+      store(cell + at, c);
+      write(cs + r * N + b * L, c, count, false);
+    });
+  };
+  auto new_state = [&](int first, int last) {
+    each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+      const V<T> c = load(cell + at), o = sigmoid<T>(argument(3, b, count, r, at) + call.peephole_of(2, b) * c);
+      const V<T> now = o * vtanh<T>(c);
+      give(3, b, count, r, o);
+      store(h_new + at, now);
+      write(hs + r * N + b * L, now, count, false);
+    });
+  };
+  multiply<T>(&h, 1, call.gate[0], R, acc, block, &transfers[0], i_gate, from, to);
+  multiply<T>(&h, 1, call.gate[1], R, acc, block, &transfers[1], f_gate, from, to);
+  multiply<T>(&h, 1, call.gate[2], R, acc, block, &transfers[2], new_cell, from, to);
+  multiply<T>(&h, 1, call.gate[3], R, acc, block, &transfers[3], new_state, from, to);
+}
+
 template <class T>
 bool peephole_forward(const PeepholeCall<T>& call, int row0, int R) {
   constexpr int L = kLanes<T>;
   const PeepholeArgs& args = *call.args;
-  const ptrdiff_t N = call.N, block = static_cast<ptrdiff_t>(R) * L;
-  const size_t size = static_cast<size_t>(round_up(call.N, 2 * L)) * R;  // a product writes whole panels
-  Scratch<T> state, next, acc, cell, in;                                 // [N/L][R][L] each
-  if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !cell.allocate(size) ||
-      !in.allocate(size))
-    return false;
-  block_rows(call, static_cast<const T*>(args.h0) + row0 * N, R, state.get());
-  block_rows(call, static_cast<const T*>(args.c0) + row0 * N, R, cell.get());
-  const bool stream = call.stream;
-
+  const ptrdiff_t N = call.N;
+  PeepholeStates<T> states;
+  if (!states.start(call, row0, R)) return false;
   for (int64_t t = 0; t < args.T; t++) {
-    const ptrdiff_t row = t * call.B + row0;
-    const T* x = static_cast<const T*>(args.x) + row * kGates * N;
-    const T* x_next = x + static_cast<ptrdiff_t>(call.B) * kGates * N;
-    T *gates = static_cast<T*>(args.gates) + row * kGates * N, *hs = static_cast<T*>(args.hs) + row * N;
-    T *cs = static_cast<T*>(args.cs) + row * N, *h_new = next;
-    const Segment<T> from = {state, block, call.N};
-
     // Prefetches what the next step reads first, a quarter with each product.
+    const ptrdiff_t row = t * call.B + row0;
+    const T* x_next = static_cast<const T*>(args.x) + (row + call.B) * kGates * N;
     Transfers<T> transfers[kGates];
     for (int g = 0; g < kGates; g++) {
       if (t + 1 < args.T) transfers[g].prefetch(x_next + g * N, kGates * N, L, R, call.blocks());
-      if (!stream) transfers[g].prefetch(gates + g * N, kGates * N, L, R, call.blocks());
+      if (!call.stream)
+        transfers[g].prefetch(static_cast<T*>(args.gates) + (row * kGates + g) * N, kGates * N, L, R, call.blocks());
     }
-    transfers[2].prefetch(cs, N, L, R, call.blocks());
-    transfers[3].prefetch(hs, N, L, R, call.blocks());
-
-    // The argument of gate g's function, without the peephole; and the gate as a result.
-    auto argument = [&](int g, int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-      return load(acc + at) + read(x + (r * kGates + g) * N + b * L, count);
-    };
-    auto give = [&](int g, int b, int count, int r, V<T> value) __attribute__((always_inline)) {
-      write(gates + (r * kGates + g) * N + b * L, value, count, stream);
-    };
-    multiply<T>(&from, 1, call.gate[0], R, acc, block, &transfers[0], [&](int first, int last) {
-      each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const V<T> i = sigmoid<T>(argument(0, b, count, r, at) + call.peephole_of(0, b) * load(cell + at));
-        give(0, b, count, r, i);
-        store(in + at, i);
-      });
-    });
-    multiply<T>(&from, 1, call.gate[1], R, acc, block, &transfers[1], [&](int first, int last) {
-      each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const V<T> c = load(cell + at), f = sigmoid<T>(argument(1, b, count, r, at) + call.peephole_of(1, b) * c);
-        give(1, b, count, r, f);
-        store(cell + at, f * c);
-      });
-    });
-    multiply<T>(&from, 1, call.gate[2], R, acc, block, &transfers[2], [&](int first, int last) {
-      each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const V<T> g = vtanh<T>(argument(2, b, count, r, at)), c = load(cell + at) + load(in + at) * g;
-        give(2, b, count, r, g);
-        store(cell + at, c);
-        write(cs + r * N + b * L, c, count, false);
-      });
-    });
-    multiply<T>(&from, 1, call.gate[3], R, acc, block, &transfers[3], [&](int first, int last) {
-      each_row(call, R, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const V<T> c = load(cell + at), o = sigmoid<T>(argument(3, b, count, r, at) + call.peephole_of(2, b) * c);
-        const V<T> h = o * vtanh<T>(c);
-        give(3, b, count, r, o);
-        store(h_new + at, h);
-        write(hs + r * N + b * L, h, count, false);
-      });
-    });
-    state.swap(next);
+    transfers[2].prefetch(static_cast<T*>(args.cs) + row * N, N, L, R, call.blocks());
+    transfers[3].prefetch(static_cast<T*>(args.hs) + row * N, N, L, R, call.blocks());
+    peephole_step(call, states, t, row0, R, 0, call.gate[0].panel_count(), call.stream, transfers);
   }
-  if (stream) stream_fence();
+  if (call.stream) stream_fence();
   return true;
+}
+
+// The forward of few sequences: threads share the columns, and a step is one phase.
+template <class T>
+struct PeepholeTeam {
+  Team team;
+  const PeepholeCall<T>* call;
+  PeepholeStates<T> states;
+};
+
+template <class T>
+void peephole_team_task(void* context, int task) {
+  PeepholeTeam<T>& shared = *static_cast<PeepholeTeam<T>*>(context);
+  const PeepholeCall<T>& call = *shared.call;
+  const FlushDenormals flush;
+  const int panels = call.gate[0].panel_count(), parts = shared.team.threads;
+  shared.team.run(task, call.args->T, [&](int64_t t, int part) {
+    Transfers<T> none[kGates];
+    const int from = panels * part / parts, to = panels * (part + 1) / parts;
+    if (from < to) peephole_step(call, shared.states, t, 0, call.B, from, to, false, none);
+  });
+}
+
+template <class T>
+bool team_forward(const PeepholeCall<T>& call) {
+  PeepholeTeam<T> shared = {};
+  shared.call = &call;
+  shared.team.threads = call.args->threads < kTeamMost ? call.args->threads : kTeamMost;
+  if (!shared.states.start(call, 0, call.B)) return false;
+  parallel_run(shared.team.threads, peephole_team_task<T>, &shared);
+  return !shared.team.failed;
 }
 
 // What a step of the backward reads and writes besides the blocked adjoints: rows of matrices [T, B, ..]; null: zeros.
@@ -250,7 +305,7 @@ bool run_peephole(const PeepholeArgs& args, bool backward) {
   PeepholeCall<T> call;
   call.args = &args, call.backward = backward, call.failed = false;
   const int N = call.N = static_cast<int>(args.N), B = call.B = static_cast<int>(args.B);
-  call.threads = args.threads < B ? args.threads : B;
+  call.threads = args.threads < B ? args.threads : B, call.packers = args.threads;
   const int64_t bytes = args.T * args.B * args.N * kGates * static_cast<int64_t>(sizeof(T));
   call.stream = N % kLanes<T> == 0 && bytes > kGatedStreamBytes &&
                 reinterpret_cast<uintptr_t>(backward ? args.grad_x : args.gates) % kVectorBytes == 0;
@@ -265,7 +320,9 @@ bool run_peephole(const PeepholeArgs& args, bool backward) {
     for (int g = 0; g < kGates; g++)
       if (!call.gate[g].allocate(N, N)) return false;
   }
-  parallel_run(call.threads, peephole_pack_task<T>, &call);
+  parallel_run(call.packers, peephole_pack_task<T>, &call);
+  if (!backward && share_columns(B, args.threads, args.N * args.N * static_cast<int64_t>(sizeof(T))))
+    return team_forward(call);
   parallel_run(call.threads, peephole_task<T>, &call);
   if (backward && !call.failed) {
     T* to = static_cast<T*>(args.grad_peephole);

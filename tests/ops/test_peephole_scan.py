@@ -121,3 +121,16 @@ def test_inputs_of_any_strides(op: str, backend: str) -> None:
         results.append([hs, cs, *torch.autograd.grad(loss, leaves)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_threads_that_share_the_columns_change_no_bit(isa: str, dtype: torch.dtype) -> None:
+    """Few sequences with weights of more than 256 KiB; and more threads than there are processors."""
+    for steps, batch in ((9, 1), (5, 2)):
+        inputs, _, _ = problem(steps, batch, 263, dtype)
+        found = []
+        for count in (1, 3, 7):
+            torch.set_num_threads(count)
+            found.append(dispatch.leaf("peephole_scan", "cpu").peephole_scan_fwd(inputs))
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
